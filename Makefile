@@ -1,0 +1,50 @@
+# Two commands matter: `make demo` (look at it) and `make test` (trust it).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+# Two worker processes, one thread each: linear algebra libraries would otherwise fight over the cores.
+WORKERS ?= 2
+PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help demo test lint types soak bench clean
+help:
+	@echo "make demo   install the core and gauge the built-in pair of networks"
+	@echo "make test   install everything, then lint, types and the whole test suite"
+	@echo "make soak   the long campaigns behind the tests"
+	@echo "make bench  every claim about speed, memory and tightness, measured here"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp per installation, renewed when what it was made from changes.
+$(VENV)/core.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable ".[dev]"
+	@touch $@ $(VENV)/core.stamp
+
+demo: $(VENV)/core.stamp
+	$(BIN)/depthgauge gauge --out results/demo.json
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/mypy
+
+test: lint types
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak"
+
+soak: $(VENV)/dev.stamp
+	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
+
+bench: $(VENV)/dev.stamp
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis

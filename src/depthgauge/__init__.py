@@ -1,0 +1,51 @@
+"""depthgauge: how deep is an attention network, really?
+
+The public names below are resolved on first use, so that `import depthgauge` and `depthgauge --help` stay
+quick and a room can be imported alone.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from depthgauge._version import __version__
+
+if TYPE_CHECKING:
+    from depthgauge.errors import DepthgaugeError
+    from depthgauge.measures.profile import Profile, measure
+    from depthgauge.network.files import load_network, save_network
+    from depthgauge.network.network import SelfAttentionNetwork
+    from depthgauge.network.random import random_network
+    from depthgauge.studies.gauge import gauge
+
+_HOME = {
+    "DepthgaugeError": "depthgauge.errors",
+    "Profile": "depthgauge.measures.profile",
+    "SelfAttentionNetwork": "depthgauge.network.network",
+    "gauge": "depthgauge.studies.gauge",
+    "load_network": "depthgauge.network.files",
+    "measure": "depthgauge.measures.profile",
+    "random_network": "depthgauge.network.random",
+    "save_network": "depthgauge.network.files",
+}
+
+__all__ = [
+    "DepthgaugeError",
+    "Profile",
+    "SelfAttentionNetwork",
+    "__version__",
+    "gauge",
+    "load_network",
+    "measure",
+    "random_network",
+    "save_network",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'depthgauge' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

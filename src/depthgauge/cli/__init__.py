@@ -1,0 +1,1 @@
+"""The command `depthgauge`: one file a subcommand, no logic."""

@@ -1,0 +1,77 @@
+"""The entry point: registers the verbs and turns every error into one sentence and an exit code."""
+
+import os
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from depthgauge._version import __version__
+from depthgauge.cli import gauge, random
+from depthgauge.errors import DepthgaugeError
+
+app = typer.Typer(
+    name="depthgauge",
+    help="How deep is an attention network, really?\n\n"
+    "depthgauge measures how much of a network's depth does work, and removes what does not. "
+    "Every verb takes --json: one document on standard output, talk and progress on standard error.",
+    epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
+    "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="gauge")(gauge.command)
+app.command(name="random")(random.command)
+
+
+# Usage errors come from the click that typer carries or depends on, depending on its version; this names it either way.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"depthgauge {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run the command line: exit 0 when done, 2 on bad input, 1 on anything else, with one sentence."""
+    try:
+        code = app(standalone_mode=False)
+    except DepthgaugeError as error:
+        code = _say(str(error), error.exit_code)
+    except _UsageError as error:
+        code = _say(_usage_sentence(error), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 1)
+    except BrokenPipeError:  # the reader of our output went away, for instance `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except Exception as error:
+        if os.environ.get("DEPTHGAUGE_DEBUG"):
+            raise
+        kind = type(error).__name__
+        code = _say(f"unexpected {kind}: {error} (set DEPTHGAUGE_DEBUG=1 for the full story)", 1)
+    sys.exit(code)
+
+
+def _usage_sentence(error: Any) -> str:
+    where = error.ctx.command_path if error.ctx is not None else "depthgauge"
+    return f"{error.format_message().rstrip('.')}; see `{where} --help`"
+
+
+def _say(sentence: str, code: int) -> int:
+    one_line = " ".join(sentence.split())
+    typer.echo(f"error: {one_line}", err=True)
+    return code

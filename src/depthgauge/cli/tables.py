@@ -1,0 +1,63 @@
+"""Result documents as tables for a person."""
+
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+
+def profile_table(subject: dict[str, Any]) -> Table:
+    """Layer by layer: what is left of the differences between tokens, and how far attention is from averaging."""
+    network = subject["network"]
+    heads = sorted(set(network["heads"]))
+    title = (
+        f"{escape(subject['name'])}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
+        f"dim {network['dim']}, η = {network['eta']:.4g}, {'skip' if network['skip'] else 'no skip'}"
+        f"{', causal' if network['causal'] else ''}"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left", caption=_CAPTION)
+    table.add_column("layer", justify="right")
+    table.add_column("residual", justify="right")
+    table.add_column("score range θ", justify="right")
+    table.add_column("TV to uniform", justify="right")
+    table.add_column("contraction", justify="right")
+    table.add_column("bound", justify="right")
+    table.add_row("input", _ratio(subject["input"]["residual"]), "", "", "", "", style="dim")
+    for layer in subject["layers"]:
+        table.add_row(
+            str(layer["index"]),
+            _ratio(layer["residual"]),
+            _spread(layer["heads"], "score_range"),
+            _spread(layer["heads"], "tv_mean"),
+            _largest(layer["heads"], "contraction"),
+            _largest(layer["heads"], "contraction_bound"),
+        )
+    return table
+
+
+_CAPTION = (
+    "residual: ‖Res X‖/‖X‖ after the layer (1: tokens differ fully, 0: all equal). Per head, least – largest: range "
+    "of the scores; distance of attention from plain averaging (0: averages, 1: picks one token). contraction: the "
+    "worst head's ‖Res(attention)‖/‖Res‖, and the bound tanh(θ/2)·‖V‖col it obeys."
+)
+
+
+def _ratio(residual: dict[str, Any]) -> str:
+    return _number(residual["midrange"]["max"]["ratio"])
+
+
+def _spread(heads: list[dict[str, Any]], name: str) -> str:
+    values = [head[name] for head in heads if head[name] is not None]
+    if not values:
+        return "–"
+    least, largest = f"{min(values):.2g}", f"{max(values):.2g}"
+    return least if least == largest else f"{least} – {largest}"
+
+
+def _largest(heads: list[dict[str, Any]], name: str) -> str:
+    values = [head[name] for head in heads if head[name] is not None]
+    return _number(max(values)) if values else "–"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3g}"

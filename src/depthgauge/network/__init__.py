@@ -1,0 +1,1 @@
+"""The networks that are gauged: the model, random draws of it, and its file format."""

@@ -1,0 +1,229 @@
+"""Network files: safetensors with a few words of metadata, read with suspicion and written whole or not at all."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from depthgauge.atomic import write_atomically
+from depthgauge.errors import InputError, NetworkFileError
+from depthgauge.network.network import ACTIVATIONS, NORMS, Layer, Mlp, SelfAttentionNetwork
+
+FORMAT = "depthgauge.network"
+VERSION = "1"
+HEADER_LIMIT = 16 * 2**20
+"""The largest header that is read, in bytes; a network of a million tensors needs less."""
+
+_ATTENTION = ("query", "key", "value")
+_MLP = ("mlp.in", "mlp.in_bias", "mlp.out", "mlp.out_bias")
+_NORM = ("norm.weight", "norm.bias")
+_TENSOR_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.ASCII)
+_RANKS = {"query": 3, "key": 3, "value": 3, "mlp.in": 2, "mlp.in_bias": 1, "mlp.out": 2, "mlp.out_bias": 1}
+_RANKS |= dict.fromkeys(_NORM, 2)
+_OWN_KEYS = frozenset(
+    {"format", "version", "scale", "skip", "causal", "activation", "norm", "mlp_skip", "name", "provenance"}
+)
+
+
+def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
+    """Write a network file, atomically: a reader never sees half of one."""
+    tensors: dict[str, Tensor] = {}
+    for index, layer in enumerate(network):
+        parts: dict[str, Tensor | None] = {"query": layer.query, "key": layer.key, "value": layer.value}
+        if layer.mlp is not None:
+            mlp = layer.mlp
+            parts |= dict(zip(_MLP, (mlp.w_in, mlp.b_in, mlp.w_out, mlp.b_out), strict=True))
+        if network.norm != "none":
+            parts |= dict(zip(_NORM, (layer.norm_weight, layer.norm_bias), strict=True))
+        for part, tensor in parts.items():
+            assert tensor is not None
+            tensors[f"layers.{index}.{part}"] = tensor.detach().cpu().contiguous()
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise InputError(f"{name} holds NaN or infinity; a network file holds finite weights only")
+    metadata = network.other_metadata | {
+        "format": FORMAT,
+        "version": VERSION,
+        "scale": repr(network.scale),
+        "skip": _flag(network.skip),
+        "causal": _flag(network.causal),
+        "activation": network.activation,
+        "norm": network.norm,
+        "mlp_skip": _flag(network.mlp_skip),
+        "name": network.name,
+        "provenance": json.dumps(network.provenance, sort_keys=True),
+    }
+    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+
+
+def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> SelfAttentionNetwork:
+    """Read a network file; float32 weights become float64 unless another `dtype` is asked for.
+
+    Anything wrong with the file is a `NetworkFileError` that names the file, the tensor or key, and the fix.
+    """
+    path = Path(path)
+    _check_container(path)
+    try:
+        with safe_open(path, framework="pt") as handle:
+            metadata = dict(handle.metadata() or {})
+            settings = _read_settings(path, metadata)
+            layers = _sort_names(path, list(handle.keys()), settings["norm"])
+            loaded = [
+                {part: _checked(path, f"layers.{i}.{part}", handle.get_tensor(f"layers.{i}.{part}")) for part in parts}
+                for i, parts in enumerate(layers)
+            ]
+    except (SafetensorError, OSError, RuntimeError, ValueError, MemoryError) as error:
+        if isinstance(error, NetworkFileError):
+            raise
+        raise NetworkFileError(
+            f"{path} is not a readable safetensors file ({_brief(error)}); copy it again or write it anew"
+        ) from error
+    try:
+        network = SelfAttentionNetwork([_layer(parts, dtype) for parts in loaded], **settings)
+    except NetworkFileError:
+        raise
+    except InputError as error:
+        raise NetworkFileError(f"{path}: {error}; write the file anew with save_network") from error
+    network.other_metadata = {key: value for key, value in metadata.items() if key not in _OWN_KEYS}
+    return network
+
+
+def _check_container(path: Path) -> None:
+    """Refuse what is plainly not a safetensors file before anything parses it."""
+    if path.is_dir():
+        raise NetworkFileError(f"{path} is a directory; give the network file itself")
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as handle:
+            start = handle.read(8)
+    except OSError as error:
+        raise NetworkFileError(
+            f"cannot read {path}: {error.strerror or error}; `depthgauge random --out {path.name}` writes one"
+        ) from error
+    if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":
+        raise NetworkFileError(
+            f"{path} is a pickle, which could run code when opened; convert it to safetensors and try again"
+        )
+    header = int.from_bytes(start, "little")
+    if size < 8 or header > size - 8:
+        raise NetworkFileError(
+            f"{path} ends too early: {size} bytes, its header alone asks for {header + 8}; "
+            "it is truncated or not a safetensors file, copy it again"
+        )
+    if header > HEADER_LIMIT:
+        raise NetworkFileError(f"{path} has a header of {header} bytes, more than the {HEADER_LIMIT} that are read")
+
+
+def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The network's switches out of the metadata."""
+    if metadata.get("format") != FORMAT:
+        raise NetworkFileError(
+            f"{path} says format={metadata.get('format')!r}, expected {FORMAT!r}; only networks of ours are read"
+        )
+    if metadata.get("version") != VERSION:
+        raise NetworkFileError(
+            f"{path} has version={metadata.get('version')!r}, this depthgauge reads version {VERSION!r}; upgrade it"
+        )
+    try:
+        scale = float(metadata["scale"])
+    except (KeyError, ValueError):
+        scale = math.nan
+    if not (math.isfinite(scale) and scale > 0):
+        raise NetworkFileError(
+            f"{path} has scale={metadata.get('scale')!r}, expected a positive decimal number: the factor of the scores"
+        )
+    try:
+        provenance = json.loads(metadata.get("provenance", "{}"))
+    except (ValueError, RecursionError):
+        provenance = None
+    if not isinstance(provenance, dict):
+        raise NetworkFileError(f"{path} has a provenance that is not a JSON object; drop the key or repair it")
+    return {
+        "scale": scale,
+        "skip": _read_flag(path, metadata, "skip", None),
+        "causal": _read_flag(path, metadata, "causal", None),
+        "mlp_skip": _read_flag(path, metadata, "mlp_skip", "false"),
+        "activation": _read_choice(path, metadata, "activation", ACTIVATIONS),
+        "norm": _read_choice(path, metadata, "norm", NORMS),
+        "name": metadata.get("name", path.stem),
+        "provenance": provenance,
+    }
+
+
+def _read_flag(path: Path, metadata: Mapping[str, str], key: str, default: str | None) -> bool:
+    value = metadata.get(key, default)
+    if value not in ("true", "false"):
+        raise NetworkFileError(f"{path} has {key}={value!r}, expected 'true' or 'false'")
+    return value == "true"
+
+
+def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple[str, ...]) -> str:
+    value = metadata.get(key, known[0])
+    if value not in known:
+        raise NetworkFileError(f"{path} has {key}={value!r}, expected one of {', '.join(known)}")
+    return value
+
+
+def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]]:
+    """The parts of each layer, in order; a name too many or too few is an error that says which."""
+    found: dict[int, set[str]] = {}
+    for name in names:
+        match = _TENSOR_NAME.fullmatch(name)
+        if match is None or match[2] not in _RANKS:
+            raise NetworkFileError(
+                f"{path} holds an unknown tensor {name!r}; a network has {', '.join(_RANKS)} per layer"
+            )
+        if match[2] in _NORM and norm == "none":
+            raise NetworkFileError(f"{path} holds {name!r} but says norm='none'; set norm to 'pre' or 'post'")
+        found.setdefault(int(match[1]), set()).add(match[2])
+    layers = []
+    for index in range(max(len(found), 1)):
+        present = found.get(index, set())
+        expected = _ATTENTION + (_MLP if present & set(_MLP) else ()) + (_NORM if norm != "none" else ())
+        missing = [part for part in expected if part not in present]
+        if missing:
+            raise NetworkFileError(f"{path} lacks the tensor layers.{index}.{missing[0]}; write the file anew")
+        layers.append(expected)
+    return layers
+
+
+def _checked(path: Path, name: str, tensor: Tensor) -> Tensor:
+    if tensor.dtype not in (torch.float32, torch.float64):
+        raise NetworkFileError(f"{path}: {name} is {tensor.dtype}, expected float32 or float64; convert it")
+    rank = _RANKS[name.split(".", 2)[2]]
+    if tensor.ndim != rank or 0 in tensor.shape:
+        raise NetworkFileError(f"{path}: {name} has shape {list(tensor.shape)}, expected {rank} non-empty dimensions")
+    if not bool(tensor.isfinite().all()):
+        raise NetworkFileError(f"{path}: {name} holds NaN or infinity; repair the weights and write the file anew")
+    return tensor
+
+
+def _layer(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Layer:
+    converted = {part: tensor.to(dtype) for part, tensor in parts.items()}
+    for part, tensor in converted.items():
+        if not bool(tensor.isfinite().all()):
+            raise NetworkFileError(f"{part} overflows {dtype}; load the network in float64")
+    mlp = Mlp(*(converted[part] for part in _MLP)) if "mlp.in" in converted else None
+    return Layer(
+        converted["query"],
+        converted["key"],
+        converted["value"],
+        mlp=mlp,
+        norm_weight=converted.get("norm.weight"),
+        norm_bias=converted.get("norm.bias"),
+    )
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _brief(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,52 @@
+"""Inputs to gauge a network on: drawn from a box, or read from a file."""
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from depthgauge.errors import InputFileError, require_count, require_positive
+
+
+def uniform_inputs(
+    samples: int,
+    tokens: int,
+    dim: int,
+    *,
+    radius: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Float[Tensor, "samples tokens dim"]:
+    """Inputs uniform in the box ‖X‖max ≤ φ; `radius` is φ. The same seed gives the same inputs."""
+    require_count("samples", samples, "the number of inputs")
+    require_count("tokens", tokens, "the number of tokens n of an input")
+    require_positive("radius", radius, "the largest |entry| an input may have")
+    unit = torch.rand(samples, tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (radius * (2 * unit - 1)).to(dtype)
+
+
+def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "samples tokens dim"]:
+    """The tensor `x` of a safetensors file, `[tokens, dim]` or `[samples, tokens, dim]`, checked."""
+    path = Path(path)
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputFileError(
+            f"cannot read inputs from {path}: {reason}; expected safetensors with a tensor x"
+        ) from error
+    if "x" not in tensors:
+        raise InputFileError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'}, expected a tensor named x")
+    x = tensors["x"]
+    if x.dtype not in (torch.float32, torch.float64):
+        raise InputFileError(f"x in {path} is {x.dtype}, expected float32 or float64; convert it")
+    if x.ndim not in (2, 3) or x.shape[-1] != dim or 0 in x.shape:
+        raise InputFileError(
+            f"x in {path} has shape {list(x.shape)}, expected [tokens, {dim}] or [samples, tokens, {dim}]"
+        )
+    if not bool(x.isfinite().all()):
+        raise InputFileError(f"x in {path} holds NaN or infinity; repair it")
+    return x.reshape(-1, *x.shape[-2:]).to(dtype)

@@ -1,0 +1,113 @@
+"""Networks drawn at a weight bound: every |weight| ≤ η."""
+
+import torch
+from torch import Tensor
+
+from depthgauge.errors import InputError, require_count, require_positive, unknown_name
+from depthgauge.network.network import Layer, Mlp, SelfAttentionNetwork
+
+DISTRIBUTIONS = ("uniform", "sign", "normal", "aligned")
+
+
+def draw_weights(
+    shape: tuple[int, ...], eta: float, distribution: str, generator: torch.Generator, dtype: torch.dtype
+) -> Tensor:
+    """Weights of a shape with every |entry| ≤ η.
+
+    `uniform` on [−η, η]; `sign` is ±η; `normal` has standard deviation η/2 and is clipped at η; `aligned` is +η
+    everywhere, the adversarial case for bounds that claim not to depend on the dimension.
+    """
+    if distribution == "aligned":
+        return torch.full(shape, eta, dtype=dtype)
+    if distribution == "uniform":
+        unit = 2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1
+    elif distribution == "sign":
+        unit = 2.0 * torch.randint(0, 2, shape, generator=generator).to(torch.float64) - 1
+    elif distribution == "normal":
+        unit = (torch.randn(shape, generator=generator, dtype=torch.float64) / 2).clamp(-1, 1)
+    else:
+        raise unknown_name("distribution", distribution, DISTRIBUTIONS)
+    return (unit * eta).clamp(-eta, eta).to(dtype)
+
+
+def random_network(
+    layers: int,
+    heads: int,
+    dim: int,
+    eta: float,
+    *,
+    key_dim: int | None = None,
+    distribution: str = "uniform",
+    skip: bool = True,
+    causal: bool = False,
+    mlp: int | None = None,
+    activation: str = "relu",
+    norm: str | None = None,
+    mlp_skip: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> SelfAttentionNetwork:
+    """A network of L layers with H heads, width d and every |weight| ≤ η (`eta`), the same for the same seed.
+
+    `key_dim` is k (d by default); `mlp` is the hidden width of an MLP per layer, whose weights and biases obey the
+    same bound; LayerNorm, where `norm` asks for it, starts as the identity's weights (1) and biases (0).
+
+    >>> random_network(layers=2, heads=3, dim=4, eta=0.1, seed=0).summary()
+    '2 layers × 3 heads, dim 4, largest weight η = 0.09942, skip'
+    """
+    require_count("layers", layers, "the number of layers L")
+    require_count("heads", heads, "the number of heads H per layer")
+    require_count("dim", dim, "the width d of a token")
+    key_dim = dim if key_dim is None else require_count("key_dim", key_dim, "the width k of queries and keys")
+    if mlp is not None:
+        require_count("mlp", mlp, "the hidden width of the MLP; leave it out for none")
+    require_positive("eta", eta, "the largest |weight|")
+    if dtype not in (torch.float64, torch.float32):
+        raise InputError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
+    eta = _largest_not_above(eta, dtype)
+    norm = "none" if norm is None else norm
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return draw_weights(shape, eta, distribution, generator, dtype)
+
+    sublayers = 1 if mlp is None else 2
+    drawn = []
+    for _ in range(layers):
+        attention = draw(heads, dim, key_dim), draw(heads, dim, key_dim), draw(heads, dim, dim)
+        token_map = None if mlp is None else Mlp(draw(dim, mlp), draw(mlp), draw(mlp, dim), draw(dim))
+        norms: dict[str, Tensor] = {}
+        if norm != "none":
+            norms = {
+                "norm_weight": torch.ones(sublayers, dim, dtype=dtype),
+                "norm_bias": torch.zeros(sublayers, dim, dtype=dtype),
+            }
+        drawn.append(Layer(*attention, mlp=token_map, **norms))
+    settings = {
+        "layers": layers,
+        "heads": heads,
+        "dim": dim,
+        "eta": eta,
+        "key_dim": key_dim,
+        "distribution": distribution,
+        "mlp": mlp,
+        "seed": seed,
+    }
+    return SelfAttentionNetwork(
+        drawn,
+        skip=skip,
+        causal=causal,
+        activation=activation,
+        norm=norm,
+        mlp_skip=mlp_skip,
+        name=f"random-{distribution}-eta{eta:g}-seed{seed}",
+        provenance={"made_by": "random_network", **settings},
+    )
+
+
+def _largest_not_above(eta: float, dtype: torch.dtype) -> float:
+    """η as the dtype holds it, never above the η asked for."""
+    held = torch.tensor(eta, dtype=dtype)
+    if held.item() > eta:
+        held = torch.nextafter(held, torch.zeros_like(held))
+    return float(held)

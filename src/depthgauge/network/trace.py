@@ -1,0 +1,73 @@
+"""What a network did to an input, one layer at a time, without ever holding all of it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+BLOCK_ENTRIES = 2**22
+"""Scores held at once by `score_blocks` unless asked otherwise (32 MB in float64)."""
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """One layer seen in passing: its states, and its scores on demand.
+
+    `before` and `after` are X_ℓ and X_{ℓ+1}; `attention_input` is what the attention reads (LayerNorm(X_ℓ) in a
+    pre-norm network); `query` and `key` are its X Q_h and X K_h.
+    """
+
+    index: int
+    before: Float[Tensor, "*batch n d"]
+    after: Float[Tensor, "*batch n d"]
+    attention_input: Float[Tensor, "*batch n d"]
+    query: Float[Tensor, "*batch heads n k"]
+    key: Float[Tensor, "*batch heads n k"]
+    scale: float
+    causal: bool
+
+    def score_blocks(
+        self, query: Float[Tensor, "*batch heads n k"] | None = None, entries: int = BLOCK_ENTRIES
+    ) -> Iterator["ScoreBlock"]:
+        """β Q K^T, a block of rows at a time, all heads together, at most about `entries` numbers each.
+
+        Another `query` may be scored against the same keys; masked entries hold −∞.
+        """
+        query = self.query if query is None else query
+        n = self.key.shape[-2]
+        rows = max(1, entries // max(1, query[..., :1, :1].numel() * n))
+        columns = torch.arange(n, device=query.device)
+        for start in range(0, n, rows):
+            stop = min(start + rows, n)
+            scores = (query[..., start:stop, :] @ self.key.mT) * self.scale
+            visible = None
+            if self.causal:
+                visible = columns <= columns[start:stop, None]
+                scores = scores.masked_fill(~visible, float("-inf"))
+            yield ScoreBlock(start, stop, scores, visible)
+
+
+@dataclass(frozen=True)
+class ScoreBlock:
+    """Rows `start` to `stop` of the scores of every head; `visible` is the causal mask of these rows, or None."""
+
+    start: int
+    stop: int
+    scores: Float[Tensor, "*batch heads rows n"]
+    visible: Bool[Tensor, "rows n"] | None
+
+    def row_ranges(self) -> Float[Tensor, "*batch heads rows"]:
+        """max_j − min_j over the visible entries of every row."""
+        low = self.scores
+        if self.visible is not None:
+            low = low.masked_fill(~self.visible, float("inf"))
+        return self.scores.amax(dim=-1) - low.amin(dim=-1)
+
+    def visible_counts(self) -> Float[Tensor, " rows"]:
+        """How many entries each row sees."""
+        if self.visible is None:
+            rows, n = self.scores.shape[-2:]
+            return torch.full((rows,), float(n), dtype=self.scores.dtype, device=self.scores.device)
+        return self.visible.sum(dim=-1).to(self.scores.dtype)
