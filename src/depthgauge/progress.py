@@ -1,8 +1,9 @@
 """How long work reports where it stands; whoever shows it supplies the function."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
+@runtime_checkable
 class Step(Protocol):
     """Called as work advances: `done` of `total` units, and a word on the present one."""
 

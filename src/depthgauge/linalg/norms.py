@@ -17,6 +17,7 @@ CENTERS: tuple[Center, ...] = ("midrange", "mean")
 def max_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
     """‖A‖max = max_ij |A_ij|, the largest entry in size.
 
+    >>> import torch
     >>> max_norm(torch.tensor([[1.0, -3.0], [2.0, 0.0]])).item()
     3.0
     """
@@ -64,6 +65,7 @@ def residual(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> Flo
     column (the minimiser itself is not unique: only the widest column is forced); `mean` is the choice of
     Dong et al.
 
+    >>> import torch
     >>> residual(torch.tensor([[2.0], [0.0], [-2.0]])).flatten().tolist()
     [2.0, 0.0, -2.0]
     """

@@ -69,7 +69,7 @@ def average_gap_bound(tv: float, range_z: float) -> float:
     return tv * range_z
 
 
-def contraction_bound(theta: Float[Tensor, "*batch"], v_col: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+def contraction_bound(theta: Float[Tensor, "*batch"], v_col: Float[Tensor, "*#batch"]) -> Float[Tensor, "*batch"]:
     """‖Res(attention(X))‖max / ‖Res(X)‖max ≤ tanh(θ/2) · ‖V‖col.
 
     θ bounds the row ranges of E = β Res(X) W Res(X)ᵀ. This is Lemma 5.1 with the constant that holds: the printed

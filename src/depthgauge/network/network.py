@@ -10,7 +10,7 @@ f is the identity, or an MLP that acts on each token. Tokens are rows; layers an
 import json
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ NORMS: tuple[str, ...] = get_args(Norm)
 NORM_EPSILON = 1e-5
 
 
+@runtime_checkable
 class AttentionFunction(Protocol):
     """What `forward(x, attention=…)` calls: the shapes and meaning of `scaled_dot_product_attention`."""
 

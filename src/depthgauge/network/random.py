@@ -52,8 +52,8 @@ def random_network(
     `key_dim` is k (d by default); `mlp` is the hidden width of an MLP per layer, whose weights and biases obey the
     same bound; LayerNorm, where `norm` asks for it, starts as the identity's weights (1) and biases (0).
 
-    >>> random_network(layers=2, heads=3, dim=4, eta=0.1, seed=0).summary()
-    '2 layers × 3 heads, dim 4, largest weight η = 0.09942, skip'
+    >>> random_network(layers=2, heads=3, dim=4, eta=0.1, distribution="sign").summary()
+    '2 layers × 3 heads, dim 4, largest weight η = 0.1, skip'
     """
     require_count("layers", layers, "the number of layers L")
     require_count("heads", heads, "the number of heads H per layer")

@@ -1,0 +1,29 @@
+"""What every test runs under: drawn cases that repeat, one thread, and shapes checked at every call of ours."""
+
+import os
+import sys
+from types import ModuleType
+
+import torch
+from beartype import BeartypeConf, beartype
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# Before anything imports the package: from here on every annotation in it, shapes included, is enforced. An int is
+# welcome where a float is asked for, as it is to mypy; plain beartype would refuse it.
+_checker = ModuleType("enforced_annotations")
+_checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
+sys.modules[_checker.__name__] = _checker
+install_import_hook("depthgauge", "enforced_annotations.checked")
+
+_COMMON = {
+    "derandomize": True,
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("test", max_examples=60, **_COMMON)
+settings.register_profile("soak", max_examples=2000, **_COMMON)
+settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
+
+torch.set_num_threads(1)
