@@ -1,0 +1,88 @@
+"""The regression model, batched: a dense product of signs, with every decision near the threshold settled exactly."""
+
+from fractions import Fraction
+from math import log
+
+import numpy as np
+from jaxtyping import Bool, Float, Int8
+
+from depthgauge.separation.attention import LIN, Attention
+from depthgauge.separation.draws import RegressionDraws, unpack
+from depthgauge.separation.settings import Dataset, Regression, strong
+from depthgauge.separation.settle import sign_of_sum
+
+_SINGLE_UP_TO = 100_000
+"""Tokens up to which a first pass in single precision leaves few decisions open."""
+
+_INTERVAL = Fraction(4, 10)
+_PEAK = Fraction(4)
+
+
+def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, "models 4"]:
+    """For each model: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0, F with the setting's attention kind.
+
+    As Σ f = 1, ⟨f, y⟩ > τ says that the tokens with sign + hold more than (1 + τ)/2 of the weight.
+    """
+    bits = unpack(draws.words, setting.n)
+    cases: list[tuple[Attention, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
+    f = np.stack([_normalised(kind, setting.n, _scores(draws, dataset)) for kind, dataset in cases], axis=-1)
+    single = setting.n <= _SINGLE_UP_TO
+    kept = np.float32 if single else np.float64
+    share = np.matmul(bits.astype(kept), f.astype(kept)).astype(np.float64)
+    margin = share - float((1 + setting.threshold) / 2)
+    fires = margin > 0
+    for model, vector, case in np.argwhere(np.abs(margin) <= _rounding(setting, single)):
+        kind, dataset = cases[case]
+        fires[model, vector, case] = _settled(setting, draws, bits, kind, dataset, int(model), int(vector))
+    touched = fires.any(axis=1)
+    return np.stack([touched[:, 0], ~touched[:, 1], ~touched[:, 2], ~touched[:, 3]], axis=1)
+
+
+def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "models n"]:
+    """(Ax)ᵢ / log n."""
+    scores = 1 + float(_INTERVAL) * draws.uniform[:, dataset]
+    if dataset == 1:
+        scores[np.arange(len(scores)), draws.j] = float(_PEAK)
+    return scores
+
+
+def _normalised(kind: Attention, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
+    """f = k(u) / Σ k(u), u = log n · scores."""
+    u = log(n) * scores
+    if kind.family == "exp":
+        k = np.exp(u - u.max(axis=1, keepdims=True))
+    elif kind.family == "lin":
+        k = scores
+    else:
+        k = np.ones_like(u)
+        for i in range(kind.degree, 0, -1):
+            k = 1 + k * u / i
+    return np.asarray(k / k.sum(axis=1, keepdims=True))
+
+
+def _rounding(setting: Regression, single: bool) -> float:
+    """A bound on the rounding of a share: n additions in the product's precision, and the errors of f in double.
+
+    A weight k(u) with u ≤ 4·log n is good to (8u + 4g + 16) ulps, its normaliser to n more.
+    """
+    u = 4 * log(setting.n)
+    in_double = (8 * u + 4 * strong(setting).degree + setting.n + 32) * 2.0**-52
+    return (1.01 * (setting.n + 4) * 2.0**-24 if single else 0.0) + 4 * in_double
+
+
+def _settled(
+    setting: Regression,
+    draws: RegressionDraws,
+    bits: Int8[np.ndarray, "models m n"],
+    kind: Attention,
+    dataset: Dataset,
+    model: int,
+    vector: int,
+) -> bool:
+    """Whether ⟨f, y⟩ > τ, without rounding: Σ (yᵢ − τ)·k(qᵢ·log n) > 0."""
+    scores = [1 + _INTERVAL * Fraction(float(u)) for u in draws.uniform[model, dataset]]
+    if dataset == 1:
+        scores[int(draws.j[model])] = _PEAK
+    signs = 2 * bits[model, vector].astype(int) - 1
+    terms = [(int(y) - setting.threshold, q) for y, q in zip(signs, scores, strict=True)]
+    return sign_of_sum(kind, setting.n, terms) > 0

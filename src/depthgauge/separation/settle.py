@@ -1,0 +1,126 @@
+"""The last word on a decision at the threshold: the sign of Σ r·k(q·log n) for rational r and q, without rounding.
+
+⟨c_{j₀}, y⟩ − τ has, up to a positive factor, this form: r is what a key adds beyond τ, q its score over log n.
+The sign is found with balls of growing precision.  That ends unless the sum is zero, and zero can be recognised:
+
+- lin: the sum is log n · Σ r·q, a rational number times log n;
+- poly:g: it is a polynomial in log n with rational coefficients; log n is transcendental for n ≥ 2
+  (Lindemann), so the sum is zero only if every coefficient is;
+- exp: it is Σ r·n^q.  Let n = v^k with v not a perfect power.  For every N the numbers v^{i/N}, 0 ≤ i < N, are
+  linearly independent over the rationals (x^N − v is irreducible), so the sum is zero only if the terms whose
+  exponents kq differ by whole numbers cancel among themselves.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from fractions import Fraction
+from functools import lru_cache
+from math import floor, lcm
+from typing import Any
+
+from flint import arb, ctx, fmpz
+
+from depthgauge.separation.attention import Attention, ball, weights
+
+_FIRST_PRECISION = 128
+
+
+def sign_of_sum(kind: Attention, n: int, terms: Iterable[tuple[Fraction, Fraction]]) -> int:
+    """The sign (−1, 0 or 1) of Σ r·k(q·log n) over the (r, q) of `terms`, with all q ≥ 0 and n ≥ 2.
+
+    >>> from depthgauge.separation.attention import EXP
+    >>> sign_of_sum(EXP, 4, [(Fraction(2), Fraction(0)), (Fraction(-1), Fraction(1, 2))])  # 2·4⁰ − 4^½
+    0
+    """
+    merged: defaultdict[Fraction, Fraction] = defaultdict(Fraction)
+    for coefficient, score in terms:
+        merged[score] += coefficient
+    live = {score: coefficient for score, coefficient in merged.items() if coefficient}
+    if kind.family == "lin":
+        return _sign(sum((r * q for q, r in live.items()), Fraction(0)))
+    if _is_zero(kind, n, live):
+        return 0
+    precision = _FIRST_PRECISION
+    while True:
+        with ctx.workprec(precision):
+            total = _sum_of_balls(kind, n, live)
+            if total > 0:
+                return 1
+            if total < 0:
+                return -1
+        precision *= 2
+
+
+def _sign(number: Fraction) -> int:
+    return (number > 0) - (number < 0)
+
+
+def _sum_of_balls(kind: Attention, n: int, live: dict[Fraction, Fraction]) -> Any:
+    """A ball around Σ r·k(q·log n), up to a positive factor."""
+    return sum(
+        (ball(r) * w for r, w in zip(live.values(), weights(kind, n, list(live)), strict=True)),
+        arb(0),
+    )
+
+
+def _is_zero(kind: Attention, n: int, live: dict[Fraction, Fraction]) -> bool:
+    """Whether the sum is exactly zero."""
+    if not live:
+        return True
+    with ctx.workprec(_FIRST_PRECISION):
+        if not _sum_of_balls(kind, n, live).contains(0):
+            return False
+    if kind.family == "poly":
+        return _zero_polynomial(kind.degree, live)
+    return _zero_powers(n, live)
+
+
+def _zero_polynomial(degree: int, live: dict[Fraction, Fraction]) -> bool:
+    """Whether Σ r·qⁱ = 0 for every i ≤ g: these are, over i!, the coefficients of the polynomial in log n."""
+    powers = dict.fromkeys(live, Fraction(1))
+    for _ in range(degree + 1):
+        if sum((r * powers[q] for q, r in live.items()), Fraction(0)):
+            return False
+        powers = {q: power * q for q, power in powers.items()}
+    return True
+
+
+def _zero_powers(n: int, live: dict[Fraction, Fraction]) -> bool:
+    """Whether Σ r·n^q = 0, class by class of exponents that differ by whole numbers."""
+    root, power = _primitive_root(n)
+    by_fraction: defaultdict[Fraction, dict[int, Fraction]] = defaultdict(dict)
+    for q, r in live.items():
+        exponent = power * q
+        whole = floor(exponent)
+        by_fraction[exponent - whole][whole] = r
+    return all(_zero_at_integer(root, coefficients) for coefficients in by_fraction.values())
+
+
+def _zero_at_integer(v: int, coefficients: dict[int, Fraction]) -> bool:
+    """Whether Σ r·vᵉ = 0 for whole e: from the lowest power up, what is carried must stay divisible by v."""
+    common = lcm(*(r.denominator for r in coefficients.values()))
+    carried, at = 0, min(coefficients)
+    for exponent in sorted(coefficients):
+        for _ in range(exponent - at):
+            if carried == 0:
+                break
+            carried, rest = divmod(carried, v)
+            if rest:
+                return False
+        at = exponent
+        carried += int(coefficients[exponent] * common)
+    return carried == 0
+
+
+@lru_cache(maxsize=1024)
+def _primitive_root(n: int) -> tuple[int, int]:
+    """(v, k) with n = v^k and k as large as can be.
+
+    >>> _primitive_root(64), _primitive_root(200)
+    ((2, 6), (200, 1))
+    """
+    for power in range(n.bit_length(), 1, -1):
+        root = int(fmpz(n).root(power))
+        if root >= 2 and root**power == n:
+            return root, power
+    return n, 1
