@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from depthgauge.errors import InputError
 
@@ -28,7 +29,11 @@ _INF = math.inf
 
 def as_float64(x: Tensor | float) -> Tensor:
     """The argument as a float64 tensor; float32 is exact in it, anything else is refused."""
-    tensor = torch.as_tensor(x, dtype=torch.float64) if isinstance(x, int | float) else x
+    if isinstance(x, int | float):
+        if float(x) != x and not math.isnan(x):
+            raise InputError(f"{x} is no float64, and a bound must not begin with a rounding; give a float")
+        x = torch.tensor(float(x), dtype=torch.float64)
+    tensor = x
     if tensor.dtype not in (torch.float64, torch.float32):
         raise InputError(f"rounding bounds need float64 or float32, got {tensor.dtype}; convert the tensor")
     return tensor.to(torch.float64)
@@ -77,13 +82,15 @@ def mul_down(a: Tensor | float, b: Tensor | float) -> Tensor:
 
 
 def div_up(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """At least a / b."""
-    return up(as_float64(a) / as_float64(b))
+    """At least a / b; +∞ where b is zero of either sign."""
+    a, b = as_float64(a), as_float64(b)
+    return torch.where(b == 0, _INF, up(a / b))
 
 
 def div_down(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """At most a / b."""
-    return down(as_float64(a) / as_float64(b))
+    """At most a / b; −∞ where b is zero of either sign."""
+    a, b = as_float64(a), as_float64(b)
+    return torch.where(b == 0, -_INF, down(a / b))
 
 
 def sqrt_up(a: Tensor | float) -> Tensor:
@@ -117,11 +124,12 @@ def nonnegative_sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
 
 
 def sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """At least Σ x over `dim`, whatever the signs: the computed sum plus γ_{n−1} Σ|x|."""
+    """At least Σ x over `dim`, whatever the signs: the computed sum plus γ_{n−1} Σ|x|; +∞ where the sum overflowed."""
     x = as_float64(x)
     total = x.sum(dim=dim)
     count = x.numel() // max(total.numel(), 1)
-    return add_up(total, mul_up(gamma(max(count - 1, 0)), nonnegative_sum_up(x.abs(), dim)))
+    bound = add_up(total, mul_up(gamma(max(count - 1, 0)), nonnegative_sum_up(x.abs(), dim)))
+    return torch.where(total.isinf(), _INF, bound)
 
 
 def sum_down(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
@@ -141,6 +149,8 @@ def nonnegative_matmul_up(A: Float[Tensor, "*a m k"], B: Float[Tensor, "*b k n"]
 _LN2_HI = float.fromhex("0x1.62e42feep-1")
 _LN2_LO = float.fromhex("0x1.a39ef35793c76p-33")
 _LN2 = math.log(2.0)
+# e^−745 lies between TINY and 2 TINY, and e^709.78 just below the largest float64.
+_EXP_LEAST, _EXP_MOST = -745.0, 709.78
 _TERMS = 22
 # 1/(1 − r/(N+1)) for r ≤ 0.75 and N = 22: bounds the tail Σ_{j≥N} r^{j−N} N!/j! of the series.
 _TAIL = 1.04
@@ -190,21 +200,21 @@ def _reduce(x: Tensor) -> tuple[Int64[Tensor, "*batch"], Tensor, Tensor]:
 def exp_up(x: Tensor | float) -> Tensor:
     """At least e^x: 2^k · e^r with r = x − k ln 2 ∈ [0, 0.75)."""
     x = as_float64(x)
-    inside = x.clamp(min=-745.0, max=709.0)
+    inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
     k, _, r_up = _reduce(inside)
     value = up(_scale(add_up(_expm1_series_up(r_up), 1.0), k))
-    value = torch.where(x < -745.0, 2 * TINY, value)
-    value = torch.where(x > 709.0, _INF, value)
+    value = torch.where(x < _EXP_LEAST, 2 * TINY, value)
+    value = torch.where(x > _EXP_MOST, _INF, value)
     return torch.where(x.isnan(), x, value)
 
 
 def exp_down(x: Tensor | float) -> Tensor:
     """At most e^x, and not below 0."""
     x = as_float64(x)
-    inside = x.clamp(min=-745.0, max=709.0)
+    inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
     k, r_down, _ = _reduce(inside)
     value = down(_scale(add_down(_expm1_series_down(r_down), 1.0), k)).clamp(min=0.0)
-    value = torch.where(x < -745.0, 0.0, value)
+    value = torch.where(x < _EXP_LEAST, 0.0, value)
     return torch.where(x.isnan(), x, value)
 
 
@@ -302,18 +312,23 @@ class Ball:
         rad = nonnegative_matmul_up(self.mid.abs(), own)
         if bool((self.rad != 0).any()):
             rad = add_up(rad, nonnegative_matmul_up(self.rad, other.abs_up()))
-        return Ball(mid, add_up(rad, k * TINY))
+        return _without_overflow(mid, add_up(rad, k * TINY))
 
     def sum(self, dim: int | tuple[int, ...]) -> "Ball":
         """The sum over `dim`."""
         mid = self.mid.sum(dim=dim)
         count = max(self.mid.numel() // max(mid.numel(), 1), 1)
         rad = nonnegative_sum_up(add_up(self.rad, mul_up(gamma(count - 1), self.mid.abs())), dim)
-        return Ball(mid, rad)
+        return _without_overflow(mid, rad)
 
 
 def _ball(x: Ball | Tensor | float) -> Ball:
     return x if isinstance(x, Ball) else Ball.exact(x)
+
+
+def _without_overflow(mid: Tensor, rad: Tensor) -> Ball:
+    """A sum that overflowed on the way may be ±∞ where the real one is finite, even of the other sign: any number."""
+    return Ball(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, _INF))
 
 
 # --- verified spectral bounds --------------------------------------------------------------------------------------
@@ -332,8 +347,11 @@ def largest_eigenvalue_up(S: Ball | Float[Tensor, "*batch n n"]) -> Float[Tensor
     row_sum = nonnegative_sum_up(S.abs_up(), -1).amax(dim=-1)
     finite = S.mid.isfinite().all(dim=-1).all(dim=-1)
     safe = torch.where(finite[..., None, None], S.mid, 0.0)
-    V = torch.linalg.eigh((safe + safe.mT) / 2)[1]
-    eye = torch.eye(n, dtype=torch.float64, device=V.device)
+    eye = torch.eye(n, dtype=torch.float64, device=S.mid.device)
+    try:
+        V = torch.linalg.eigh(safe / 2 + safe.mT / 2)[1]
+    except LinAlgError:  # no convergence: the plain Gershgorin bound is left
+        V = eye.expand_as(safe)
     delta = nonnegative_sum_up((Ball.exact(V).mT @ V - eye).abs_up(), -1).amax(dim=-1)
     B = Ball.exact(V).mT @ S @ V
     off_diagonal = nonnegative_sum_up(B.abs_up() * (1.0 - eye), -1)

@@ -19,6 +19,7 @@ from torch import Tensor
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import (
     Ball,
+    as_float64,
     div_up,
     mul_up,
     nonnegative_sum_up,
@@ -123,7 +124,7 @@ def sign_norm_up(M: Ball | Float[Tensor, "*batch m n"], iterations: int = 60) ->
     total = absolute_sum(M)
     if min(M.shape[-2:]) <= ENUMERATED:
         return _least({"absolute sum": total, "enumeration": enumerated(M)})
-    mid = M.mid if isinstance(M, Ball) else M
+    mid = M.mid if isinstance(M, Ball) else as_float64(M)
     usable = torch.where(mid.isfinite(), mid, 0.0)
     row_scale, column_scale = best_scalings(usable, iterations)
     ones = torch.ones_like(row_scale), torch.ones_like(column_scale)
