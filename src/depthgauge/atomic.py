@@ -12,11 +12,11 @@ from depthgauge.errors import OutputError
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it; on failure nothing is left behind."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    if target.is_dir() or not target.name:
+        raise OutputError(f"cannot write {target}: it is a directory; name a file")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        if target.is_dir():
-            raise OutputError(f"cannot write {target}: it is a directory; name a file")
         write(temporary)
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())

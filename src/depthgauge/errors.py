@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 from collections.abc import Iterable
 from typing import ClassVar
 
@@ -42,13 +43,22 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
 
 def require_positive(name: str, value: float, meaning: str) -> float:
     """Return `value` if it is a positive finite number, else raise the error that says what it should be."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} must be a positive number, got {value!r}; it is {meaning}")
     return float(value)
 
 
 def require_count(name: str, value: int, meaning: str, least: int = 1) -> int:
     """Return `value` if it is a whole number of at least `least`, else raise the error that says what it is."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}; it is {meaning}")
-    return value
+    return int(value)
+
+
+def require_seed(seed: int) -> int:
+    """Return `seed` if random numbers can be drawn from it: a whole number from 0 to 2⁶³ − 1."""
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
+        raise InputError(
+            f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; the same one gives the same draw"
+        )
+    return int(seed)

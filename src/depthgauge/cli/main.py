@@ -49,6 +49,7 @@ def main() -> None:
     """Run the command line: exit 0 when done, 2 on bad input, 1 on anything else, with one sentence."""
     try:
         code = app(standalone_mode=False)
+        sys.stdout.flush()  # a reader that went away is noticed here, not at the very end
     except DepthgaugeError as error:
         code = _say(str(error), error.exit_code)
     except _UsageError as error:

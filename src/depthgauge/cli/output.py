@@ -15,8 +15,8 @@ talk = Console(stderr=True)
 
 
 def print_json(document: Any) -> None:
-    """Write one JSON document to standard output; NaN and infinity never appear in it."""
-    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+    """Write one JSON document to standard output, in ASCII whatever the terminal speaks; NaN never appears in it."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager

@@ -39,6 +39,14 @@ def as_float64(x: Tensor | float) -> Tensor:
     return tensor.to(torch.float64)
 
 
+def largest_not_above(value: float, dtype: torch.dtype) -> float:
+    """A positive number as the dtype holds it, never above the one given: a bound survives its conversion."""
+    held = torch.tensor(value, dtype=dtype)
+    if held.item() > value:
+        held = torch.nextafter(held, torch.zeros_like(held))
+    return float(held)
+
+
 def up(x: Tensor | float) -> Tensor:
     """The next float64 above."""
     x = as_float64(x)
@@ -377,8 +385,12 @@ def spectral_norm_up(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*b
     if M.shape[-2] < M.shape[-1]:
         M = M.mT
     scaled, exponent = _to_unit_scale(M.mid)
-    exact = Ball(scaled, torch.full_like(scaled, TINY))  # scaling down may have lost subnormal bits
-    verified = up(_scale(sqrt_up(largest_eigenvalue_up(exact.mT @ exact).clamp(min=0.0)), exponent))
+    # The Gram matrix as computed is off by at most γ_m |M|ᵀ|M|, hence by γ_m ‖M‖F² in norm; underflows add to that.
+    m, n = scaled.shape[-2:]
+    size = frobenius_norm_up(scaled)
+    lost = add_up(mul_up(gamma(m + 1), mul_up(size, size)), 4.0 * m * n * TINY)
+    square = add_up(largest_eigenvalue_up(scaled.mT @ scaled).clamp(min=0.0), lost)
+    verified = up(_scale(sqrt_up(square), exponent))
     of_mid = torch.minimum(verified, frobenius_norm_up(M.mid))
     return add_up(of_mid, frobenius_norm_up(M.rad)) if bool((M.rad != 0).any()) else of_mid
 

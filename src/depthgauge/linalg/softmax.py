@@ -46,7 +46,7 @@ def is_balanced(E: Float[Tensor, "*batch n m"], theta: float) -> Bool[Tensor, "*
 def shift_tv_bound(range_b: float) -> float:
     """TV(softm(a + b), softm(a)) ≤ tanh(range(b)/4), for every a.
 
-    Attained: put half of softm(a)'s mass, tilted by e^{−range/4}, where b is largest and the rest where it is least.
+    Attained: with a share 1/(1 + e^{range/2}) of softm(a)'s mass where b is largest, the rest where it is least.
     """
     return math.tanh(range_b / 4)
 
@@ -60,7 +60,11 @@ def shift_max_bound(epsilon: float) -> float:
 
 
 def uniform_tv_bound(range_a: float) -> float:
-    """TV(softm(a), uniform) ≤ tanh(range(a)/4); attained in the limit of many tokens."""
+    """TV(softm(a), uniform) ≤ tanh(range(a)/4).
+
+    Attained by k of n scores at the top and the others at the bottom, where e^{range/2} = (n − k)/k; for other ranges
+    in the limit of many tokens.
+    """
     return math.tanh(range_a / 4)
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.errors import InputError
 from depthgauge.measures.heads import HeadMeasures, measure_heads
 from depthgauge.measures.residuals import Residuals, residual_sizes
 from depthgauge.measures.weights import WeightSizes, weight_sizes
@@ -59,6 +60,8 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
     torch.Size([1, 3])
     """
     network.check_input(x)
+    if x.numel() == 0:
+        raise InputError(f"there is nothing to measure in an input of shape {list(x.shape)}; give at least one sample")
     samples = x.reshape(-1, *x.shape[-2:])
     residuals, heads, weights = [residual_sizes(samples)], [], []
     for trace in network.trace(samples):

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from depthgauge.atomic import write_atomically
-from depthgauge.errors import InputError, NetworkFileError
+from depthgauge.errors import InputError, NetworkFileError, OutputError
 from depthgauge.network.network import ACTIVATIONS, NORMS, Layer, Mlp, SelfAttentionNetwork
 
 FORMAT = "depthgauge.network"
@@ -44,7 +45,8 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
             parts |= dict(zip(_NORM, (layer.norm_weight, layer.norm_bias), strict=True))
         for part, tensor in parts.items():
             assert tensor is not None
-            tensors[f"layers.{index}.{part}"] = tensor.detach().cpu().contiguous()
+            # A copy of its own: safetensors refuses tensors that share memory, and one matrix may serve twice.
+            tensors[f"layers.{index}.{part}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds NaN or infinity; a network file holds finite weights only")
@@ -58,9 +60,16 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
         "norm": network.norm,
         "mlp_skip": _flag(network.mlp_skip),
         "name": network.name,
-        "provenance": json.dumps(network.provenance, sort_keys=True),
+        "provenance": _provenance_text(network),
     }
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))
+
+    def write(temporary: Path) -> None:
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OutputError(f"cannot write {path}: {_brief(error)}") from error
+
+    write_atomically(path, write)
 
 
 def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> SelfAttentionNetwork:
@@ -86,7 +95,7 @@ def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> Sel
             f"{path} is not a readable safetensors file ({_brief(error)}); copy it again or write it anew"
         ) from error
     try:
-        network = SelfAttentionNetwork([_layer(parts, dtype) for parts in loaded], **settings)
+        network = SelfAttentionNetwork([_layer(path, i, parts, dtype) for i, parts in enumerate(loaded)], **settings)
     except NetworkFileError:
         raise
     except InputError as error:
@@ -97,16 +106,19 @@ def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> Sel
 
 def _check_container(path: Path) -> None:
     """Refuse what is plainly not a safetensors file before anything parses it."""
-    if path.is_dir():
-        raise NetworkFileError(f"{path} is a directory; give the network file itself")
     try:
-        size = path.stat().st_size
+        status = path.stat()
+        if stat.S_ISDIR(status.st_mode):
+            raise NetworkFileError(f"{path} is a directory; give the network file itself")
+        if not stat.S_ISREG(status.st_mode):
+            raise NetworkFileError(f"{path} is a pipe or a device; give a network file")
         with open(path, "rb") as handle:
             start = handle.read(8)
     except OSError as error:
         raise NetworkFileError(
             f"cannot read {path}: {error.strerror or error}; `depthgauge random --out {path.name}` writes one"
         ) from error
+    size = status.st_size
     if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":
         raise NetworkFileError(
             f"{path} is a pickle, which could run code when opened; convert it to safetensors and try again"
@@ -205,11 +217,12 @@ def _checked(path: Path, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _layer(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Layer:
-    converted = {part: tensor.to(dtype) for part, tensor in parts.items()}
+def _layer(path: Path, index: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Layer:
+    # Copies: what safetensors hands out may be a view of the file, which others can change or cut short.
+    converted = {part: tensor.to(dtype, copy=True) for part, tensor in parts.items()}
     for part, tensor in converted.items():
         if not bool(tensor.isfinite().all()):
-            raise NetworkFileError(f"{part} overflows {dtype}; load the network in float64")
+            raise NetworkFileError(f"{path}: layers.{index}.{part} overflows {dtype}; load the network in float64")
     mlp = Mlp(*(converted[part] for part in _MLP)) if "mlp.in" in converted else None
     return Layer(
         converted["query"],
@@ -219,6 +232,13 @@ def _layer(parts: Mapping[str, Tensor], dtype: torch.dtype) -> Layer:
         norm_weight=converted.get("norm.weight"),
         norm_bias=converted.get("norm.bias"),
     )
+
+
+def _provenance_text(network: SelfAttentionNetwork) -> str:
+    try:
+        return json.dumps(network.provenance, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"provenance must be plain JSON to be written to a file, but {_brief(error)}") from error
 
 
 def _flag(value: bool) -> str:

@@ -8,7 +8,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from depthgauge.errors import InputFileError, require_count, require_positive
+from depthgauge.errors import InputFileError, require_count, require_positive, require_seed
+from depthgauge.linalg.rounding import largest_not_above
 
 
 def uniform_inputs(
@@ -24,8 +25,10 @@ def uniform_inputs(
     require_count("samples", samples, "the number of inputs")
     require_count("tokens", tokens, "the number of tokens n of an input")
     require_positive("radius", radius, "the largest |entry| an input may have")
+    require_seed(seed)
     unit = torch.rand(samples, tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (radius * (2 * unit - 1)).to(dtype)
+    bound = largest_not_above(radius, dtype)
+    return (radius * (2 * unit - 1)).to(dtype).clamp(-bound, bound)
 
 
 def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "samples tokens dim"]:
@@ -33,7 +36,7 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
     path = Path(path)
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, OverflowError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputFileError(
             f"cannot read inputs from {path}: {reason}; expected safetensors with a tensor x"
@@ -49,4 +52,7 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
         )
     if not bool(x.isfinite().all()):
         raise InputFileError(f"x in {path} holds NaN or infinity; repair it")
-    return x.reshape(-1, *x.shape[-2:]).to(dtype)
+    converted = x.reshape(-1, *x.shape[-2:]).to(dtype)
+    if not bool(converted.isfinite().all()):
+        raise InputFileError(f"x in {path} overflows {dtype}, the dtype of the network; use a float64 network")
+    return converted

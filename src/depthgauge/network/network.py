@@ -7,9 +7,9 @@
 f is the identity, or an MLP that acts on each token. Tokens are rows; layers and heads count from 0.
 """
 
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.errors import InputError, require_positive, unknown_name
+from depthgauge.linalg.rounding import largest_not_above
 from depthgauge.network.trace import LayerTrace
 
 Activation = Literal["relu", "gelu"]
@@ -169,11 +170,15 @@ class SelfAttentionNetwork(nn.Module):
         if len(self.layers) == 0:
             raise InputError("a network needs at least one layer, got none")
         dtype = self[0].query.dtype
+        if dtype not in (torch.float64, torch.float32):
+            raise InputError(f"a network is float64 or float32, got weights of {dtype}; convert them")
         for index, layer in enumerate(self):
             for where, tensor, expected in _expected_shapes(layer, self.dim, self.norm):
                 if tensor is None or tuple(tensor.shape) != expected:
                     given = "nothing" if tensor is None else list(tensor.shape)
                     raise InputError(f"layers.{index}.{where} must have shape {list(expected)}, got {given}")
+                if 0 in expected:
+                    raise InputError(f"layers.{index}.{where} has shape {list(expected)}; no width may be 0")
                 if tensor.dtype != dtype:
                     raise InputError(f"layers.{index}.{where} is {tensor.dtype} in a network of {dtype}; use one dtype")
 
@@ -261,17 +266,18 @@ class SelfAttentionNetwork(nn.Module):
     def clip(self, eta: float) -> "SelfAttentionNetwork":
         """A copy whose attention weights are clipped to [−η, η]."""
         require_positive("eta", eta, "the largest |weight| to leave")
-        return self._with_attention_weights(lambda w: w.clamp(-eta, eta))
+        bound = largest_not_above(eta, self.dtype)
+        return self._with_attention_weights(lambda w: w.clamp(-bound, bound))
 
     def rescale(self, eta: float) -> "SelfAttentionNetwork":
         """A copy whose attention weights are all multiplied by one factor, so that the largest is η."""
         require_positive("eta", eta, "the largest |weight| after rescaling")
         if self.eta == 0:
             raise InputError("a network whose attention weights are all zero cannot be rescaled")
-        factor = eta / self.eta
-        return self._with_attention_weights(lambda w: (w * factor).clamp(-eta, eta))
+        largest, bound = self.eta, largest_not_above(eta, self.dtype)
+        return self._with_attention_weights(lambda w: (w / largest * bound).clamp(-bound, bound))
 
-    def _with_attention_weights(self, change: Any) -> "SelfAttentionNetwork":
+    def _with_attention_weights(self, change: Callable[[Tensor], Tensor]) -> "SelfAttentionNetwork":
         copy = self.copy()
         with torch.no_grad():
             for layer in copy:
@@ -291,7 +297,7 @@ class SelfAttentionNetwork(nn.Module):
             norm=self.norm,
             mlp_skip=self.mlp_skip,
             name=self.name,
-            provenance=json.loads(json.dumps(self.provenance)),
+            provenance=deepcopy(self.provenance),
         )
         copy.other_metadata = dict(self.other_metadata)
         return copy

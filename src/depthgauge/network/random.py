@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from depthgauge.errors import InputError, require_count, require_positive, unknown_name
+from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.linalg.rounding import largest_not_above
 from depthgauge.network.network import Layer, Mlp, SelfAttentionNetwork
 
 DISTRIBUTIONS = ("uniform", "sign", "normal", "aligned")
@@ -62,9 +63,12 @@ def random_network(
     if mlp is not None:
         require_count("mlp", mlp, "the hidden width of the MLP; leave it out for none")
     require_positive("eta", eta, "the largest |weight|")
+    require_seed(seed)
     if dtype not in (torch.float64, torch.float32):
         raise InputError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
-    eta = _largest_not_above(eta, dtype)
+    asked, eta = eta, largest_not_above(eta, dtype)
+    if eta == 0:
+        raise InputError(f"eta = {asked!r} is below the smallest number {dtype} holds; use float64 or a larger eta")
     norm = "none" if norm is None else norm
     generator = torch.Generator().manual_seed(seed)
 
@@ -103,11 +107,3 @@ def random_network(
         name=f"random-{distribution}-eta{eta:g}-seed{seed}",
         provenance={"made_by": "random_network", **settings},
     )
-
-
-def _largest_not_above(eta: float, dtype: torch.dtype) -> float:
-    """η as the dtype holds it, never above the η asked for."""
-    held = torch.tensor(eta, dtype=dtype)
-    if held.item() > eta:
-        held = torch.nextafter(held, torch.zeros_like(held))
-    return float(held)
