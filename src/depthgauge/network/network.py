@@ -252,14 +252,14 @@ class SelfAttentionNetwork(nn.Module):
         """What the attention of a layer reads: X itself, or LayerNorm(X) when `norm` is `pre`."""
         return self[index].normalize(x, 0) if self.norm == "pre" else x
 
-    @torch.no_grad()
     def trace(self, x: Float[Tensor, "*batch n d"]) -> Iterator[LayerTrace]:
         """Layer by layer, the state before and after and, on demand, scores in blocks of rows; nothing else is kept."""
         self.check_input(x)
         for index in range(len(self)):
-            after = self.step(index, x)
-            attention_input = self.attention_input(index, x)
-            q, k = self[index].project(attention_input)
+            with torch.no_grad():
+                after = self.step(index, x)
+                attention_input = self.attention_input(index, x)
+                q, k = self[index].project(attention_input)
             yield LayerTrace(index, x, after, attention_input, q, k, self.scale, self.causal)
             x = after
 
