@@ -77,13 +77,17 @@ def _draw_axes(axes: Axes, panel: PanelDrawing, left: bool) -> None:
         elif several:
             axes.plot(curve.x, curve.ratio, color=line, linewidth=0.8, linestyle=_JOINED, zorder=2)
         sparse = len(curve.x) <= _SPARSE
-        bar = (
-            {"linewidth": 1.1, "alpha": 0.8, "zorder": 4} if sparse else {"linewidth": 0.7, "alpha": 0.45, "zorder": 2}
+        axes.vlines(
+            curve.x,
+            curve.low,
+            curve.high,
+            color=dots,
+            linewidth=1.1 if sparse else 0.7,
+            alpha=0.8 if sparse else 0.45,
+            zorder=4 if sparse else 2,
         )
-        axes.vlines(curve.x, curve.low, curve.high, color=dots, **bar)
-        axes.plot(
-            curve.x, curve.ratio, marker, color=dots, markersize=3.4 if sparse else 2, markeredgewidth=0, zorder=5
-        )
+        size = 3.4 if sparse else 2
+        axes.plot(curve.x, curve.ratio, marker, color=dots, markersize=size, markeredgewidth=0, zorder=5)
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_locator(MultipleLocator(0.25))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %", decimals=0))
@@ -129,6 +133,6 @@ def _legend(figure: Figure, panels: Sequence[PanelDrawing], models: str) -> None
         )
     )
     if several and any(curve.exact is None for panel in panels for curve in panel.curves):
-        joined = {"color": INK, "linewidth": 0.8, "linestyle": _JOINED}
-        handles.append(Line2D([], [], label="drawn points joined, no exact probability", **joined))
+        joined = "drawn points joined, no exact probability"
+        handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=_JOINED, label=joined))
     figure.legend(handles=handles, loc="outside lower left", ncols=3, handletextpad=0.6, columnspacing=1.6)

@@ -97,14 +97,14 @@ def positive(
     margin = c @ y - tau
     slack = rounding(setting, kind, dataset) * (c.sum(dim=-1, keepdim=True) + tau)
     answer: Bool[np.ndarray, " models"] = network(c, y, tau).numpy() > 0
-    sure = _any(margin > slack)
+    sure = _any(margin > slack)  # F > 0 whatever the others do
     undecided = margin.abs() <= slack
-    for model in np.flatnonzero(_any(undecided)):
+    for model in np.flatnonzero(_any(undecided) & ~sure):
         at = (int(j2[model]), int(j3[model]))
-        answer[model] = sure[model] or any(
-            _settled(setting, kind, dataset, at, int(row), tuple(int(s) for s in y[model, :, vector]))
-            for row, vector in undecided[model].nonzero().tolist()
-        )
+        alike = _first_alike(setting, dataset, at)
+        vectors = [tuple(column) for column in y[model].T.int().tolist()]
+        open_pairs = {(alike[row], vector) for row, vector in undecided[model].nonzero().tolist()}
+        answer[model] = any(_settled(setting, kind, dataset, at, row, vectors[vector]) for row, vector in open_pairs)
     return answer
 
 
@@ -138,20 +138,36 @@ def _largest_score(setting: AttentionSetting, a: float) -> float:
     return float((a + setting.b + setting.c) ** 2)
 
 
+_Rational = tuple[tuple[Fraction, ...], ...]
+
+
+@lru_cache(maxsize=256)
+def _rational(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int]) -> tuple[_Rational, _Rational]:
+    a1, a2 = rational_inputs(setting, dataset, *at)
+    return tuple(map(tuple, a1)), tuple(map(tuple, a2))
+
+
+@lru_cache(maxsize=256)
+def _first_alike(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int]) -> tuple[int, ...]:
+    """For each row of A₁ the first row equal to it: equal queries attend alike and are settled once."""
+    first: dict[tuple[Fraction, ...], int] = {}
+    return tuple(first.setdefault(query, i) for i, query in enumerate(_rational(setting, dataset, at)[0]))
+
+
 @lru_cache(maxsize=4096)
 def _settled(
     setting: AttentionSetting, kind: Attention, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
 ) -> bool:
     """Whether ⟨c_row, y⟩ > τ: the sign of Σ_j (⟨(A₃)_j, y⟩ − τ)·k(u_{row,j}) over all n keys."""
-    a1, a2 = rational_inputs(setting, dataset, *at)
+    a1, a2 = _rational(setting, dataset, at)
     query = a1[row]
     terms = []
     for key in a2:
         if setting.x == "identity":
-            score = sum((p * q for p, q in zip(query, key, strict=True)), Fraction(0))
+            score = sum((p * q for p, q in zip(query, key, strict=True) if p and q), Fraction(0))
         else:
             score = sum(query, Fraction(0)) * sum(key, Fraction(0))
-        value = sum((v * s for v, s in zip(key, y, strict=True)), Fraction(0))
+        value = sum((v * s for v, s in zip(key, y, strict=True) if v), Fraction(0))
         terms.append((value - setting.threshold, score))
     return sign_of_sum(kind, setting.n, terms) > 0
 

@@ -23,6 +23,7 @@ from flint import arb, ctx, fmpz
 from depthgauge.separation.attention import Attention, ball, weights
 
 _FIRST_PRECISION = 128
+_MODERATE_BITS = 10_000
 
 
 def sign_of_sum(kind: Attention, n: int, terms: Iterable[tuple[Fraction, Fraction]]) -> int:
@@ -36,18 +37,23 @@ def sign_of_sum(kind: Attention, n: int, terms: Iterable[tuple[Fraction, Fractio
     for coefficient, score in terms:
         merged[score] += coefficient
     live = {score: coefficient for score, coefficient in merged.items() if coefficient}
+    if not live:
+        return 0
     if kind.family == "lin":
         return _sign(sum((r * q for q, r in live.items()), Fraction(0)))
-    if _is_zero(kind, n, live):
-        return 0
     precision = _FIRST_PRECISION
     while True:
         with ctx.workprec(precision):
             total = _sum_of_balls(kind, n, live)
-            if total > 0:
-                return 1
-            if total < 0:
-                return -1
+        if total > 0:
+            return 1
+        if total < 0:
+            return -1
+        if precision == _FIRST_PRECISION:  # too close to call: is it zero?
+            if kind.family == "exp":
+                n, live = _combined(n, live)
+            if not live or _is_zero(kind, n, live):
+                return 0
         precision *= 2
 
 
@@ -64,15 +70,8 @@ def _sum_of_balls(kind: Attention, n: int, live: dict[Fraction, Fraction]) -> An
 
 
 def _is_zero(kind: Attention, n: int, live: dict[Fraction, Fraction]) -> bool:
-    """Whether the sum is exactly zero."""
-    if not live:
-        return True
-    with ctx.workprec(_FIRST_PRECISION):
-        if not _sum_of_balls(kind, n, live).contains(0):
-            return False
-    if kind.family == "poly":
-        return _zero_polynomial(kind.degree, live)
-    return _zero_powers(n, live)
+    """Whether the sum is exactly zero; for exp, n must not be a perfect power."""
+    return _zero_polynomial(kind.degree, live) if kind.family == "poly" else _zero_powers(n, live)
 
 
 def _zero_polynomial(degree: int, live: dict[Fraction, Fraction]) -> bool:
@@ -85,15 +84,35 @@ def _zero_polynomial(degree: int, live: dict[Fraction, Fraction]) -> bool:
     return True
 
 
-def _zero_powers(n: int, live: dict[Fraction, Fraction]) -> bool:
-    """Whether Σ r·n^q = 0, class by class of exponents that differ by whole numbers."""
-    root, power = _primitive_root(n)
-    by_fraction: defaultdict[Fraction, dict[int, Fraction]] = defaultdict(dict)
-    for q, r in live.items():
-        exponent = power * q
+def _by_fraction(live: dict[Fraction, Fraction]) -> dict[Fraction, dict[int, Fraction]]:
+    """The terms by the fractional part of their exponent, and then by its whole part."""
+    found: defaultdict[Fraction, dict[int, Fraction]] = defaultdict(dict)
+    for exponent, r in live.items():
         whole = floor(exponent)
-        by_fraction[exponent - whole][whole] = r
-    return all(_zero_at_integer(root, coefficients) for coefficients in by_fraction.values())
+        found[exponent - whole][whole] = r
+    return found
+
+
+def _combined(n: int, live: dict[Fraction, Fraction]) -> tuple[int, dict[Fraction, Fraction]]:
+    """The same sum Σ r·n^q as Σ r'·v^e, n = v^k: terms whose exponents differ by a moderate whole number made one.
+
+    So what cancels exactly is gone, however large the exponents are, and balls can see the rest.
+    """
+    v, k = _primitive_root(n)
+    combined: dict[Fraction, Fraction] = {}
+    for fraction, coefficients in _by_fraction({k * q: r for q, r in live.items()}).items():
+        base = min(coefficients)
+        for whole in sorted(coefficients):
+            if (whole - base) * v.bit_length() > _MODERATE_BITS:
+                base = whole
+            at = base + fraction
+            combined[at] = combined.get(at, Fraction(0)) + coefficients[whole] * v ** (whole - base)
+    return v, {exponent: r for exponent, r in combined.items() if r}
+
+
+def _zero_powers(v: int, live: dict[Fraction, Fraction]) -> bool:
+    """Whether Σ r·v^e = 0, class by class of exponents that differ by whole numbers; v is no perfect power."""
+    return all(_zero_at_integer(v, coefficients) for coefficients in _by_fraction(live).values())
 
 
 def _zero_at_integer(v: int, coefficients: dict[int, Fraction]) -> bool:
