@@ -12,7 +12,7 @@ from depthgauge.errors import OutputError
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it; on failure nothing is left behind."""
     target = Path(path)
-    if target.is_dir() or not target.name:
+    if os.path.isdir(target) or not target.name:
         raise OutputError(f"cannot write {target}: it is a directory; name a file")
     temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
     try:

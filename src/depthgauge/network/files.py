@@ -137,11 +137,12 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """The network's switches out of the metadata."""
     if metadata.get("format") != FORMAT:
         raise NetworkFileError(
-            f"{path} says format={metadata.get('format')!r}, expected {FORMAT!r}; only networks of ours are read"
+            f"{path} says format={_quoted(metadata.get('format'))}, expected {FORMAT!r}; only networks of ours are read"
         )
     if metadata.get("version") != VERSION:
         raise NetworkFileError(
-            f"{path} has version={metadata.get('version')!r}, this depthgauge reads version {VERSION!r}; upgrade it"
+            f"{path} has version={_quoted(metadata.get('version'))}, "
+            f"this depthgauge reads version {VERSION!r}; upgrade it"
         )
     try:
         scale = float(metadata["scale"])
@@ -149,7 +150,8 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
         raise NetworkFileError(
-            f"{path} has scale={metadata.get('scale')!r}, expected a positive decimal number: the factor of the scores"
+            f"{path} has scale={_quoted(metadata.get('scale'))}, "
+            "expected a positive decimal number: the factor of the scores"
         )
     try:
         provenance = json.loads(metadata.get("provenance", "{}"))
@@ -172,14 +174,14 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 def _read_flag(path: Path, metadata: Mapping[str, str], key: str, default: str | None) -> bool:
     value = metadata.get(key, default)
     if value not in ("true", "false"):
-        raise NetworkFileError(f"{path} has {key}={value!r}, expected 'true' or 'false'")
+        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected 'true' or 'false'")
     return value == "true"
 
 
 def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple[str, ...]) -> str:
     value = metadata.get(key, known[0])
     if value not in known:
-        raise NetworkFileError(f"{path} has {key}={value!r}, expected one of {', '.join(known)}")
+        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected one of {', '.join(known)}")
     return value
 
 
@@ -190,7 +192,7 @@ def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]
         match = _TENSOR_NAME.fullmatch(name)
         if match is None or match[2] not in _RANKS:
             raise NetworkFileError(
-                f"{path} holds an unknown tensor {name!r}; a network has {', '.join(_RANKS)} per layer"
+                f"{path} holds an unknown tensor {_quoted(name)}; a network has {', '.join(_RANKS)} per layer"
             )
         if match[2] in _NORM and norm == "none":
             raise NetworkFileError(f"{path} holds {name!r} but says norm='none'; set norm to 'pre' or 'post'")
@@ -243,6 +245,11 @@ def _provenance_text(network: SelfAttentionNetwork) -> str:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _quoted(value: str | None) -> str:
+    """What a file says, in quotes and not at any length."""
+    return repr(value) if value is None or len(value) <= 60 else repr(value[:57]) + "…"
 
 
 def _brief(error: BaseException) -> str:

@@ -49,10 +49,10 @@ class Mlp(nn.Module):
 
     def __init__(
         self,
-        w_in: Float[Tensor, "d m"],
-        b_in: Float[Tensor, " m"],
-        w_out: Float[Tensor, "m d"],
-        b_out: Float[Tensor, " d"],
+        w_in: Tensor,  # [d, m]
+        b_in: Tensor,  # [m]
+        w_out: Tensor,  # [m, d]
+        b_out: Tensor,  # [d]
     ) -> None:
         super().__init__()
         self.w_in, self.b_in = nn.Parameter(w_in), nn.Parameter(b_in)
@@ -70,12 +70,12 @@ class Layer(nn.Module):
 
     def __init__(
         self,
-        query: Float[Tensor, "heads d k"],
-        key: Float[Tensor, "heads d k"],
-        value: Float[Tensor, "heads d d"],
+        query: Tensor,  # [H, d, k]; weights may come from outside, so the network checks them when it is built
+        key: Tensor,  # [H, d, k]
+        value: Tensor,  # [H, d, d]
         mlp: Mlp | None = None,
-        norm_weight: Float[Tensor, "s d"] | None = None,
-        norm_bias: Float[Tensor, "s d"] | None = None,
+        norm_weight: Tensor | None = None,  # [s, d]
+        norm_bias: Tensor | None = None,  # [s, d]
     ) -> None:
         super().__init__()
         self.query, self.key, self.value = nn.Parameter(query), nn.Parameter(key), nn.Parameter(value)

@@ -1,0 +1,81 @@
+"""Damaged network files: an error of ours, or a valid network; never another exception, never a NaN."""
+
+import collections
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from mutate import MUTATIONS, mutated
+
+from depthgauge import load_network, random_network, save_network
+from depthgauge.errors import InputFileError, NetworkFileError
+from depthgauge.network.inputs import load_inputs
+
+ORIGINALS = (
+    {"layers": 2, "heads": 2, "dim": 3, "eta": 0.1},
+    {"layers": 1, "heads": 1, "dim": 2, "eta": 0.5, "mlp": 2, "norm": "pre", "causal": True},
+    {"layers": 2, "heads": 1, "dim": 2, "eta": 0.5, "dtype": torch.float32, "key_dim": 3},
+)
+
+
+def damage_and_load(count: int, seed: int, folder: Path) -> collections.Counter[str]:
+    """Load `count` damaged files; return how often each thing came of it."""
+    rng = random.Random(seed)
+    sources = []
+    for index, arguments in enumerate(ORIGINALS):
+        path = folder / f"original-{index}.safetensors"
+        save_network(random_network(**arguments), path)  # type: ignore[arg-type]
+        sources.append(path.read_bytes())
+    target = folder / "damaged.safetensors"
+    seen: collections.Counter[str] = collections.Counter()
+    for _ in range(count):
+        content = mutated(rng, rng.choice(sources))
+        target.write_bytes(content)
+        try:
+            network = load_network(target)
+        except NetworkFileError as error:
+            message = str(error)
+            assert str(target) in message
+            assert "\n" not in message
+            assert len(message) < 500 + len(str(target))
+            seen["refused"] += 1
+            continue
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__}: {error}, from the file {content!r}") from error
+        assert all(bool(parameter.isfinite().all()) for parameter in network.parameters())
+        assert network(torch.zeros(2, network.dim, dtype=torch.float64)).shape == (2, network.dim)
+        network.describe()
+        save_network(network, folder / "again.safetensors")
+        seen["loaded"] += 1
+        try:
+            load_inputs(target, 2)
+        except InputFileError:
+            seen["no input"] += 1
+    return seen
+
+
+# Ten lots, so that two workers share them.
+@pytest.mark.parametrize("lot", range(10))
+def test_five_thousand_damaged_files(lot: int, tmp_path: Path) -> None:
+    seen = damage_and_load(500, seed=lot, folder=tmp_path)
+    # Most damage is fatal, but not all of it (a flipped bit in a weight is a weight): both ends are exercised.
+    assert seen["refused"] > 200
+    assert seen["loaded"] > 20
+    assert seen["refused"] + seen["loaded"] == 500
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lot", range(20))
+def test_a_hundred_thousand_damaged_files(lot: int, tmp_path: Path) -> None:
+    seen = damage_and_load(5000, seed=1000 + lot, folder=tmp_path)
+    assert seen["refused"] + seen["loaded"] == 5000
+
+
+def test_every_kind_of_damage_happens(tmp_path: Path) -> None:
+    path = tmp_path / "n.safetensors"
+    save_network(random_network(2, 2, 3, 0.1), path)
+    content = path.read_bytes()
+    for mutation in MUTATIONS:
+        results = {mutation(random.Random(seed), content) for seed in range(40)}
+        assert len(results - {content}) >= 5, mutation
