@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from mutate import MUTATIONS, mutated
+from safetensors.torch import save_file
 
 from depthgauge import load_network, random_network, save_network
 from depthgauge.errors import InputFileError, NetworkFileError
@@ -48,11 +49,30 @@ def damage_and_load(count: int, seed: int, folder: Path) -> collections.Counter[
         network.describe()
         save_network(network, folder / "again.safetensors")
         seen["loaded"] += 1
-        try:
-            load_inputs(target, 2)
-        except InputFileError:
-            seen["no input"] += 1
     return seen
+
+
+@pytest.mark.parametrize("lot", range(2))
+def test_damaged_files_of_inputs(lot: int, tmp_path: Path) -> None:
+    rng = random.Random(lot)
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.rand(2, 3, 4, dtype=torch.float64), "y": torch.ones(2)}, path, metadata={"scale": "1"})
+    content = path.read_bytes()
+    seen: collections.Counter[str] = collections.Counter()
+    for _ in range(500):
+        path.write_bytes(mutated(rng, content))
+        try:
+            x = load_inputs(path, 4)
+        except InputFileError as error:
+            seen["refused" if str(path) in str(error) else "refused namelessly"] += 1
+            continue
+        assert x.ndim == 3
+        assert x.shape[-1] == 4
+        assert bool(x.isfinite().all())
+        seen["loaded"] += 1
+    assert set(seen) == {"refused", "loaded"}
+    assert seen["refused"] > 200
+    assert seen["loaded"] > 20
 
 
 # Ten lots, so that two workers share them.

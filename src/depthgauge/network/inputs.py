@@ -36,7 +36,7 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
     path = Path(path)
     try:
         tensors = load_file(path)
-    except (SafetensorError, OSError, RuntimeError, ValueError, OverflowError, TypeError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputFileError(
             f"cannot read inputs from {path}: {reason}; expected safetensors with a tensor x"
