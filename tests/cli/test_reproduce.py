@@ -2,27 +2,23 @@
 
 import csv
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from depthgauge.cli.main import main
+
+def run(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `depthgauge` in a process of its own."""
+    code = "from depthgauge.cli.main import main; main()"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, encoding="utf-8")
+    return done.returncode, done.stdout, done.stderr
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["depthgauge", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
-
-
-def test_a_panel_is_written_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_panel_is_written_and_named(tmp_path: Path) -> None:
     out_dir = tmp_path / "figs"
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "B4b", "--out", str(out_dir), "--models", "8", "--json")
+    code, out, _ = run("reproduce", "B4b", "--out", str(out_dir), "--models", "8", "--json")
     assert code == 0
     (figure,) = json.loads(out)["figures"]
     assert figure["figure"] == "B4b"
@@ -31,24 +27,20 @@ def test_a_panel_is_written_and_named(
     assert {path.suffix for path in out_dir.iterdir()} == {".png", ".svg", ".csv", ".json"}
 
 
-def test_one_point_typed_alone_equals_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(monkeypatch, capsys, "reproduce", "B4b", "--out", str(tmp_path), "--models", "40", "--seed", "2")
+def test_one_point_typed_alone_equals_its_row(tmp_path: Path) -> None:
+    run("reproduce", "B4b", "--out", str(tmp_path), "--models", "40", "--seed", "2")
     with open(tmp_path / "B4b.csv", encoding="utf-8", newline="") as handle:
         row = next(row for row in csv.DictReader(handle) if row["value"] == "10")
     typed = [f"--{name}={row[name]}" for name in ("kind", "x", "n", "d", "m", "a0", "a1", "b", "c", "models", "seed")]
-    _, out, _ = run(monkeypatch, capsys, "separate", *typed, "--json")
+    _, out, _ = run("separate", *typed, "--json")
     alone = json.loads(out)
     assert alone["ratio"] == float(row["ratio"])
     assert alone["exact"] == float(row["exact"])
     assert alone["interval"] == [float(row["low"]), float(row["high"])]
 
 
-def test_without_json_standard_output_stays_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(monkeypatch, capsys, "reproduce", "B7b", "--out", str(tmp_path), "--models", "3")
+def test_without_json_standard_output_stays_empty(tmp_path: Path) -> None:
+    code, out, _ = run("reproduce", "B7b", "--out", str(tmp_path), "--models", "3")
     assert code == 0
     assert out == ""
 
@@ -61,11 +53,9 @@ def test_without_json_standard_output_stays_empty(
         (["B7b", "--seed", "-3"], "seed must be a whole number of at least 0"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(
-    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_sentence_and_exit_2(words: list[str], sentence: str, tmp_path: Path) -> None:
     out_dir = tmp_path / "never"
-    code, out, err = run(monkeypatch, capsys, "reproduce", *words, "--out", str(out_dir))
+    code, out, err = run("reproduce", *words, "--out", str(out_dir))
     assert (code, out) == (2, "")
     assert sentence in err
     assert err.count("\n") == 1

@@ -1,28 +1,26 @@
 """`depthgauge separate` as a user types it."""
 
 import json
+import subprocess
 import sys
 
 import pytest
 
-from depthgauge.cli.main import main
+
+def run(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `depthgauge` in a process of its own."""
+    code = "from depthgauge.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "separate", *words], capture_output=True, text=True, encoding="utf-8"
+    )
+    return done.returncode, done.stdout, done.stderr
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["depthgauge", "separate", *words])
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    out, err = capsys.readouterr()
-    return int(stopped.value.code or 0), out, err
-
-
-def test_json_is_one_document_with_exactly_these_names(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_document_with_exactly_these_names() -> None:
     words = (
         "--kind self --x identity --n 200 --d 22 --m 15 --a0 0.01 --a1 1.2 --b 0.2 --c 0.8 --models 500 --seed 3 --json"
     )
-    code, out, err = run(monkeypatch, capsys, *words.split())
+    code, out, err = run(*words.split())
     document = json.loads(out)
     assert (code, err) == (0, "")
     assert list(document) == ["exact", "exact_parts", "ratio", "interval", "parts", "models"]
@@ -31,33 +29,31 @@ def test_json_is_one_document_with_exactly_these_names(
     low, high = document["interval"]
     assert low < document["ratio"] < high
     assert 0.7 < document["exact"] < 0.8
-    assert run(monkeypatch, capsys, *words.split())[1] == out
+    assert run(*words.split())[1] == out
 
 
-def test_regression_has_no_exact_value(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(monkeypatch, capsys, *"--kind regression --n 100 --m 5 --models 20 --json".split())
+def test_regression_has_no_exact_value() -> None:
+    code, out, _ = run("--kind", "regression", "--n", "100", "--m", "5", "--models", "20", "--json")
     document = json.loads(out)
     assert code == 0
     assert document["exact"] is None
     assert document["exact_parts"] is None
 
 
-def test_tied_b_follows_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    tied = run(monkeypatch, capsys, *"--c 0.7 --b tied --models 9 --json".split())[1]
-    assert tied == run(monkeypatch, capsys, *"--c 0.7 --b 0.3 --models 9 --json".split())[1]
-    assert tied != run(monkeypatch, capsys, *"--c 0.7 --models 9 --json".split())[1]
+def test_tied_b_follows_c() -> None:
+    tied = run("--c", "0.7", "--b", "tied", "--models", "9", "--json")[1]
+    assert tied == run("--c", "0.7", "--b", "0.3", "--models", "9", "--json")[1]
+    assert tied != run("--c", "0.7", "--models", "9", "--json")[1]
 
 
-def test_a_polynomial_of_low_degree_does_not_separate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_polynomial_of_low_degree_does_not_separate() -> None:
     for degree, least, most in ((1, 0, 0), (40, 0.9, 1)):
-        _, out, _ = run(monkeypatch, capsys, *f"--kind cross --attention poly:{degree} --models 9 --json".split())
+        _, out, _ = run(*f"--kind cross --attention poly:{degree} --models 9 --json".split())
         assert least <= json.loads(out)["exact"] <= most
 
 
-def test_without_json_a_small_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(monkeypatch, capsys, "--models", "10")
+def test_without_json_a_small_table() -> None:
+    code, out, _ = run("--models", "10")
     assert code == 0
     assert len(out.splitlines()) == 7
     assert "drawn (10 models)" in out
@@ -82,13 +78,11 @@ def test_without_json_a_small_table(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("--attention poly", "attention must be one of exp, lin, poly:G"),
         ("--models 0", "models must be a whole number of at least 1"),
         ("--seed -1", "seed must be a whole number of at least 0"),
-        ("--n ten", "ten"),
+        ("--n ten", "'--n'"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(
-    words: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(monkeypatch, capsys, *words.split(), "--json")
+def test_bad_input_is_one_sentence_and_exit_2(words: str, sentence: str) -> None:
+    code, out, err = run(*words.split(), "--json")
     assert code == 2
     assert out == ""
     assert err.startswith("error: ")
@@ -96,9 +90,7 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert sentence in err
 
 
-def test_the_papers_out_of_range_sweep_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(monkeypatch, capsys, *"--kind cross --a0 0.9 --models 10 --json".split())
+def test_the_papers_out_of_range_sweep_runs() -> None:
+    code, out, _ = run("--kind", "cross", "--a0", "0.9", "--models", "10", "--json")
     assert code == 0
     assert 0.4 < json.loads(out)["exact"] < 0.6

@@ -5,6 +5,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
@@ -80,15 +81,16 @@ def luminance(colour: str) -> float:
 
 def test_colours_survive_printing_in_grey() -> None:
     shades = sorted(luminance(colour) for colour in ORDERED)
-    assert min(np.diff(shades)) > 0.03
-    assert abs(luminance(BLUE) - luminance(VERMILION)) > 0.03
+    assert min(np.diff(shades)) > 0.05
+    assert abs(luminance(BLUE) - luminance(VERMILION)) > 0.05
 
 
 def test_text_stays_inside_the_page() -> None:
     long = PanelDrawing("B4a   varying n", "d=12, m=15, $a_0$=0.01, $a_1$=1.2, b=0.2, c=0.8", "tokens n", True, [CURVE])
     figure = draw_sheet("B4   Self-attention, X = I", [long] * 6, 3, "100")
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
     page = figure.bbox
     axes_boxes = [axes.get_window_extent(renderer) for axes in visible(figure)]
     for axes, box in zip(visible(figure), axes_boxes, strict=True):

@@ -107,8 +107,13 @@ def test_a_wrong_id_stops_before_any_work(tmp_path: Path) -> None:
 
 
 def test_no_id_means_every_sheet_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(study, "reproduce", lambda figure, *_: asked.append(figure))
+    asked: list[str] = []
+
+    def note(figure: str, *_: object) -> study.Reproduction:
+        asked.append(figure)
+        return study.Reproduction(figure, 0, ())
+
+    monkeypatch.setattr(study, "reproduce", note)
     reproduce_all([], tmp_path)
     assert asked == ["B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()

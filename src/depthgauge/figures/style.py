@@ -13,7 +13,7 @@ from depthgauge.atomic import write_atomically
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, told apart with every common kind of colour vision."""
 INK, FAINT = "#262626", "#6B6B6B"
-ORDERED = ("#0D3B66", "#2A7F9E", "#E69F00", "#C1440E")
+ORDERED = ("#0B2F52", "#2A8FB0", "#E69F00", "#A63A0B")
 """For curves with an order, dark to warm: they differ in lightness too."""
 MARKERS = ("o", "s", "^", "D")
 

@@ -12,7 +12,7 @@ from depthgauge.separation.draws import draw_attention, draw_regression
 from depthgauge.separation.intervals import wilson
 from depthgauge.separation.settings import Regression, Setting
 
-_ENTRIES_AT_ONCE = 2**22
+_ENTRIES_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
