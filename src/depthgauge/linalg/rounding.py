@@ -10,7 +10,7 @@ no fast matrix multiplication). Exponentials are summed here from their series, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -279,6 +279,10 @@ class Ball:
     def move(self, rearrange: Callable[[Tensor], Tensor]) -> "Ball":
         """Apply a rearrangement that computes nothing: reshape, permute, index, stack with itself."""
         return Ball(rearrange(self.mid), rearrange(self.rad))
+
+    def at(self, indices: Sequence[int]) -> "Ball":
+        """The matrices of a batch at some indices of its first dimension."""
+        return self.move(lambda t: t[list(indices)])
 
     def upper(self) -> Tensor:
         """An upper bound of every member, entry by entry."""

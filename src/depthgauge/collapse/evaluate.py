@@ -1,0 +1,133 @@
+"""The value of a network at an input with proof: every operation in ball arithmetic (python-flint)."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import flint
+import torch
+from flint import arb, arb_mat
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
+
+PRECISION = 160
+"""Bits carried; attention of a few thousand tokens loses some thirty of them."""
+
+
+@contextmanager
+def precision(bits: int) -> Iterator[None]:
+    """Set flint's working precision for a while."""
+    before = flint.ctx.prec
+    flint.ctx.prec = bits
+    try:
+        yield
+    finally:
+        flint.ctx.prec = before
+
+
+def to_balls(matrix: Float[Tensor, "n d"]) -> arb_mat:
+    """A matrix of floating-point numbers, exactly."""
+    return arb_mat([[arb(value) for value in row] for row in matrix.detach().cpu().to(torch.float64).tolist()])
+
+
+def float_below(x: arb) -> float:
+    """The largest convenient float64 that is not above any number of the ball."""
+    value = float(x.lower().mid())
+    while arb(value) > x.lower():
+        value = math.nextafter(value, -math.inf)
+    return math.nextafter(value, -math.inf) if not arb(value) <= x.lower() else value
+
+
+def distinct_tokens(x: Float[Tensor, "n d"], causal: bool) -> tuple[Tensor, list[int]]:
+    """The distinct rows of an input and how often each occurs; a causal network sees an order, so nothing merges."""
+    if causal:
+        return x, [1] * len(x)
+    rows, counts = torch.unique(x, dim=0, return_counts=True)
+    return rows, counts.tolist()
+
+
+def difference_below(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, x: Float[Tensor, "n d"]) -> float:
+    """At most max|S(X) − S'(X)|, and at least 0: a proved lower bound of the difference at this input."""
+    rows, counts = distinct_tokens(x, network.causal or surrogate.causal)
+    with precision(PRECISION):
+        start = to_balls(rows)
+        gap = _run(network, start, counts) - _run(surrogate, start, counts)
+        return max([0.0, *(float_below(abs(entry)) for entry in gap.entries() if abs(entry) > 0)])
+
+
+def _run(network: SelfAttentionNetwork, x: arb_mat, counts: list[int]) -> arb_mat:
+    for layer in network:
+        x = _layer(network, layer, x, counts)
+    return x
+
+
+def _layer(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
+    """X_{ℓ+1} = layer_ℓ(X_ℓ), as `SelfAttentionNetwork.step` defines it."""
+    read = _layer_norm(layer, x, 0) if network.norm == "pre" else x
+    y = _attention(network, layer, read, counts)
+    y = x + y if network.skip else y
+    y = _layer_norm(layer, y, 0) if network.norm == "post" else y
+    if layer.mlp is None:
+        return y
+    z = _mlp(network, layer, _layer_norm(layer, y, 1) if network.norm == "pre" else y)
+    z = y + z if network.mlp_skip else z
+    return _layer_norm(layer, z, 1) if network.norm == "post" else z
+
+
+def _attention(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
+    """Σ_h P_h X V_h, every distinct token weighed by how often it occurs."""
+    total = arb_mat(x.nrows(), x.ncols())
+    for h in range(layer.heads):
+        queries, keys = x * to_balls(layer.query[h]), x * to_balls(layer.key[h])
+        scores = queries * keys.transpose() * arb(network.scale)
+        weights = _softmax_rows(scores, counts, network.causal)
+        total = total + weights * x * to_balls(layer.value[h])
+    return total
+
+
+def _softmax_rows(scores: arb_mat, counts: list[int], causal: bool) -> arb_mat:
+    rows = []
+    for i, row in enumerate(scores.tolist()):
+        seen = row[: i + 1] if causal else row
+        shift = max(float(s.mid()) for s in seen)
+        masses = [count * (s - arb(shift)).exp() for s, count in zip(seen, counts, strict=False)]
+        whole = sum(masses, arb(0))
+        rows.append([mass / whole for mass in masses] + [arb(0)] * (len(row) - len(seen)))
+    return arb_mat(rows)
+
+
+def _mlp(network: SelfAttentionNetwork, layer: Layer, x: arb_mat) -> arb_mat:
+    mlp = layer.mlp
+    assert mlp is not None
+    hidden = _add_row(x * to_balls(mlp.w_in), mlp.b_in)
+    act = _relu if network.activation == "relu" else _gelu
+    hidden = arb_mat([[act(entry) for entry in row] for row in hidden.tolist()])
+    return _add_row(hidden * to_balls(mlp.w_out), mlp.b_out)
+
+
+def _relu(x: arb) -> arb:
+    return x.max(arb(0))
+
+
+def _gelu(x: arb) -> arb:
+    return x * (1 + (x / arb(2).sqrt()).erf()) / 2
+
+
+def _add_row(x: arb_mat, row: Tensor) -> arb_mat:
+    values = [arb(value) for value in row.detach().cpu().to(torch.float64).tolist()]
+    return arb_mat([[entry + value for entry, value in zip(entries, values, strict=True)] for entries in x.tolist()])
+
+
+def _layer_norm(layer: Layer, x: arb_mat, sublayer: int) -> arb_mat:
+    assert layer.norm_weight is not None
+    assert layer.norm_bias is not None
+    weight, bias = layer.norm_weight[sublayer].tolist(), layer.norm_bias[sublayer].tolist()
+    rows = []
+    for row in x.tolist():
+        mean = sum(row, arb(0)) / len(row)
+        variance = sum(((entry - mean) ** 2 for entry in row), arb(0)) / len(row)
+        scale = (variance + arb(NORM_EPSILON)).sqrt()
+        rows.append([(e - mean) / scale * arb(w) + arb(b) for e, w, b in zip(row, weight, bias, strict=True)])
+    return arb_mat(rows)

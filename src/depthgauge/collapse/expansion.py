@@ -1,0 +1,67 @@
+"""The exact expansion of a network about uniform attention (docs/math.md §3.1), its matrices enclosed in balls.
+
+With P_h = U + (P_h − U), U the average over tokens, V_ℓ = Σ_h V_ℓh, A_ℓ = I + V_ℓ (A_ℓ = V_ℓ without skips),
+N_{k:ℓ} = A_k ⋯ A_{ℓ−1} and E_ℓ = Σ_h (P_ℓh − U) X_ℓ V_ℓh, a network with skips satisfies exactly
+
+    X_ℓ = X + 1·mean(X)·(N_{0:ℓ} − I) + Σ_{k<ℓ} [ E_k + 1·mean(E_k)·(N_{k+1:ℓ} − I) ].
+"""
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from depthgauge.errors import InputError
+from depthgauge.linalg.rounding import Ball
+from depthgauge.network.network import SelfAttentionNetwork
+
+
+class Expansion:
+    """The matrices of the expansion, for a non-causal network with neither MLP nor LayerNorm.
+
+    `W[ℓ]` is β Q_h K_hᵀ and `V[ℓ]` the values, each a ball of shape [H, d, d].
+    """
+
+    def __init__(self, network: SelfAttentionNetwork) -> None:
+        if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+            raise InputError("the expansion needs a network that is not causal and has neither MLP nor LayerNorm")
+        self.skip = network.skip
+        self.depth = len(network)
+        self.dim = network.dim
+        self.W: list[Ball] = []
+        self.V: list[Ball] = []
+        for layer in network:
+            query, key, value = (_plain(w) for w in (layer.query, layer.key, layer.value))
+            self.W.append((Ball.exact(query) @ key.mT) * network.scale)
+            self.V.append(Ball.exact(value))
+        self._drift: dict[tuple[int, int], Ball] = {}
+
+    @cached_property
+    def V_sum(self) -> list[Ball]:
+        """V_ℓ = Σ_h V_ℓh."""
+        return [value.sum(0) for value in self.V]
+
+    def drift(self, k: int, end: int) -> Ball:
+        """Z_{k:ℓ} = N_{k:ℓ} − I with skips, N_{k:ℓ} without; `end` is ℓ.
+
+        Built by Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ, which never subtracts the identity.
+        """
+        if (k, end) not in self._drift:
+            self._drift[k, end] = self._build_drift(k, end)
+        return self._drift[k, end]
+
+    def _build_drift(self, k: int, end: int) -> Ball:
+        if end == k:
+            if self.skip:
+                return Ball.exact(torch.zeros(self.dim, self.dim, dtype=torch.float64))
+            return Ball.exact(torch.eye(self.dim, dtype=torch.float64))
+        before, V = self.drift(k, end - 1), self.V_sum[end - 1]
+        return before + V + before @ V if self.skip else before @ V
+
+    def carried(self, k: int, end: int) -> Ball:
+        """V_kh · Z_{k+1:ℓ} for all heads of layer k: how what a head adds to the mean travels on to state ℓ."""
+        return self.V[k] @ self.drift(k + 1, end)
+
+
+def _plain(weight: Tensor) -> Tensor:
+    return weight.detach().cpu().to(torch.float64)

@@ -1,0 +1,63 @@
+"""Which heads of a surrogate are heads of the network, to the bit: their leading effects cancel exactly."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from depthgauge.network.network import Layer, SelfAttentionNetwork
+
+
+@dataclass(frozen=True)
+class LayerMatch:
+    """Heads `heads` of layer `k` of the network stand again as heads `others` of layer `other` of the surrogate."""
+
+    k: int
+    other: int
+    heads: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+def match_heads(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> list[LayerMatch]:
+    """The heads common to both, each used once, layers in order; none if the two scale their scores differently."""
+    if network.scale != surrogate.scale:
+        return []
+    available: dict[tuple[bytes, ...], list[tuple[int, int]]] = {}
+    for other, layer in enumerate(surrogate):
+        for h in range(layer.heads):
+            available.setdefault(_signature(layer, h), []).append((other, h))
+    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    earliest = 0
+    for k, layer in enumerate(network):
+        used = earliest
+        for h in range(layer.heads):
+            places = [place for place in available.get(_signature(layer, h), []) if place[0] >= earliest]
+            if places:
+                place = places[0]
+                available[_signature(layer, h)].remove(place)
+                found.setdefault((k, place[0]), []).append((h, place[1]))
+                used = max(used, place[0])
+        # Later layers may share a surrogate's layer (all heads side by side) but never go back before it.
+        earliest = used
+    return [
+        LayerMatch(k, other, tuple(h for h, _ in pairs), tuple(o for _, o in pairs))
+        for (k, other), pairs in sorted(found.items())
+    ]
+
+
+def is_averaging(layer: Layer) -> bool:
+    """Whether every head of a layer ignores its scores: Q or K is zero, so that attention is the plain average."""
+    zero_query = (layer.query.detach() == 0).flatten(1).all(dim=1)
+    zero_key = (layer.key.detach() == 0).flatten(1).all(dim=1)
+    return bool((zero_query | zero_key).all())
+
+
+def _signature(layer: Layer, head: int) -> tuple[bytes, ...]:
+    """A head's weights without the zero columns that padding adds to Q and K."""
+    query, key = layer.query.detach()[head], layer.key.detach()[head]
+    used = (query != 0).any(dim=0) & (key != 0).any(dim=0)
+    return tuple(_bytes(w) for w in (query[:, used], key[:, used], layer.value.detach()[head]))
+
+
+def _bytes(weight: Tensor) -> bytes:
+    return weight.to(torch.float64).cpu().contiguous().numpy().tobytes()

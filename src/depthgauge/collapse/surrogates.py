@@ -1,0 +1,178 @@
+"""The one-layer networks that stand in for a deep one (docs/math.md §3.7).
+
+With N_{0:L} = A_0 ⋯ A_{L−1}, A_ℓ = I + Σ_h V_ℓh (without skips A_ℓ = Σ_h V_ℓh), and weights of size η:
+
+    identity     X                                                            error O(η)
+    last-layer   layer_{L−1}(X), the construction of Theorem D.1              error O(η)
+    parallel     X + Σ_ℓh attention_ℓh(X)                                     error O(η²)
+    mean-field   X + 1·mean(X)·(N_{0:L} − I)                                  error O(η³)
+    corrected    X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − ΣV)      error O(η⁴)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.errors import InputError, unknown_name
+from depthgauge.network.network import Layer, SelfAttentionNetwork
+
+
+def averaging_layer(value: Float[Tensor, "d d"]) -> Layer:
+    """A layer of one head with Q = K = 0: X + 1·mean(X)·V (without the X in a network without skips)."""
+    zero = value.new_zeros(1, len(value), 1)
+    return Layer(zero, zero.clone(), value[None].clone())
+
+
+def drift_matrix(network: SelfAttentionNetwork, layers: Sequence[int]) -> Float[Tensor, "d d"]:
+    """N − I over consecutive layers with skips, N without: Z ← Z + V_ℓ + Z V_ℓ, or Z ← Z V_ℓ."""
+    eye = torch.eye(network.dim, dtype=network.dtype, device=network.device)
+    Z = torch.zeros_like(eye) if network.skip else eye
+    for index in layers:
+        V = network[index].value.detach().sum(dim=0)
+        Z = Z + V + Z @ V if network.skip else Z @ V
+    return Z
+
+
+def side_by_side(layers: Sequence[Layer]) -> Layer:
+    """All heads of several layers in one; Q and K are padded with zero columns to the widest."""
+    width = max(layer.key_dim for layer in layers)
+
+    def gathered(weights: Sequence[Tensor]) -> Tensor:
+        return torch.cat([F.pad(w.detach(), (0, width - w.shape[-1])) for w in weights])
+
+    return Layer(
+        gathered([layer.query for layer in layers]),
+        gathered([layer.key for layer in layers]),
+        torch.cat([layer.value.detach() for layer in layers]),
+    )
+
+
+def identity(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """S'(X) = X."""
+    return _one_layer(network, averaging_layer(torch.zeros_like(drift_matrix(network, []))), "identity")
+
+
+def last_layer(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """S'(X) = layer_{L−1}(X): the paper's own construction, which deletes every layer but the last."""
+    return _one_layer(network, network[len(network) - 1].copy(), "last-layer")
+
+
+def parallel(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """S'(X) = X + Σ_ℓh attention_ℓh(X)."""
+    return _one_layer(network, side_by_side(list(network)), "parallel")
+
+
+def mean_field(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """S'(X) = X + 1·mean(X)·(N_{0:L} − I); without skips 1·mean(X)·N_{0:L}."""
+    return _one_layer(network, averaging_layer(drift_matrix(network, range(len(network)))), "mean-field")
+
+
+def corrected(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """S'(X) = X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − Σ_ℓh V_ℓh)."""
+    total = sum((layer.value.detach().sum(dim=0) for layer in network), torch.zeros_like(drift_matrix(network, [])))
+    correction = averaging_layer(drift_matrix(network, range(len(network))) - total)
+    return _one_layer(network, side_by_side([*network, correction]), "corrected")
+
+
+CLOSED_FORMS: Mapping[str, Callable[[SelfAttentionNetwork], SelfAttentionNetwork]] = {
+    "identity": identity,
+    "last-layer": last_layer,
+    "parallel": parallel,
+    "mean-field": mean_field,
+    "corrected": corrected,
+}
+METHODS = (*CLOSED_FORMS, "fitted")
+
+
+def refusal(network: SelfAttentionNetwork, method: str) -> str | None:
+    """Why a method cannot be applied to a network, or None if it can."""
+    works = [name for name in METHODS if _obstacle(network, name) is None]
+    obstacle = _obstacle(network, method)
+    if obstacle is None:
+        return None
+    advice = f"methods that work on it: {', '.join(works)}" if works else "no method works on it"
+    return f"{method} does not apply to this network: {obstacle}; {advice}"
+
+
+def _obstacle(network: SelfAttentionNetwork, method: str) -> str | None:
+    if network.norm != "none":
+        return f"it has LayerNorm ({network.norm}), which no statement here covers"
+    if any(layer.mlp is not None for layer in network):
+        if method in ("identity", "last-layer"):
+            return None
+        return "its MLPs stand between the layers, so attentions cannot be gathered in one"
+    if network.causal and method in ("mean-field", "corrected", "fitted"):
+        return (
+            "it is causal, and averages over what each token sees do not fold: two of them in a row are not one "
+            "(the square of the causal mean is another matrix)"
+        )
+    if not network.skip and method in ("identity", "parallel", "corrected"):
+        return "it has no skip connections, so its layers act on each other's outputs alone"
+    return None
+
+
+def closed_form(network: SelfAttentionNetwork, method: str) -> SelfAttentionNetwork:
+    """The surrogate of a method that needs no training."""
+    if method not in CLOSED_FORMS:
+        raise unknown_name("method", method, CLOSED_FORMS)
+    reason = refusal(network, method)
+    if reason is not None:
+        raise InputError(reason)
+    if any(layer.mlp is not None for layer in network):
+        kept = [] if method == "identity" else [len(network) - 1]
+        return without_attention(network, [k for k in range(len(network)) if k not in kept], method)
+    return CLOSED_FORMS[method](network)
+
+
+def without_attention(network: SelfAttentionNetwork, layers: Sequence[int], method: str) -> SelfAttentionNetwork:
+    """The network with the attention of some layers deleted (values zero) and every MLP kept (Remark D.2)."""
+    copy = network.copy()
+    with torch.no_grad():
+        for index in layers:
+            copy[index].value.zero_()
+    copy.name = f"{network.name} ({method})"
+    copy.provenance = {"made_by": "collapse", "method": method, "of": network.name, "deleted": list(layers)}
+    return copy
+
+
+def _one_layer(network: SelfAttentionNetwork, layer: Layer, method: str) -> SelfAttentionNetwork:
+    return SelfAttentionNetwork(
+        [layer],
+        scale=network.scale,
+        skip=network.skip,
+        causal=network.causal,
+        name=f"{network.name} ({method})",
+        provenance={
+            "made_by": "collapse",
+            "method": method,
+            "of": {"name": network.name, "layers": len(network), "eta": network.eta, **network.provenance},
+        },
+    )
+
+
+def fold(network: SelfAttentionNetwork, kept: Sequence[int]) -> SelfAttentionNetwork:
+    """Keep some layers, replace the others by X + 1·mean(X)·V_ℓ, and fold each run of replaced neighbours into one.
+
+    The averaging layers of a run compose exactly into one whose value is N − I over the run.
+    """
+    layers: list[Layer] = []
+    run: list[int] = []
+    for index in range(len(network) + 1):
+        if index < len(network) and index not in kept:
+            run.append(index)
+            continue
+        if run:
+            layers.append(averaging_layer(drift_matrix(network, run)))
+            run = []
+        if index < len(network):
+            layers.append(network[index].copy())
+    return SelfAttentionNetwork(
+        layers,
+        scale=network.scale,
+        skip=network.skip,
+        name=f"{network.name} (folded to {len(layers)})",
+        provenance={"made_by": "effective_depth", "of": network.name, "kept": sorted(kept)},
+    )
