@@ -167,6 +167,8 @@ def check_request(
         if getattr(network, name) != getattr(surrogate, name):
             mine, theirs = getattr(network, name), getattr(surrogate, name)
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; certify needs them equal")
+    if inputs.kind == "ball" and not network.skip:
+        raise InputError("a ball needs skip connections, which this network lacks; give radius instead of ball")
     for which, net in (("network", network), ("surrogate", surrogate)):
         if net.norm != "none":
             raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without it")

@@ -124,11 +124,7 @@ class BoxDifference:
 
     def plain(self) -> Bound:
         """Every head by its own worst input."""
-        X = self.S.expansion
-        parts = []
-        for k in range(self.L):
-            gap = self._unmatched_gap(k)
-            parts.append(add_up(weighted_per_head(gap, X.V[k]), weighted_per_head(gap, X.carried(k, self.L))))
+        parts = [_added(self.S, k, self._unmatched_gap(k)) for k in range(self.L)]
         value = total(self.linear, nonnegative_sum_up(torch.cat(parts), 0), self._other_part())
         for match, own, added in self._matched_parts():
             value = add_up(value, added)
@@ -146,10 +142,9 @@ class BoxDifference:
 
     def _other_part(self) -> Vector:
         """What the surrogate's unmatched heads can add."""
-        Y, parts = self.other.expansion, [torch.zeros_like(self.linear)]
+        parts = [torch.zeros_like(self.linear)]
         for other in range(self.L_other):
-            gap = self._unmatched_gap_of_other(other)
-            parts += [weighted(gap, Y.V[other]), weighted(gap, Y.carried(other, self.L_other))]
+            parts.append(nonnegative_sum_up(_added(self.other, other, self._unmatched_gap_of_other(other)), 0))
         return total(*parts)
 
     def joint(self) -> "JointParts":
@@ -186,6 +181,17 @@ class BoxDifference:
     def _free_heads(self, k: int) -> list[int]:
         taken = {h for match in self.matches if match.k == k for h in match.heads}
         return [h for h in range(len(self.S.expansion.W[k].mid)) if h not in taken]
+
+
+def _added(bounds: BoxBounds, k: int, gap: HeadVectors) -> HeadVectors:
+    """What heads with |(P − U) X| ≤ gap in layer k can add to the output: gap|V|, and gap|V Z| through the mean.
+
+    Without skips only the last layer's own part arrives, and of the others only what went through the mean.
+    """
+    X = bounds.expansion
+    if X.skip:
+        return add_up(weighted_per_head(gap, X.V[k]), weighted_per_head(gap, X.carried(k, X.depth)))
+    return weighted_per_head(gap, X.V[k] if k == X.depth - 1 else X.carried(k, X.depth))
 
 
 @dataclass(frozen=True)
