@@ -1,5 +1,6 @@
 """The entry point: registers the verbs and turns every error into one sentence and an exit code."""
 
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -17,7 +18,6 @@ app = typer.Typer(
     "Every verb takes --json: one document on standard output, talk and progress on standard error.",
     epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
     "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -30,10 +30,11 @@ app.command(name="random")(random.command)
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-def _print_version(asked: bool) -> None:
+def _print_version(asked: bool) -> bool:
     if asked:
         typer.echo(f"depthgauge {__version__}")
         raise typer.Exit
+    return asked
 
 
 @app.callback()
@@ -47,14 +48,20 @@ def _global_options(
 
 def main() -> None:
     """Run the command line: exit 0 when done, 2 on bad input, 1 on anything else, with one sentence."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show θ shows ? and no traceback
     try:
-        code = app(standalone_mode=False)
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False)
         sys.stdout.flush()  # a reader that went away is noticed here, not at the very end
     except DepthgaugeError as error:
         code = _say(str(error), error.exit_code)
     except _UsageError as error:
         code = _say(_usage_sentence(error), 2)
     except (typer.Abort, KeyboardInterrupt):
+        code = _say("interrupted", 1)
+    except SystemExit as ended:  # how typer itself answers an interruption
+        if ended.code != 130:
+            raise
         code = _say("interrupted", 1)
     except BrokenPipeError:  # the reader of our output went away, for instance `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

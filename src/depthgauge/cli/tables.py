@@ -1,5 +1,6 @@
 """Result documents as tables for a person."""
 
+import re
 from typing import Any
 
 from rich.markup import escape
@@ -11,7 +12,7 @@ def profile_table(subject: dict[str, Any]) -> Table:
     network = subject["network"]
     heads = sorted(set(network["heads"]))
     title = (
-        f"{escape(subject['name'])}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
+        f"{escape(_printable(subject['name']))}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
         f"dim {network['dim']}, η = {network['eta']:.4g}, {'skip' if network['skip'] else 'no skip'}"
         f"{', causal' if network['causal'] else ''}"
     )
@@ -38,8 +39,13 @@ def profile_table(subject: dict[str, Any]) -> Table:
 _CAPTION = (
     "residual: ‖Res X‖/‖X‖ after the layer (1: tokens differ fully, 0: all equal). Per head, least – largest: range "
     "of the scores; distance of attention from plain averaging (0: averages, 1: picks one token). contraction: the "
-    "worst head's ‖Res(attention)‖/‖Res‖, and the bound tanh(θ/2)·‖V‖col it obeys."
+    "worst head's ‖Res(attention)‖/‖Res‖, and the bound it obeys."
 )
+
+
+def _printable(name: str) -> str:
+    """A name out of a file, without the characters that steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
 def _ratio(residual: dict[str, Any]) -> str:
@@ -50,8 +56,8 @@ def _spread(heads: list[dict[str, Any]], name: str) -> str:
     values = [head[name] for head in heads if head[name] is not None]
     if not values:
         return "–"
-    least, largest = f"{min(values):.2g}", f"{max(values):.2g}"
-    return least if least == largest else f"{least} – {largest}"
+    least, largest = _number(min(values), 2), _number(max(values), 2)
+    return least if least == largest else f"{least}–{largest}"
 
 
 def _largest(heads: list[dict[str, Any]], name: str) -> str:
@@ -59,5 +65,6 @@ def _largest(heads: list[dict[str, Any]], name: str) -> str:
     return _number(max(values)) if values else "–"
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
+def _number(value: float | None, digits: int = 3) -> str:
+    """A few digits, and no zero in an exponent that eighty columns have no room for: 5.1e-8."""
+    return "–" if value is None else re.sub(r"e([+-])0(?=\d)", r"e\1", f"{value:.{digits}g}")

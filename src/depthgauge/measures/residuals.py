@@ -28,7 +28,11 @@ Residuals = Mapping[str, Mapping[str, ResidualSize]]
 
 
 def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) -> ResidualSize:
-    """‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm; 1 means tokens as different as can be, 0 that they are all equal."""
+    """‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm; a ratio of 0 says that all tokens are equal.
+
+    About 1 says that they share next to nothing. The ratio cannot exceed 1 where the centre is the best one for the
+    norm (`max` about the mid-range, `frobenius` about the mean), and can exceed it slightly elsewhere.
+    """
     measure = NORMS[norm]
     value = measure(residual(X, center))
     return ResidualSize(value, value / measure(X))

@@ -42,7 +42,9 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
             f"cannot read inputs from {path}: {reason}; expected safetensors with a tensor x"
         ) from error
     if "x" not in tensors:
-        raise InputFileError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'}, expected a tensor named x")
+        names = sorted(tensors)
+        held = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise InputFileError(f"{path} holds {held or 'nothing'}, expected a tensor named x")
     x = tensors["x"]
     if x.dtype not in (torch.float32, torch.float64):
         raise InputFileError(f"x in {path} is {x.dtype}, expected float32 or float64; convert it")
