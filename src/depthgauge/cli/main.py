@@ -30,6 +30,10 @@ app.command(name="random")(random.command)
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
+# What typer returns when a verb was interrupted.
+_INTERRUPTED = 130
+
+
 def _print_version(asked: bool) -> bool:
     if asked:
         typer.echo(f"depthgauge {__version__}")
@@ -52,16 +56,14 @@ def main() -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show θ shows ? and no traceback
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False)
+        if code == _INTERRUPTED:
+            code = _say("interrupted", 1)
         sys.stdout.flush()  # a reader that went away is noticed here, not at the very end
     except DepthgaugeError as error:
         code = _say(str(error), error.exit_code)
     except _UsageError as error:
         code = _say(_usage_sentence(error), 2)
     except (typer.Abort, KeyboardInterrupt):
-        code = _say("interrupted", 1)
-    except SystemExit as ended:  # how typer itself answers an interruption
-        if ended.code != 130:
-            raise
         code = _say("interrupted", 1)
     except BrokenPipeError:  # the reader of our output went away, for instance `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
