@@ -33,8 +33,13 @@ class InputSet:
         """The nearest input of the set, never outside it by a rounding."""
         if self.kind == "box":
             return x.clamp(-self.radius, self.radius)
-        length = x.square().sum(dim=-1, keepdim=True).sqrt().clamp(min=1e-300)
-        return x * (self.radius * (1 - 1e-14) / length).clamp(max=1.0)
+        # The largest entry is taken out first, so that no square underflows; the margin covers every rounding.
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        unit = x / torch.where(largest > 0, largest, 1.0)
+        length = unit.square().sum(dim=-1, keepdim=True).sqrt()
+        margin = (x.shape[-1] + 8) * torch.finfo(x.dtype).eps
+        inside = length * largest <= self.radius * (1 - margin)
+        return torch.where(inside, x, unit * (self.radius * (1 - 2 * margin) / length))
 
     def steepest(self, gradient: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The direction of ascent that suits the set: signs for a box, unit vectors for a ball."""
@@ -45,7 +50,9 @@ class InputSet:
     def extreme(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """The token of the set that goes furthest in a direction: a corner of the box, a point of the sphere."""
         if self.kind == "box":
-            return torch.where(direction >= 0, self.radius, -self.radius)
+            # In the dtype of the direction: a float32 radius may lie outside the box.
+            corner = torch.full_like(direction, self.radius)
+            return torch.where(direction >= 0, corner, -corner)
         return self.project(2 * self.radius * F.normalize(direction, dim=-1, eps=1e-300))
 
 

@@ -25,7 +25,6 @@ from depthgauge.linalg.rounding import (
     nonnegative_sum_up,
     spectral_norm_up,
     sqrt_up,
-    up,
 )
 
 STEPS = 40
@@ -86,7 +85,9 @@ class Rank1Sum:
         whole_left, whole_right = left_norm(l_size), right_norm(r_size)
         rounding = mul_up(mul_up(gamma(r + 6), whole_left), whole_right)
         enclosing = add_up(mul_up(left_norm(self.left.rad), whole_right), mul_up(whole_left, right_norm(r_rad)))
-        underflow = mul_up(4.0 * r * d * d * TINY, mul_up(left.amax(-1), mul_up(right.amax(-1), right.amax(-1))))
+        # A product that underflows loses up to TINY, which the scalings after it may enlarge but never have to.
+        most_left, most_right = add_up(1.0, left.amax(-1)), add_up(1.0, right.amax(-1))
+        underflow = mul_up(4.0 * (r + 1) * d * d * TINY, mul_up(most_left, mul_up(most_right, most_right)))
         return add_up(nonnegative_sum_up(add_up(rounding, enclosing), -1), underflow)
 
 
@@ -173,7 +174,7 @@ def lead_bound(T: Rank1Sum, Tm: Rank1Sum, radius: float, kind: str = "box", step
         value = assemble(sigma, sigma_m, row_scale, column_scale, radius, kind)
         if kind == "box":
             entries = add_up(_entry_sum(T, t, coordinates), _entry_sum(Tm, tm, coordinates))
-            value = torch.fmin(value, mul_up(entries, up(up(radius**3))))
+            value = torch.fmin(value, mul_up(entries, mul_up(mul_up(radius, radius), radius)))
         values.append(value)
         rows.append(row_scale)
         columns.append(column_scale)
@@ -185,7 +186,7 @@ def _entry_sum(tensor: Rank1Sum, T: Float[Tensor, "a d d d"], coordinates: Tenso
     d = T.shape[-1]
     ones = torch.ones(T.shape[:2], dtype=torch.float64)
     return add_up(
-        nonnegative_sum_up(T.abs(), (-3, -2, -1)), mul_up(up(up(d**1.5)), tensor.slack(coordinates, ones, ones))
+        nonnegative_sum_up(T.abs(), (-3, -2, -1)), mul_up(sqrt_up(float(d**3)), tensor.slack(coordinates, ones, ones))
     )
 
 

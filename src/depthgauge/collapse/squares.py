@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.lead import LeadBound, Rank1Sum, assemble, scale_tensor, scaled_norm
-from depthgauge.linalg.rounding import add_up, frobenius_norm_up, gamma, largest_eigenvalue_up, mul_up, sqrt_up
+from depthgauge.linalg.rounding import TINY, add_up, frobenius_norm_up, gamma, largest_eigenvalue_up, mul_up, sqrt_up
 
 STEPS = 30
 
@@ -58,13 +58,15 @@ def quadratic_form(T: Float[Tensor, "d d d"], alpha: Tensor | float, nu: Tensor 
 def squared_norm_up(T: Float[Tensor, "d d d"], alpha: float, nu: float) -> Tensor:
     """At least max_z √(Σ_b (zᵀT_b z)²) over unit z, for the tensor of floating-point numbers given.
 
-    The form as computed is off by at most γ_{d+16}(2(|α| + |1 − α|)‖T‖F² + |ν|(p + d)) in norm.
+    The form as computed is off by at most γ_{d+16}(2(|α| + |1 − α|)‖T‖F² + |ν|(p + d)) in norm, and p(d + 8) times
+    what an underflow loses.
     """
     d = T.shape[-1]
     form = quadratic_form(T, alpha, nu)
     size = frobenius_norm_up(T.flatten(1))
     lost = mul_up(2.0 * (abs(alpha) + abs(1.0 - alpha)) * (1 + 2**-40), mul_up(size, size))
     lost = mul_up(gamma(d + 16), add_up(lost, abs(nu) * (len(form) + d) * (1 + 2**-40)))
+    lost = add_up(lost, mul_up((1.0 + abs(alpha) + abs(1.0 - alpha)) * len(form) * (d + 8), TINY))
     return sqrt_up(add_up(largest_eigenvalue_up((form + form.mT) / 2), mul_up(2.0, lost)).clamp(min=0.0))
 
 

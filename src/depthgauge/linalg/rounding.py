@@ -389,11 +389,13 @@ def spectral_norm_up(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*b
     if M.shape[-2] < M.shape[-1]:
         M = M.mT
     scaled, exponent = _to_unit_scale(M.mid)
-    # The Gram matrix as computed is off by at most γ_m |M|ᵀ|M|, hence by γ_m ‖M‖F² in norm; underflows add to that.
+    # The Gram matrix as computed and made symmetric is off by at most γ_{m+1} |M|ᵀ|M|, hence by γ_{m+1} ‖M‖F² in norm;
+    # underflows add to that.
     m, n = scaled.shape[-2:]
     size = frobenius_norm_up(scaled)
     lost = add_up(mul_up(gamma(m + 1), mul_up(size, size)), 4.0 * m * n * TINY)
-    square = add_up(largest_eigenvalue_up(scaled.mT @ scaled).clamp(min=0.0), lost)
+    gram = scaled.mT @ scaled
+    square = add_up(largest_eigenvalue_up((gram + gram.mT) / 2).clamp(min=0.0), lost)
     verified = up(_scale(sqrt_up(square), exponent))
     of_mid = torch.minimum(verified, frobenius_norm_up(M.mid))
     return add_up(of_mid, frobenius_norm_up(M.rad)) if bool((M.rad != 0).any()) else of_mid

@@ -133,9 +133,8 @@ def sign_norm_up(M: Ball | Float[Tensor, "*batch m n"], iterations: int = 60) ->
         "spectral norm": scaled_spectral(M, *ones),
         "scaled spectral norm": scaled_spectral(M, row_scale, column_scale),
     }
+    # The scalings are kept in any case: some matrix of the batch may need them though most do not.
     least = _least(bounds)
-    if least.method != "scaled spectral norm":
-        return least
     return SignBound(least.value, least.method, row_scale, column_scale)
 
 
