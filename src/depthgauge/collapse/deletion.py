@@ -5,7 +5,9 @@ For two inputs of the layer that differ by at most δ, coordinate by coordinate,
 
     |P X − P' X'| ≤ δ + 2 tanh(Δθ/4)·s',     Δθ = 2(‖diag(δ) W diag(s)‖_{∞→1} + ‖diag(s') W diag(δ)‖_{∞→1}),
 
-whatever the rows of P see; f passes differences on through |W_in||W_out| and the slope of its activation.
+whatever the rows of P see. Near the average M over what they see, all heads act alike: Σ_h P_h X V_h is M X Σ_h V_h up
+to Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and values cancel. f passes differences on through
+|W_in||W_out| and the slope of its activation.
 """
 
 from dataclasses import dataclass
@@ -51,15 +53,12 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
     other, apart = state, torch.zeros_like(state)
     parts = []
     for k, layer in enumerate(network):
-        V = _value(layer)
-        out = weighted_per_head(state.expand(layer.heads, -1), V)
         if k in kept:
-            gap = _attention_gap(network, layer, state, other, apart)
-            moved = weighted(gap, V)
-            parts.append(torch.zeros_like(out))
+            moved = _attention_apart(network, layer, state, other, apart)
+            parts.append(torch.zeros(layer.heads, network.dim, dtype=torch.float64))
         else:
-            moved = nonnegative_sum_up(out, 0)
-            parts.append(out)
+            moved = _attention_size(network, layer, state)
+            parts.append(weighted_per_head(state.expand(layer.heads, -1), _value(layer)))
         carried = apart if network.skip else torch.zeros_like(apart)
         apart = _token_map_apart(network, layer, add_up(carried, moved))
         state = _grow(network, layer, state)
@@ -76,22 +75,40 @@ def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
     start = torch.full((network.dim,), radius, dtype=torch.float64)
     state, apart, value, parts = start, torch.zeros_like(start), torch.zeros_like(start), []
     for layer in network:
-        V = _value(layer)
-        part = weighted_per_head(_attention_gap(network, layer, state, start, apart), V)
-        out = weighted(state.expand(layer.heads, -1), V)
-        parts.append(part)
-        value = add_up(value, nonnegative_sum_up(part, 0))
-        apart, state = add_up(apart, out), _grow(network, layer, state)
+        moved = _attention_apart(network, layer, state, start, apart)
+        value = add_up(value, moved)
+        parts.append(moved.expand(layer.heads, -1) / layer.heads)
+        apart, state = add_up(apart, _attention_size(network, layer, state)), _grow(network, layer, state)
     return Deletion(value, tuple(parts))
 
 
-def _attention_gap(
+def _attention_size(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> Vector:
+    """|Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|), θ_h = 2‖diag(s) W_h diag(s)‖."""
+    V, uneven = _value(layer), _uneven(network, layer, state)
+    together = add_up(_row(state, V.sum(0).abs_up()), weighted(mul_up(uneven[:, None], state), V))
+    return torch.fmin(weighted(state.expand(layer.heads, -1), V), together)
+
+
+def _attention_apart(
     network: SelfAttentionNetwork, layer: Layer, state: Vector, other: Vector, apart: Vector
-) -> HeadVectors:
-    """δ + 2 tanh(Δθ/4)·s', at most s + s': how far a head's mixtures of tokens can be apart."""
-    W = (Ball.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
+) -> Vector:
+    """|Σ_h (P_h X − P'_h X') V_h|, by P(X − X') + (P − P')X', the first about the average M as in `_attention_size`."""
+    V, W = _value(layer), _scores(network, layer)
     d_theta = 2.0 * add_up(_norm(apart, W, state), _norm(other, W, apart))
-    return torch.fmin(add_up(apart, mul_up(2.0 * tanh_up(d_theta / 4.0)[:, None], other)), add_up(state, other))
+    turned = mul_up(2.0 * tanh_up(d_theta / 4.0)[:, None], other)
+    alone = weighted(torch.fmin(add_up(apart, turned), add_up(state, other)), V)
+    uneven = mul_up(_uneven(network, layer, state)[:, None], apart)
+    together = add_up(_row(apart, V.sum(0).abs_up()), weighted(add_up(turned, uneven), V))
+    return torch.fmin(alone, together)
+
+
+def _uneven(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> PerHead:
+    """2 tanh(θ_h/4): twice the total variation of a row of attention to the average over what it sees."""
+    return 2.0 * tanh_up(2.0 * _norm(state, _scores(network, layer), state) / 4.0)
+
+
+def _scores(network: SelfAttentionNetwork, layer: Layer) -> Ball:
+    return (Ball.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
 
 
 def _norm(left: Vector, W: Ball, right: Vector) -> PerHead:
