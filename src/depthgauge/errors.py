@@ -33,6 +33,10 @@ class OutputError(DepthgaugeError):
     """A result that could not be written."""
 
 
+class VerificationError(DepthgaugeError):
+    """A certificate whose upper bound could not be proved again; the message names the step that failed."""
+
+
 def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
     """The error for a name that is not one of a known few, with the nearest one offered."""
     names = list(known)

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.attack import InputSet, attack
-from depthgauge.collapse.deletion import deletion_bound
+from depthgauge.collapse.deletion import Deletion, deletion_bound
 from depthgauge.collapse.evaluate import difference_below
 from depthgauge.collapse.proof import Proof, ball_proof, box_proof
 from depthgauge.errors import InputError, require_count, require_positive, unknown_name
@@ -30,6 +30,8 @@ class Certificate:
     - `share[k][h]` is head h of layer k's part of the bound at its worst coordinate, all parts adding up to 1.
     - `methods` says how the parts were reached, `notes` what was left out; `seconds` is the time of the upper
       bound, `attack_seconds` that of the lower.
+    - `network` and `surrogate` are S and S' in the numbers they were proved in; what the proof rests on is kept in
+      `proof`, or in `deletion` where attention was deleted layer by layer.
     """
 
     upper: float | None
@@ -45,7 +47,10 @@ class Certificate:
     coordinate: int | None
     seconds: float
     attack_seconds: float
+    network: SelfAttentionNetwork = field(repr=False)
+    surrogate: SelfAttentionNetwork = field(repr=False)
     proof: Proof | None = field(repr=False, default=None)
+    deletion: Deletion | None = field(repr=False, default=None)
 
     @property
     def ratio(self) -> float | None:
@@ -53,7 +58,7 @@ class Certificate:
         return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
 
     def verify(self, bits: int = 128) -> bool:
-        """Prove `upper` again in ball arithmetic, from the scalings kept in `proof`; raise where it cannot be done."""
+        """Prove `upper` again in ball arithmetic, from the scalings kept here; raise where it cannot be done."""
         from depthgauge.collapse.verify import verify
 
         return verify(self, bits)
@@ -133,11 +138,14 @@ def certify(
         methods=found.methods,
         notes=found.notes,
         share=found.share,
-        lost_at=None if finite else found.lost_at,
+        lost_at=None if finite else found.lost_at if found.lost_at is not None else len(network) - 1,
         coordinate=found.coordinate if finite else None,
         seconds=proved - begun,
         attack_seconds=time.perf_counter() - proved,
+        network=network,
+        surrogate=surrogate,
         proof=found.proof,
+        deletion=found.deletion,
     )
 
 
@@ -188,6 +196,7 @@ class Found:
     lead_tensors: Tensor | None = None
     linear_matrix: Tensor | None = None
     proof: Proof | None = None
+    deletion: Deletion | None = None
 
 
 def _upper(
@@ -200,7 +209,8 @@ def _upper(
         coordinate = int(deletion.value.nan_to_num(nan=math.inf).argmax())
         parts = [part[:, coordinate] for part in deletion.head_parts]
         upper = float(deletion.value[coordinate])
-        return Found(upper, ("deletion",), notes, normalised(parts), lost_in(deletion.head_parts), coordinate)
+        share, lost = normalised(parts), lost_in(deletion.head_parts)
+        return Found(upper, ("deletion",), notes, share, lost, coordinate, deletion=deletion)
     build = box_proof if inputs.kind == "box" else ball_proof
     proof = build(network, surrogate, inputs.radius, tokens, effort)
     return Found(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from depthgauge.collapse.box import HeadVectors, PerHead, Vector, weighted, weighted_per_head
+from depthgauge.collapse.box import HeadVectors, Norms, PerHead, Vector, weighted, weighted_per_head
 from depthgauge.collapse.matching import match_heads
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import (
@@ -23,10 +23,8 @@ from depthgauge.linalg.rounding import (
     add_up,
     mul_up,
     nonnegative_matmul_up,
-    nonnegative_sum_up,
     tanh_up,
 )
-from depthgauge.linalg.signs import sign_norm_up
 from depthgauge.network.network import Layer, SelfAttentionNetwork
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13}
@@ -35,15 +33,19 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13}
 
 @dataclass(frozen=True)
 class Deletion:
-    """An upper bound on |S − S'| per coordinate, and what every head of S contributes where it was deleted."""
+    """An upper bound on |S − S'| per coordinate, and what every head of S contributes where it was deleted.
+
+    `norms` keeps the scalings that prove the sign norms, under names that begin with the layer.
+    """
 
     value: Vector
     head_parts: tuple[HeadVectors, ...]
+    norms: Norms
 
 
 def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, radius: float) -> Deletion:
     """Bound |S − S'| on the box, where S' is S with the attention of some layers deleted, or all heads side by side."""
-    if len(surrogate) == 1 and len(network) > 1 and not _has_mlp(network):
+    if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
         if network.skip and _all_heads_kept(network, surrogate):
             return _parallel(network, radius)
         kept = _kept_without_mlp(network, surrogate)
@@ -51,13 +53,13 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
         kept = _kept_with_mlp(network, surrogate)
     state = torch.full((network.dim,), radius, dtype=torch.float64)
     other, apart = state, torch.zeros_like(state)
-    parts = []
+    parts, norms = [], Norms()
     for k, layer in enumerate(network):
         if k in kept:
-            moved = _attention_apart(network, layer, state, other, apart)
+            moved = _attention_apart(network, k, state, other, apart, norms)
             parts.append(torch.zeros(layer.heads, network.dim, dtype=torch.float64))
         else:
-            moved = _attention_size(network, layer, state)
+            moved = _attention_size(network, k, state, norms)
             parts.append(weighted_per_head(state.expand(layer.heads, -1), _value(layer)))
         carried = apart if network.skip else torch.zeros_like(apart)
         apart = _token_map_apart(network, layer, add_up(carried, moved))
@@ -67,52 +69,49 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
         elif layer.mlp is not None:
             other = _token_map(network, layer, other if network.skip else torch.zeros_like(other))
         apart = torch.minimum(apart, add_up(state, other))
-    return Deletion(apart, tuple(parts))
+    return Deletion(apart, tuple(parts), norms)
 
 
 def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
     """S' = X + Σ attention_ℓh(X): every layer reads X instead of X_ℓ, which is off by what the layers before add."""
     start = torch.full((network.dim,), radius, dtype=torch.float64)
     state, apart, value, parts = start, torch.zeros_like(start), torch.zeros_like(start), []
-    for layer in network:
-        moved = _attention_apart(network, layer, state, start, apart)
+    norms = Norms()
+    for k, layer in enumerate(network):
+        moved = _attention_apart(network, k, state, start, apart, norms)
         value = add_up(value, moved)
         parts.append(moved.expand(layer.heads, -1) / layer.heads)
-        apart, state = add_up(apart, _attention_size(network, layer, state)), _grow(network, layer, state)
-    return Deletion(value, tuple(parts))
+        apart, state = add_up(apart, _attention_size(network, k, state, norms)), _grow(network, layer, state)
+    return Deletion(value, tuple(parts), norms)
 
 
-def _attention_size(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> Vector:
+def _attention_size(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> Vector:
     """|Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|), θ_h = 2‖diag(s) W_h diag(s)‖."""
-    V, uneven = _value(layer), _uneven(network, layer, state)
+    V, uneven = _value(network[k]), _uneven(network, k, state, norms)
     together = add_up(_row(state, V.sum(0).abs_up()), weighted(mul_up(uneven[:, None], state), V))
-    return torch.fmin(weighted(state.expand(layer.heads, -1), V), together)
+    return torch.fmin(weighted(state.expand(network[k].heads, -1), V), together)
 
 
 def _attention_apart(
-    network: SelfAttentionNetwork, layer: Layer, state: Vector, other: Vector, apart: Vector
+    network: SelfAttentionNetwork, k: int, state: Vector, other: Vector, apart: Vector, norms: Norms
 ) -> Vector:
     """|Σ_h (P_h X − P'_h X') V_h|, by P(X − X') + (P − P')X', the first about the average M as in `_attention_size`."""
-    V, W = _value(layer), _scores(network, layer)
-    d_theta = 2.0 * add_up(_norm(apart, W, state), _norm(other, W, apart))
+    V, W = _value(network[k]), _scores(network, network[k])
+    d_theta = 2.0 * add_up(norms(f"{k}.query", apart, W, state), norms(f"{k}.key", other, W, apart))
     turned = mul_up(2.0 * tanh_up(d_theta / 4.0)[:, None], other)
     alone = weighted(torch.fmin(add_up(apart, turned), add_up(state, other)), V)
-    uneven = mul_up(_uneven(network, layer, state)[:, None], apart)
+    uneven = mul_up(_uneven(network, k, state, norms)[:, None], apart)
     together = add_up(_row(apart, V.sum(0).abs_up()), weighted(add_up(turned, uneven), V))
     return torch.fmin(alone, together)
 
 
-def _uneven(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> PerHead:
+def _uneven(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> PerHead:
     """2 tanh(θ_h/4): twice the total variation of a row of attention to the average over what it sees."""
-    return 2.0 * tanh_up(2.0 * _norm(state, _scores(network, layer), state) / 4.0)
+    return 2.0 * tanh_up(2.0 * norms(f"{k}.theta", state, _scores(network, network[k]), state) / 4.0)
 
 
 def _scores(network: SelfAttentionNetwork, layer: Layer) -> Ball:
     return (Ball.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
-
-
-def _norm(left: Vector, W: Ball, right: Vector) -> PerHead:
-    return sign_norm_up(W * left[:, None] * right).value
 
 
 def _value(layer: Layer) -> Ball:
