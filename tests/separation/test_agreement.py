@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
-from depthgauge.separation import naive, regression, structured
+from depthgauge.separation import decisions, naive, regression, structured
 from depthgauge.separation.attention import EXP, LIN, Attention
 from depthgauge.separation.datasets import inputs, rational_inputs, threshold
 from depthgauge.separation.decisions import decision_table
 from depthgauge.separation.draws import AttentionDraws, draw_attention, draw_regression, unpack
 from depthgauge.separation.rows import rows
-from depthgauge.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention
+from depthgauge.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention, strong
 
 KINDS = ("exp", "exp", "lin", "poly:1", "poly:2", "poly:6")
 # Values that make exact ties likely: multiples of τ's tenth, zero, and equal ones.
@@ -94,6 +94,31 @@ def test_a_regression_decision_within_single_precision_is_settled(monkeypatch: p
     monkeypatch.setattr(regression, "_settled", lambda *given: calls.append(1) or settled(*given))
     np.testing.assert_array_equal(regression.conditions(setting, draws), expected)
     assert len(calls) == 30 * 4 * 4
+
+
+ALL_ALIKE = [
+    SelfAttention(12, 6, 3, 0.3, 1.2, 0.3, 0.4),
+    SelfAttention(12, 6, 3, 0.1, 2.0, 0.9, 0.0, "identity", "poly:3"),
+    SelfAttention(12, 6, 3, 0.1, 0.9, 0.3, 0.8, "ones", "lin"),
+    CrossAttention(12, 5, 3, 0.4, 1.5),
+    CrossAttention(12, 5, 3, 0.4, 1.5, "ones", "poly:2"),
+]
+
+
+@pytest.mark.parametrize("setting", ALL_ALIKE, ids=repr)
+def test_settling_every_decision_changes_none(setting: AttentionSetting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where floating point is sure it agrees with the exact route, in the tables and in the dense network."""
+    kind = strong(setting)
+    expected = [decision_table(setting, dataset, kind) for dataset in (0, 1)]
+    draws = draw_attention(setting, seed=0, first=0, models=25)
+    dense = naive.conditions(setting, draws)
+    monkeypatch.setattr(decisions, "_ROUNDING", 1e9)
+    monkeypatch.setattr(naive, "rounding", lambda *_: 1e9)
+    naive._settled.cache_clear()
+    for dataset in (0, 1):
+        np.testing.assert_array_equal(decision_table(setting, dataset, kind), expected[dataset])
+    np.testing.assert_array_equal(naive.conditions(setting, draws), dense)
+    assert naive._settled.cache_info().misses > 100
 
 
 def test_an_exact_tie_at_the_threshold_is_zero() -> None:
