@@ -170,7 +170,8 @@ def test_a_bad_basis_costs_tightness_never_truth(monkeypatch: pytest.MonkeyPatch
     for basis in bases:
         monkeypatch.setattr(torch.linalg, "eigh", lambda _, basis=basis: (None, basis))
         assert bounds_eigenvalues(Fraction(r.largest_eigenvalue_up(S).item()), exact)
-        assert bounds_eigenvalues(Fraction(r.largest_eigenvalue_up(-10 - S).item()), rationals(-10 - S))
+        below = S - 10 * torch.eye(3, dtype=torch.float64)  # negative definite: the other branch
+        assert bounds_eigenvalues(Fraction(r.largest_eigenvalue_up(below).item()), rationals(below))
         assert bounds_spectral_norm(Fraction(r.spectral_norm_up(S).item()), exact)
 
     def fails(_: Tensor) -> None:
