@@ -5,6 +5,7 @@ each occurs: a thousand tokens cost as much as five. What is found is a candidat
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -162,26 +163,41 @@ def attack(
     and where `drift` gives the linear part of S − S' in the mean, the constant inputs that maximise that. `tokens`
     fixes the number of tokens (free otherwise); `device` moves the search, for instance to a GPU.
     """
+    best: Candidate | None = None
+    paths = search(network, surrogate, inputs, tokens, starts, steps, seed, lead, drift, device)
+    for index, (points, counts, values) in enumerate(paths):
+        progress(index + 1, len(SHARES) + 1, "attacking")
+        winner = int(values.argmax())
+        if best is None or float(values[winner]) > best.value:
+            best = Candidate(points[winner], counts, float(values[winner]))
+    assert best is not None
+    return best
+
+
+def search(
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    inputs: InputSet,
+    tokens: int | None,
+    starts: int,
+    steps: int,
+    seed: int,
+    lead: Float[Tensor, "a d d d"] | None = None,
+    drift: Float[Tensor, "d d"] | None = None,
+    device: torch.device | str | None = None,
+) -> Iterator[tuple[Float[Tensor, "starts r d"], Int64[Tensor, " r"], Float[Tensor, " starts"]]]:
+    """The paths of an attack: per pattern of counts, the best point of every path and its value."""
     if network.dim != surrogate.dim:
         raise InputError(f"the networks have widths {network.dim} and {surrogate.dim}; they must be equal")
     require_count("starts", starts, "the number of starting points")
     generator = torch.Generator().manual_seed(seed)
-    patterns = _patterns(tokens, network.causal)
     home = network.device
     target = torch.device(device) if device is not None else home
     moved = [net if target == home else net.copy().to(target) for net in (network, surrogate)]
-    best: Candidate | None = None
-    for index, counts in enumerate(patterns):
-        progress(index, len(patterns), "attacking")
+    for counts in _patterns(tokens, network.causal):
         x = _starts(inputs, counts, network.dim, starts, lead, drift, generator).to(network.dtype)
         points, values = climb(moved[0], moved[1], inputs, x.to(target), counts.to(target), steps)
-        winner = int(values.argmax())
-        value = float(values[winner])
-        if best is None or value > best.value:
-            best = Candidate(points[winner].detach().cpu(), counts, value)
-    progress(len(patterns), len(patterns), "attacking")
-    assert best is not None
-    return best
+        yield points.detach().cpu(), counts, values.cpu()
 
 
 def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
