@@ -181,6 +181,18 @@ def test_a_bad_basis_costs_tightness_never_truth(monkeypatch: pytest.MonkeyPatch
     assert bounds_eigenvalues(Fraction(r.largest_eigenvalue_up(S).item()), exact)
 
 
+@pytest.mark.parametrize("length", [0.8, 0.95, 1.05, 1.2])
+@pytest.mark.parametrize("eigenvalue", [3.0, -3.0])
+def test_a_basis_of_the_wrong_length_is_paid_for_in_either_sign(
+    monkeypatch: pytest.MonkeyPatch, length: float, eigenvalue: float
+) -> None:
+    """Nothing but 1 ± δ stands between this basis and a false bound, so dividing by the wrong one shows."""
+    eye = torch.eye(3, dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda _: (None, length * eye))
+    bound = r.largest_eigenvalue_up(eigenvalue * eye).item()
+    assert eigenvalue <= bound <= eigenvalue + 3
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [(0, 0), (0, 2), (2, 1)])
 def test_what_is_not_finite_has_no_finite_bound(bad: float, position: tuple[int, int]) -> None:
