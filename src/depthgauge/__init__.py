@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 from depthgauge._version import __version__
 
 if TYPE_CHECKING:
+    from depthgauge.collapse.certificate import Certificate, certify
+    from depthgauge.collapse.collapse import collapse
+    from depthgauge.collapse.depth import effective_depth
     from depthgauge.errors import DepthgaugeError
     from depthgauge.measures.profile import Profile, measure
     from depthgauge.network.files import load_network, save_network
@@ -18,8 +21,12 @@ if TYPE_CHECKING:
     from depthgauge.studies.gauge import gauge
 
 _HOME = {
+    "Certificate": "depthgauge.collapse.certificate",
     "DepthgaugeError": "depthgauge.errors",
     "Profile": "depthgauge.measures.profile",
+    "certify": "depthgauge.collapse.certificate",
+    "collapse": "depthgauge.collapse.collapse",
+    "effective_depth": "depthgauge.collapse.depth",
     "SelfAttentionNetwork": "depthgauge.network.network",
     "gauge": "depthgauge.studies.gauge",
     "load_network": "depthgauge.network.files",
@@ -29,10 +36,14 @@ _HOME = {
 }
 
 __all__ = [
+    "Certificate",
     "DepthgaugeError",
     "Profile",
     "SelfAttentionNetwork",
     "__version__",
+    "certify",
+    "collapse",
+    "effective_depth",
     "gauge",
     "load_network",
     "measure",

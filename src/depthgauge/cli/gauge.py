@@ -57,9 +57,14 @@ command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 def _print_tables(result: "Gauge") -> None:
     from rich.console import Console
 
-    from depthgauge.cli.tables import profile_table
+    from depthgauge.cli.tables import depth_table, profile_table, sandwich_table
 
     console = Console()
     for subject in result.to_json()["subjects"]:
         console.print(profile_table(subject))
-        console.print()
+        title = f"How far one layer can be from all of them, for every input with |entries| ≤ {subject['radius']:g}"
+        rows = [{**row, **subject["printed"]} for row in subject["collapse"]]
+        console.print(sandwich_table(rows, title))
+        if subject["depth"]:
+            console.print(depth_table(subject["depth"], len(subject["layers"])))
+        console.print(f"→ {subject['verdict']}\n", style="bold", markup=False, highlight=False)

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import gauge, random
+from depthgauge.cli import collapse, gauge, random, reproduce, separate
 from depthgauge.errors import DepthgaugeError
 
 app = typer.Typer(
     name="depthgauge",
     help="How deep is an attention network, really?\n\n"
-    "depthgauge measures how much of a network's depth does work, and removes what does not. "
+    "depthgauge measures how much of a network's depth does work, proves it, and removes what does not. "
     "Every verb takes --json: one document on standard output, talk and progress on standard error.",
     epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
     "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`.",
@@ -24,6 +24,9 @@ app = typer.Typer(
 )
 app.command(name="gauge")(gauge.command)
 app.command(name="random")(random.command)
+app.command(name="collapse")(collapse.command)
+app.command(name="separate")(separate.command)
+app.command(name="reproduce")(reproduce.command)
 
 
 # Usage errors come from the click that typer carries or depends on, depending on its version; this names it either way.

@@ -48,6 +48,49 @@ def _printable(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
+def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
+    """One row a method: what was proved, what was attained, and what Theorem D.1 prints."""
+    table = Table(title=title, title_justify="left", caption_justify="left", caption=_SANDWICH_CAPTION)
+    table.add_column("method")
+    table.add_column("attained", justify="right")
+    table.add_column("proved", justify="right")
+    table.add_column("ratio", justify="right")
+    table.add_column("Theorem D.1", justify="right")
+    table.add_column("how")
+    for row in rows:
+        if row.get("refused"):
+            table.add_row(row["method"], "–", "–", "–", "–", "does not apply", style="dim")
+            continue
+        proved = _number(row["upper"]) if row["upper"] is not None else "no finite certificate"
+        lost = "" if row["lost_at"] is None else f" (lost at layer {row['lost_at']})"
+        printed = _number(row["printed_bound"]) if row["printed_bound"] is not None else f"1e{row['printed_log10']:.0f}"
+        if not row["printed_applies"]:
+            printed = f"({printed})"
+        how = ", ".join(row["methods"]) + lost
+        table.add_row(row["method"], _number(row["lower"]), proved, _number(row["ratio"]), printed, how)
+    return table
+
+
+_SANDWICH_CAPTION = (
+    "attained: an input was found that is this far off. proved: no input is further off, whatever its number of "
+    "tokens. Theorem D.1: the bound as printed for last-layer, in brackets where its conditions fail; it is not always true."
+)
+
+
+def depth_table(depths: list[dict[str, Any]], layers: int) -> Table:
+    """One row a tolerance: how many layers are enough, proved for every input and seen on the inputs measured."""
+    table = Table(title="Effective depth", title_justify="left")
+    table.add_column("within", justify="right")
+    table.add_column("proved for every input", justify="right")
+    table.add_column("seen on the inputs", justify="right")
+    rows: dict[float, dict[bool, str]] = {}
+    for depth in depths:
+        rows.setdefault(depth["tolerance"], {})[depth["certified"]] = f"{depth['layers']} of {layers}"
+    for tolerance, found in rows.items():
+        table.add_row(f"{tolerance:g}", found.get(True, "–"), found.get(False, "–"))
+    return table
+
+
 def _ratio(residual: dict[str, Any]) -> str:
     return _number(residual["midrange"]["max"]["ratio"])
 

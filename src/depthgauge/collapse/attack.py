@@ -190,6 +190,7 @@ def search(
     if network.dim != surrogate.dim:
         raise InputError(f"the networks have widths {network.dim} and {surrogate.dim}; they must be equal")
     require_count("starts", starts, "the number of starting points")
+    require_count("steps", steps, "the number of steps taken from each", least=0)
     generator = torch.Generator().manual_seed(seed)
     home = network.device
     target = torch.device(device) if device is not None else home

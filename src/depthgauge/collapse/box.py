@@ -27,6 +27,9 @@ RHO = float(up(up(LINEAR_REMAINDER)))
 JOINT_LIMIT = 64
 """The widest network whose leading term is bounded jointly; its tensor has d⁴ entries."""
 
+PREFIX_STEPS = 10
+"""Steps spent on the scalings of a state on the way, where the last few per cent do not count."""
+
 
 @dataclass
 class Norms:
@@ -89,8 +92,12 @@ def gap_of(theta: PerHead, spread: Vector) -> HeadVectors:
 class BoxBounds:
     """The bounds of every layer of a network on the box of radius φ; `layers[L]` is the output (it has no heads)."""
 
-    def __init__(self, expansion: Expansion, radius: float, *, joint: bool) -> None:
-        self.expansion, self.radius = expansion, radius
+    def __init__(self, expansion: Expansion, radius: float, *, joint: bool, prefixes: bool = False) -> None:
+        """`joint` prepares what a joint bound of the output needs; `prefixes` bounds every state jointly on the way.
+
+        The second costs two leading terms a layer and sharpens only what lies beyond the leading term of the output.
+        """
+        self.expansion, self.radius, self.prefixes = expansion, radius, prefixes
         self.joint = joint and expansion.skip
         self.norms = Norms()
         self.leads: dict[str, LeadBound] = {}
@@ -159,15 +166,15 @@ class BoxBounds:
             # Without skips only the last layer's deviations are a token's own; earlier ones arrive as a common part.
             own = weighted(self.layers[end - 1].gap, V[end - 1])
             err = total(own, *(weighted(self.layers[k].gap, carried[k]) for k in range(end - 1)))
-        if not self.joint:
+        if not (self.joint and self.prefixes):
             return own, err
         rest_own = total(zero, *(weighted(self._rest(k), V[k]) for k in range(end)))
         rest_err = total(rest_own, *(weighted(self._rest(k), carried[k]) for k in range(end)))
         T = head_tensor(self.expansion, range(end))
         early = [drift_in_query(self.expansion, k) for k in range(end)]
         late = [drift_of_output(self.expansion, k, end) for k in range(end)]
-        own_lead = lead_bound(T, Rank1Sum.join(*early), self.radius)
-        err_lead = lead_bound(T, Rank1Sum.join(*early, *late), self.radius)
+        own_lead = lead_bound(T, Rank1Sum.join(*early), self.radius, steps=PREFIX_STEPS)
+        err_lead = lead_bound(T, Rank1Sum.join(*early, *late), self.radius, steps=PREFIX_STEPS)
         self.leads[f"{end}.own"], self.leads[f"{end}.err"] = own_lead, err_lead
         own = torch.fmin(own, add_up(own_lead.value, rest_own))
         err = torch.fmin(err, add_up(err_lead.value, rest_err))

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.attack import InputSet, attack
+from depthgauge.collapse.box import BoxBounds
 from depthgauge.collapse.deletion import Deletion, deletion_bound
 from depthgauge.collapse.evaluate import difference_below
 from depthgauge.collapse.proof import Proof, ball_proof, box_proof
@@ -91,14 +92,17 @@ def certify(
     tokens: int | None = None,
     effort: str = "default",
     starts: int = 32,
+    steps: int = 40,
     seed: int = 0,
     device: torch.device | str | None = None,
+    bounds: BoxBounds | None = None,
     progress: Step = silent,
 ) -> Certificate:
     """Bound sup ‖S(X) − S'(X)‖max from both sides, over ‖X‖max ≤ `radius` or over tokens of length ≤ `ball`.
 
     `tokens` fixes the number of tokens, which is free otherwise; `effort="high"` sharpens the leading term by sums of
-    squares (seconds to minutes); `starts`, `seed` and `device` belong to the attack.
+    squares (seconds to minutes); `starts`, `steps`, `seed` and `device` belong to the attack.
+    `bounds` are the network's own on this box, where an earlier proof has found them.
 
     >>> from depthgauge import collapse, random_network
     >>> network = random_network(layers=3, heads=1, dim=4, eta=0.01)
@@ -110,7 +114,7 @@ def certify(
     network, surrogate = _plain(network), _plain(surrogate)
     begun = time.perf_counter()
     progress(0, 2, "proving")
-    found = _upper(network, surrogate, inputs, tokens, effort)
+    found = _upper(network, surrogate, inputs, tokens, effort, bounds)
     proved = time.perf_counter()
     progress(1, 2, "attacking")
     candidate = attack(
@@ -119,6 +123,7 @@ def certify(
         inputs,
         tokens=tokens,
         starts=starts,
+        steps=steps,
         seed=seed,
         device=device,
         lead=found.lead_tensors,
@@ -200,7 +205,12 @@ class Found:
 
 
 def _upper(
-    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, inputs: InputSet, tokens: int | None, effort: str
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    inputs: InputSet,
+    tokens: int | None,
+    effort: str,
+    bounds: BoxBounds | None,
 ) -> Found:
     expands = not network.causal and not any(layer.mlp is not None for net in (network, surrogate) for layer in net)
     if not expands:
@@ -211,8 +221,10 @@ def _upper(
         upper = float(deletion.value[coordinate])
         share, lost = normalised(parts), lost_in(deletion.head_parts)
         return Found(upper, ("deletion",), notes, share, lost, coordinate, deletion=deletion)
-    build = box_proof if inputs.kind == "box" else ball_proof
-    proof = build(network, surrogate, inputs.radius, tokens, effort)
+    if inputs.kind == "box":
+        proof = box_proof(network, surrogate, inputs.radius, tokens, effort, bounds)
+    else:
+        proof = ball_proof(network, surrogate, inputs.radius, tokens, effort)
     return Found(
         proof.upper,
         proof.methods,

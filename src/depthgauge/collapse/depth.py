@@ -107,13 +107,16 @@ class FoldBounds:
         self.network, self.radius = network, radius
         self.joint = network.skip and network.dim <= JOINT_LIMIT
         self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
+        self._costs: list[float] | None = None
         self._known: dict[tuple[int, ...], float] = {}
 
     def layer_costs(self) -> list[float]:
         """What the plain bound charges for replacing each layer alone."""
-        other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
-        parts = BoxDifference(self.S, other, []).plain().head_parts
-        return [float(part.sum(0).amax()) for part in parts]
+        if self._costs is None:
+            other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
+            parts = BoxDifference(self.S, other, []).plain().head_parts
+            self._costs = [float(part.sum(0).amax()) for part in parts]
+        return self._costs
 
     def error(self, kept: tuple[int, ...]) -> float:
         """The bound for one choice of kept layers."""
@@ -172,7 +175,7 @@ def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = si
     depth = _shallowest(network, error, bounds.layer_costs(), tolerance, True, progress)
     if not depth.folded:
         return depth
-    certificate = certify(network, depth.network, radius=bounds.radius)
+    certificate = certify(network, depth.network, radius=bounds.radius, bounds=bounds.S)
     # The certificate is usually the sharper of the two; both are proved.
     proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
     return Depth(**{**vars(depth), "error": proved, "certificate": certificate})

@@ -17,6 +17,9 @@ from depthgauge.collapse.squares import Multipliers, sharpen
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up
 from depthgauge.network.network import SelfAttentionNetwork
 
+WORTHWHILE = 0.03
+"""The part of a bound beyond its leading term from which on it pays to bound the states on the way jointly."""
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -42,6 +45,7 @@ class Proof:
     bounds: BoxBounds | BallBounds
     other: BoxBounds | BallBounds
     tensors: tuple[Rank1Sum, Rank1Sum] | None
+    linear: Vector
 
     @property
     def coordinate(self) -> int:
@@ -74,29 +78,54 @@ class Proof:
 
 
 def box_proof(
-    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, radius: float, tokens: int | None, effort: str
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    radius: float,
+    tokens: int | None,
+    effort: str,
+    bounds: BoxBounds | None = None,
 ) -> Proof:
-    """The bound on the box: plain and joint, the smaller of the two in every coordinate."""
-    wide = network.dim > JOINT_LIMIT
-    joint = network.skip and not wide and tokens != 1
-    S = BoxBounds(Expansion(network), radius, joint=joint)
+    """The bound on the box: plain and joint, the smaller of the two in every coordinate.
+
+    `bounds` are those of the network from an earlier proof on the same box. Where more than `WORTHWHILE` of the joint
+    bound lies beyond its leading and linear terms, the bounds of the states on the way are made joint too.
+    """
+    joint = network.skip and network.dim <= JOINT_LIMIT and tokens != 1
+    S = bounds or BoxBounds(Expansion(network), radius, joint=joint)
+    proof = _box_proof(network, surrogate, S, tokens, effort)
+    if proof.beyond is None or S.prefixes:
+        return proof
+    assert proof.joint is not None
+    a = proof.coordinate
+    avoidable = float(proof.beyond[a] - proof.linear[a])
+    promising = float(proof.joint[a] - avoidable) < float(proof.plain[a])
+    if not (promising and avoidable > WORTHWHILE * float(proof.value[a])):
+        return proof
+    sharper = BoxBounds(S.expansion, radius, joint=True, prefixes=True)
+    refined = _box_proof(network, surrogate, sharper, tokens, effort)
+    return refined if refined.upper < proof.upper else proof
+
+
+def _box_proof(
+    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, S: BoxBounds, tokens: int | None, effort: str
+) -> Proof:
+    radius = S.radius
     other = BoxBounds(Expansion(surrogate), radius, joint=False)
     # Without skips the states a head sees in S and in S' are unrelated, so nothing is gained by matching.
     difference = BoxDifference(S, other, match_heads(network, surrogate) if network.skip else [])
     plain = difference.plain()
-    notes: list[str] = []
-    if tokens == 1:
-        # One token attends to itself alone: only the linear part is left.
-        zero = tuple(torch.zeros_like(part) for part in plain.head_parts)
-        return Proof(network, surrogate, "box", radius, tokens, difference.linear, difference.linear, None, None, None,
-                     {}, zero, ("one token: attention is the identity",), S, other, None)  # fmt: skip
     value, joint_value, lead, parts = _finite(plain.value), None, None, None
     multipliers: dict[int, Multipliers] = {}
-    if joint:
+    head_parts, notes = plain.head_parts, []
+    if tokens == 1:
+        # One token attends to itself alone: only the linear part is left.
+        value, head_parts = difference.linear, tuple(torch.zeros_like(part) for part in head_parts)
+        notes.append("one token: attention is the identity")
+    elif S.joint:
         parts = difference.joint()
         joint_value, lead, multipliers = _joint((parts.T, parts.Tm), parts.beyond, radius, "box", effort, value)
         value = torch.fmin(value, joint_value)
-    elif wide:
+    elif network.dim > JOINT_LIMIT:
         notes.append(
             f"width {network.dim} is above {JOINT_LIMIT}: heads were bounded one by one, not jointly, "
             "which is often several times larger"
@@ -108,16 +137,17 @@ def box_proof(
         radius,
         tokens,
         value,
-        plain.value,
+        value if tokens == 1 else plain.value,
         joint_value,
         None if parts is None else parts.beyond,
         lead,
         multipliers,
-        plain.head_parts,
+        head_parts,
         tuple(notes),
         S,
         other,
         None if parts is None else (parts.T, parts.Tm),
+        difference.linear,
     )
 
 
@@ -166,7 +196,7 @@ def ball_proof(
         joint_value, lead, multipliers = _joint(tensors, beyond, radius, "ball", effort, value)
         value = torch.fmin(value, joint_value)
     return Proof(network, surrogate, "ball", radius, tokens, value, plain, joint_value, beyond, lead, multipliers,
-                 head_parts, tuple(notes), S, other, tensors)  # fmt: skip
+                 head_parts, tuple(notes), S, other, tensors, linear)  # fmt: skip
 
 
 def _ball_tensors(

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from depthgauge._version import __version__
 from depthgauge.atomic import write_text
+from depthgauge.collapse.certificate import Certificate, certify
+from depthgauge.collapse.depth import Depth, FoldBounds, certified_depth, effective_depth
+from depthgauge.collapse.printed import PrintedBound, printed_bound
+from depthgauge.collapse.surrogates import CLOSED_FORMS, closed_form, refusal
 from depthgauge.errors import InputError
 from depthgauge.measures.profile import Profile, measure
 from depthgauge.network.files import load_network
@@ -21,6 +25,10 @@ from depthgauge.progress import Step, silent
 
 SCHEMA = "depthgauge.gauge/1"
 SMALL_ETA, LARGE_ETA = 0.002, 0.2
+TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
+"""The tolerances at which effective depth is reported."""
+ATTACK: dict[str, Any] = {"starts": 12, "steps": 25}
+"""The attack's effort per method; `depthgauge collapse` spends more on one."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +52,58 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Collapsed:
+    """One method's surrogate and the sandwich on its error; `refused` says why where the method does not apply."""
+
+    method: str
+    certificate: Certificate | None = None
+    layers_after: int | None = None
+    refused: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the result JSON."""
+        if self.certificate is None:
+            return {"method": self.method, "refused": self.refused}
+        found = self.certificate.to_json()
+        return {"method": self.method, "layers_after": self.layers_after, **found}
+
+
+@dataclass(frozen=True)
 class Subject:
     """One network and what was found."""
 
     network: SelfAttentionNetwork
     profile: Profile
+    radius: float
+    collapsed: tuple[Collapsed, ...]
+    depths: tuple[Depth, ...]
+    printed: PrintedBound
+
+    def verdict(self) -> str:
+        """One sentence: how many layers are enough, within what, for which inputs."""
+        L, inputs = len(self.network), f"for every input up to {self.radius:g}"
+        shallow = [depth for depth in self.depths if depth.certified and depth.layers < L]
+        if not self.depths:
+            return f"{L} layers; effective depth is not defined for this kind of network"
+        if not shallow:
+            return f"{L} layers; none can be folded away within {max(TOLERANCES):g} {inputs}"
+        best = min(shallow, key=lambda depth: (depth.layers, depth.error))
+        enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
+        return f"{L} layers; {enough} within {best.error:.2g} {inputs}"
 
     def to_json(self) -> dict[str, Any]:
         """As in the result JSON."""
         return {
             "kind": "network",
             "name": self.network.name,
+            "verdict": self.verdict(),
             "network": self.network.describe(),
+            "radius": self.radius,
             "input": self.profile.input_to_json(),
             "layers": self.profile.layers_to_json(),
+            "collapse": [collapsed.to_json() for collapsed in self.collapsed],
+            "depth": [depth.to_json() for depth in self.depths],
+            "printed": self.printed.to_json(),
         }
 
 
@@ -116,10 +162,39 @@ def gauge(
     else:
         settings = Settings(described, **given)  # type: ignore[arg-type]
     inputs = [_inputs(settings, network) for network in networks]
-    subjects = [
-        Subject(network, measure(network, x, progress=progress)) for network, x in zip(networks, inputs, strict=True)
-    ]
+    subjects = [_subject(network, x, settings, progress) for network, x in zip(networks, inputs, strict=True)]
     return Gauge(settings, tuple(subjects))
+
+
+def _subject(
+    network: SelfAttentionNetwork, x: Float[Tensor, "samples tokens dim"], settings: Settings, progress: Step
+) -> Subject:
+    """Measure, certify every method, and find the effective depth of one network."""
+    radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
+    profile = measure(network, x, progress=progress)
+    foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
+    bounds = FoldBounds(network.copy().double().cpu(), radius) if foldable else None
+    collapsed = []
+    for index, method in enumerate(CLOSED_FORMS):
+        progress(index, len(CLOSED_FORMS), f"certifying {method}")
+        collapsed.append(_collapsed(network, method, radius, bounds))
+    depths: list[Depth] = []
+    for index, tolerance in enumerate(TOLERANCES if bounds is not None else ()):
+        assert bounds is not None
+        progress(index, len(TOLERANCES), f"effective depth within {tolerance:g}")
+        depths.append(certified_depth(bounds, tolerance))
+        depths.append(effective_depth(network, tolerance=tolerance, certified=False, x=x))
+    return Subject(network, profile, radius, tuple(collapsed), tuple(depths), printed_bound(network, radius))
+
+
+def _collapsed(network: SelfAttentionNetwork, method: str, radius: float, bounds: FoldBounds | None) -> Collapsed:
+    reason = refusal(network, method)
+    if reason is not None:
+        return Collapsed(method, refused=reason)
+    surrogate = closed_form(network, method)
+    known = None if bounds is None else bounds.S
+    certificate = certify(network, surrogate, radius=radius, bounds=known, **ATTACK)
+    return Collapsed(method, certificate, len(surrogate))
 
 
 def _networks(target: str | Path | SelfAttentionNetwork | None) -> Sequence[SelfAttentionNetwork]:
