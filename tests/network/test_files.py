@@ -193,6 +193,7 @@ FAILURES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an unknown norm": (metadata(norm="batch"), "norm='batch', expected one of none, pre, post"),
     "norms that are missing": (metadata(norm="pre"), r"lacks the tensor layers\.0\.norm\.weight"),
     "provenance that is no JSON": (metadata(provenance="{"), "provenance that is not a JSON object; drop the key"),
+    "provenance nested without end": (metadata(provenance="[" * 100_000), "provenance that is not a JSON object"),
     "provenance that is a list": (metadata(provenance="[1]"), "provenance that is not a JSON object"),
     "a header cut short": (lambda content: content[:100], "ends too early: 100 bytes.*truncated"),
     "data cut short": (lambda content: content[:-1], "not a readable safetensors file.*copy it again"),

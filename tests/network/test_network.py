@@ -287,7 +287,13 @@ def test_rescale_sets_the_largest_weight(dtype: torch.dtype, eta: float) -> None
 def test_rescale_from_the_smallest_weights_to_the_largest() -> None:
     """The factor alone would overflow; the weights must not."""
     tiny = random_network(1, 1, 2, 1e-310, seed=0)
-    assert tiny.rescale(1e300).eta == pytest.approx(1e300)
+    with torch.no_grad():
+        tiny[0].key[0, 0, 0] = 0.0
+    scaled = tiny.rescale(1e300)
+    assert scaled.eta == pytest.approx(1e300)
+    for name in ("query", "key", "value"):
+        expected = getattr(tiny[0], name) / tiny.eta
+        assert torch.allclose(getattr(scaled[0], name) / 1e300, expected, rtol=1e-9, atol=0)
 
 
 def test_weights_of_zero_cannot_be_rescaled() -> None:
