@@ -22,6 +22,8 @@ from depthgauge.linalg.softmax import LINEAR_REMAINDER
 Vector = Float[Tensor, " d"]
 PerHead = Float[Tensor, " heads"]
 HeadVectors = Float[Tensor, "heads d"]
+PartsByLayer = tuple[Float[Tensor, "_ d"], ...]
+"""One vector per head, layer by layer; layers differ in their number of heads."""
 RHO = float(up(up(LINEAR_REMAINDER)))
 """ρ = 1/(12√3), rounded up."""
 JOINT_LIMIT = 64
@@ -37,7 +39,7 @@ class Norms:
 
     record: dict[str, SignBound] = field(default_factory=dict)
 
-    def __call__(self, name: str, left: Vector, M: Ball, right: Vector) -> PerHead:
+    def __call__(self, name: str, left: Float[Tensor, " m"], M: Ball, right: Float[Tensor, " n"]) -> PerHead:
         """At least ‖diag(left) M_h diag(right)‖_{∞→1} for every head."""
         bound = sign_norm_up(M * left[:, None] * right)
         self.record[name] = bound

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from depthgauge.collapse.box import HeadVectors, Norms, PerHead, Vector, weighted, weighted_per_head
+from depthgauge.collapse.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
 from depthgauge.collapse.matching import match_heads
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import (
@@ -39,7 +39,7 @@ class Deletion:
     """
 
     value: Vector
-    head_parts: tuple[HeadVectors, ...]
+    head_parts: PartsByLayer
     norms: Norms
 
 

@@ -1,7 +1,9 @@
 """Effective depth: the fewest layers that do a network's work within a tolerance."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -9,7 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds
+from depthgauge.collapse.attack import Candidate, InputSet, attack, difference
+from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.collapse.certificate import Certificate, certify
 from depthgauge.collapse.difference import BoxDifference
 from depthgauge.collapse.expansion import Expansion
@@ -18,7 +21,6 @@ from depthgauge.collapse.matching import match_heads
 from depthgauge.collapse.surrogates import fold
 from depthgauge.errors import InputError, require_positive
 from depthgauge.linalg.rounding import add_up
-from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 
@@ -103,12 +105,32 @@ def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[i
 class FoldBounds:
     """Upper bounds on |S − S folded|, for many foldings of one network: the bounds of S itself are found once."""
 
-    def __init__(self, network: SelfAttentionNetwork, radius: float) -> None:
+    def __init__(self, network: SelfAttentionNetwork, radius: float, *, starts: int = 32, steps: int = 40) -> None:
         self.network, self.radius = network, radius
+        self.starts, self.steps = starts, steps
         self.joint = network.skip and network.dim <= JOINT_LIMIT
         self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
         self._costs: list[float] | None = None
         self._known: dict[tuple[int, ...], float] = {}
+        self._certificates: dict[tuple[int, ...], Certificate] = {}
+
+    @cached_property
+    def hard_input(self) -> Candidate:
+        """An input on which folding everything is far off; most foldings that fail, fail on it."""
+        everything = fold(self.network, ())
+        inputs = InputSet("box", self.radius)
+        lead = None
+        if self.joint:
+            coordinates = torch.arange(self.network.dim)[: max(1, 2**20 // self.network.dim**3)]
+            lead = head_tensor(self.S.expansion, range(len(self.network))).slices(coordinates)
+        return attack(self.network, everything, inputs, starts=8, steps=10, lead=lead)
+
+    def seen(self, kept: tuple[int, ...]) -> float:
+        """max|S − S folded| on the hard input: what no bound can be below."""
+        candidate = self.hard_input
+        with torch.no_grad():
+            gap = difference(self.network, fold(self.network, kept), candidate.tokens, candidate.counts).abs().amax()
+        return float(gap) if bool(gap.isfinite()) else math.inf
 
     def layer_costs(self) -> list[float]:
         """What the plain bound charges for replacing each layer alone."""
@@ -123,6 +145,15 @@ class FoldBounds:
         if kept not in self._known:
             self._known[kept] = 0.0 if len(kept) == len(self.network) else self._bound(kept)
         return self._known[kept]
+
+    def certificate(self, kept: tuple[int, ...]) -> Certificate:
+        """The full certificate of one choice, made once."""
+        if kept not in self._certificates:
+            folded = fold(self.network, kept)
+            self._certificates[kept] = certify(
+                self.network, folded, radius=self.radius, bounds=self.S, starts=self.starts, steps=self.steps
+            )
+        return self._certificates[kept]
 
     def _bound(self, kept: tuple[int, ...]) -> float:
         folded = fold(self.network, kept)
@@ -164,18 +195,17 @@ def effective_depth(
 def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """The certified depth at one tolerance, from bounds that may be shared between tolerances."""
     network = bounds.network
-    corners = uniform_inputs(8, 16, network.dim, radius=bounds.radius).sign() * bounds.radius
-    seen = measured_errors(network, corners)
 
     def error(kept: tuple[int, ...]) -> float:
         # A folding that is off by more than the tolerance on some input has no bound within it: need not be computed.
-        on_corners = seen(kept)
-        return on_corners if on_corners > tolerance else bounds.error(kept)
+        # (Floating point is off by far less than the tenth that is left here.)
+        least = 0.9 * bounds.seen(kept)
+        return least if least > tolerance else bounds.error(kept)
 
     depth = _shallowest(network, error, bounds.layer_costs(), tolerance, True, progress)
     if not depth.folded:
         return depth
-    certificate = certify(network, depth.network, radius=bounds.radius, bounds=bounds.S)
+    certificate = bounds.certificate(depth.kept)
     # The certificate is usually the sharper of the two; both are proved.
     proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
     return Depth(**{**vars(depth), "error": proved, "certificate": certificate})

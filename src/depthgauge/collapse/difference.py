@@ -16,6 +16,7 @@ from depthgauge.collapse.box import (
     RHO,
     BoxBounds,
     HeadVectors,
+    PartsByLayer,
     Vector,
     column_sums,
     drift_in_query,
@@ -38,7 +39,7 @@ class Bound:
     """
 
     value: Vector
-    head_parts: tuple[HeadVectors, ...]
+    head_parts: PartsByLayer
 
 
 class BoxDifference:

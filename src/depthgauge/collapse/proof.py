@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.ball import BallBounds, column_lengths
-from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds, HeadVectors, Vector, total
+from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds, PartsByLayer, Vector, total
 from depthgauge.collapse.difference import BoxDifference
 from depthgauge.collapse.expansion import Expansion
 from depthgauge.collapse.lead import LeadBound, Rank1Sum, lead_bound
@@ -40,7 +40,7 @@ class Proof:
     beyond: Vector | None
     lead: LeadBound | None
     multipliers: dict[int, Multipliers]
-    head_parts: tuple[HeadVectors, ...]
+    head_parts: PartsByLayer
     notes: tuple[str, ...]
     bounds: BoxBounds | BallBounds
     other: BoxBounds | BallBounds

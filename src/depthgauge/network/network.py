@@ -112,8 +112,13 @@ class Layer(nn.Module):
     def project(
         self, x: Float[Tensor, "*batch n d"]
     ) -> tuple[Float[Tensor, "*batch heads n k"], Float[Tensor, "*batch heads n k"]]:
-        """X Q_h and X K_h of all heads at once."""
-        return x.unsqueeze(-3) @ self.query, x.unsqueeze(-3) @ self.key
+        """X Q_h and X K_h of all heads at once: one product with the heads side by side."""
+
+        def side_by_side(weight: Tensor) -> Tensor:
+            together = x @ weight.transpose(0, 1).flatten(1)
+            return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
+
+        return side_by_side(self.query), side_by_side(self.key)
 
     def attend(
         self,

@@ -173,7 +173,7 @@ def _subject(
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
     foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
-    bounds = FoldBounds(network.copy().double().cpu(), radius) if foldable else None
+    bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
     collapsed = []
     for index, method in enumerate(CLOSED_FORMS):
         progress(index, len(CLOSED_FORMS), f"certifying {method}")
