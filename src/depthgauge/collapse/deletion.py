@@ -13,6 +13,7 @@ to Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and value
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
@@ -143,7 +144,7 @@ def _token_map_apart(network: SelfAttentionNetwork, layer: Layer, apart: Vector)
     return add_up(out, apart) if network.mlp_skip else out
 
 
-def _row(t: Vector, weight: Tensor) -> Vector:
+def _row(t: Float[Tensor, " m"], weight: Float[Tensor, "m n"]) -> Float[Tensor, " n"]:
     return nonnegative_matmul_up(t[None], weight.detach().abs())[0]
 
 
@@ -173,7 +174,7 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
     if len(network) != len(surrogate):
         raise InputError(_UNRELATED)
     kept = set()
-    switches = ("scale", "skip", "causal", "activation", "mlp_skip")
+    switches = ("scale", "skip", "causal", *(("activation", "mlp_skip") if _has_mlp(network) else ()))
     if any(getattr(network, name) != getattr(surrogate, name) for name in switches):
         raise InputError(_UNRELATED)
     for k, (mine, theirs) in enumerate(zip(network, surrogate, strict=True)):

@@ -135,7 +135,7 @@ def kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) 
 
     A surrogate of one layer for a deeper network without MLPs stands for its last layer, or for none.
     """
-    switches = ("skip", "causal", "activation", "mlp_skip", "norm")
+    switches = ("skip", "causal", "norm", *(("activation", "mlp_skip") if _has_mlp(network, surrogate) else ()))
     if any(getattr(network, name) != getattr(surrogate, name) for name in switches) or network.norm != "none":
         raise VerificationError("the networks differ in more than deleted attention")
     first = 0
