@@ -37,7 +37,9 @@ class Multipliers:
 def symmetric_pairs(d: int) -> tuple[Tensor, Tensor, Tensor]:
     """Indices j ≤ k of an orthonormal basis of symmetric matrices, and √2 where j < k (1 where j = k)."""
     j, k = torch.triu_indices(d, d)
-    return j, k, torch.where(j == k, 1.0, math.sqrt(2.0)).to(torch.float64)
+    # In float64 from the start: torch.where of two Python numbers is a float32, and its √2 is off by 2⁻²⁶.
+    weight = torch.full((len(j),), math.sqrt(2.0), dtype=torch.float64)
+    return j, k, weight.masked_fill(j == k, 1.0)
 
 
 def quadratic_form(T: Float[Tensor, "d d d"], alpha: Tensor | float, nu: Tensor | float) -> Float[Tensor, "p p"]:
