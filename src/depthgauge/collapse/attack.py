@@ -143,6 +143,13 @@ def sign_search(
     return best
 
 
+def affordable_starts(network: SelfAttentionNetwork, steps: int, budget: float = 4e11) -> int:
+    """As many starts, from 4 to 32, as keep an attack within about `budget` multiplications."""
+    weights = sum(parameter.numel() for parameter in network.parameters())
+    per_start = 20.0 * weights * 3 * steps  # some twenty distinct tokens in all patterns; backward costs two forwards
+    return max(4, min(32, int(budget / per_start)))
+
+
 def attack(
     network: SelfAttentionNetwork,
     surrogate: SelfAttentionNetwork,

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.collapse.attack import InputSet, attack
+from depthgauge.collapse.attack import InputSet, affordable_starts, attack
 from depthgauge.collapse.box import BoxBounds
 from depthgauge.collapse.deletion import Deletion, deletion_bound
 from depthgauge.collapse.evaluate import difference_below
@@ -91,7 +91,7 @@ def certify(
     ball: float | None = None,
     tokens: int | None = None,
     effort: str = "default",
-    starts: int = 32,
+    starts: int | None = None,
     steps: int = 40,
     seed: int = 0,
     device: torch.device | str | None = None,
@@ -101,7 +101,8 @@ def certify(
     """Bound sup ‖S(X) − S'(X)‖max from both sides, over ‖X‖max ≤ `radius` or over tokens of length ≤ `ball`.
 
     `tokens` fixes the number of tokens, which is free otherwise; `effort="high"` sharpens the leading term by sums of
-    squares (seconds to minutes); `starts`, `steps`, `seed` and `device` belong to the attack.
+    squares (seconds to minutes); `starts`, `steps`, `seed` and `device` belong to the attack
+    (32 starts unless the network is so large that fewer must do).
     `bounds` are the network's own on this box, where an earlier proof has found them.
 
     >>> from depthgauge import collapse, random_network
@@ -122,7 +123,7 @@ def certify(
         surrogate,
         inputs,
         tokens=tokens,
-        starts=starts,
+        starts=affordable_starts(network, steps) if starts is None else starts,
         steps=steps,
         seed=seed,
         device=device,

@@ -105,7 +105,9 @@ def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[i
 class FoldBounds:
     """Upper bounds on |S − S folded|, for many foldings of one network: the bounds of S itself are found once."""
 
-    def __init__(self, network: SelfAttentionNetwork, radius: float, *, starts: int = 32, steps: int = 40) -> None:
+    def __init__(
+        self, network: SelfAttentionNetwork, radius: float, *, starts: int | None = None, steps: int = 40
+    ) -> None:
         self.network, self.radius = network, radius
         self.starts, self.steps = starts, steps
         self.joint = network.skip and network.dim <= JOINT_LIMIT

@@ -16,6 +16,7 @@ from depthgauge.collapse.box import (
     RHO,
     BoxBounds,
     HeadVectors,
+    Norms,
     PartsByLayer,
     Vector,
     column_sums,
@@ -46,7 +47,7 @@ class BoxDifference:
     """Upper bounds on |S − S'| over the box, per output coordinate."""
 
     def __init__(self, S: BoxBounds, other: BoxBounds, matches: Sequence[LayerMatch]) -> None:
-        self.S, self.other, self.matches = S, other, matches
+        self.S, self.other, self.matches, self.norms = S, other, matches, Norms()
         self.L, self.L_other = S.expansion.depth, other.expansion.depth
         self.linear = column_sums(S.expansion.drift(0, self.L) - other.expansion.drift(0, self.L_other), S.radius)
         self._gaps: dict[tuple[int, int], HeadVectors] = {}
@@ -65,7 +66,7 @@ class BoxDifference:
         heads, others = list(match.heads), list(match.others)
         W = self.S.expansion.W[match.k].at(heads)
         d_own, d_err = self._apart(match)
-        norms, name = self.S.norms, f"{match.k}~{match.other}"
+        norms, name = self.norms, f"{match.k}~{match.other}"
         d_theta = 2.0 * add_up(norms(f"{name}.dErr", d_err, W, X.spread), norms(f"{name}.dOwn", Y.state, W, d_own))
         moved = mul_up(2.0 * tanh_up(Y.theta[others] / 4.0)[:, None], d_own)
         return torch.fmin(add_up(gap_of(d_theta, X.spread), moved), add_up(X.gap[heads], Y.gap[others]))

@@ -35,6 +35,13 @@ class Expansion:
             self.W.append((Ball.exact(query) @ key.mT) * network.scale)
             self.V.append(Ball.exact(value))
         self._drift: dict[tuple[int, int], Ball] = {}
+        self._carried_out: dict[int, Ball] = {}
+
+    def equals(self, other: "Expansion") -> bool:
+        """Whether both are of the same weights, to the bit."""
+        mine, theirs = ([*e.W, *e.V] for e in (self, other))
+        same = len(mine) == len(theirs) and all(torch.equal(a.mid, b.mid) for a, b in zip(mine, theirs, strict=True))
+        return same and self.skip == other.skip
 
     @cached_property
     def V_sum(self) -> list[Ball]:
@@ -60,7 +67,14 @@ class Expansion:
 
     def carried(self, k: int, end: int) -> Ball:
         """V_kh · Z_{k+1:ℓ} for all heads of layer k: how what a head adds to the mean travels on to state ℓ."""
-        return self.V[k] @ self.drift(k + 1, end)
+        if self.skip and end == k + 1:
+            return Ball.exact(torch.zeros_like(self.V[k].mid))
+        if end != self.depth:
+            return self.V[k] @ self.drift(k + 1, end)
+        # What reaches the output is asked for again and again; what reaches a state on the way is not.
+        if k not in self._carried_out:
+            self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
+        return self._carried_out[k]
 
 
 def _plain(weight: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.collapse.ball import BallBounds, column_lengths
-from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds, PartsByLayer, Vector, total
+from depthgauge.collapse.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
 from depthgauge.collapse.difference import BoxDifference
 from depthgauge.collapse.expansion import Expansion
 from depthgauge.collapse.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.collapse.matching import match_heads
 from depthgauge.collapse.squares import Multipliers, sharpen
+from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up
 from depthgauge.network.network import SelfAttentionNetwork
 
@@ -26,7 +27,8 @@ class Proof:
     """An upper bound per output coordinate and what it rests on.
 
     `plain` and `joint` are the two bounds (the smaller counts, coordinate by coordinate); `lead` holds the scalings
-    of the joint one and `multipliers` those of the coordinates that sums of squares sharpened.
+    of the joint one, `multipliers` those of the coordinates that sums of squares sharpened, and `matched` those of the
+    norms for heads that stand in both networks. `bounds` may be shared between proofs.
     """
 
     network: SelfAttentionNetwork
@@ -46,6 +48,7 @@ class Proof:
     other: BoxBounds | BallBounds
     tensors: tuple[Rank1Sum, Rank1Sum] | None
     linear: Vector
+    matched: Norms
 
     @property
     def coordinate(self) -> int:
@@ -87,11 +90,14 @@ def box_proof(
 ) -> Proof:
     """The bound on the box: plain and joint, the smaller of the two in every coordinate.
 
-    `bounds` are those of the network from an earlier proof on the same box. Where more than `WORTHWHILE` of the joint
+    `bounds` are those of the network from an earlier proof on the same box (another's are refused). Where more than `WORTHWHILE` of the joint
     bound lies beyond its leading and linear terms, the bounds of the states on the way are made joint too.
     """
     joint = network.skip and network.dim <= JOINT_LIMIT and tokens != 1
-    S = bounds or BoxBounds(Expansion(network), radius, joint=joint)
+    expansion = Expansion(network)
+    if bounds is not None and not (bounds.radius == radius and bounds.expansion.equals(expansion)):
+        raise InputError("the bounds given are of another network or another box; leave them out")
+    S = bounds or BoxBounds(expansion, radius, joint=joint)
     proof = _box_proof(network, surrogate, S, tokens, effort)
     if proof.beyond is None or S.prefixes:
         return proof
@@ -148,6 +154,7 @@ def _box_proof(
         other,
         None if parts is None else (parts.T, parts.Tm),
         difference.linear,
+        difference.norms,
     )
 
 
@@ -196,7 +203,7 @@ def ball_proof(
         joint_value, lead, multipliers = _joint(tensors, beyond, radius, "ball", effort, value)
         value = torch.fmin(value, joint_value)
     return Proof(network, surrogate, "ball", radius, tokens, value, plain, joint_value, beyond, lead, multipliers,
-                 head_parts, tuple(notes), S, other, tensors, linear)  # fmt: skip
+                 head_parts, tuple(notes), S, other, tensors, linear, Norms())  # fmt: skip
 
 
 def _ball_tensors(

@@ -78,7 +78,7 @@ def _prove_on_box(certificate: Certificate, proof: Proof, X: Expansion, Y: Expan
     matches = match_heads(certificate.network, certificate.surrogate) if X.skip else []
     check_matches(certificate.network, certificate.surrogate, matches)
     layers, other = BoxLayers("network", X, proof.bounds, radius), BoxLayers("surrogate", Y, proof.other, radius)
-    difference = BoxDifference(layers, other, matches)
+    difference = BoxDifference(layers, other, matches, proof.matched.record)
     plain = difference.plain()
     if layers.joint and not all(value <= upper for value in plain):
         lead, beyond = difference.joint()

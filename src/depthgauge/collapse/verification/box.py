@@ -121,7 +121,7 @@ class BoxLayers:
         own_plain, err_plain = self.plain(end)
         for name, plain, claim in (("own", own_plain, own), ("err", err_plain, err)):
             open_ones = [a for a in range(self.X.dim) if not plain[a] <= claim[a]]
-            if open_ones and self.joint:
+            if open_ones and self.joint and f"{end}.{name}" in self.claims.leads:
                 open_ones = self._prove_jointly(end, name, open_ones, claim)
             if open_ones:
                 a = open_ones[0]

@@ -16,6 +16,7 @@ from depthgauge.collapse.verification.balls import (
 from depthgauge.collapse.verification.box import BoxLayers, gap, rho
 from depthgauge.collapse.verification.expansion import negated, zeros
 from depthgauge.collapse.verification.lead import Lead, Terms
+from depthgauge.linalg.signs import SignBound
 
 Head = tuple[int, int]
 
@@ -23,8 +24,8 @@ Head = tuple[int, int]
 class BoxDifference:
     """Upper bounds on |S − S'| over the box, per output coordinate; X stands for S and Y for S'."""
 
-    def __init__(self, X: BoxLayers, Y: BoxLayers, matches: Sequence[LayerMatch]) -> None:
-        self.X, self.Y = X, Y
+    def __init__(self, X: BoxLayers, Y: BoxLayers, matches: Sequence[LayerMatch], record: dict[str, SignBound]) -> None:
+        self.X, self.Y, self.record = X, Y, record
         self.d, self.L, self.L_other = X.X.dim, X.X.depth, Y.X.depth
         self.partner: dict[Head, Head] = {}
         self.g: dict[Head, Vector] = {}
@@ -41,9 +42,9 @@ class BoxDifference:
         X, Y = self.X.layers[match.k], self.Y.layers[match.other]
         d_own, d_err = self._apart(match.k, match.other)
         W = [self.X.X.W[match.k][h] for h in match.heads]
-        record, name = self.X.claims.norms.record, f"{match.k}~{match.other}"
-        by_query = sign_norms(record, f"{name}.dErr", d_err, W, X.spread)
-        by_key = sign_norms(record, f"{name}.dOwn", Y.state, W, d_own)
+        name = f"{match.k}~{match.other}"
+        by_query = sign_norms(self.record, f"{name}.dErr", d_err, W, X.spread)
+        by_key = sign_norms(self.record, f"{name}.dOwn", Y.state, W, d_own)
         for i, (h, other) in enumerate(zip(match.heads, match.others, strict=True)):
             d_theta = (2 * (by_query[i] + by_key[i])).upper()
             together = add(gap(d_theta, X.spread), gap(Y.theta[other], d_own))
