@@ -90,8 +90,9 @@ def box_proof(
 ) -> Proof:
     """The bound on the box: plain and joint, the smaller of the two in every coordinate.
 
-    `bounds` are those of the network from an earlier proof on the same box (another's are refused). Where more than `WORTHWHILE` of the joint
-    bound lies beyond its leading and linear terms, the bounds of the states on the way are made joint too.
+    `bounds` are those of the network from an earlier proof on the same box (others are refused). Where more than
+    `WORTHWHILE` of the joint bound lies beyond its leading and linear terms, the bounds of the states on the way are
+    made joint too.
     """
     joint = network.skip and network.dim <= JOINT_LIMIT and tokens != 1
     expansion = Expansion(network)

@@ -236,6 +236,9 @@ def _tanh_of_nonnegative(x: Tensor, upward: bool) -> Tensor:
     """tanh x = E/(E + 2) with E = e^{2x} − 1, increasing in E, for x ≥ 0."""
     doubled = 2.0 * x
     small = doubled <= 0.7
+    if upward and bool(small.all()):
+        E = _expm1_series_up(doubled)
+        return div_up(E, add_down(E, 2.0)).clamp(max=1.0)
     if upward:
         E = torch.where(small, _expm1_series_up(doubled.clamp(max=0.7)), sub_up(exp_up(doubled), 1.0))
         quotient = div_up(E, add_down(E, 2.0)).clamp(max=1.0)
@@ -247,7 +250,9 @@ def _tanh_of_nonnegative(x: Tensor, upward: bool) -> Tensor:
 def tanh_up(x: Tensor | float) -> Tensor:
     """At least tanh x."""
     x = as_float64(x)
-    value = torch.where(x >= 0, _tanh_of_nonnegative(x.abs(), True), -_tanh_of_nonnegative(x.abs(), False))
+    value = _tanh_of_nonnegative(x.abs(), True)
+    if bool((x < 0).any()):
+        value = torch.where(x >= 0, value, -_tanh_of_nonnegative(x.abs(), False))
     return torch.where(x.isnan(), x, value)
 
 
