@@ -24,7 +24,7 @@ from depthgauge.network.random import random_network
 from depthgauge.progress import Step, silent
 
 SCHEMA = "depthgauge.gauge/1"
-SMALL_ETA, LARGE_ETA = 0.002, 0.2
+SMALL_ETA, LARGE_ETA = 0.004, 0.4
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 """The tolerances at which effective depth is reported."""
 ATTACK: dict[str, Any] = {"starts": 12, "steps": 25}
@@ -130,7 +130,7 @@ class Gauge:
 
 def built_in_pair() -> tuple[SelfAttentionNetwork, SelfAttentionNetwork]:
     """The same 12-layer network twice: with small weights, and with all of them a hundred times larger."""
-    large = random_network(layers=12, heads=4, dim=32, eta=LARGE_ETA, seed=0)
+    large = random_network(layers=12, heads=2, dim=16, eta=LARGE_ETA, seed=0)
     small = large.rescale(SMALL_ETA)
     small.name, large.name = "small weights", "large weights"
     return small, large
