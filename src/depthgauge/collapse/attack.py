@@ -7,6 +7,7 @@ each occurs: a thousand tokens cost as much as five. What is found is a candidat
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -72,16 +73,15 @@ class Candidate:
 
 def multiset_attention(counts: Float[Tensor, " r"]) -> AttentionFunction:
     """Softmax attention over distinct tokens that occur `counts` times each: their weights are multiplied by it."""
-    bias = counts.log()
+    return partial(_attend, counts.log())
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-        scores = (query @ key.mT) * scale + bias
-        if is_causal:
-            n = scores.shape[-1]
-            scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1), -math.inf)
-        return torch.softmax(scores, dim=-1) @ value
 
-    return attend
+def _attend(bias: Tensor, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    scores = (query @ key.mT) * scale + bias
+    if is_causal:
+        n = scores.shape[-1]
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1), -math.inf)
+    return torch.softmax(scores, dim=-1) @ value
 
 
 def difference(

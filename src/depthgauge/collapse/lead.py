@@ -73,22 +73,27 @@ class Rank1Sum:
         l_size, r_size = self.left.abs_up(), self.right.abs_up()[:, :, coordinates]
         r_rad = self.right.rad[:, :, coordinates]
         rows, columns = mul_up(left, left), mul_up(right, right)
-
-        def left_norm(size: Tensor) -> Tensor:  # ‖D_left size_r D_right‖_F, [a, r]
-            inner = nonnegative_matmul_up(rows, mul_up(size, size))  # [r, a, c]
-            return sqrt_up(nonnegative_sum_up(mul_up(inner, columns), -1)).mT
-
-        def right_norm(size: Tensor) -> Tensor:  # ‖D_right size_r[:, a]‖₂, [a, r]
-            squares = mul_up(mul_up(size, size), columns.mT)
-            return sqrt_up(nonnegative_sum_up(squares, 1)).mT
-
-        whole_left, whole_right = left_norm(l_size), right_norm(r_size)
+        whole_left, whole_right = _left_norms(l_size, rows, columns), _right_norms(r_size, columns)
+        rad_left, rad_right = _left_norms(self.left.rad, rows, columns), _right_norms(r_rad, columns)
         rounding = mul_up(mul_up(gamma(r + 6), whole_left), whole_right)
-        enclosing = add_up(mul_up(left_norm(self.left.rad), whole_right), mul_up(whole_left, right_norm(r_rad)))
+        enclosing = add_up(mul_up(rad_left, whole_right), mul_up(whole_left, rad_right))
         # A product that underflows loses up to TINY, which the scalings after it may enlarge but never have to.
         most_left, most_right = add_up(1.0, left.amax(-1)), add_up(1.0, right.amax(-1))
         underflow = mul_up(4.0 * (r + 1) * d * d * TINY, mul_up(most_left, mul_up(most_right, most_right)))
         return add_up(nonnegative_sum_up(add_up(rounding, enclosing), -1), underflow)
+
+
+def _left_norms(
+    size: Float[Tensor, "r d d"], rows: Float[Tensor, "a d"], columns: Float[Tensor, "a d"]
+) -> Float[Tensor, "a r"]:
+    """‖D_left |left_r| D_right‖_F for every a and r, rounded up; `rows` and `columns` are the squared scalings."""
+    inner = nonnegative_matmul_up(rows, mul_up(size, size))  # [r, a, c]
+    return sqrt_up(nonnegative_sum_up(mul_up(inner, columns), -1)).mT
+
+
+def _right_norms(size: Float[Tensor, "r d a"], columns: Float[Tensor, "a d"]) -> Float[Tensor, "a r"]:
+    """‖D_right |right_r|[:, a]‖₂ for every a and r, rounded up."""
+    return sqrt_up(nonnegative_sum_up(mul_up(mul_up(size, size), columns.mT), 1)).mT
 
 
 def _stack(parts: list[Ball]) -> Ball:

@@ -113,12 +113,13 @@ class Layer(nn.Module):
         self, x: Float[Tensor, "*batch n d"]
     ) -> tuple[Float[Tensor, "*batch heads n k"], Float[Tensor, "*batch heads n k"]]:
         """X Q_h and X K_h of all heads at once: one product with the heads side by side."""
+        return self._side_by_side(x, self.query), self._side_by_side(x, self.key)
 
-        def side_by_side(weight: Tensor) -> Tensor:
-            together = x @ weight.transpose(0, 1).flatten(1)
-            return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
-
-        return side_by_side(self.query), side_by_side(self.key)
+    def _side_by_side(
+        self, x: Float[Tensor, "*batch n d"], weight: Float[Tensor, "heads d k"]
+    ) -> Float[Tensor, "*batch heads n k"]:
+        together = x @ weight.transpose(0, 1).flatten(1)
+        return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
 
     def attend(
         self,
