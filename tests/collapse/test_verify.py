@@ -100,6 +100,25 @@ def test_scalings_prove_what_is_too_wide_to_enumerate() -> None:
     assert certified(network, closed_form(network, "last-layer"), radius=1.0).verify()
 
 
+def test_proofs_that_share_the_bounds_of_a_network_keep_scalings_of_their_own() -> None:
+    network = random_network(layers=3, heads=1, dim=11, eta=0.05)
+    first = certified(network, fold(network, [0, 1]), radius=1.0)
+    assert first.proof is not None
+    assert isinstance(first.proof.bounds, BoxBounds)
+    second = certified(network, fold(network, [1, 2]), radius=1.0, bounds=first.proof.bounds)
+    assert first.verify()
+    assert second.verify()
+
+
+def test_bounds_of_another_network_or_box_are_refused_before_anything_is_proved() -> None:
+    network, other = (random_network(layers=2, heads=1, dim=3, eta=0.05, seed=seed) for seed in (0, 1))
+    c = certified(network, fold(network, [0]), radius=1.0)
+    assert c.proof is not None
+    for net, radius in ((other, 1.0), (network, 2.0)):
+        with pytest.raises(InputError, match="another network or another box"):
+            certified(net, fold(net, [0]), radius=radius, bounds=c.proof.bounds)
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
