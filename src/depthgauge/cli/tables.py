@@ -63,7 +63,9 @@ def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
             continue
         proved = _number(row["upper"]) if row["upper"] is not None else "no finite certificate"
         lost = "" if row["lost_at"] is None else f" (lost at layer {row['lost_at']})"
-        printed = _number(row["printed_bound"]) if row["printed_bound"] is not None else f"1e{row['printed_log10']:.0f}"
+        printed = _number(row["printed_bound"])
+        if row["printed_bound"] is None:
+            printed = "overflows" if row["printed_log10"] is None else f"1e{row['printed_log10']:.0f}"
         if not row["printed_applies"]:
             printed = f"({printed})"
         elif row["method"] == "last-layer" and row["lower"] > (row["printed_bound"] or float("inf")):
@@ -75,7 +77,8 @@ def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
 
 _SANDWICH_CAPTION = (
     "attained: an input was found that is this far off. proved: no input is further off, however many tokens. "
-    "Theorem D.1: its bound as printed, in brackets where its conditions fail; false where its own construction (last-layer) exceeds it."
+    "Theorem D.1: its bound as printed, in brackets where its conditions fail; false where the network it constructs, "
+    "last-layer, exceeds it."
 )
 
 

@@ -231,7 +231,7 @@ def _upper(
         proof.methods,
         proof.notes,
         normalised([part[:, proof.coordinate] for part in proof.head_parts]),
-        lost_in(proof.head_parts),
+        proof.lost_at,
         proof.coordinate,
         proof.lead_tensors(),
         proof.linear_matrix(),

@@ -89,7 +89,7 @@ class PrintedBound:
         """As in the result JSON."""
         return {
             "printed_bound": self.bound,
-            "printed_log10": self.log_bound / math.log(10.0),
+            "printed_log10": self.log_bound / math.log(10.0) if math.isfinite(self.log_bound) else None,
             "printed_applies": self.applies,
             "printed_conditions": dict(self.conditions),
         }

@@ -61,6 +61,15 @@ class Proof:
         return float(self.value[self.coordinate])
 
     @property
+    def lost_at(self) -> int | None:
+        """The layer that hands on the first state without a finite bound; the last, if only the output has none."""
+        if math.isfinite(self.upper):
+            return None
+        states = [bool(layer.state.isfinite().all()) for layer in self.bounds.layers]
+        first = states.index(False) if False in states else len(self.network)
+        return max(first - 1, 0)
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """How the bound at the worst coordinate was reached."""
         a = self.coordinate
