@@ -412,7 +412,7 @@ def test_the_guide_names_every_key_of_the_document(network_file: Path, run: Run)
     assert written - documented == set()
 
 
-@pytest.mark.parametrize("verb", ["gauge", "random"])
+@pytest.mark.parametrize("verb", ["gauge", "random", "collapse"])
 def test_the_guide_names_every_flag(verb: str, run: Run) -> None:
     guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
     section = guide.split(f"### `depthgauge {verb}", 1)[1].split("\n## ")[0].split("\n### ")[0]
