@@ -13,9 +13,11 @@ from torch import Tensor
 
 from depthgauge.collapse.box import BoxBounds
 from depthgauge.collapse.certificate import Certificate, certify
+from depthgauge.collapse.deletion import STEEPEST as FIRST_STEEPEST
 from depthgauge.collapse.evaluate import precision, to_balls
 from depthgauge.collapse.surrogates import closed_form, fold, without_attention
 from depthgauge.collapse.verification.balls import largest, largest_eigenvalue, smaller, spectral_norm
+from depthgauge.collapse.verification.deletion import STEEPEST
 from depthgauge.collapse.verification.lead import cubic_maximum, quadratic_form
 from depthgauge.collapse.verify import verify
 from depthgauge.errors import InputError, VerificationError
@@ -322,3 +324,13 @@ def test_the_form_of_squares_is_what_it_says(seed: int, d: int, alpha: float, nu
     value = ((T @ z) @ z).square().sum().item()
     y = torch.outer(z, z)[index[0], index[1]] * weight
     assert (y @ form @ y).item() == pytest.approx(value, rel=1e-9, abs=1e-9)
+
+
+def test_the_slope_of_gelu_is_below_the_bound_used() -> None:
+    """Φ(z) + zφ(z) has derivative (2 − z²)φ(z), so its extremes are at ±√2 and it tends to 0 and 1."""
+    with precision(128):
+        for z in (arb(2).sqrt(), -arb(2).sqrt()):
+            phi = (-z * z / 2).exp() / (2 * arb.pi()).sqrt()
+            slope = (1 + (z / arb(2).sqrt()).erf()) / 2 + z * phi
+            assert abs(slope) <= arb(STEEPEST["gelu"])
+            assert arb(STEEPEST["gelu"]) <= arb(FIRST_STEEPEST["gelu"])
