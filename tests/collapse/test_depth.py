@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from depthgauge.collapse.certificate import certify
+from depthgauge.collapse.collapse import collapse
 from depthgauge.collapse.depth import (
     FoldBounds,
     certified_depth,
@@ -102,3 +104,13 @@ def test_bad_requests_are_refused_before_any_work(options, message):
 def test_networks_that_do_not_fold_are_refused():
     with pytest.raises(InputError, match="not causal"):
         effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True), radius=1.0, tolerance=0.1)
+
+
+@pytest.mark.parametrize("eta", [1e150, 1e308])
+def test_weights_beyond_floating_point_keep_every_layer(eta):
+    network = random_network(layers=2, heads=1, dim=2, eta=eta)
+    assert effective_depth(network, radius=1.0, tolerance=0.1).layers == 2
+    x = uniform_inputs(1, 3, 2)
+    assert effective_depth(network, certified=False, x=x, tolerance=0.1).layers == 2
+    certificate = certify(network, collapse(network, "identity"), radius=1.0, starts=1, steps=1)
+    assert (certificate.upper is None) == (certificate.lost_at is not None) == (eta == 1e308)

@@ -129,6 +129,8 @@ class FoldBounds:
 
     def seen(self, kept: tuple[int, ...]) -> float:
         """max|S − S folded| on the hard input: what no bound can be below."""
+        if len(kept) == len(self.network):
+            return 0.0
         candidate = self.hard_input
         with torch.no_grad():
             gap = difference(self.network, fold(self.network, kept), candidate.tokens, candidate.counts).abs().amax()
@@ -243,6 +245,8 @@ def measured_errors(
         truth = network(x)
 
     def error(kept: tuple[int, ...]) -> float:
+        if len(kept) == len(network):
+            return 0.0
         if kept not in known:
             with torch.no_grad():
                 gap = (truth - fold(network, kept)(x)).abs().amax()

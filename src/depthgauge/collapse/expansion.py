@@ -40,7 +40,7 @@ class Expansion:
     def equals(self, other: "Expansion") -> bool:
         """Whether both are of the same weights, to the bit."""
         mine, theirs = ([*e.W, *e.V] for e in (self, other))
-        same = len(mine) == len(theirs) and all(torch.equal(a.mid, b.mid) for a, b in zip(mine, theirs, strict=True))
+        same = len(mine) == len(theirs) and all(_same(a.mid, b.mid) for a, b in zip(mine, theirs, strict=True))
         return same and self.skip == other.skip
 
     @cached_property
@@ -75,6 +75,11 @@ class Expansion:
         if k not in self._carried_out:
             self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
         return self._carried_out[k]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are equal, products that overflowed included."""
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _plain(weight: Tensor) -> Tensor:
