@@ -1,10 +1,9 @@
 """Effective depth: the fewest layers that do a network's work within a tolerance."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -73,14 +72,6 @@ def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ..
         else:
             runs.append([index])
     return tuple(tuple(run) for run in runs)
-
-
-def choices(depth: int, layers: int) -> Iterator[tuple[int, ...]]:
-    """Every set of kept layers whose folding has exactly `layers` layers: kept ones plus runs between them."""
-    for count in range(layers + 1):
-        for kept in combinations(range(depth), count):
-            if count + len(runs_between(depth, kept)) == layers:
-                yield kept
 
 
 def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:

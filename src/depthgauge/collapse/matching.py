@@ -45,13 +45,6 @@ def match_heads(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) 
     ]
 
 
-def is_averaging(layer: Layer) -> bool:
-    """Whether every head of a layer ignores its scores: Q or K is zero, so that attention is the plain average."""
-    zero_query = (layer.query.detach() == 0).flatten(1).all(dim=1)
-    zero_key = (layer.key.detach() == 0).flatten(1).all(dim=1)
-    return bool((zero_query | zero_key).all())
-
-
 def _signature(layer: Layer, head: int) -> tuple[bytes, ...]:
     """A head's weights without the zero columns that padding adds to Q and K."""
     query, key = layer.query.detach()[head], layer.key.detach()[head]
