@@ -152,7 +152,7 @@ def nonnegative_matmul_up(A: Float[Tensor, "*a m k"], B: Float[Tensor, "*b k n"]
 
 
 def _lifted(x: Tensor) -> Tensor:
-    """x with its positive entries at least 2⁻⁹⁰⁰: processors multiply subnormal numbers a hundred times slower."""
+    """x with its positive entries at least 2⁻⁹⁰⁰: products of subnormal numbers are several times slower."""
     x = as_float64(x)
     return torch.where(x > 0, x.clamp(min=2.0**-900), x)
 
