@@ -1,0 +1,5 @@
+"""Paper B, Superiority of Softmax: its numbered statements."""
+
+from depthgauge.claims.claim import Claim
+
+CLAIMS: tuple[Claim, ...] = ()

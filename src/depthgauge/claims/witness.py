@@ -1,0 +1,182 @@
+"""From a violation seen in floats to a witness that a person can check: proved exactly, and made simple."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from flint import arb, fmpq
+
+from depthgauge.claims.arithmetic import EXACT, Value, fill, precise, to_exact, to_float
+from depthgauge.claims.claim import Inequality, Instance, Relation, Witness
+
+_DENOMINATORS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 100, 1000)
+_KEPT = 0.5
+"""The share of the violation, up to a tenth of the right side, that a simpler witness must keep."""
+_ENOUGH = 0.1
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The two sides at an instance where the hypotheses certainly hold and the statement certainly fails."""
+
+    instance: dict[str, Any]
+    left: Value
+    right: Value
+    steps: tuple[tuple[str, Value], ...]
+
+    def witness(self) -> Witness:
+        """The same as text, for readers."""
+        over = margin(self)
+        ratio = None if math.isinf(over) else 1 + over
+        steps = tuple((name, show(value)) for name, value in self.steps)
+        return Witness(self.instance, show(self.left), show(self.right), ratio, steps)
+
+
+def prove(inequality: Inequality, instance: Instance) -> Proof | None:
+    """The proof that the statement fails at the instance, if there is one."""
+    exact = {name: to_exact(value) for name, value in instance.items()}
+    with precise():
+        try:
+            if not inequality.allowed(EXACT, **exact):
+                return None
+            steps, left, right = worked(inequality, exact)
+        except (ZeroDivisionError, OverflowError):
+            return None
+        if not violated(left, right, inequality.relation):
+            return None
+    return Proof({name: _fractions(value) for name, value in exact.items()}, left, right, steps)
+
+
+def worked(inequality: Inequality, exact: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
+    """The steps and the two sides in exact arithmetic."""
+    work, steps = inequality.work(EXACT, **exact), []
+    while True:
+        try:
+            steps.append(next(work))
+        except StopIteration as end:
+            left, right = end.value
+            return tuple(steps), left, right * EXACT.number(inequality.slack)
+
+
+def violated(left: Value, right: Value, relation: Relation) -> bool:
+    """Whether the relation certainly fails in at least one entry."""
+    test: Mapping[str, Callable[[Value, Value], bool]] = {
+        "<=": lambda x, y: x > y,
+        "<": lambda x, y: x >= y,
+        "=": lambda x, y: x > y or x < y,
+    }
+    return any(bool(test[relation](x, y)) for x, y in entries(left, right))
+
+
+def entries(left: Value, right: Value) -> Iterator[tuple[Value, Value]]:
+    """The pairs of entries of two sides."""
+    yield from np.broadcast(np.asarray(left, dtype=object), np.asarray(right, dtype=object))
+
+
+def margin(proof: Proof) -> float:
+    """left/right − 1 at the worst entry; infinite where the right side is nought."""
+    worst = 0.0
+    for left, right in entries(proof.left, proof.right):
+        x, y = to_float(left), to_float(right)
+        worst = max(worst, x / y - 1 if y > 0 else (float("inf") if x > y else 0.0))
+    return worst
+
+
+def simplest(inequality: Inequality, instance: Instance) -> Proof | None:
+    """The proof at a simple instance near this one, or None if the statement certainly fails at none near it.
+
+    First everything is rounded to one denominator; then entry by entry and matrix by matrix simpler values are tried.
+    """
+    free = [n for n in instance if n not in inequality.fixed and not isinstance(instance[n], int)]
+    for whole in _rounded(instance, free):
+        found = prove(inequality, whole)
+        if found is not None:
+            break
+    else:
+        return None
+    keep = _KEPT * min(margin(found), _ENOUGH)
+    for _ in range(_ROUNDS):
+        before = cost(found.instance)
+        for name in free:
+            for value in _simpler(found.instance[name]):
+                candidate = {**found.instance, name: value}
+                if cost(candidate) < cost(found.instance):
+                    proof = prove(inequality, candidate)
+                    if proof is not None and (margin(proof) >= keep or inequality.relation != "<="):
+                        found = proof
+        if cost(found.instance) == before:
+            break
+    return found
+
+
+def cost(instance: Instance) -> float:
+    """How much there is to read: nought is free, ±1 costs one, larger numerators and denominators more."""
+    total = 0.0
+    for value in instance.values():
+        entries = value.flat if isinstance(value, np.ndarray) else [value]
+        for entry in entries:
+            fraction = Fraction(entry)
+            if fraction:
+                total += 1 + np.log2(abs(fraction.numerator)) + 1.5 * np.log2(fraction.denominator)
+                total += 0.5 if fraction < 0 else 0.0
+    return total
+
+
+def _rounded(instance: Instance, free: list[str]) -> Iterator[dict[str, Any]]:
+    for q in _DENOMINATORS:
+        yield {n: _on_grid(v, q) if n in free else _fractions(to_exact(v)) for n, v in instance.items()}
+    yield {name: _fractions(to_exact(value)) for name, value in instance.items()}
+
+
+def _on_grid(value: Any, q: int) -> Any:
+    if isinstance(value, np.ndarray):
+        return fill(value.shape, (Fraction(round(float(v) * q), q) for v in value.flat))
+    return Fraction(round(float(value) * q), q)
+
+
+def _simpler(value: Any) -> Iterator[Any]:
+    """Values with less to read: of a matrix as a whole, then entry by entry."""
+    if not isinstance(value, np.ndarray):
+        yield from _simpler_numbers(value)
+        return
+    largest = max(abs(v) for v in value.flat)
+    for size in dict.fromkeys((Fraction(0), Fraction(1), largest)):
+        yield fill(value.shape, (size for _ in value.flat))
+        yield fill(value.shape, (size if v > 0 else (-size if v < 0 else Fraction(0)) for v in value.flat))
+    for index in range(value.size):
+        for number in _simpler_numbers(value.flat[index]):
+            changed = value.copy()
+            changed.flat[index] = number
+            yield changed
+
+
+def _simpler_numbers(value: Fraction) -> Iterator[Fraction]:
+    sign = -1 if value < 0 else 1
+    yield Fraction(0)
+    yield Fraction(sign)
+    yield abs(value)
+    for q in _DENOMINATORS:
+        yield Fraction(round(value * q), q)
+        yield Fraction(sign, q)
+
+
+def _fractions(value: Any) -> Any:
+    """fmpq and floats as Fractions; sizes stay whole numbers."""
+    if isinstance(value, np.ndarray):
+        return fill(value.shape, (_fractions(v) for v in value.flat))
+    if isinstance(value, fmpq):
+        return Fraction(int(value.p), int(value.q))
+    return value
+
+
+def show(value: Value) -> str:
+    """A number, vector or matrix for a reader: fractions where they are ones, else seven digits."""
+    if isinstance(value, np.ndarray):
+        return "[" + ", ".join(show(v) for v in value) + "]"
+    if isinstance(value, arb):
+        return value.str(7, radius=False) if value.rad() < 1e-20 else value.str(7)
+    return str(_fractions(value))
