@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import collapse, gauge, random, reproduce, separate
+from depthgauge.cli import collapse, gauge, random, reproduce, separate, sweep
 from depthgauge.errors import DepthgaugeError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.command(name="random")(random.command)
 app.command(name="collapse")(collapse.command)
 app.command(name="separate")(separate.command)
 app.command(name="reproduce")(reproduce.command)
+app.command(name="sweep")(sweep.command)
 
 
 # Usage errors come from the click that typer carries or depends on, depending on its version; this names it either way.

@@ -1,0 +1,1 @@
+"""From a grid to rows: cells with an identity, a store that survives, engines that compute."""

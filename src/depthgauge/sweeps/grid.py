@@ -1,0 +1,119 @@
+"""A grid: a task, lists of parameters, and how often to repeat; from a TOML file or from Python."""
+
+import itertools
+import math
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from depthgauge.errors import InputError, require_count, unknown_name
+from depthgauge.sweeps.cells import Cell, canonical_json
+from depthgauge.sweeps.parameters import check_parameters
+from depthgauge.sweeps.tasks import TASKS, Task
+
+KEYS = ("task", "repetitions", "parameters")
+MOST_CELLS = 1_000_000
+"""A grid beyond this is refused: it is a slip of the pen more often than a wish."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination of the listed parameters, each repeated; checked as a whole when it is made.
+
+    >>> grid = Grid("rank-collapse", {"eta": [0.1, 0.2], "layers": [4], "heads": [1], "dim": [8], "tokens": [16]}, 3)
+    >>> len(grid.cells())
+    6
+    """
+
+    task: str
+    parameters: Mapping[str, Sequence[Any]]
+    repetitions: int = 1
+    name: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if self.task not in TASKS:
+            raise unknown_name("task", self.task, TASKS)
+        require_count("repetitions", self.repetitions, "how often every setting is repeated")
+        for name, values in self.parameters.items():
+            _check_list(name, values)
+        self.cells()
+
+    def document(self) -> dict[str, Any]:
+        """The grid as it is kept in a store."""
+        lists = {name: list(values) for name, values in self.parameters.items()}
+        return {"task": self.task, "repetitions": self.repetitions, "parameters": lists}
+
+    def cells(self) -> list[Cell]:
+        """The cells in order: the last parameter varies fastest, then the repetition; each combination is checked."""
+        task = TASKS[self.task]
+        repeats = 1 if task.repeats_inside else self.repetitions
+        total = math.prod(len(values) for values in self.parameters.values()) * repeats
+        if total > MOST_CELLS:
+            raise InputError(f"the grid has {total:,} cells, more than {MOST_CELLS:,}; split it into several grids")
+        cells = list(itertools.chain.from_iterable(self._repeated(task, setting) for setting in self._settings()))
+        _check_distinct(cells)
+        return cells
+
+    def _settings(self) -> Iterator[dict[str, Any]]:
+        for values in itertools.product(*self.parameters.values()):
+            yield dict(zip(self.parameters, values, strict=True))
+
+    def _repeated(self, task: Task, setting: Mapping[str, Any]) -> list[Cell]:
+        if task.repeats_inside:
+            return [make_cell(task, setting, self.repetitions)]
+        return [make_cell(task, setting, repetition) for repetition in range(self.repetitions)]
+
+
+def make_cell(task: Task, setting: Mapping[str, Any], repetition: int) -> Cell:
+    """A cell from a setting as given: checked, defaults written out, every number in its one form."""
+    return Cell(
+        task.name, task.version, task.complete(check_parameters(task.name, task.parameters, setting)), repetition
+    )
+
+
+def _check_list(name: str, values: Any) -> None:
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        shown = canonical_json(values) if isinstance(values, bool | int | float | str) else "…"
+        raise InputError(f"parameters.{name} must be a list, got {values!r}; write {name} = [{shown}]")
+    if not values:
+        raise InputError(f"parameters.{name} is an empty list; give at least one value, or leave the key out")
+
+
+def _check_distinct(cells: list[Cell]) -> None:
+    seen: set[str] = set()
+    for cell in cells:
+        if cell.identity in seen:
+            raise InputError(f"the grid names a cell twice: {canonical_json(dict(cell.parameters))}; drop the repeats")
+        seen.add(cell.identity)
+
+
+def read_grid(path: str | Path) -> Grid:
+    """The grid in a TOML file: keys `task`, `repetitions` and the table `[parameters]` of lists."""
+    try:
+        with open(path, "rb") as handle:
+            document = tomllib.load(handle)
+    except OSError as error:
+        raise InputError(f"cannot read the grid {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not a TOML file: {error}") from error
+    try:
+        return parse_grid(document, name=Path(path).name)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def parse_grid(document: Mapping[str, Any], name: str = "") -> Grid:
+    """The grid a document describes; an unknown key is an error that lists the known ones."""
+    for key in document:
+        if key not in KEYS:
+            raise unknown_name("a grid's key", key, KEYS)
+    for key in ("task", "parameters"):
+        if key not in document:
+            raise InputError(f"the key {key!r} is missing; a grid has the keys {', '.join(KEYS)}")
+    if not isinstance(document["task"], str):
+        raise unknown_name("task", document["task"], TASKS)
+    if not isinstance(document["parameters"], Mapping):
+        raise InputError(f"parameters must be a table of lists, got {document['parameters']!r}")
+    return Grid(document["task"], document["parameters"], document.get("repetitions", 1), name)
