@@ -16,10 +16,12 @@ PAPERS = ("A", "B", "ours")
 @cache
 def registry() -> dict[str, Claim]:
     """Every claim by its id."""
-    from depthgauge.claims import corrected, layer_collapse, softmax_linear
+    from depthgauge.claims.corrected import CLAIMS as CORRECTED
+    from depthgauge.claims.layer_collapse import CLAIMS as LAYER_COLLAPSE
+    from depthgauge.claims.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 
     found: dict[str, Claim] = {}
-    for claim in (*layer_collapse.CLAIMS, *softmax_linear.CLAIMS, *corrected.CLAIMS):
+    for claim in (*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED):
         if claim.id in found:
             raise ValueError(f"two claims are called {claim.id}")
         found[claim.id] = claim

@@ -129,7 +129,7 @@ class _Climb:
         strict = inequality.relation == "<" and value >= 1 - _ROUNDING
         if (value > 1 + _ROUNDING or strict) and self.proofs < _PROOFS:
             self.proofs += 1
-            found = simplest(inequality, instance)
+            found = simplest(inequality, instance, value)
             self.witness = None if found is None else found.witness()
         return value
 

@@ -86,19 +86,24 @@ def margin(proof: Proof) -> float:
     return worst
 
 
-def simplest(inequality: Inequality, instance: Instance) -> Proof | None:
+def simplest(inequality: Inequality, instance: Instance, ratio: float) -> Proof | None:
     """The proof at a simple instance near this one, or None if the statement certainly fails at none near it.
 
-    First everything is rounded to one denominator; then entry by entry and matrix by matrix simpler values are tried.
+    First everything is rounded to one denominator; then matrix by matrix and entry by entry simpler values are tried.
+    `ratio` is left/right at the instance; a good part of the violation is kept.
     """
     free = [n for n in instance if n not in inequality.fixed and not isinstance(instance[n], int)]
+    keep = _KEPT * min(ratio - 1, _ENOUGH) if inequality.relation == "<=" else 0.0
+    found = None
     for whole in _rounded(instance, free):
-        found = prove(inequality, whole)
-        if found is not None:
-            break
-    else:
+        proof = prove(inequality, whole)
+        if proof is not None and (found is None or margin(proof) > margin(found)):
+            found = proof
+            if margin(found) >= keep:
+                break
+    if found is None:
         return None
-    keep = _KEPT * min(margin(found), _ENOUGH)
+    keep = min(keep, margin(found))
     for _ in range(_ROUNDS):
         before = cost(found.instance)
         for name in free:
@@ -106,7 +111,7 @@ def simplest(inequality: Inequality, instance: Instance) -> Proof | None:
                 candidate = {**found.instance, name: value}
                 if cost(candidate) < cost(found.instance):
                     proof = prove(inequality, candidate)
-                    if proof is not None and (margin(proof) >= keep or inequality.relation != "<="):
+                    if proof is not None and margin(proof) >= keep:
                         found = proof
         if cost(found.instance) == before:
             break
@@ -114,16 +119,19 @@ def simplest(inequality: Inequality, instance: Instance) -> Proof | None:
 
 
 def cost(instance: Instance) -> float:
-    """How much there is to read: nought is free, ±1 costs one, larger numerators and denominators more."""
-    total = 0.0
-    for value in instance.values():
-        entries = value.flat if isinstance(value, np.ndarray) else [value]
-        for entry in entries:
-            fraction = Fraction(entry)
-            if fraction:
-                total += 1 + np.log2(abs(fraction.numerator)) + 1.5 * np.log2(fraction.denominator)
-                total += 0.5 if fraction < 0 else 0.0
-    return total
+    """How much there is to read: equal rows once, a row of equal entries as one entry, nought nearly free."""
+    return sum(_cost(value) for value in instance.values())
+
+
+def _cost(value: Any) -> float:
+    if not isinstance(value, np.ndarray):
+        fraction = Fraction(value)
+        size = fraction.numerator.bit_length() + 1.5 * (fraction.denominator.bit_length() - 1)
+        return size + (0.5 if fraction < 0 else 0.0) if fraction else 0.3
+    if value.ndim > 1:
+        return sum(_cost(np.array(row, dtype=object)) for row in {tuple(row) for row in value})
+    distinct = set(value)
+    return 1.2 * _cost(distinct.pop()) if len(distinct) == 1 else sum(_cost(entry) for entry in value)
 
 
 def _rounded(instance: Instance, free: list[str]) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,5 @@
+"""To come."""
+
+from depthgauge.claims.claim import Claim
+
+CLAIMS: tuple[Claim, ...] = ()
