@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from depthgauge._version import __version__
 
 if TYPE_CHECKING:
+    from depthgauge.claims.ledger import claims
     from depthgauge.collapse.certificate import Certificate, certify
     from depthgauge.collapse.collapse import collapse
     from depthgauge.collapse.depth import effective_depth
@@ -25,6 +26,7 @@ _HOME = {
     "DepthgaugeError": "depthgauge.errors",
     "Profile": "depthgauge.measures.profile",
     "certify": "depthgauge.collapse.certificate",
+    "claims": "depthgauge.claims.ledger",
     "collapse": "depthgauge.collapse.collapse",
     "effective_depth": "depthgauge.collapse.depth",
     "SelfAttentionNetwork": "depthgauge.network.network",
@@ -42,6 +44,7 @@ __all__ = [
     "SelfAttentionNetwork",
     "__version__",
     "certify",
+    "claims",
     "collapse",
     "effective_depth",
     "gauge",

@@ -69,3 +69,20 @@ def run(
 def _decide(id: str, deadline: float | None) -> tuple[str, Observed]:
     """In a worker: claims hold functions, so only their ids travel there."""
     return id, judge(registry()[id], deadline=deadline)
+
+
+def claims(
+    paper: str | None = None,
+    id: str | None = None,
+    *,
+    budget: float | None = None,
+    processes: int | None = None,
+    progress: Step = silent,
+) -> list[Finding]:
+    """Decide the claims of a paper ("A", "B", "ours"), or one of them, or all; see `run` for the other arguments.
+
+    >>> finding, = claims(id="A.3.3.2")
+    >>> finding.observed.verdict, finding.observed.witness.to_json()
+    ('fails', {'A': [['1', '1']], 'B': [['1'], ['1']]})
+    """
+    return run(select(paper, id), budget, processes, progress)

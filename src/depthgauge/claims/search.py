@@ -25,6 +25,8 @@ _DRAWN = 0.3
 _CHAINS = 3
 _ROUNDING = 1e-9
 """A violation smaller than this in floats is not worth an exact check."""
+_NOISE = 1e-11
+"""A left side smaller than this may be all rounding; it is no place to climb from."""
 _PROOFS = 12
 """How many candidates of one size are tried in exact arithmetic before the violation is put down to rounding."""
 
@@ -73,9 +75,9 @@ def ratio(left: Value, right: Value, relation: Relation) -> float:
         apart = np.abs(left - right) > _ROUNDING * (1 + np.maximum(np.abs(left), np.abs(right)))
         low, high = np.minimum(np.abs(left), np.abs(right)), np.maximum(np.abs(left), np.abs(right))
         return float(np.where(apart, np.divide(high, low, out=np.full_like(low, np.inf), where=low > 0), 1.0).max())
-    none = 1.0 if relation == "<" else 0.0
-    over = np.where(left > right, np.inf, none)
-    return float(np.divide(left, right, out=over, where=right > 0).max())
+    none = np.where((relation == "<") & (left == right), 1.0, 0.0)
+    over = np.where(left > right + _NOISE, np.inf, none)
+    return float(np.divide(left, right, out=over, where=(right > 0) & (np.abs(left) > _NOISE)).max())
 
 
 class _Climb:
@@ -124,14 +126,20 @@ class _Climb:
             if not inequality.allowed(FLOATS, **instance):
                 return -1.0
             value = ratio(*_sides(inequality, instance), inequality.relation)
+        strict = inequality.relation == "<" and value >= 1 - _ROUNDING
+        if value > 1 + _ROUNDING or strict:
+            self._prove(instance, value)
+            if self.witness is None:
+                return -1.0  # rounding, not a violation: not a place to climb from either
         if value > self.best:
             self.best, self.where = value, instance
-        strict = inequality.relation == "<" and value >= 1 - _ROUNDING
-        if (value > 1 + _ROUNDING or strict) and self.proofs < _PROOFS:
-            self.proofs += 1
-            found = simplest(inequality, instance, value)
-            self.witness = None if found is None else found.witness()
         return value
+
+    def _prove(self, instance: Instance, value: float) -> None:
+        if self.proofs < _PROOFS:
+            self.proofs += 1
+            found = simplest(self.inequality, instance, value)
+            self.witness = None if found is None else found.witness()
 
     def _ascend(self, value: float, instance: Instance, end: int) -> None:
         """Random steps that are kept when the ratio does not fall; their size follows their success."""

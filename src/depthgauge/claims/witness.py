@@ -17,6 +17,8 @@ _KEPT = 0.5
 """The share of the violation, up to a tenth of the right side, that a simpler witness must keep."""
 _ENOUGH = 0.1
 _ROUNDS = 3
+_READABLE = 12
+"""A fraction with more characters than this is shown in decimals."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +184,10 @@ def _fractions(value: Any) -> Any:
 
 
 def show(value: Value) -> str:
-    """A number, vector or matrix for a reader: fractions where they are ones, else seven digits."""
+    """A number, vector or matrix for a reader: short fractions as they are, everything else in seven digits."""
     if isinstance(value, np.ndarray):
         return "[" + ", ".join(show(v) for v in value) + "]"
     if isinstance(value, arb):
         return value.str(7, radius=False) if value.rad() < 1e-20 else value.str(7)
-    return str(_fractions(value))
+    text = str(_fractions(value))
+    return text if len(text) <= _READABLE else arb(value).str(7, radius=False)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import collapse, gauge, random, reproduce, separate, sweep
+from depthgauge.cli import claims, collapse, gauge, random, reproduce, separate, sweep
 from depthgauge.errors import DepthgaugeError
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command(name="gauge")(gauge.command)
 app.command(name="random")(random.command)
 app.command(name="collapse")(collapse.command)
+app.command(name="claims")(claims.command)
 app.command(name="separate")(separate.command)
 app.command(name="reproduce")(reproduce.command)
 app.command(name="sweep")(sweep.command)
