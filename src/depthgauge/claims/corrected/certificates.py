@@ -37,14 +37,11 @@ def _sandwiched(pairs: Callable[[], Iterator[_Pair]]) -> Callable[[], Observed]:
 
     def run() -> Observed:
         certificates = [pair.certificate() for pair in pairs()]
-        finite = [c for c in certificates if c.upper is not None]
-        broken = [c for c in finite if c.lower > c.upper]  # type: ignore[operator]
-        worst = max((c.lower / c.upper for c in finite), default=None)  # type: ignore[operator]
-        words = (
-            f"{len(finite)} drawn networks with a finite certificate; in {len(broken)} of them an attack exceeded it."
-        )
-        verdict = "fails" if broken else "holds" if finite else "undecided"
-        return Observed(verdict, worst, len(certificates), (words,))
+        ratios = [c.lower / c.upper for c in certificates if c.upper is not None]
+        broken = sum(ratio > 1 for ratio in ratios)
+        words = f"{len(ratios)} drawn networks with a finite certificate; an attack exceeded it in {broken} of them."
+        verdict: Verdict = "holds" if ratios else "undecided"
+        return Observed("fails" if broken else verdict, max(ratios, default=None), len(certificates), (words,))
 
     return run
 
