@@ -1,0 +1,1 @@
+"""Attention with a guaranteed error: polynomial where the scores are small, exact where they are not."""

@@ -1,0 +1,227 @@
+"""`attention` and `attention_plan`: scaled_dot_product_attention with a guarantee, fast where the scores are small."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthgauge.errors import InputError
+from depthgauge.fast_attention.backends import notes
+from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.certificate import row_certificate
+from depthgauge.fast_attention.gradient import PolynomialAttention
+from depthgauge.fast_attention.naive import visible
+from depthgauge.fast_attention.plan import Decision, Plan, exact_plan
+from depthgauge.fast_attention.problem import Problem, Request, checked
+from depthgauge.fast_attention.spec import Spec, balance
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    tolerance: float = 1e-3,
+    scale: float | None = None,
+    key_padding: Tensor | None = None,
+    enable_gqa: bool = False,
+    force: str | None = None,
+    return_bound: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softm(s q kᵀ) v with every entry within tolerance × range(v) of it, in real arithmetic.
+
+    Shapes and meaning of `torch.nn.functional.scaled_dot_product_attention`: q [..., heads, n, d],
+    k [..., heads, m, d], v [..., heads, m, e]; range(v) is that of the head's value column, max − min over its keys.
+    `key_padding` [..., m] is True where a key is padding. `force` is `exact` or `polynomial`.
+    With `return_bound` also [..., heads, n]: row i is off by at most bound[i] × range(v), the fast path's rounding
+    included, besides the storing of the result in its dtype; 0 where a row is computed exactly.
+    Where q or k need gradients the tolerance holds for these too. `attention_plan` tells what is done, and why.
+
+    >>> q = k = v = torch.eye(4)
+    >>> bool((attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-3)
+    True
+    """
+    request = checked(
+        q, k, v, attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    )  # fmt: skip
+    if exact_reason(request) is not None:
+        out = exact(request)
+        return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
+    problem = request.flat()
+    decision = decide(request, problem)
+    if all(choice.polynomial is None for choice in decision.choices):
+        out = exact(request)
+        return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
+    flat, bound = run(problem, decision, return_bound)
+    return (request.shaped(flat), request.shaped(bound)) if bound is not None else request.shaped(flat)
+
+
+def attention_plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    tolerance: float = 1e-3,
+    scale: float | None = None,
+    key_padding: Tensor | None = None,
+    enable_gqa: bool = False,
+    force: str | None = None,
+) -> Plan:
+    """What `attention` would do with the same arguments, and why: per key head the proved B, degree, path and costs."""
+    request = checked(
+        q, k, v, attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    )  # fmt: skip
+    reason = exact_reason(request)
+    if reason is not None:
+        return exact_plan(request, reason)
+    problem = request.flat()
+    return decide(request, problem).plan(request, notes(problem))
+
+
+def exact_reason(request: Request) -> str | None:
+    """Why only the exact path can do what is asked, or None."""
+    reason = None
+    if request.attn_mask is not None:
+        reason = "a general mask has no polynomial path"
+    elif request.dropout_p > 0:
+        reason = "dropout has no polynomial path"
+    elif request.key_padding is not None and bool(request.key_padding.all(dim=-1).any()):
+        reason = "a batch has no key that is not padding"
+    elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
+        reason = "there is nothing to compute"
+    elif request.is_causal and request.key_padding is not None and bool(request.key_padding[..., 0].any()):
+        reason = "a first key that is padding leaves causal rows without any key"
+    if reason is not None and request.force == "polynomial":
+        raise InputError(f"the polynomial cannot be forced here: {reason}; leave force unset")
+    return "asked for" if reason is None and request.force == "exact" else reason
+
+
+def exact(request: Request) -> Tensor:
+    """torch's own attention, with padding as a mask."""
+    mask, is_causal = request.attn_mask, request.is_causal
+    if request.key_padding is not None:
+        keep = ~request.key_padding[..., None, None, :] if request.k.ndim > 2 else ~request.key_padding[None]
+        n, m = request.q.shape[-2], request.k.shape[-2]
+        keep = keep & visible(n, m, is_causal, None, keep.device)
+        if mask is not None:
+            keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
+        mask, is_causal = keep, False
+    return F.scaled_dot_product_attention(
+        request.q, request.k, request.v, mask, request.dropout_p, is_causal, scale=request.scale,
+        enable_gqa=request.enable_gqa,
+    )  # fmt: skip
+
+
+def decide(request: Request, problem: Problem) -> Decision:
+    """Survey the problem and choose for every head."""
+    needs_gradients = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
+    with torch.no_grad():
+        bare = problem.detach()
+        return Decision(bare, survey(bare), request, needs_gradients)
+
+
+def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
+    """out [N, G, n, e] and, if asked for, the rows' bounds [N, G, n]: heads of one degree together."""
+    degrees = [None if c.polynomial is None else c.polynomial.degree for c in decision.choices]
+    kinds = sorted(set(degrees), key=lambda degree: -1 if degree is None else degree)
+    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    for kind in kinds:
+        members = [head for head, degree in enumerate(degrees) if degree == kind]
+        at = torch.tensor(members, device=problem.q.device)
+        part = problem if len(kinds) == 1 else problem.select(at)
+        if kind is None:
+            out = exact_heads(part)
+            parts.append((at, out, out.new_zeros(out.shape[:-1], dtype=torch.float64)))
+        else:
+            parts.append((at, *polynomial_heads(part, decision, members, kind, return_bound)))
+    if len(parts) == 1:
+        return parts[0][1], parts[0][2] if return_bound else None
+    order = torch.cat([at for at, _, _ in parts]).argsort()
+    out = torch.cat([part for _, part, _ in parts])[order]
+    bounds = [bound for _, _, bound in parts if bound is not None]
+    return out, torch.cat(bounds)[order] if return_bound else None
+
+
+def exact_heads(problem: Problem) -> Tensor:
+    """Exact attention of a Problem: [N, G, n, e]."""
+    groups, n = problem.q.shape[1:3]
+    k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
+    if problem.keep is None:
+        return F.scaled_dot_product_attention(problem.q, k, v, is_causal=problem.causal, scale=problem.scale)
+    seen = visible(n, k.shape[-2], problem.causal, problem.keep, k.device).unsqueeze(1)
+    return F.scaled_dot_product_attention(problem.q, k, v, seen, scale=problem.scale)
+
+
+def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
+    """`out` with the rows marked in [N, G, n] replaced by exact attention."""
+    heads, groups, places = rows.nonzero(as_tuple=True)
+    found = []
+    for head in sorted(set(heads.tolist())):
+        mine = places[heads == head]
+        q = problem.q[heads[heads == head], groups[heads == head], mine]
+        m = problem.k.shape[1]
+        seen = torch.ones(len(mine), m, dtype=torch.bool, device=q.device)
+        if problem.causal:
+            seen &= torch.arange(m, device=q.device) <= mine[:, None]
+        if problem.keep is not None:
+            seen &= problem.keep[head]
+        k, v = problem.k[head], problem.v[head]
+        found.append(F.scaled_dot_product_attention(q[None], k[None], v[None], seen[None], scale=problem.scale)[0])
+    return out.index_put((heads, groups, places), torch.cat(found))
+
+
+def polynomial_heads(
+    problem: Problem, decision: Decision, members: list[int], degree: int, return_bound: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The fast path for heads of one degree, and the rows' bounds where they are asked for."""
+    backend = decision.backend(degree)
+    with torch.no_grad():
+        spec = make_spec(problem, decision, members, degree)
+    out, raw = PolynomialAttention.apply(  # type: ignore[no-untyped-call]
+        problem.q, problem.k, problem.v, spec, backend
+    )
+    if spec.exact_rows is not None:
+        out = exact_rows(problem, out, spec.exact_rows)
+    if not return_bound:
+        return out, None
+    with torch.no_grad():
+        return out, row_certificate(problem.detach(), spec, decision, members, raw)
+
+
+def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
+    """Centres, factors and coefficients of heads of one degree."""
+    s, work, device = decision.survey, problem.working, problem.q.device
+    choices = [decision.choices[head] for head in members]
+    centrings = torch.tensor([choice.centring for choice in choices], device=device)
+    factors = []
+    for head, choice in zip(members, choices, strict=True):
+        query = s.query_centred[head] if choice.centring == 2 else s.query[head]
+        key = s.key_centred[head] if choice.centring else s.key[head]
+        factors.append(balance(query, key, problem.scale))
+    coefficients = [choice.polynomial.coefficients for choice in choices if choice.polynomial is not None]
+    rows = None
+    if any(choice.exact_rows for choice in choices):
+        rows = torch.stack([
+            ~(decision.row_bounds(head, choice.centring) <= choice.bound) if choice.exact_rows
+            else torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=device)
+            for head, choice in zip(members, choices, strict=True)
+        ])  # fmt: skip
+    return Spec(
+        degree=degree,
+        coefficients=torch.tensor(coefficients, dtype=torch.float64),
+        query_centre=torch.where((centrings == 2)[:, None], s.query_centre[members], 0).to(work),
+        key_centre=torch.where((centrings >= 1)[:, None], s.key_centre[members], 0).to(work),
+        query_factor=torch.tensor([f[0] for f in factors], dtype=torch.float64, device=device),
+        key_factor=torch.tensor([f[1] for f in factors], dtype=torch.float64, device=device),
+        middle=s.middle[members],
+        is_weighted=any(choice.centring == 2 for choice in choices),
+        scale=problem.scale,
+        causal=problem.causal,
+        keep=problem.keep,
+        exact_rows=rows,
+    )

@@ -1,0 +1,49 @@
+"""What exact and polynomial attention are predicted to cost, in operations weighted by how fast they run.
+
+Only the ratio decides, so one unit is one multiply or add of the exact kernel. The weights were fitted to
+`benchmarks/attention_cpu.py` and `benchmarks/attention_gpu.py`.
+"""
+
+from dataclasses import dataclass
+
+from depthgauge.fast_attention.features import feature_count
+from depthgauge.fast_attention.problem import Problem
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`exponential`: multiply-adds an exp is worth; `product`, `build`: a multiply-add of the feature products and the
+    making of one feature, against one of the exact kernel; `call`: what one call costs beyond that; `block`: the size
+    of the exact diagonal blocks of the causal path."""
+
+    exponential: float
+    product: float
+    build: float
+    call: float
+    block: int
+
+
+CPU = Rates(exponential=12, product=0.6, build=6, call=1.5e7, block=512)
+GPU_TORCH = Rates(exponential=8, product=14, build=200, call=4e11, block=512)
+GPU_TRITON = Rates(exponential=8, product=1.2, build=4, call=1e11, block=1024)
+
+
+def exact_cost(problem: Problem, rates: Rates) -> float:
+    """Operations of exact attention for one key head: scores, exponentials, and the sum over the values."""
+    groups, n, d = problem.q.shape[1:]
+    m, e = problem.v.shape[1:]
+    return 2.0 * groups * n * m * (d + e + rates.exponential) * (0.5 if problem.causal else 1.0)
+
+
+def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates) -> float:
+    """Operations of the fast path for one key head: both feature products, diagonal blocks, rows done exactly."""
+    groups, n, d = problem.q.shape[1:]
+    m, e = problem.v.shape[1:]
+    f = feature_count(d, degree)
+    tokens = groups * n + m
+    cost = 2.0 * tokens * f * (rates.product * (e + 1) + rates.build)
+    cost += 2.0 * tokens * 4 * d  # proving B
+    if problem.causal:
+        cost += 2.0 * groups * n * min(n, rates.block) * (d + e + rates.exponential)
+    cost += 2.0 * exact_rows * m * (d + e + rates.exponential)
+    return cost + rates.call / problem.heads

@@ -1,0 +1,51 @@
+"""Gradients through the fast path: one function of autograd, and a second that refuses to be differentiated again."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgauge.errors import DepthgaugeError
+from depthgauge.fast_attention.spec import Spec
+
+
+class DoubleBackwardError(DepthgaugeError, RuntimeError):
+    """A gradient of the fast path was differentiated; it has a bound of its own, and second derivatives have none."""
+
+
+class PolynomialAttention(torch.autograd.Function):
+    """out and [N, Z] of a backend; the gradient treats centres and the values' middle as constants."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Any) -> tuple[Tensor, Tensor]:
+        """What the backend's forward returns."""
+        out, raw = backend.forward(spec, q, k, v)
+        ctx.save_for_backward(q, k, v, raw)
+        ctx.spec, ctx.backend = spec, backend
+        ctx.mark_non_differentiable(raw)
+        return out, raw
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The backend's gradients of q, k and v."""
+        q, k, v, raw = ctx.saved_tensors
+        gradients = _Gradient.apply(q, k, v, raw, grads[0], ctx.spec, ctx.backend)  # type: ignore[no-untyped-call]
+        return (*gradients, None, None)
+
+
+class _Gradient(torch.autograd.Function):
+    """The gradients themselves, as a function that cannot be differentiated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, grad: Tensor, spec: Spec, backend: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradients: tuple[Tensor, Tensor, Tensor] = backend.backward(spec, q, k, v, raw, grad)
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise DoubleBackwardError(
+            "the fast path's gradient cannot be differentiated again: no bound is known for second derivatives; "
+            'use force="exact" where they are needed'
+        )

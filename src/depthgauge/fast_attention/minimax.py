@@ -1,0 +1,283 @@
+"""Polynomials that stand for exp with the least relative error, computed by a Remez exchange and then proved.
+
+    e(t) = p(t) exp(−t) − 1,   ε = max |e| over [−B, B],   p of degree g with the least ε
+
+e′ = (p′ − p) exp(−t), so the extrema of e are ±B and the roots of one polynomial of degree g: the exchange needs no
+grid, and the proof needs no more than g + 2 evaluations. Both run in decimal arithmetic with 80 digits, whose exp is
+correctly rounded; the coefficients proved are the float64 numbers that are used.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Context, Decimal, localcontext
+from functools import lru_cache
+from itertools import pairwise
+
+HIGHEST_DEGREE = 4
+GRID = 32
+"""Polynomials are made for B = 2^(k/GRID), k a whole number: few of them, so that they can be kept."""
+SMALLEST_INDEX = -20 * GRID
+"""Below B = 2⁻²⁰ the polynomial of 2⁻²⁰ serves: its error is at most that of its float64 coefficients."""
+_DIGITS = Context(prec=80)
+_SLACK = Decimal("1e-60")
+_CLOSE = Decimal("1e-60")
+_WIDTH = Decimal("1e-40")
+"""Half the width, as a share of B, of the interval in which a root is proved to lie."""
+
+
+@dataclass(frozen=True)
+class Minimax:
+    """p(t) = Σ_k coefficients[k] t^k on [−bound, bound].
+
+    `error` is at least max |p e^−t − 1|, `slope_error` at least max |p′ e^−t − 1|: both proved for these coefficients.
+    """
+
+    degree: int
+    bound: float
+    coefficients: tuple[float, ...]
+    error: float
+    slope_error: float
+
+
+def horner(coefficients: Sequence[Decimal], t: Decimal) -> Decimal:
+    """Σ_k coefficients[k] t^k."""
+    value = Decimal(0)
+    for c in reversed(coefficients):
+        value = value * t + c
+    return value
+
+
+def derivative(coefficients: Sequence[Decimal]) -> list[Decimal]:
+    """The coefficients of p′; that of a constant is the zero polynomial."""
+    return [k * c for k, c in enumerate(coefficients)][1:] or [Decimal(0)]
+
+
+def _slope_of_error(p: Sequence[Decimal]) -> list[Decimal]:
+    """The coefficients of p′ − p, which is e′ exp(t)."""
+    d = derivative(p)
+    return [(d[k] if k < len(d) else Decimal(0)) - c for k, c in enumerate(p)]
+
+
+def real_roots(p: Sequence[Decimal], low: Decimal, high: Decimal) -> list[Decimal]:
+    """The roots of p in (low, high) at which it changes sign, in order: between roots of p′ there is at most one."""
+    while len(p) > 1 and p[-1] == 0:
+        p = p[:-1]
+    if len(p) <= 1:
+        return []
+    ends = [low, *real_roots(derivative(p), low, high), high]
+    return [_bisect(p, a, b) for a, b in pairwise(ends) if horner(p, a) * horner(p, b) < 0]
+
+
+def _bisect(p: Sequence[Decimal], low: Decimal, high: Decimal) -> Decimal:
+    """The root between two signs: Newton's step where it stays inside, the middle where it does not."""
+    slope, sign = derivative(p), horner(p, low) > 0
+    t, close = (low + high) / 2, _CLOSE * (high - low)
+    for _ in range(400):
+        value = horner(p, t)
+        if (value > 0) == sign:
+            low = t
+        else:
+            high = t
+        steep = horner(slope, t)
+        step = t - value / steep if steep != 0 else low
+        nearer = step if low < step < high else (low + high) / 2
+        if abs(nearer - t) <= close:
+            return nearer
+        t = nearer
+    return t
+
+
+def _solve(matrix: list[list[Decimal]], right: list[Decimal]) -> list[Decimal]:
+    """Gaussian elimination with row exchanges, for systems of at most a few dozen unknowns."""
+    rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
+    n = len(rows)
+    for i in range(n):
+        pivot = max(range(i, n), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(i + 1, n):
+            factor = rows[r][i] / rows[i][i]
+            rows[r] = [a - factor * b for a, b in zip(rows[r], rows[i], strict=True)]
+    solution = [Decimal(0)] * n
+    for i in reversed(range(n)):
+        solution[i] = (rows[i][n] - sum(rows[i][j] * solution[j] for j in range(i + 1, n))) / rows[i][i]
+    return solution
+
+
+def _remez(degree: int, bound: Decimal) -> list[Decimal]:
+    """The coefficients of p: solve p(x_i) e^−x_i − 1 = ±E on g + 2 points, move the points to the extrema, repeat."""
+    points = [
+        bound * Decimal(-math.cos(math.pi * i / (degree + 1))) if 0 < i <= degree else bound * (1 if i else -1)
+        for i in range(degree + 2)
+    ]
+    for _ in range(60):
+        rows, right = [], []
+        for i, x in enumerate(points):
+            weight = (-x).exp()
+            # The unknowns are c_k B^k, so that the system stays well scaled however small B is.
+            rows.append([weight * (x / bound) ** k for k in range(degree + 1)] + [Decimal(-1) ** i])
+            right.append(Decimal(1))
+        *scaled, level = _solve(rows, right)
+        p = [c / bound**k for k, c in enumerate(scaled)]
+        inner = real_roots(_slope_of_error(p), -bound, bound)
+        if len(inner) != degree:
+            raise ArithmeticError(f"no alternation of {degree + 2} points at B = {bound}")
+        points = [-bound, *inner, bound]
+        largest = max(abs(horner(p, x) * (-x).exp() - 1) for x in points)
+        if largest - abs(level) <= abs(largest) * Decimal("1e-20"):
+            return p
+    raise ArithmeticError(f"the exchange did not settle at B = {bound}")  # pragma: no cover
+
+
+def relative_error(coefficients: Sequence[float], bound: float) -> float:
+    """A proved upper bound of max |p(t) e^−t − 1| over [−bound, bound], for exactly these float64 numbers.
+
+    e is monotone between the roots of p′ − p. Every root is enclosed in an interval at whose ends that polynomial has
+    opposite signs; where as many are found as its degree, there are no others, and on each |e| ≤ |e(z)| + width·|e′|.
+
+    >>> relative_error([1.0, 1.0], 0.1) < 0.0056
+    True
+    """
+    with localcontext(_DIGITS):
+        p, edge = [Decimal(c) for c in coefficients], Decimal(bound)
+        slope = _slope_of_error(p)
+        while len(slope) > 1 and slope[-1] == 0:
+            slope = slope[:-1]
+        worst = max(abs(horner(p, t) * (-t).exp() - 1) for t in (-edge, edge))
+        width = edge * _WIDTH
+        enclosed = 0
+        for z in real_roots(slope, -edge, edge):
+            low, high = z - width, z + width
+            if horner(slope, low) * horner(slope, high) < 0:
+                enclosed += 1
+            steep = sum((abs(c) * edge**k for k, c in enumerate(slope)), Decimal(0)) * (2 * edge).exp()
+            worst = max(worst, abs(horner(p, z) * (-z).exp() - 1) + 2 * width * steep)
+        if enclosed < len(slope) - 1:
+            return _error_by_cells(p, edge)
+        return _round_up(worst + _SLACK)
+
+
+def _error_by_cells(p: Sequence[Decimal], edge: Decimal, cells: int = 400) -> float:
+    """The same bound without knowing the roots: on a cell |e| ≤ the larger end + width²/8 · max |e″|."""
+    first = derivative(p)
+    second = derivative(first)
+    bend = [
+        abs(c - 2 * (first[k] if k < len(first) else 0) + (second[k] if k < len(second) else 0))
+        for k, c in enumerate(p)
+    ]
+    curvature = horner(bend, edge) * edge.exp()
+    width = 2 * edge / cells
+    ends = (abs(horner(p, t) * (-t).exp() - 1) for t in (-edge + i * width for i in range(cells + 1)))
+    return _round_up(max(ends) + width * width / 8 * curvature + _SLACK)
+
+
+def _round_up(x: Decimal) -> float:
+    return math.nextafter(float(x), math.inf)
+
+
+@lru_cache(maxsize=4096)
+def minimax(degree: int, bound: float) -> Minimax:
+    """The polynomial of a degree with the least relative error on [−bound, bound], and what that error is.
+
+    >>> minimax(2, 0.288).error < 1e-3
+    True
+    """
+    with localcontext(_DIGITS):
+        exact = _remez(degree, Decimal(bound))
+        coefficients = tuple(float(c) for c in exact)
+        slope = tuple(float(c) for c in derivative([Decimal(c) for c in coefficients]))
+    # Each k·c_k is rounded once above; half a unit in the last place of p′ at most e^B, and 2⁻⁵² covers it twice.
+    slack = 2.0**-52 * sum(abs(c) * bound**k for k, c in enumerate(slope)) * math.exp(bound)
+    return Minimax(
+        degree, bound, coefficients, relative_error(coefficients, bound), relative_error(slope, bound) + slack
+    )
+
+
+def grid_index(bound: float) -> int:
+    """The least k with 2^(k/GRID) ≥ bound, and no less than SMALLEST_INDEX."""
+    if bound <= grid_bound(SMALLEST_INDEX):
+        return SMALLEST_INDEX
+    k = math.ceil(GRID * math.log2(bound)) - 1
+    while grid_bound(k) < bound:
+        k += 1
+    return k
+
+
+def grid_bound(index: int) -> float:
+    """2^(index/GRID) as a float64."""
+    return float(2.0 ** (index / GRID))
+
+
+def at_index(degree: int, index: int) -> Minimax:
+    """The polynomial of a degree for B = 2^(index/GRID)."""
+    return minimax(degree, grid_bound(index))
+
+
+def output_error(epsilon: float) -> float:
+    """(1 − √(1−ε²))/ε: how far the output can be off, as a share of the values' range, rounded up.
+
+    The weights are those of softmax times 1 + δ_j with |δ_j| ≤ ε; the worst case gives mass a the factor 1+ε and the
+    rest 1−ε, a(1−a)·2ε/(1−ε+2aε) at its largest. Written as ε/(1 + √(1−ε²)), which cancels nothing.
+    """
+    if epsilon >= 1:
+        return 1.0
+    return epsilon / (1 + math.sqrt((1 - epsilon) * (1 + epsilon))) * (1 + 2.0**-50)
+
+
+def gradient_error(p: Minimax) -> float:
+    """G = κ + (1+κ)·h(ε), κ = (ε + ε′)/(1 − ε): the share by which gradients can be off (README, Gradients)."""
+    if p.error >= 1:
+        return math.inf
+    kappa = (p.error + p.slope_error) / (1 - p.error)
+    return (kappa + (1 + kappa) * output_error(p.error)) * (1 + 2.0**-50)
+
+
+def guarantee(p: Minimax, gradients: bool) -> float:
+    """What is held against the tolerance: the output's share, and with gradients theirs too."""
+    return max(output_error(p.error), gradient_error(p)) if gradients else output_error(p.error)
+
+
+@lru_cache(maxsize=1024)
+def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int | None:
+    """The largest grid index at which a polynomial of this degree meets the tolerance; None where none does."""
+
+    def is_met(index: int) -> bool:
+        try:
+            p = at_index(degree, index)
+        except ArithmeticError:  # far outside: no alternation can be found, and none is needed
+            return False
+        return p.error < 1 and guarantee(p, gradients) <= tolerance
+
+    low, high = SMALLEST_INDEX, 4 * GRID
+    if not is_met(low):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_met(middle) else (low, middle)
+    return low
+
+
+def largest_bound(degree: int, epsilon: float) -> float:
+    """The largest B, rounded down to seven digits, at which the relative error is at most ε.
+
+    >>> largest_bound(2, 1e-2)
+    0.625261...
+    """
+    low, high = 0.0, 16.0
+    while high - low > 1e-8 * high:
+        middle = (low + high) / 2
+        try:
+            is_met = minimax(degree, middle).error <= epsilon
+        except ArithmeticError:
+            is_met = False
+        low, high = (middle, high) if is_met else (low, middle)
+    return low
+
+
+def degree_it_would_take(bound: float, tolerance: float) -> int:
+    """About the degree at which scores of this size meet the tolerance: ε ≈ B^{g+1}/(2^g (g+1)!), once g exceeds B."""
+    epsilon = 2 * tolerance / (1 + tolerance * tolerance)
+    g = 0
+    while (g + 1) * math.log(bound) - g * math.log(2) - math.lgamma(g + 2) > math.log(epsilon) or g < bound / 2:
+        g += 1
+    return g

@@ -1,0 +1,286 @@
+"""Which heads are computed how, and why: the smallest degree that meets the tolerance, if it is worth it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product as every
+
+import torch
+from torch import Tensor
+
+from depthgauge.errors import InputError
+from depthgauge.fast_attention.backends import Backend, backend_for
+from depthgauge.fast_attention.bounds import LARGEST_LOG_RANGE, Survey, norm_up, score_bound, unit
+from depthgauge.fast_attention.cost import exact_cost, polynomial_cost
+from depthgauge.fast_attention.features import feature_count
+from depthgauge.fast_attention.minimax import (
+    HIGHEST_DEGREE,
+    Minimax,
+    at_index,
+    degree_it_would_take,
+    gradient_error,
+    grid_bound,
+    grid_index,
+    guarantee,
+    limit_index,
+    output_error,
+)
+from depthgauge.fast_attention.problem import Problem, Request
+
+MOST_FEATURES = 2**17
+LARGEST_TOLERANCE = 0.5
+"""A looser tolerance is met by this one: beyond it polynomials are of no use."""
+MOST_EXACT_ROWS = 1 / 8
+"""The share of rows that may be done exactly beside a polynomial; with more the whole head is exact."""
+LARGEST_BOUND = 8.0
+"""No degree up to 4 meets any tolerance beyond this."""
+CENTRINGS = ("none", "keys", "keys, queries")
+
+
+class GuaranteeError(InputError):
+    """The polynomial was forced where it cannot meet the tolerance; the message says B and the degree it would take."""
+
+
+@dataclass(frozen=True)
+class HeadPlan:
+    """What is done for one key head (and the query heads that share it), and why."""
+
+    index: tuple[int, ...]
+    path: str
+    why: str
+    bound_before: float
+    bound_after: float
+    centring: str
+    degree: int | None
+    features: int
+    exact_rows: int
+    cost_exact: float
+    cost_polynomial: float
+    guarantee: float
+    rounding: float
+    gradient: float | None
+    backend: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `attention` does with these arguments; `str(plan)` is a table.
+
+    Every output entry of head h is within (guarantee + rounding) × range(v column) + output_unit × |entry| of exact
+    attention. Costs are predicted operations. `bound_before` and `bound_after` are B without and with centring.
+    """
+
+    tolerance: float
+    dtype: torch.dtype
+    heads: tuple[HeadPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def path(self) -> str:
+        """`exact`, `polynomial`, or `mixed` where heads differ."""
+        paths = {head.path for head in self.heads}
+        return paths.pop() if len(paths) == 1 else "mixed" if paths else "exact"
+
+    @property
+    def guarantee(self) -> float:
+        """The largest guaranteed error of any head, as a share of range(v)."""
+        return max((head.guarantee for head in self.heads), default=0.0)
+
+    @property
+    def rounding(self) -> float:
+        """The largest rounding allowance of any head on the fast path, as a share of range(v)."""
+        return max((head.rounding for head in self.heads), default=0.0)
+
+    @property
+    def output_unit(self) -> float:
+        """What storing an entry in its dtype costs, as a share of the entry."""
+        return 2 * unit(self.dtype)
+
+    def __str__(self) -> str:
+        rows = [
+            ("head", "path", "B", "centred", "degree", "features", "exact rows", "cost", "exact cost", "error", "why")
+        ]
+        for h in self.heads:
+            is_fast = h.path == "polynomial"
+            rows.append((
+                ",".join(map(str, h.index)), f"{h.path} ({h.backend})" if is_fast else h.path,
+                f"{h.bound_before:.3g}", f"{h.bound_after:.3g}", "-" if h.degree is None else str(h.degree),
+                str(h.features) if is_fast else "-", str(h.exact_rows) if is_fast else "-",
+                f"{h.cost_polynomial:.2g}", f"{h.cost_exact:.2g}",
+                f"{h.guarantee:.2g}+{h.rounding:.1g}" if is_fast else "0", h.why,
+            ))  # fmt: skip
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([f"attention at tolerance {self.tolerance:g}: {self.path}", *lines, *self.notes])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The decision for one key head: the polynomial (None: exact), what is centred, and the rows done exactly."""
+
+    polynomial: Minimax | None
+    centring: int
+    bound: float
+    exact_rows: int
+    cost: float
+    why: str
+
+
+@lru_cache(maxsize=4096)
+def _least_degree(index: int, dim: int, tolerance: float, gradients: bool) -> Minimax | None:
+    """The polynomial of least degree that meets the tolerance for B = 2^(index/GRID), if its features fit."""
+    for degree in range(HIGHEST_DEGREE + 1):
+        if feature_count(dim, degree) > MOST_FEATURES:
+            return None
+        try:
+            p = at_index(degree, index)
+        except ArithmeticError:
+            continue
+        if p.error < 1 and guarantee(p, gradients) <= tolerance:
+            return p
+    return None
+
+
+class Decision:
+    """The choices for all heads of a problem, and what was surveyed to make them."""
+
+    def __init__(self, problem: Problem, surveyed: Survey, request: Request, gradients: bool) -> None:
+        self.problem, self.survey, self.gradients = problem, surveyed, gradients
+        self.tolerance = min(request.tolerance, LARGEST_TOLERANCE)
+        self.force = request.force
+        self.dim = problem.q.shape[-1]
+        self._row_norms: Tensor | None = None
+        self.choices = [self._choose(head) for head in range(problem.heads)]
+
+    def bounds(self, head: int) -> tuple[float, float, float]:
+        """B as given, with the keys centred, and with the queries centred too."""
+        s, at = self.survey, head
+        # A shorter dtype rounds what was centred once more, and the polynomial must cover what it then sees.
+        grown = (1 + 2 * unit(self.problem.q.dtype)) ** 2
+        return (
+            score_bound(self.problem.scale, s.query[at], s.key[at]),
+            score_bound(self.problem.scale, s.query[at], s.key_centred[at]) * grown,
+            score_bound(self.problem.scale, s.query_centred[at], s.key_centred[at]) * grown,
+        )
+
+    def backend(self, degree: int) -> Backend:
+        """What would compute this degree."""
+        return backend_for(self.problem, degree)
+
+    def _choose(self, head: int) -> Choice:
+        if not self.survey.is_usable[head]:
+            return Choice(None, 0, math.inf, 0, math.inf, "q, k or v is not finite, or its sums would not be")
+        bounds = list(self.bounds(head))
+        may_weigh = not self.problem.causal or self.survey.spread[head] <= LARGEST_LOG_RANGE
+        allowed = bounds if may_weigh else bounds[:2]
+        found: list[Choice] = []
+        for centring, bound in enumerate(allowed):
+            p = None
+            if bound <= LARGEST_BOUND:
+                p = _least_degree(grid_index(bound), self.dim, self.tolerance, self.gradients)
+            if p is not None and (not found or p.degree < _degree(found[0])):
+                cost = polynomial_cost(self.problem, p.degree, 0, self.backend(p.degree).rates)
+                found = [Choice(p, centring, bound, 0, cost, "meets the tolerance at this degree")]
+        if not found or _degree(found[0]) > 2:
+            found += self._with_exact_rows(head, len(allowed) - 1, found)
+        smallest = min(allowed)
+        if not found:
+            return self._none_fits(head, smallest)
+        best = min(found, key=lambda choice: choice.cost)
+        exact = exact_cost(self.problem, self.backend(_degree(best)).rates)
+        if best.cost > exact and self.force != "polynomial":
+            why = f"degree {_degree(best)} would meet the tolerance, but exact is predicted to be cheaper"
+            return Choice(None, best.centring, best.bound, best.exact_rows, best.cost, why)
+        return best
+
+    def _none_fits(self, head: int, bound: float) -> Choice:
+        degree = degree_it_would_take(bound, self.tolerance) if bound < 1e6 else None
+        needed = f"degree {degree}" if degree is not None else "a degree beyond reach"
+        if degree is not None and degree <= HIGHEST_DEGREE:
+            needed += f" ({feature_count(self.dim, degree)} features, at most {MOST_FEATURES} fit)"
+        why = f"scores up to B = {bound:.3g} would take about {needed}"
+        if self.force == "polynomial":
+            what = "tolerance and gradients" if self.gradients else "tolerance"
+            raise GuaranteeError(
+                f"the polynomial cannot meet {what} {self.tolerance:g} for key head {head}: {why}; "
+                "loosen the tolerance, scale q or k down, or leave force unset"
+            )
+        return Choice(None, 0, bound, 0, math.inf, why)
+
+    def row_norms(self) -> Tensor:
+        """At least ‖q_i − μ‖ of every row: [N, G, n]."""
+        if self._row_norms is None:
+            work = self.problem.working
+            self._row_norms = norm_up(self.problem.q.to(work) - self.survey.query_centre[:, None, None])
+        return self._row_norms
+
+    def row_bounds(self, head: int, centring: int) -> Tensor:
+        """B_i of every row of a head: [G, n]."""
+        s = self.survey
+        norms = self.row_norms()[head] if centring == 2 else norm_up(self.problem.q[head].to(self.problem.working))
+        keys = s.key_centred[head] if centring else s.key[head]
+        grown = (1 + 2 * unit(self.problem.q.dtype)) ** 2 if centring else 1.0
+        return norms * (score_bound(self.problem.scale, 1.0, keys) * grown * (1 + 2.0**-20))
+
+    def _with_exact_rows(self, head: int, centring: int, found: Sequence[Choice]) -> list[Choice]:
+        """Lower degrees, with the rows beyond their limit done exactly."""
+        rows = self.row_bounds(head, centring)
+        highest = _degree(found[0]) if found else HIGHEST_DEGREE + 1
+        choices = []
+        for degree in range(1, highest):
+            index = limit_index(degree, self.tolerance, self.gradients)
+            if index is None or feature_count(self.dim, degree) > MOST_FEATURES:
+                continue
+            limit = grid_bound(index)
+            beyond = int((~(rows <= limit)).sum())
+            if 0 < beyond <= MOST_EXACT_ROWS * rows.numel():
+                cost = polynomial_cost(self.problem, degree, beyond, self.backend(degree).rates)
+                why = f"{beyond} of {rows.numel()} rows beyond B = {limit:.3g} are done exactly"
+                choices.append(Choice(at_index(degree, index), centring, limit, beyond, cost, why))
+        return choices
+
+    def rounding(self, head: int) -> float:
+        """The rounding allowance of a head on the fast path, as a share of range(v)."""
+        choice = self.choices[head]
+        if choice.polynomial is None:
+            return 0.0
+        spread = self.survey.spread[head] if choice.centring == 2 else 0.0
+        return self.backend(choice.polynomial.degree).rounding(self.problem, choice.polynomial, choice.bound, spread)
+
+    def plan(self, request: Request, notes: Sequence[str]) -> Plan:
+        """The choices as a Plan."""
+        shape = request.k.shape[:-2]
+        heads = []
+        for head, index in enumerate(every(*map(range, shape))):
+            c = self.choices[head]
+            p = c.polynomial
+            before, _, after = self.bounds(head)
+            degree = p.degree if p else None
+            backend = self.backend(p.degree if p else 2)
+            heads.append(
+                HeadPlan(
+                    index=index, path="polynomial" if p else "exact", why=c.why, bound_before=before,
+                    bound_after=after, centring=CENTRINGS[c.centring] if p else "none", degree=degree,
+                    features=feature_count(self.dim, degree) if degree is not None else 0, exact_rows=c.exact_rows,
+                    cost_exact=exact_cost(self.problem, backend.rates), cost_polynomial=c.cost,
+                    guarantee=output_error(p.error) if p else 0.0, rounding=self.rounding(head),
+                    gradient=gradient_error(p) if p and self.gradients else None, backend=backend.name,
+                )
+            )  # fmt: skip
+        return Plan(request.tolerance, request.q.dtype, tuple(heads), tuple(notes))
+
+
+def exact_plan(request: Request, why: str) -> Plan:
+    """The plan where nothing is surveyed, because only the exact path can do what is asked."""
+    nan = math.nan
+    heads = tuple(
+        HeadPlan(tuple(at), "exact", why, nan, nan, "none", None, 0, 0, nan, nan, 0.0, 0.0, None, "torch")
+        for at in every(*map(range, request.k.shape[:-2]))
+    )
+    return Plan(request.tolerance, request.q.dtype, heads, ())
+
+
+def _degree(choice: Choice) -> int:
+    assert choice.polynomial is not None
+    return choice.polynomial.degree
