@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from flint import arb, ctx, fmpq
@@ -19,34 +19,6 @@ Value = Any
 """A number or an array of numbers of one arithmetic."""
 PRECISION = 256
 """Bits of a ball: far more than any margin a claim is decided by."""
-
-
-class Arithmetic(Protocol):
-    """What the two sides of a claim may be written with, besides + − · / @ and comparisons."""
-
-    def number(self, value: "int | str | Fraction") -> Value:
-        """A constant: a whole number, or a fraction written "3/2"."""
-
-    def exp(self, x: Value) -> Value:
-        """e^x, entry by entry."""
-
-    def log(self, x: Value) -> Value:
-        """The natural logarithm, entry by entry."""
-
-    def sqrt(self, x: Value) -> Value:
-        """√x, entry by entry."""
-
-    def tanh(self, x: Value) -> Value:
-        """tanh x, entry by entry."""
-
-    def power(self, x: Value, y: Value) -> Value:
-        """x^y for x > 0 and any real y, entry by entry."""
-
-    def max(self, x: Value, axis: int | None = None) -> Value:
-        """The largest entry, of all or along an axis."""
-
-    def min(self, x: Value, axis: int | None = None) -> Value:
-        """The smallest entry, of all or along an axis."""
 
 
 class Floats:
@@ -123,6 +95,8 @@ class Exact:
 
 
 FLOATS, EXACT = Floats(), Exact()
+Arithmetic = Floats | Exact
+"""What the two sides of a claim may be written with, besides + − · / @ and comparisons."""
 
 
 def to_floats(value: Value) -> Value:

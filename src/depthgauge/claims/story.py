@@ -53,9 +53,12 @@ def _ratio_name(finding: Finding) -> str:
     return "left/right at the witness" if finding.observed.witness is not None else "largest left/right seen"
 
 
-def _witness_lines(witness: Witness) -> Iterator[str]:
+def _witness_lines(witness: Witness) -> list[str]:
+    """`Q = K = 0`: equal values share a line."""
+    groups: dict[str, list[str]] = {}
     for name, value in witness.to_json().items():
-        yield f"  {name} = {compact(value)}"
+        groups.setdefault(compact(value), []).append(name)
+    return [f"  {' = '.join(names)} = {value}" for value, names in groups.items()]
 
 
 def _worked_lines(claim: Claim, witness: Witness) -> Iterator[str]:
@@ -70,13 +73,15 @@ def _worked_lines(claim: Claim, witness: Witness) -> Iterator[str]:
 
 
 def compact(value: Any) -> str:
-    """A matrix in fractions: rows in brackets, equal entries said once, such as `8 × 8, every entry 1/100`."""
+    """Fractions in brackets; a matrix of equal entries in a word, such as `all 1/100 (8 × 8)`, or `0`."""
     if not isinstance(value, list):
         return str(value)
     if value and isinstance(value[0], list) and not isinstance(value[0][0], list):
         entries = {entry for row in value for entry in row}
-        if len(entries) == 1 and len(value) * len(value[0]) > 4:
-            return f"{len(value)} × {len(value[0])}, every entry {entries.pop()}"
+        if entries == {"0"}:
+            return "0"
+        if len(entries) == 1 and len(value) * len(value[0]) > 2:
+            return f"all {entries.pop()} ({len(value)} × {len(value[0])})"
     return "[" + ", ".join(compact(v) for v in value) + "]"
 
 
@@ -84,7 +89,7 @@ def short(finding: Finding, length: int = 70) -> str:
     """The witness or the reason in a few words, for a table."""
     observed = finding.observed
     if observed.witness is not None:
-        text = ", ".join(f"{name} = {compact(value)}" for name, value in observed.witness.to_json().items())
+        text = ", ".join(line.strip() for line in _witness_lines(observed.witness))
     else:
         text = observed.words[0] if observed.verdict == "undecided" and observed.words else ""
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from depthgauge.claims.claim import Claim, Observed, Study
+from depthgauge.claims.claim import Claim, Observed, Study, Verdict
 from depthgauge.collapse.certificate import Certificate, certify
 from depthgauge.collapse.surrogates import closed_form, fold
 from depthgauge.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors

@@ -1,0 +1,59 @@
+"""`depthgauge claims` as typed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
+
+
+def depthgauge(*words):
+    return subprocess.run(
+        [sys.executable, "-m", "depthgauge", "claims", *words], capture_output=True, encoding="utf-8", check=False
+    )
+
+
+def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
+    """Verdicts, witnesses and stories; `depthgauge claims --out docs/ledger.md` renews it."""
+    done = depthgauge("--out", str(tmp_path / "ledger.md"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ledger.md").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    rows = json.loads(done.stdout)
+    assert {row["paper"] for row in rows} == {"A", "B", "ours"}
+    assert all(list(row) == ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"] for row in rows)
+    verdicts = {row["id"]: row["verdict"] for row in rows}
+    assert all(verdicts[row["corrected"]] == "holds" for row in rows if row["corrected"] is not None)
+    assert all(row["witness"] is not None for row in rows if row["verdict"] == "fails" and row["paper"] == "A")
+
+
+def test_one_story():
+    done = depthgauge("--id", "A.3.3.2")
+    assert done.returncode == 0
+    assert "Worked through" in done.stdout
+    assert "ours.product-max" in done.stdout
+
+
+def test_a_table_of_one_paper_and_a_budget():
+    done = depthgauge("--paper", "A", "--budget", "0.001")
+    assert done.returncode == 0
+    assert "undecided" in done.stdout
+    assert "A.D.8.2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--id", "A.4.9"), "no claim is called 'A.4.9'"),
+        (("--paper", "Z"), "paper must be one of A, B, ours"),
+        (("--budget", "-1"), "budget must be a positive number"),
+    ],
+)
+def test_bad_input(words, sentence):
+    done = depthgauge(*words)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
