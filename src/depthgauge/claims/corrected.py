@@ -1,5 +1,0 @@
-"""To come."""
-
-from depthgauge.claims.claim import Claim
-
-CLAIMS: tuple[Claim, ...] = ()
