@@ -3,7 +3,7 @@
 import re
 
 from depthgauge.claims.claim import Claim
-from depthgauge.claims.softmax_linear import cross_attention, identity, self_attention
+from depthgauge.claims.softmax_linear import basics, cross_attention, identity, regression, self_attention, signs
 
 
 def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:
@@ -12,6 +12,5 @@ def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:
     return claim.paper != "B", [(int(piece) if piece.isdigit() else 1000, piece) for piece in pieces]
 
 
-CLAIMS: tuple[Claim, ...] = tuple(
-    sorted((*self_attention.CLAIMS, *identity.CLAIMS, *cross_attention.CLAIMS), key=_place)
-)
+_ROOMS = (basics, regression, signs, self_attention, identity, cross_attention)
+CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for room in _ROOMS for claim in room.CLAIMS), key=_place))

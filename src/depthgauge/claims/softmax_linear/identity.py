@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Misprint, Relation
+from depthgauge.claims.claim import Claim, Inequality, Misprint
 from depthgauge.claims.softmax_linear.parts import Lemma, Part, about, joined, whole
 from depthgauge.claims.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
 from depthgauge.claims.softmax_linear.world import Scene, World
@@ -156,8 +156,8 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
     )
 
 
-def _squares(left: str, right: str, relation: Relation, most: Fraction) -> Inequality:
-    """b² + c² for b + c = 1, b and c at least 1/10, against a number."""
+def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[Value, Value]]) -> Inequality:
+    """An inequality about b² + c² for b + c = 1, b and c at least 1/10."""
 
     def work(ar: Arithmetic, *, b: Value) -> Any:
         c = 1 - b
@@ -166,24 +166,23 @@ def _squares(left: str, right: str, relation: Relation, most: Fraction) -> Inequ
         yield "2bc", 2 * b * c
         yield "b² + c² = (b + c)² − 2bc", b * b + c * c
         yield "the most that 1 − 2bc can be, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
-        return b * b + c * c, ar.number(most)
+        return sides(ar, b * b + c * c)
 
     def starts(size: object) -> Iterable[dict[str, Fraction]]:
         return ({"b": Fraction(k, 10)} for k in (5, 1, 9))
 
     return Inequality(
-        left=left,
-        right=right,
+        left=text[0],
+        right=text[1],
         work=work,
         draw=lambda random, size: {"b": float(random.uniform(0.1, 0.9))},
         sizes=({"scalars": 2},),
         allowed=lambda ar, b: bool(b >= ar.number("1/10")) and bool(1 - b >= ar.number("1/10")),
         starts=starts,
-        relation=relation,
     )
 
 
-CONTRADICTION = _squares("b² + c² for b + c = 1", "1", "=", Fraction(1))
+CONTRADICTION = _squares(("1", "b² + c² where b + c = 1"), lambda ar, squares: (ar.number(1), squares))
 TIED = "Definition D.1 (b + c = 1, b and c ≥ 1/10)"
 NEVER = (
     "No data set satisfies the printed conditions: b + c = 1 gives b² + c² = 1 − 2bc ≤ 41/50, never 1, "
@@ -216,7 +215,7 @@ _BOUND = Claim(
     id="ours.b-squares",
     where="why the conditions of Lemma E.1 and Theorem E.4 cannot be met",
     statement="b² + c² ≤ 41/50",
-    check=_squares("b² + c²", "41/50", "<=", Fraction(41, 50)),
+    check=_squares(("b² + c²", "41/50"), lambda ar, squares: (squares, ar.number("41/50"))),
     hypothesis=TIED,
     sharp=True,
 )

@@ -9,6 +9,7 @@ import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
 
+Kind = Literal["exp", "lin"]
 Symbol = Literal["a0", "a1"]
 NAMES: dict[Symbol, str] = {"a0": "a₀", "a1": "a₁"}
 
@@ -28,7 +29,7 @@ class Scene:
 
     family: Literal["self", "cross"]
     dataset: Literal[0, 1]
-    kind: Literal["exp", "lin"]
+    kind: Kind
     product: Literal["ones", "identity"] = "identity"
     tie: Literal["sum", "squares"] = "sum"
     least: Fraction = Fraction(1)

@@ -1,0 +1,336 @@
+"""Exact probabilities over random signs, along a ladder of n, and what they say of "with high probability".
+
+Along the ladder d − 2 (self) or d − 1 (cross) equals t, so d grows like √n: inside every condition that the paper puts
+on d. Its 1 − δ/poly(n) is read as 1 − δ/n with δ = 1/10, and its width m = O(log(n/δ)) as m = ⌈8 log(n/δ)⌉.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Literal
+
+from flint import arb, ctx
+
+from depthgauge.claims.claim import Observed, Witness
+from depthgauge.separation.attention import Attention, parse_attention
+from depthgauge.separation.decisions import decision_table
+from depthgauge.separation.exact import exact
+from depthgauge.separation.rows import Row, Signs, rows
+from depthgauge.separation.settings import AttentionSetting, CrossAttention, Dataset, SelfAttention, decimal
+from depthgauge.separation.settle import sign_of_sum
+
+DELTA = Fraction(1, 10)
+WIDTH = 8
+LADDER = tuple(round(10 ** (k / 4)) for k in range(3, 17))
+"""Numbers of classes, and of their repetitions: n = 36, …, 10⁸."""
+READING = (
+    "Read with δ = 1/10, δ/n for δ/poly(n), and d growing like √n: "
+    f"{len(LADDER)} values of n from {LADDER[0] ** 2} to {LADDER[-1] ** 2:,} were computed."
+)
+_PRECISION = 96
+_FLAT = 0.99
+"""A probability that keeps this share over the last steps of the ladder is not on its way to nought."""
+
+Event = Literal["reaches", "below", "within"]
+Which = Literal["special", "other", "every"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters of the data sets, and the setting that they make with a number of classes."""
+
+    text: str
+    build: Callable[[int], AttentionSetting]
+    parameters: dict[str, float]
+
+
+def self_case(x: str = "ones", *, a0: float = 0.01, a1: float = 1.2, b: float = 0.2, c: float = 0.8) -> Case:
+    """Self-attention; the paper's own parameters where none are given."""
+    parameters = {"a0": a0, "a1": a1, "b": b, "c": c}
+    text = f"a₀ = {a0}, a₁ = {a1}, b = {b}, c = {c:.6g}"
+    return Case(text, lambda k: SelfAttention(k * k, k + 2, 1, a0, a1, b, c, x), parameters)
+
+
+def cross_case(*, a0: float = 0.01, a1: float = 3.0) -> Case:
+    """Cross-attention; the paper's own parameters where none are given."""
+    parameters = {"a0": a0, "a1": a1}
+    return Case(f"a₀ = {a0}, a₁ = {a1}", lambda k: CrossAttention(k * k, k + 1, 1, a0, a1), parameters)
+
+
+@dataclass(frozen=True)
+class RowChance:
+    """Of rows of c on a data set, the chance that a random sign vector does otherwise than the event says.
+
+    reaches: ⟨c, σ⟩ ≥ τ; below: ⟨c, σ⟩ < τ; within: |⟨c, σ⟩| < τ. `threshold` is τ in units of √(log n) (self) or 1
+    (cross), the setting's own where none is given. The special row is j₃ (self) or j₂ (cross).
+    """
+
+    dataset: Dataset
+    kind: str
+    which: Which
+    event: Event
+    threshold: Fraction | None = None
+
+    def contrary(self, setting: AttentionSetting) -> float:
+        """The largest chance of the contrary among the rows."""
+        return self._worst(setting)[0]
+
+    def _worst(self, setting: AttentionSetting) -> tuple[float, Row]:
+        found = rows(setting, self.dataset)
+        chosen = {"special": found[:1], "other": found[1:], "every": found}[self.which]
+        return max(((self._contrary(setting, row), row) for row in chosen), key=lambda pair: pair[0])
+
+    def _tau(self, setting: AttentionSetting) -> Fraction:
+        return self.threshold or setting.threshold
+
+    def _contrary(self, setting: AttentionSetting, row: Row) -> float:
+        above = at_least(setting, row, parse_attention(self.kind), self._tau(setting))
+        return {"reaches": 1 - above, "below": above, "within": 2 * above}[self.event]
+
+    def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
+        """The worst row's coefficients, for the reader of a witness."""
+        _, worst = self._worst(setting)
+        with ctx.workprec(_PRECISION):
+            first, own, others, turn, last = (
+                f"{float(v.mid()):.7g}" for v in worst.coefficients(parse_attention(self.kind), setting.n)
+            )
+        unit = " over √(log n)" if isinstance(setting, SelfAttention) else ""
+        named = [("σ₁", first), ("the sign of j₃'s class", own), ("the sum of the other classes' signs", others)]
+        named += [("the sign of the row's own class besides", turn)] if float(turn) else []
+        named += [("σ_d", last)] if isinstance(setting, SelfAttention) else []
+        return (
+            *((f"what ⟨c[j₀], σ⟩{unit} has of {name}", value) for name, value in named),
+            (f"τ{unit}", f"{self._tau(setting)}"),
+        )
+
+
+@dataclass(frozen=True)
+class NetworkChance:
+    """The chance that F = φ(Σ φ_τ(⟨c, y⟩)) with m random sign vectors is positive, or that it is zero.
+
+    `positive` is what the statement says of F; `contrary` is the chance of the opposite.
+    """
+
+    dataset: Dataset
+    kind: str
+    positive: bool
+
+    def contrary(self, setting: AttentionSetting) -> float:
+        """The chance of the contrary with m = ⌈8 log(n/δ)⌉."""
+        quiet = math.log1p(-fires(setting, self.dataset, parse_attention(self.kind))) * width(setting.n)
+        return math.exp(quiet) if self.positive else -math.expm1(quiet)
+
+    def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
+        """What the chance is made of."""
+        chance = fires(setting, self.dataset, parse_attention(self.kind))
+        return (("m = ⌈8 log(n/δ)⌉", str(width(setting.n))), ("the chance that one y makes F > 0", f"{chance:.7g}"))
+
+
+@dataclass(frozen=True)
+class SuccessChance:
+    """The chance that E_success does not happen: F_exp(D₁) > 0, all of F_lin(D₁), F_exp(D₀), F_lin(D₀) zero, one y."""
+
+    dataset: Dataset = 1
+
+    def contrary(self, setting: AttentionSetting) -> float:
+        """The chance of the contrary with m = ⌈8 log(n/δ)⌉."""
+        return 1 - exact(replace(setting, m=width(setting.n))).success
+
+    def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
+        """The chances of the four conditions."""
+        parts = exact(replace(setting, m=width(setting.n))).parts
+        names = ("F_exp(D₁) > 0", "F_lin(D₁) = 0", "F_exp(D₀) = 0", "F_lin(D₀) = 0")
+        return tuple((f"Pr[{name}]", f"{part:.7g}") for name, part in zip(names, parts, strict=True))
+
+
+Chance = RowChance | NetworkChance | SuccessChance
+
+
+def width(n: int, factor: int = WIDTH) -> int:
+    """m = ⌈C log(n/δ)⌉."""
+    return math.ceil(factor * math.log(n / DELTA))
+
+
+def at_least(setting: AttentionSetting, row: Row, kind: Attention, tau: Fraction) -> float:
+    """P(⟨c_row, σ⟩ ≥ τ) over random signs σ, every comparison settled without rounding.
+
+    For each pattern of the named signs, ⟨c, σ⟩ grows with the number p of + among the remaining classes; the least p
+    that does is found by halving, and P(Bin(r, ½) ≥ p) = I_½(p, r − p + 1), the incomplete beta function.
+    """
+    turned = any(group.turn for group in row.groups)
+    remaining = setting.classes - 1 - turned
+    both = (-1, 1)
+    patterns = list(itertools.product(both, both, both if setting.kind == "self" else (1,), both if turned else (0,)))
+    total = arb(0)
+    with ctx.workprec(_PRECISION):
+        for first, own, last, turn in patterns:
+
+            def over(p: int, named: tuple[int, int, int, int] = (first, own, last, turn)) -> bool:
+                first, own, last, turn = named
+                signs = Signs(first, own, 2 * p - remaining + turn, turn, last)
+                return sign_of_sum(kind, setting.n, row.excess(signs, tau)) >= 0
+
+            total += _tail(remaining, _least(over, remaining))
+        return float((total / len(patterns)).mid())
+
+
+def _least(over: Callable[[int], bool], top: int) -> int:
+    """The least p in 0, …, top at which `over` is true, top + 1 if it is nowhere; it is true from there on."""
+    low, high = 0, top + 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if over(middle) else (middle + 1, high)
+    return low
+
+
+def _tail(r: int, p: int) -> Any:
+    """P(Bin(r, ½) ≥ p)."""
+    if p <= 0 or p > r:
+        return arb(int(p <= 0))
+    return (arb(1) / 2).beta_lower(arb(p), arb(r - p + 1), True)
+
+
+@lru_cache(maxsize=256)
+def fires(setting: AttentionSetting, dataset: Dataset, kind: Attention) -> float:
+    """The chance that one y lifts some row above τ, from the table of decisions for every pattern of signs."""
+    counts = decision_table(setting, dataset, kind).sum(axis=(0, 1, 2))
+    edges = [0, *(p for p in range(1, len(counts)) if counts[p] != counts[p - 1])]
+    total = arb(0)
+    with ctx.workprec(_PRECISION):
+        for p in edges:
+            before = int(counts[p - 1]) if p else 0
+            total += (int(counts[p]) - before) * _tail(len(counts) - 1, p)
+        return float((total / 8).mid())
+
+
+def least_factor(chance: NetworkChance, cases: Sequence[Case], most: int = 64) -> int | None:
+    """The least whole C for which m = ⌈C log(n/δ)⌉ sign vectors make F positive as often as asked, all along."""
+    quiet = {
+        (case.text, k): math.log1p(-fires(case.build(k), chance.dataset, parse_attention(chance.kind)))
+        for case in cases
+        for k in LADDER
+    }
+    for factor in range(1, most + 1):
+        if all(q * width(k * k, factor) <= math.log(high(k * k)) for (_, k), q in quiet.items()):
+            return factor
+    return None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The chance of the contrary, along the ladder, against what is allowed."""
+
+    case: Case
+    contrary: tuple[float, ...]
+    limit: tuple[float, ...]
+
+    @property
+    def since(self) -> int | None:
+        """The first step of the ladder from which on the statement holds."""
+        bad = [step for step, (x, y) in enumerate(zip(self.contrary, self.limit, strict=True)) if x > y]
+        first = bad[-1] + 1 if bad else 0
+        return first if first < len(self.contrary) else None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it fails at the end and is not on its way."""
+        return self.since is None and self.contrary[-1] >= _FLAT * self.contrary[-4]
+
+    @property
+    def ratio(self) -> float:
+        """contrary/allowed, the largest from `since` on."""
+        return max(x / y for x, y in list(zip(self.contrary, self.limit, strict=True))[self.since :])
+
+    def words(self) -> str:
+        """From which n on, or where it ends."""
+        last = f"at n = {LADDER[-1] ** 2:,} the contrary has probability {shown(self.contrary[-1])}"
+        if self.since is None:
+            return f"{self.case.text}: at no n from some n on; {last} where {self.limit[-1]:.3g} is allowed."
+        return f"{self.case.text}: from n = {LADDER[self.since] ** 2:,} on; {last}."
+
+
+def shown(probability: float) -> str:
+    """A probability in short; what rounded to nought is said to be small."""
+    return f"{probability:.3g}" if probability > 0 else "below 1e-15"
+
+
+def tenth(n: int) -> float:
+    """With probability at least 1/10: the contrary may have 9/10."""
+    return 0.9
+
+
+def high(n: int) -> float:
+    """With probability at least 1 − δ/n."""
+    return float(DELTA) / n
+
+
+def observe(chance: Chance, cases: Sequence[Case], limit: Callable[[int], float] = high) -> Observed:
+    """`holds` from some n on in every case, `fails` where the contrary stays likely, else `undecided`."""
+    curves = [
+        Curve(
+            case,
+            tuple(chance.contrary(case.build(k)) for k in LADDER),
+            tuple(limit(k * k) for k in LADDER),
+        )
+        for case in cases
+    ]
+    words = tuple(curve.words() for curve in sorted(curves, key=lambda curve: curve.since is not None))
+    seen = len(cases) * len(LADDER)
+    failing = [curve for curve in curves if curve.stays]
+    if failing:
+        witness = _witness(chance, failing[0])
+        return Observed("fails", witness.ratio, seen, (*words, READING), witness)
+    if any(curve.since is None for curve in curves):
+        return Observed("undecided", None, seen, (*words, READING))
+    return Observed("holds", max(curve.ratio for curve in curves), seen, (*words, READING))
+
+
+def _witness(chance: Chance, curve: Curve) -> Witness:
+    """The end of the ladder: what is asked for against what there is."""
+    asked, there = 1 - curve.limit[-1], 1 - curve.contrary[-1]
+    return Witness(
+        instance=_instance(chance, curve.case, LADDER[-1]),
+        left=f"{asked:.10g}, the probability that is claimed at least",
+        right=f"{there:.7g}, the probability that there is" if there > 0 else "a probability below 1e-15",
+        ratio=asked / there if there > 0 else None,
+        steps=chance.steps(curve.case.build(LADDER[-1])),
+    )
+
+
+def _instance(chance: Chance, case: Case, t: int) -> dict[str, Any]:
+    """The sizes and those parameters that the data set has."""
+    setting = case.build(t)
+    used = {name: decimal(value) for name, value in case.parameters.items() if name != f"a{1 - chance.dataset}"}
+    return {"n": setting.n, "d": setting.d, "t": t, **used}
+
+
+def unless(printed: Observed, meant: Observed, difference: str) -> Observed:
+    """`misprint` where the printed reading fails and the meant one holds; else what the printed one came to."""
+    if printed.verdict != "fails":
+        return printed
+    seen = printed.evaluations + meant.evaluations
+    words = (f"As printed: {printed.words[0]}", f"{difference}: it {meant.verdict}.", *meant.words)
+    verdict = "misprint" if meant.verdict == "holds" else printed.verdict
+    return replace(printed, verdict=verdict, evaluations=seen, words=words)
+
+
+def never_equal(chance: Chance, case: Case) -> Observed:
+    """Whether the probability can *equal* 1 − δ/poly(n): then poly(n) is δ/contrary, whose degree must not grow."""
+    steps = LADDER[5::3][:3]
+    degrees = [math.log(float(DELTA) / chance.contrary(case.build(k))) / math.log(k * k) for k in steps]
+    name = "log(δ/Pr[contrary])/log n"
+    if not all(0 < x < y / 2 for x, y in itertools.pairwise(degrees)):
+        return Observed("undecided", None, len(steps), (f"{name} was not seen to grow.",))
+    sizes = " and ".join(f"{degree:.3g} at n = {k * k:,}" for degree, k in zip(degrees, steps, strict=True))
+    words = f"“=” asks that poly(n) be δ/Pr[contrary], but {name} grows, {sizes}: no polynomial does that."
+    witness = Witness(
+        instance=_instance(chance, case, steps[-1]),
+        left=f"{degrees[-1]:.7g}, {name}",
+        right=f"{degrees[0]:.7g}, the same at n = {steps[0] ** 2:,}, which a polynomial does not exceed twofold",
+        ratio=degrees[-1] / degrees[0],
+        steps=chance.steps(case.build(steps[-1])),
+    )
+    return Observed("fails", witness.ratio, len(steps), (words,), witness)
