@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from depthgauge.collapse.collapse import collapse
     from depthgauge.collapse.depth import effective_depth
     from depthgauge.errors import DepthgaugeError
+    from depthgauge.fast_attention.attention import attention, attention_plan
     from depthgauge.measures.profile import Profile, measure
     from depthgauge.network.files import load_network, save_network
     from depthgauge.network.network import SelfAttentionNetwork
@@ -25,6 +26,8 @@ _HOME = {
     "Certificate": "depthgauge.collapse.certificate",
     "DepthgaugeError": "depthgauge.errors",
     "Profile": "depthgauge.measures.profile",
+    "attention": "depthgauge.fast_attention.attention",
+    "attention_plan": "depthgauge.fast_attention.attention",
     "certify": "depthgauge.collapse.certificate",
     "claims": "depthgauge.claims.ledger",
     "collapse": "depthgauge.collapse.collapse",
@@ -43,6 +46,8 @@ __all__ = [
     "Profile",
     "SelfAttentionNetwork",
     "__version__",
+    "attention",
+    "attention_plan",
     "certify",
     "claims",
     "collapse",
