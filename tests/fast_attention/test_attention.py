@@ -1,0 +1,301 @@
+"""`attention` and `attention_plan` as they are called: arguments, paths, reasons, and use in networks."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import depthgauge as dg
+from depthgauge.errors import InputError
+from depthgauge.fast_attention.plan import GuaranteeError
+
+
+def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
+    """q, k, v whose scores are about `size` times a normal number."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = math.sqrt(size)
+    q, k, v = (torch.randn(1, heads, n, d, generator=generator, **kind) for _ in range(3))  # type: ignore[arg-type]
+    return [factor * q, factor * k, v]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tolerance": 0.0}, "tolerance must be a positive number, got 0.0"),
+        ({"tolerance": -1e-3}, "got -0.001"),
+        ({"tolerance": float("nan")}, "got nan"),
+        ({"force": "polynomal"}, "did you mean 'polynomial'"),
+        ({"scale": float("inf")}, "scale must be a finite number, got inf"),
+        ({"dropout_p": 1.5}, "dropout_p must be a probability, got 1.5"),
+        ({"dropout_p": True}, "got True"),
+        ({"q": torch.zeros(1, 2, 300, 7)}, "same width, got q [1, 2, 300, 7]"),
+        ({"q": torch.zeros(1, 4, 300, 8)}, "or set enable_gqa"),
+        ({"q": torch.zeros(1, 3, 300, 8), "enable_gqa": True}, "multiple of the key heads"),
+        ({"q": torch.zeros(2, 4, 300, 8), "enable_gqa": True}, "same batch and a head axis"),
+        ({"v": torch.zeros(1, 2, 299, 8)}, "same heads and tokens"),
+        ({"q": torch.zeros(8)}, "got shape [8]"),
+        ({"q": torch.zeros(1, 2, 300, 8, dtype=torch.int64)}, "got torch.int64"),
+        ({"k": torch.zeros(1, 2, 300, 8, dtype=torch.float64)}, "share dtype and device"),
+        ({"attn_mask": torch.ones(300, 300, dtype=torch.bool), "is_causal": True}, "cannot both be given"),
+        ({"key_padding": torch.zeros(1, 2, 300)}, "key_padding must be bool of shape [1, 300]"),
+        ({"attn_mask": torch.ones(300, 300, dtype=torch.bool), "force": "polynomial"}, "a general mask"),
+        ({"dropout_p": 0.1, "force": "polynomial"}, "dropout has no polynomial path"),
+    ],
+)
+def test_bad_input_is_named(change: dict[str, object], words: str) -> None:
+    arguments = dict(zip("qkv", draw(), strict=True)) | change
+    for call in (dg.attention, dg.attention_plan):
+        with pytest.raises(InputError) as caught:
+            call(**arguments)  # type: ignore[operator]
+        assert words in str(caught.value)
+
+
+def test_forcing_the_polynomial_beyond_reach_says_the_bound_and_the_degree() -> None:
+    q, k, v = draw(size=9.0)
+    with pytest.raises(GuaranteeError, match=r"B = \d+.* about degree \d\d"):
+        dg.attention(q, k, v, force="polynomial")
+    assert dg.attention_plan(q, k, v).path == "exact"
+
+
+# --- which path, and why ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"attn_mask": torch.zeros(300, 300)}, "a general mask"),
+        ({"dropout_p": 0.5}, "dropout"),
+        ({"force": "exact"}, "asked for"),
+        ({"key_padding": torch.ones(1, 300, dtype=torch.bool)}, "no key that is not padding"),
+        ({"key_padding": torch.arange(300)[None] < 1, "is_causal": True}, "causal rows without any key"),
+    ],
+)
+def test_what_has_no_fast_path_is_exact_and_says_why(change: dict[str, object], why: str) -> None:
+    q, k, v = draw()
+    plan = dg.attention_plan(q, k, v, **change)  # type: ignore[arg-type]
+    assert plan.path == "exact"
+    assert why in plan.heads[0].why
+    assert why in str(plan)
+
+
+def test_masks_dropout_and_padding_go_to_torch() -> None:
+    q, k, v = draw(n=20)
+    mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) < 0.7
+    mask[:, 0] = True
+    torch.testing.assert_close(dg.attention(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    added = torch.where(mask, 0.0, -3.0)
+    torch.testing.assert_close(dg.attention(q, k, v, added), F.scaled_dot_product_attention(q, k, v, added))
+    padding = torch.arange(20)[None] >= 15
+    for given in (None, mask, added):
+        short = None if given is None else given[:, :15]
+        expected = F.scaled_dot_product_attention(q, k[..., :15, :], v[..., :15, :], short)
+        torch.testing.assert_close(dg.attention(q, k, v, given, key_padding=padding, force="exact"), expected)
+    torch.manual_seed(0)
+    dropped = dg.attention(q, k, v, None, 0.5)
+    torch.manual_seed(0)
+    torch.testing.assert_close(dropped, F.scaled_dot_product_attention(q, k, v, None, 0.5))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_not_finite_behaves_as_torch_does(bad: float, where: int) -> None:
+    tensors = draw(n=64)
+    tensors[where][0, 1, 5, 2] = bad
+    plan = dg.attention_plan(*tensors)
+    assert plan.heads[1].path == "exact"
+    assert "not finite" in plan.heads[1].why
+    out = dg.attention(*tensors)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(*tensors), rtol=1e-3, atol=4e-3, equal_nan=True)
+    forced = dg.attention_plan(*tensors, force="polynomial")  # the other head can be forced, this one never
+    assert [head.path for head in forced.heads] == ["polynomial", "exact"]
+
+
+def test_padding_that_is_not_finite_reaches_nobody_silently() -> None:
+    q, k, v = draw(n=64)
+    padding = torch.arange(64)[None] >= 60
+    k[..., 61, :] = math.nan
+    plan = dg.attention_plan(q, k, v, key_padding=padding)
+    assert plan.path == "exact"
+
+
+def test_small_scores_are_fast_large_ones_exact_and_few_tokens_exact() -> None:
+    assert dg.attention_plan(*draw(n=8192)).path == "polynomial"
+    assert dg.attention_plan(*draw(n=8192, size=30.0)).path == "exact"
+    few = dg.attention_plan(*draw(n=64))
+    assert few.path == "exact"
+    assert "cheaper" in few.heads[0].why
+    assert few.heads[0].cost_exact < few.heads[0].cost_polynomial
+
+
+def test_heads_are_decided_one_by_one() -> None:
+    small, large = draw(n=600, heads=1), draw(n=600, heads=1, size=20.0, seed=1)
+    tiny = draw(n=600, heads=1, size=1e-5, seed=2)
+    q, k, v = (torch.cat(parts, dim=1) for parts in zip(large, small, tiny, large, strict=True))
+    plan = dg.attention_plan(q, k, v)
+    out = dg.attention(q, k, v)
+    forced = dg.attention_plan(q[:, 1:3], k[:, 1:3], v[:, 1:3], force="polynomial")
+    assert len({head.degree for head in forced.heads}) == 2
+    both, bound = dg.attention(q[:, 1:3], k[:, 1:3], v[:, 1:3], force="polynomial", return_bound=True)
+    expected = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    width = v.amax(-2, keepdim=True) - v.amin(-2, keepdim=True)
+    assert bool(((out - expected).abs() <= 1.1e-3 * width).all())
+    assert bool(((both - expected[:, 1:3]).abs() <= bound[..., None] * width[:, 1:3] + 1e-6).all())
+    assert [head.path for head in plan.heads][::3] == ["exact", "exact"]
+
+
+def test_centring_takes_out_what_softmax_does_not_see() -> None:
+    q, k, v = draw(n=500)
+    plain = dg.attention_plan(q, k, v, force="polynomial").heads[0]
+    moved = dg.attention_plan(q + 3, k - 5, v, force="polynomial").heads[0]
+    assert moved.bound_before > 100 * plain.bound_before
+    assert moved.bound_after < 1.2 * plain.bound_after
+    assert moved.centring == "keys, queries"
+    assert plain.centring == "none"
+    keys = dg.attention_plan(q, k + 5, v, force="polynomial").heads[0]
+    assert keys.centring == "keys"
+
+
+def test_few_rows_beyond_the_limit_are_done_exactly() -> None:
+    q, k, v = draw(n=4000, d=16)
+    q[:, :, ::1000] *= 60
+    plan = dg.attention_plan(q, k, v)
+    assert [head.exact_rows for head in plan.heads] == [4, 4]
+    assert "4 of 4000 rows" in str(plan)
+    for causal in (False, True):
+        out, bound = dg.attention(q, k, v, is_causal=causal, force="polynomial", return_bound=True)
+        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal)
+        torch.testing.assert_close(out[:, :, ::1000].double(), exact[:, :, ::1000], rtol=1e-4, atol=1e-5)
+        assert bool((bound[:, :, ::1000] == 0).all())
+        width = v.amax(-2, keepdim=True) - v.amin(-2, keepdim=True)
+        assert bool(((out - exact).abs() <= 1.2e-3 * width).all())
+
+
+def test_weights_that_would_vanish_on_the_causal_path_are_not_used() -> None:
+    q, k, v = draw(n=300)
+    shifted = dg.attention_plan(q + 1e3, k, v, is_causal=True)
+    assert shifted.path == "exact"
+    assert dg.attention_plan(q + 1e3, k, v, force="polynomial").path == "polynomial"
+
+
+def test_the_plan_prints_as_a_table() -> None:
+    plan = dg.attention_plan(*draw(n=4096, d=16, size=0.02))
+    text = str(plan)
+    assert text.splitlines()[0] == "attention at tolerance 0.001: polynomial"
+    assert len({len(line.split("  ")) > 5 for line in text.splitlines()[1:]}) == 1
+    assert "153" in text
+    assert plan.heads[0].features == 153
+    assert 0 < plan.guarantee <= 1e-3
+    assert 0 < plan.rounding < 1e-3
+
+
+def test_reduced_precision_products_are_in_the_allowance() -> None:
+    arguments = draw(n=4096)
+    fine = dg.attention_plan(*arguments, force="polynomial").rounding
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        coarse = dg.attention_plan(*arguments, force="polynomial").rounding
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert coarse > fine + 2**-11
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(40, 5), (3, 40, 5), (2, 3, 40, 5), (2, 1, 3, 40, 5)])
+def test_any_number_of_leading_axes(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(*shape, generator=generator) for _ in range(3))
+    out, bound = dg.attention(q, k, v, force="polynomial", return_bound=True)
+    assert out.shape == shape
+    assert bound.shape == shape[:-1]
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("empty", [(1, 2, 0, 4), (0, 2, 5, 4), (1, 2, 5, 0)])
+def test_nothing_to_compute(empty: tuple[int, ...]) -> None:
+    q = torch.zeros(*empty)
+    assert dg.attention(q, q, q).shape == empty
+    assert dg.attention_plan(q, q, q).path == "exact"
+
+
+def test_the_room_imports_with_torch_alone() -> None:
+    code = (
+        "import sys\n"
+        "for name in ('jaxtyping', 'scipy', 'typer', 'safetensors', 'matplotlib', 'flint', 'triton'):\n"
+        "    sys.modules[name] = None\n"
+        "import torch, depthgauge\n"
+        "q = torch.eye(4)\n"
+        "print(depthgauge.attention(q, q, q, force='polynomial', tolerance=0.1).shape)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "torch.Size([4, 4])", done.stderr
+
+
+# --- in use -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_swapped_into_a_self_attention_network(causal: bool) -> None:
+    network = dg.random_network(layers=3, heads=2, dim=8, eta=0.05, seed=0, causal=causal)
+    x = 2 * torch.rand(2, 200, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1
+    seen: list[str] = []
+
+    def fast(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        seen.append(dg.attention_plan(q, k, v, is_causal=is_causal, scale=scale, force="polynomial").path)
+        out = dg.attention(q, k, v, is_causal=is_causal, scale=scale, force="polynomial")
+        assert isinstance(out, Tensor)
+        return out
+
+    with torch.no_grad():
+        gap = (network(x, attention=fast) - network(x)).abs().max()
+    assert seen == ["polynomial"] * 3
+    assert 0 < float(gap) < 1e-3
+
+
+class Block(nn.Module):
+    """A plain transformer block that calls whatever attention it is given."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.inwards, self.outwards = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, attend: object) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.inwards(self.norm1(x)).chunk(3, -1)
+        )
+        mixed = attend(q, k, v, is_causal=True)  # type: ignore[operator]
+        x = x + self.outwards(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_swapped_into_a_transformer_block_with_small_and_with_trained_weights() -> None:
+    torch.manual_seed(0)
+    block = Block(32, 4).double()
+    x = torch.randn(2, 300, 32, dtype=torch.float64)
+    with torch.no_grad():
+        block.inwards.weight[:64] *= 0.2
+        small = block(x, F.scaled_dot_product_attention)
+        fast = block(x, lambda *a, **b: dg.attention(*a, **b, force="polynomial"))
+        assert 0 < float((small - fast).abs().max()) < 1e-2
+        block.inwards.weight[:64] *= 25  # as large as trained ones grow
+        torch.testing.assert_close(block(x, F.scaled_dot_product_attention), block(x, dg.attention))
+    parameters = list(block.parameters())
+    block.inwards.weight.data[:64] /= 25
+    exact = torch.autograd.grad(block(x, F.scaled_dot_product_attention).square().mean(), parameters)
+    ours = torch.autograd.grad(
+        block(x, lambda *a, **b: dg.attention(*a, **b, force="polynomial")).square().mean(), parameters
+    )
+    for one, other in zip(exact, ours, strict=True):
+        assert float((one - other).norm() / one.norm().clamp(min=1e-9)) < 1e-2

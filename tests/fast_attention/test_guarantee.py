@@ -1,0 +1,231 @@
+"""The guarantee, attacked: hypothesis looks for an entry further from exact attention than was promised."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from depthgauge.fast_attention.attention import attention, attention_plan
+from depthgauge.fast_attention.minimax import at_index, grid_index, output_error
+from depthgauge.fast_attention.naive import softmax_attention
+from depthgauge.fast_attention.plan import GuaranteeError, Plan
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+TWISTS = [
+    "none",
+    "shifted queries",
+    "shifted keys",
+    "both shifted",
+    "outlier key",
+    "outlier query",
+    "duplicates",
+    "zero values",
+    "far values",
+    "lopsided",
+    "one value sticks out",
+    "tiny",
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem hypothesis can shrink: everything follows from these numbers."""
+
+    seed: int
+    n: int
+    m: int
+    d: int
+    e: int
+    groups: int
+    size: float
+    dtype: torch.dtype
+    twist: str
+    causal: bool
+    padded: bool
+    tolerance: float
+    scale: float | None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        factor = math.sqrt(self.size / math.sqrt(self.d))
+        q, k = factor * normal(2, 2 * self.groups, self.n, self.d), factor * normal(2, 2, self.m, self.d)
+        v = normal(2, 2, self.m, self.e)
+        shift = 60.0 if self.dtype == torch.float16 else 1e3
+        if self.twist in ("shifted queries", "both shifted"):
+            q = q + shift
+        if self.twist in ("shifted keys", "both shifted"):
+            k = k + shift
+        if self.twist == "outlier key":
+            k[..., self.m // 2, :] *= 30
+        if self.twist == "outlier query":
+            q[..., self.n // 2, :] *= 30
+        if self.twist == "duplicates":
+            q, k = q[..., :1, :].expand_as(q), k[..., :1, :].expand_as(k)
+        if self.twist == "zero values":
+            v = torch.zeros_like(v)
+        if self.twist == "far values":
+            v = 100 + v
+        if self.twist == "lopsided" and self.dtype != torch.float16:
+            q, k = q * 2.0**45, k * 2.0**-45
+        if self.twist == "one value sticks out":
+            v[..., 0, :] = 50
+        if self.twist == "tiny" and self.dtype != torch.float16:
+            v = v * 1e-30
+        padding = None
+        if self.padded and self.m > 1:
+            padding = torch.rand(2, self.m, generator=generator) < 0.4
+            padding[:, 0] = False
+        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype), padding
+
+
+SIZES = st.sampled_from([1e-6, 1e-3, 0.02, 0.06, 0.15, 0.3, 0.5])
+CASES = st.builds(
+    Case,
+    seed=st.integers(0, 2**32),
+    n=st.sampled_from([1, 2, 3, 17, 130, 257, 301]),
+    m=st.sampled_from([1, 2, 5, 64, 255, 301]),
+    d=st.sampled_from([1, 2, 3, 8, 16]),
+    e=st.integers(1, 4),
+    groups=st.sampled_from([1, 1, 3]),
+    size=SIZES,
+    dtype=st.sampled_from(DTYPES),
+    twist=st.sampled_from(TWISTS),
+    causal=st.booleans(),
+    padded=st.booleans(),
+    tolerance=st.sampled_from([1e-1, 1e-2, 1e-3, 1e-4]),
+    scale=st.sampled_from([None, 1.0, -0.7]),
+)
+
+
+def spread(v: Tensor, padding: Tensor | None) -> Tensor:
+    """range(v) of every column over the keys that are not padding: [2, heads, 1, e]."""
+    v = v.double()
+    if padding is None:
+        return v.amax(-2, keepdim=True) - v.amin(-2, keepdim=True)
+    hidden = padding[:, None, :, None]
+    high, low = v.masked_fill(hidden, -math.inf).amax(-2, keepdim=True), v.masked_fill(hidden, math.inf)
+    return high - low.amin(-2, keepdim=True)
+
+
+def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Exact attention in float64, and what float64 itself may have lost (as a share of range(v))."""
+    q, k, v = q.double(), k.double(), v.double()
+    scale = case.scale if case.scale is not None else 1 / math.sqrt(case.d)
+    k, v = (x.repeat_interleave(case.groups, dim=1) for x in (k, v))
+    keep = None if padding is None else ~padding[:, None, :]
+    out = softmax_attention(q, k, v, scale, case.causal, keep)
+    largest = abs(scale) * q.norm(dim=-1).amax() * k.norm(dim=-1).amax()
+    return out, 2.0**-48 * (1 + largest * case.d)
+
+
+def promised(plan: Plan, case: Case) -> tuple[Tensor, Tensor]:
+    """guarantee + rounding of every query head, and whether it is on the fast path: two [2, heads, 1, 1]."""
+    shares = torch.tensor([h.guarantee + h.rounding for h in plan.heads], dtype=torch.float64)
+    fast = torch.tensor([h.path == "polynomial" for h in plan.heads])
+    return (x.view(2, 2, 1, 1).repeat_interleave(case.groups, dim=1) for x in (shares, fast))  # type: ignore[return-value]
+
+
+def check(case: Case, force: str | None) -> Plan:
+    q, k, v, padding = case.tensors()
+    arguments = {
+        "is_causal": case.causal, "tolerance": case.tolerance, "scale": case.scale, "key_padding": padding,
+        "enable_gqa": case.groups > 1,
+    }  # fmt: skip
+    try:
+        plan = attention_plan(q, k, v, **arguments, force=force)
+    except GuaranteeError:
+        assert force == "polynomial"
+        force = None
+        plan = attention_plan(q, k, v, **arguments)
+    out, bound = attention(q, k, v, **arguments, force=force, return_bound=True)
+    assert out.dtype == q.dtype
+    assert out.shape == (*q.shape[:-1], case.e)
+    expected, lost = reference(case, q, k, v, padding)
+    share, fast = promised(plan, case)
+    width = spread(v, padding).repeat_interleave(case.groups, dim=1)
+    stored = plan.output_unit * expected.abs() + torch.finfo(q.dtype).tiny
+    error = (out.double() - expected).abs()
+    ours = fast & (bound[..., None] > 0)
+    assert bool(((error <= (share + lost) * width + stored) | ~ours).all())
+    assert bool(((error <= (bound[..., None].double() + lost) * width + stored) | ~ours).all())
+    for head in plan.heads:
+        assert head.guarantee <= case.tolerance
+        assert head.path != "polynomial" or head.exact_rows > 0 or bool((bound > 0).any())
+    if plan.path == "exact":
+        keep = None if padding is None else ~padding[:, None, None, :]
+        if keep is not None and case.causal:
+            keep, causal = keep & torch.ones(case.n, case.m, dtype=torch.bool).tril(), False
+        else:
+            causal = case.causal
+        same = F.scaled_dot_product_attention(
+            q, k, v, keep, is_causal=causal, scale=case.scale, enable_gqa=case.groups > 1
+        )
+        torch.testing.assert_close(out, same, equal_nan=True)
+    return plan
+
+
+BASE = Case(0, 300, 300, 8, 3, 1, 0.02, torch.float32, "none", False, False, 1e-3, None)
+
+
+@settings(max_examples=150)
+@given(CASES)
+@example(BASE)
+def test_no_entry_is_further_off_than_promised(case: Case) -> None:
+    check(case, "polynomial")
+
+
+@settings(max_examples=60)
+@given(CASES)
+def test_nor_where_the_path_is_chosen(case: Case) -> None:
+    check(case, None)
+
+
+@pytest.mark.soak
+@settings(max_examples=10000)
+@given(CASES)
+def test_no_entry_is_further_off_than_promised_in_a_campaign(case: Case) -> None:
+    check(case, "polynomial")
+
+
+@pytest.mark.parametrize("twist", TWISTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_twist_is_met(twist: str, dtype: torch.dtype) -> None:
+    for causal in (False, True):
+        check(Case(1, 300, 300, 8, 3, 1, 0.03, dtype, twist, causal, False, 1e-2, None), "polynomial")
+
+
+@pytest.mark.parametrize(("size", "degree"), [(1e-6, 0), (0.01, 1), (0.08, 2), (0.2, 3), (0.35, 4)])
+def test_every_degree_is_reached(size: float, degree: int) -> None:
+    plan = check(Case(3, 300, 300, 8, 3, 1, size, torch.float32, "none", False, False, 1e-3, None), "polynomial")
+    assert max(head.degree or 0 for head in plan.heads) == degree
+
+
+def test_the_worst_case_is_nearly_attained() -> None:
+    # One coordinate, scores at the extrema of the error, values at the two ends of their range: the bound is no slack.
+    bound = 0.35
+    p = at_index(2, grid_index(bound))
+    t = torch.linspace(-bound, bound, 4001, dtype=torch.float64)
+    error = sum(c * t**g for g, c in enumerate(p.coefficients)) * torch.exp(-t) - 1
+    up, down = float(t[error.argmax()]), float(t[error.argmin()])
+    # Equal softmax mass on both: e^up · a = e^down · b.
+    many = 2000
+    share = math.exp(down) / (math.exp(up) + math.exp(down))
+    first = round(many * share)
+    k = torch.cat([torch.full((first,), up), torch.full((many - first,), down), torch.tensor([bound, -bound])])
+    v = torch.cat([torch.ones(first), torch.zeros(many - first), torch.tensor([0.5, 0.5])])
+    q = torch.tensor([1.0, -1.0], dtype=torch.float64).view(1, 1, 2, 1)  # two, or centring would leave nothing
+    k, v = k.double().view(1, 1, -1, 1), v.double().view(1, 1, -1, 1)
+    plan = attention_plan(q, k, v, scale=1.0, force="polynomial")
+    assert plan.heads[0].degree == 2
+    out = attention(q, k, v, scale=1.0, force="polynomial")
+    off = float((out - softmax_attention(q, k, v, 1.0))[..., 0, :].abs().max())
+    assert 0.8 * output_error(p.error) < off <= plan.guarantee
