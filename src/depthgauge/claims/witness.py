@@ -29,6 +29,7 @@ class Proof:
     left: Value
     right: Value
     steps: tuple[tuple[str, Value], ...]
+    relation: Relation = "<="
 
     def witness(self) -> Witness:
         """The same as text, for readers."""
@@ -50,7 +51,8 @@ def prove(inequality: Inequality, instance: Instance) -> Proof | None:
             return None
         if not violated(left, right, inequality.relation):
             return None
-    return Proof({name: _fractions(value) for name, value in exact.items()}, left, right, steps)
+    fractions = {name: _fractions(value) for name, value in exact.items()}
+    return Proof(fractions, left, right, steps, inequality.relation)
 
 
 def worked(inequality: Inequality, exact: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
@@ -80,11 +82,12 @@ def entries(left: Value, right: Value) -> Iterator[tuple[Value, Value]]:
 
 
 def margin(proof: Proof) -> float:
-    """left/right − 1 at the worst entry; infinite where the right side is nought."""
+    """left/right − 1 at the worst entry, for an equation in either direction; infinite where the divisor is nought."""
     worst = 0.0
     for left, right in entries(proof.left, proof.right):
         x, y = to_float(left), to_float(right)
-        worst = max(worst, x / y - 1 if y > 0 else (float("inf") if x > y else 0.0))
+        pairs = ((x, y), (y, x)) if proof.relation == "=" else ((x, y),)
+        worst = max(worst, *(a / b - 1 if b > 0 else (float("inf") if a > b else 0.0) for a, b in pairs))
     return worst
 
 
