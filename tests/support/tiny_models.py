@@ -1,0 +1,80 @@
+"""Tiny random checkpoints of every family, with weights large enough that attention is far from uniform."""
+
+import warnings
+from typing import Any
+
+import torch
+
+_SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GQA = {"num_key_value_heads": 2}
+_BERT = {"type_vocab_size": 1}
+
+# name → (model class, configuration class, settings)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", _SMALL | _GQA),
+    "mistral": ("MistralForCausalLM", "MistralConfig", _SMALL | _GQA | {"sliding_window": 4}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", _SMALL | _GQA),
+    "qwen2-window": (
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        _SMALL | _GQA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _SMALL | _GQA | {"head_dim": 8}),
+    "smollm3": ("SmolLM3ForCausalLM", "SmolLM3Config", _SMALL | _GQA),
+    "gemma": ("GemmaForCausalLM", "GemmaConfig", _SMALL | {"num_key_value_heads": 1, "head_dim": 8}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _SMALL | _GQA | {"head_dim": 4, "sliding_window": 4, "attn_logit_softcapping": 2.0},
+    ),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
+        "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 40, "bos_token_id": 1,
+        "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True,
+    }),
+    "gpt_neox": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL),
+    "gpt_neox-sequential": ("GPTNeoXForCausalLM", "GPTNeoXConfig", _SMALL | {"use_parallel_residual": False}),
+    "bert": ("BertModel", "BertConfig", _SMALL | _BERT),
+    "roberta": ("RobertaModel", "RobertaConfig", _SMALL | _BERT),
+    "electra": ("ElectraModel", "ElectraConfig", _SMALL | _BERT | {"embedding_size": 16}),
+    "distilbert": ("DistilBertModel", "DistilBertConfig", {
+        "dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24, "vocab_size": 40, "max_position_embeddings": 64,
+    }),
+}  # fmt: skip
+DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if "LM" in cls)
+ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
+# Outside the table of families, or outside the interface altogether.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "olmo": ("OlmoForCausalLM", "OlmoConfig", _SMALL | _GQA),
+    "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
+    "mpnet": ("MPNetModel", "MPNetConfig", _SMALL),
+}
+
+
+def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
+    """A model in evaluation mode; every matrix is normal with deviation `spread`, every norm near its default."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformers
+    cls, config, settings = (MODELS | OTHERS)[name]
+    model = getattr(transformers, cls)(getattr(transformers, config)(**settings)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * spread if parameter.dim() > 1 else parameter + 0.1 * noise)
+    return model
+
+
+def tokens(count: int = 11, batch: int = 2, seed: int = 0) -> torch.Tensor:
+    """Token ids without special ones."""
+    return torch.randint(3, 40, (batch, count), generator=torch.Generator().manual_seed(seed))
