@@ -42,22 +42,27 @@ Which = Literal["special", "other", "every"]
 class Case:
     """Parameters of the data sets, and the setting that they make with a number of classes."""
 
-    text: str
-    build: Callable[[int], AttentionSetting]
     parameters: dict[str, float]
+    build: Callable[[int], AttentionSetting]
+
+    def used(self, dataset: Dataset | None) -> dict[str, float]:
+        """The parameters that a data set has; of both, where none is named."""
+        return {name: value for name, value in self.parameters.items() if dataset is None or name != f"a{1 - dataset}"}
+
+    def text(self, dataset: Dataset | None) -> str:
+        """The same in words."""
+        letters = {"a0": "a₀", "a1": "a₁"}
+        return ", ".join(f"{letters.get(name, name)} = {value:.6g}" for name, value in self.used(dataset).items())
 
 
 def self_case(x: str = "ones", *, a0: float = 0.01, a1: float = 1.2, b: float = 0.2, c: float = 0.8) -> Case:
     """Self-attention; the paper's own parameters where none are given."""
-    parameters = {"a0": a0, "a1": a1, "b": b, "c": c}
-    text = f"a₀ = {a0}, a₁ = {a1}, b = {b}, c = {c:.6g}"
-    return Case(text, lambda k: SelfAttention(k * k, k + 2, 1, a0, a1, b, c, x), parameters)
+    return Case({"a0": a0, "a1": a1, "b": b, "c": c}, lambda k: SelfAttention(k * k, k + 2, 1, a0, a1, b, c, x))
 
 
 def cross_case(*, a0: float = 0.01, a1: float = 3.0) -> Case:
     """Cross-attention; the paper's own parameters where none are given."""
-    parameters = {"a0": a0, "a1": a1}
-    return Case(f"a₀ = {a0}, a₁ = {a1}", lambda k: CrossAttention(k * k, k + 1, 1, a0, a1), parameters)
+    return Case({"a0": a0, "a1": a1}, lambda k: CrossAttention(k * k, k + 1, 1, a0, a1))
 
 
 @dataclass(frozen=True)
@@ -133,7 +138,7 @@ class NetworkChance:
 class SuccessChance:
     """The chance that E_success does not happen: F_exp(D₁) > 0, all of F_lin(D₁), F_exp(D₀), F_lin(D₀) zero, one y."""
 
-    dataset: Dataset = 1
+    dataset: None = None
 
     def contrary(self, setting: AttentionSetting) -> float:
         """The chance of the contrary with m = ⌈8 log(n/δ)⌉."""
@@ -208,13 +213,13 @@ def fires(setting: AttentionSetting, dataset: Dataset, kind: Attention) -> float
 
 def least_factor(chance: NetworkChance, cases: Sequence[Case], most: int = 64) -> int | None:
     """The least whole C for which m = ⌈C log(n/δ)⌉ sign vectors make F positive as often as asked, all along."""
-    quiet = {
-        (case.text, k): math.log1p(-fires(case.build(k), chance.dataset, parse_attention(chance.kind)))
+    quiet = [
+        (k * k, math.log1p(-fires(case.build(k), chance.dataset, parse_attention(chance.kind))))
         for case in cases
         for k in LADDER
-    }
+    ]
     for factor in range(1, most + 1):
-        if all(q * width(k * k, factor) <= math.log(high(k * k)) for (_, k), q in quiet.items()):
+        if all(q * width(n, factor) <= math.log(high(n)) for n, q in quiet):
             return factor
     return None
 
@@ -224,6 +229,7 @@ class Curve:
     """The chance of the contrary, along the ladder, against what is allowed."""
 
     case: Case
+    dataset: Dataset | None
     contrary: tuple[float, ...]
     limit: tuple[float, ...]
 
@@ -248,8 +254,8 @@ class Curve:
         """From which n on, or where it ends."""
         last = f"at n = {LADDER[-1] ** 2:,} the contrary has probability {shown(self.contrary[-1])}"
         if self.since is None:
-            return f"{self.case.text}: at no n from some n on; {last} where {self.limit[-1]:.3g} is allowed."
-        return f"{self.case.text}: from n = {LADDER[self.since] ** 2:,} on; {last}."
+            return f"{self.case.text(self.dataset)}: not for large n; {last} where {self.limit[-1]:.3g} is allowed."
+        return f"{self.case.text(self.dataset)}: from n = {LADDER[self.since] ** 2:,} on; {last}."
 
 
 def shown(probability: float) -> str:
@@ -272,6 +278,7 @@ def observe(chance: Chance, cases: Sequence[Case], limit: Callable[[int], float]
     curves = [
         Curve(
             case,
+            chance.dataset,
             tuple(chance.contrary(case.build(k)) for k in LADDER),
             tuple(limit(k * k) for k in LADDER),
         )
@@ -303,8 +310,8 @@ def _witness(chance: Chance, curve: Curve) -> Witness:
 def _instance(chance: Chance, case: Case, t: int) -> dict[str, Any]:
     """The sizes and those parameters that the data set has."""
     setting = case.build(t)
-    used = {name: decimal(value) for name, value in case.parameters.items() if name != f"a{1 - chance.dataset}"}
-    return {"n": setting.n, "d": setting.d, "t": t, **used}
+    used = case.used(chance.dataset)
+    return {"n": setting.n, "d": setting.d, "t": t, **{name: decimal(value) for name, value in used.items()}}
 
 
 def unless(printed: Observed, meant: Observed, difference: str) -> Observed:
@@ -329,7 +336,7 @@ def never_equal(chance: Chance, case: Case) -> Observed:
     witness = Witness(
         instance=_instance(chance, case, steps[-1]),
         left=f"{degrees[-1]:.7g}, {name}",
-        right=f"{degrees[0]:.7g}, the same at n = {steps[0] ** 2:,}, which a polynomial does not exceed twofold",
+        right=f"{degrees[0]:.7g}, the same at n = {steps[0] ** 2:,}; of a polynomial it tends to the degree",
         ratio=degrees[-1] / degrees[0],
         steps=chance.steps(case.build(steps[-1])),
     )

@@ -1,5 +1,6 @@
 """Lemmas F.2 to F.15 without signs: the entries of u, f and c on the cross-attention data sets with QKᵀ = I."""
 
+from dataclasses import replace
 from typing import Any
 
 from depthgauge.claims.claim import Claim, Inequality, Misprint
@@ -92,7 +93,6 @@ _FLAT_ROW = "Part 4a says j₀ = j₂, but only the other rows are flat; its pro
 _D1_FOR_D0 = "D₁ is printed for D₀: the formulas are in a₀."
 _D0_FOR_D1 = "D₀ is printed for D₁: the formulas are in a₁."
 _PART_2 = Part("2", "u", _NOT_J2, _NOT_KEY, "=", *_LOG, printed=_AS_NOT_J3)
-F_15 = _lemma("F.15", "lin", 0, _linear_c({}, {}))
 LEMMAS = (
     _lemma("F.2", "exp", 1, U_EXP + F_1, note=_FLAT_ROW),
     _lemma("F.3", "exp", 1, C_1, note="Unnumbered bullets are called a and b."),
@@ -108,7 +108,7 @@ LEMMAS = (
         note=f"{_D1_FOR_D0} {_ROW}",
         dataset=1,
     ),
-    F_15,
+    _lemma("F.15", "lin", 0, tuple(replace(part, sharp=True) for part in _linear_c({}, {}))),
 )
 
 

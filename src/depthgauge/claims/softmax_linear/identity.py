@@ -43,7 +43,7 @@ E_1 = Lemma(
             lambda w: w.power(w.a * w.a + w.b * w.b + w.c_size * w.c_size),
             printed={"bound": "n^((1 + {a})²)", "value": lambda w: w.power((1 + w.a) ** 2)},
         ),
-        Part("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda w: w.share(1, 2)),
+        Part("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda w: w.share(1, 2), sharp=True),
         Part("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
         Part("4a", "f", _NOT_J3, "j₁ of the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
         Part(
@@ -152,6 +152,7 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
         statement=f"for {_row(special)}: {number} indices j₁ have {_level(near)}",
         check=printed if proved is None else Misprint(printed, _counted(special, near, proved)),
         hypothesis=HYPOTHESIS,
+        sharp=proved is None,
         note=_UNTIED if proved is None else f"{_UNTIED} Part 4's proof counts {proved}: j₀ is of its own class.",
     )
 

@@ -193,7 +193,7 @@ LEMMAS = (
         product="identity",
         note=f"The lemma says QKᵀ = I_d where its proof has all ones. {_WRONG_INDEX}",
     ),
-    _lemma("D.15", "lin", 0, C_LIN),
+    _lemma("D.15", "lin", 0, tuple(replace(part, sharp=True) for part in C_LIN)),
 )
 
 _ROW_OF_ANOTHER = "for j₀ ≠ j₃: c_exp[j₀, i₀] ≤ (1/n^(1 − a₁) + (t − 1)/n) b√(log n) for the class of j₃"

@@ -47,6 +47,7 @@ HYPOTHESES = {
     "D1": _SELF.format("b + c = 1, b and c ≥ 1/10, a₁ ≥ 7/10", "all ones"),
     "D0": _SELF.format("b + c = 1, b and c ≥ 1/10, 0 < a₀ < 1/10", "all ones"),
     "E": _SELF.format("a₁ ≥ 7/10 as printed, a₁ ≥ 1 as Lemma E.1 has it", "= I_d"),
+    "E4": _SELF.format("a₁ ≥ 1, b² + c² = 1, 0 < b < 1/5", "= I_d"),
     "F1": _CROSS.format("a₁ > 1"),
     "F0": _CROSS.format("0 < a₀ < 1/10"),
 }
@@ -150,7 +151,15 @@ def _network(
 
 
 def _impossible() -> Observed:
-    return replace(judge_inequality(CONTRADICTION, "B.E.4"), words=(f"{NEVER}.",))
+    """Theorem E.4 asks b² + c² = 1 of a data set that has b + c = 1."""
+    return _sided(judge_inequality(CONTRADICTION, "B.E.4"), "asked of b² + c²", "what b² + c² is", f"{NEVER}.")
+
+
+def _sided(found: Observed, left: str, right: str, words: str) -> Observed:
+    """A failing inequality with its sides named for readers."""
+    witness = found.witness
+    named = witness and replace(witness, left=f"{witness.left}, {left}", right=f"{witness.right}, {right}")
+    return replace(found, words=(words,), witness=named)
 
 
 _KINDS: tuple[Kind, Kind] = ("lin", "exp")
@@ -193,8 +202,9 @@ def _displayed() -> Inequality:
 
 
 def _misnamed() -> Observed:
-    found = judge_inequality(_displayed(), "B.D.17")
-    return replace(found, words=("the network that is displayed, of c_exp, is not F_lin.",))
+    """Theorem D.17 defines one network and speaks of another."""
+    words = "the network that is displayed, with c_exp, is not F_lin."
+    return _sided(judge_inequality(_displayed(), "B.D.17"), "F_lin", "the network that is displayed", words)
 
 
 _FOUR: tuple[tuple[str, NetworkChance, Sequence[Case]], ...] = (
@@ -250,7 +260,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         id="ours.b-d-4-2",
         where="Lemma D.4, Part 2, for smaller a₁",
-        statement=_says(_BELOW_ONE, "≠ j₃"),
+        statement=f"if a₁ ≤ 4/5, {_says(_BELOW_ONE, '≠ j₃')}",
         check=Study(lambda: observe(_BELOW_ONE, (*D_1[1:], self_case(a1=0.8)))),
         hypothesis=HYPOTHESES["D1"].replace("a₁ ≥ 7/10", "7/10 ≤ a₁ ≤ 4/5"),
     ),
@@ -297,10 +307,10 @@ CLAIMS: tuple[Claim, ...] = (
         "E.4",
         NetworkChance(1, "exp", True),
         E_SQUARES,
-        "E",
+        "E4",
         printed=_impossible,
         difference="With b² + c² = 1 in place of b + c = 1",
-        note=f"{NEVER}.",
+        note="Its conditions contradict each other as those of Lemma E.1 do (see B.E.1).",
     ),
     _cross_row("F.4.1", RowChance(1, "exp", "special", "reaches", Fraction(9, 10)), F_1, _J2),
     _cross_row("F.4.2", RowChance(1, "exp", "other", "within", _HALF), F_1, _J2),
