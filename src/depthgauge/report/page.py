@@ -1,0 +1,177 @@
+"""The shell of the page: one HTML file that carries its style, its scripts and its data, and may fetch nothing."""
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from itertools import groupby
+from string import Template
+from typing import Any
+
+from depthgauge.report.charts import Chart, Choice
+from depthgauge.report.sections import Part, Section, section
+from depthgauge.report.text import Cell, Table, command_line, counted, escape, sentence
+
+
+def render(document: Mapping[str, Any], plotly: str) -> str:
+    """The page of a checked result document; `plotly` is the source of plotly.js."""
+    settings = document["settings"]
+    sections = [section(subject, settings) for subject in document["subjects"]]
+    library, script = _for_script(plotly), _for_script(_asset("page.js"))
+    data = {
+        f"s{k}-{part.name}": [choice.to_json() for choice in part.chart.choices]
+        for k, found in enumerate(sections)
+        for part in found.parts
+        if part.chart is not None
+    }
+    names = ", ".join(found.name for found in sections)
+    return Template(_asset("page.html")).substitute(
+        policy=_policy(library, script),
+        title=escape(f"depthgauge: {names}"),
+        style=_asset("page.css"),
+        version=escape(document["version"]),
+        count=counted(len(sections), "network" if _all_networks(document) else "subject"),
+        links="\n".join(_link(k, found) for k, found in enumerate(sections)),
+        description=escape("; ".join(f"{found.name}: {found.verdict}" for found in sections)),
+        overview=_overview(sections),
+        sections="\n".join(_section(k, found) for k, found in enumerate(sections)),
+        command=escape(command_line(settings)),
+        settings=_settings(settings).html("settings"),
+        data=_for_data(data),
+        plotly=library,
+        script=script,
+    )
+
+
+def _all_networks(document: Mapping[str, Any]) -> bool:
+    return all(subject["kind"] == "network" for subject in document["subjects"])
+
+
+def _asset(name: str) -> str:
+    return files("depthgauge.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _for_script(source: str) -> str:
+    """A script as it can stand in a page, with the line ends the browser will see when it takes the hash."""
+    plain = source.replace("\r\n", "\n").replace("\r", "\n")
+    return plain.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+
+
+def _for_data(value: Any) -> str:
+    """JSON that can stand in a page: no character in it can end the element or begin another.
+
+    >>> _for_data({"name": "</script>"})
+    '{"name":"\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _policy(*scripts: str) -> str:
+    """Only these scripts run, and nothing is ever requested; plotly.js writes styles as it draws."""
+    hashes = " ".join(
+        f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
+    )
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _link(k: int, found: Section) -> str:
+    return f'<li><a href="#s{k}"><bdi>{escape(found.name)}</bdi></a></li>'
+
+
+def _overview(sections: Sequence[Section]) -> str:
+    """The verdicts side by side; a single one stands in its section."""
+    if len(sections) == 1:
+        return ""
+    entries = "\n".join(
+        f'<li><a href="#s{k}"><bdi>{escape(found.name)}</bdi></a>'
+        f'<p class="verdict"><bdi>{sentence(found.verdict)}</bdi></p></li>'
+        for k, found in enumerate(sections)
+    )
+    return f'<ul class="overview">\n{entries}\n</ul>'
+
+
+def _section(k: int, found: Section) -> str:
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd><bdi>{escape(value)}</bdi></dd></div>" for name, value in found.facts
+    )
+    parts = "\n".join(_part(f"s{k}-{part.name}", part) for part in found.parts)
+    return (
+        f'<section id="s{k}" class="subject" aria-labelledby="s{k}-title" tabindex="-1">\n'
+        f'<h2 id="s{k}-title"><bdi>{escape(found.name)}</bdi></h2>\n'
+        f'<p class="verdict"><bdi>{sentence(found.verdict)}</bdi></p>\n'
+        f'<dl class="facts">{facts}</dl>\n<div class="parts">\n{parts}\n</div>\n</section>'
+    )
+
+
+def _part(name: str, part: Part) -> str:
+    """A figure: title and buttons, chart, caption, and the table behind it."""
+    copy = "" if part.table is None else _copy_button(f"{name}-table", "Copy table", part.table.title)
+    chart = "" if part.chart is None else _chart(name, part.chart)
+    table = ""
+    if part.table is not None:
+        opened = " open" if part.table_open else ""
+        table = (
+            f"<details{opened}><summary>Table: {escape(part.table.title)}</summary>"
+            f"{part.table.html(f'{name}-table')}</details>"
+        )
+    return (
+        f'<figure id="{name}" class="{"half" if part.half else "full"}" aria-labelledby="{name}-title">\n'
+        f'<div class="head"><h3 id="{name}-title">{escape(part.title)}</h3>{copy}</div>\n{chart}'
+        f"<figcaption>{_note(name, part.chart)}<span>{escape(part.caption)}</span></figcaption>\n{table}\n</figure>"
+    )
+
+
+def _note(name: str, chart: Chart | None) -> str:
+    if chart is None or not chart.choices[0].note:
+        return ""
+    return f'<span id="{name}-note">{escape(chart.choices[0].note)}</span> '
+
+
+def _chart(name: str, chart: Chart) -> str:
+    first = chart.choices[0]
+    return (
+        f"{_picker(name, chart)}"
+        f'<div class="chart" id="{name}-chart" data-chart="{name}" style="height:{chart.height}px" tabindex="0" '
+        f'role="application" aria-roledescription="chart" aria-label="{escape(first.alt)}"></div>\n'
+    )
+
+
+def _picker(name: str, chart: Chart) -> str:
+    """A menu of the chart's views, in groups where they have some."""
+    if len(chart.choices) == 1:
+        return ""
+    groups = []
+    for group, entries in groupby(enumerate(chart.choices), key=lambda entry: entry[1].group):
+        options = "".join(_option(k, choice) for k, choice in entries)
+        groups.append(f'<optgroup label="{escape(group)}">{options}</optgroup>' if group else options)
+    return (
+        f'<label class="picker">{escape(chart.pick)} '
+        f'<select data-for="{name}" autocomplete="off">{"".join(groups)}</select></label>\n'
+    )
+
+
+def _option(k: int, choice: Choice) -> str:
+    return f'<option value="{k}"{" selected" if k == 0 else ""}>{escape(choice.name)}</option>'
+
+
+def _copy_button(target: str, words: str, what: str) -> str:
+    return (
+        f'<button type="button" class="copy" data-copy="{target}" aria-label="{escape(f"{words}: {what}")}">'
+        f"{escape(words)}</button>"
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> Table:
+    rows = tuple((name, _setting(value)) for name, value in settings.items())
+    return Table("Settings", ("setting", "value"), rows)
+
+
+def _setting(value: Any) -> Cell:
+    if value is None or (isinstance(value, str | int | float) and not isinstance(value, bool)):
+        return value
+    return json.dumps(value, ensure_ascii=False)
