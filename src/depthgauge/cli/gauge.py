@@ -19,6 +19,8 @@ _EXAMPLES = """
 
 `depthgauge gauge net.safetensors --input x.safetensors --json` uses your inputs (tensor `x`, [tokens, dim] or
 [samples, tokens, dim]) and prints the result document.
+
+`depthgauge gauge net.safetensors --report page.html` also writes a page with charts that opens in any browser.
 """
 
 
@@ -34,6 +36,7 @@ def command(
     seed: Annotated[int | None, typer.Option(help="The seed they are drawn from  [default: 0].")] = None,
     input: Annotated[Path | None, typer.Option(help="Read the inputs from this safetensors file instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the result document to this file.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's depth does work."""
@@ -49,9 +52,27 @@ def command(
         _print_tables(result)
     if out is not None:
         talk.print(f"result written to {out}", markup=False, highlight=False, soft_wrap=True)
+    if report is not None:
+        _write_page(result, report, out)
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
+
+
+def _write_page(result: "Gauge", page: Path, saved: Path | None) -> None:
+    """Write the page; without its extra, keep the result and say how to get the page from it."""
+    from depthgauge.report.report import MissingExtraError, write_report
+
+    try:
+        write_report(result, page)
+        words = f"page written to {page}"
+    except MissingExtraError as error:
+        if saved is None:
+            saved = Path(f"{page}.json")
+            result.save(saved)
+        then = f"then `depthgauge report {saved} --out {page}`"
+        words = f"no page was written, the result is kept in {saved}; {error}, {then}"
+    talk.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_tables(result: "Gauge") -> None:
