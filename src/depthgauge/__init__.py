@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from depthgauge.network.files import load_network, save_network
     from depthgauge.network.network import SelfAttentionNetwork
     from depthgauge.network.random import random_network
+    from depthgauge.report.report import write_report
     from depthgauge.studies.gauge import gauge
 
 _HOME = {
@@ -38,6 +39,7 @@ _HOME = {
     "measure": "depthgauge.measures.profile",
     "random_network": "depthgauge.network.random",
     "save_network": "depthgauge.network.files",
+    "write_report": "depthgauge.report.report",
 }
 
 __all__ = [
@@ -57,6 +59,7 @@ __all__ = [
     "measure",
     "random_network",
     "save_network",
+    "write_report",
 ]
 
 

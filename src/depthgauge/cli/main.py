@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import claims, collapse, gauge, random, reproduce, separate, sweep
+from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, sweep
 from depthgauge.errors import DepthgaugeError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command(name="claims")(claims.command)
 app.command(name="separate")(separate.command)
 app.command(name="reproduce")(reproduce.command)
 app.command(name="sweep")(sweep.command)
+app.command(name="report")(report.command)
 
 
 # Usage errors come from the click that typer carries or depends on, depending on its version; this names it either way.
