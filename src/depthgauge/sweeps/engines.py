@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,7 +18,7 @@ from depthgauge.sweeps.cells import Cell, Outcome
 from depthgauge.sweeps.tasks import TASKS
 
 ENGINES = ("local", "dask")
-CONNECT_SECONDS = 5
+CONNECT_SECONDS = 4
 """How long to wait for a scheduler, and then for its first worker."""
 IN_FLIGHT = 1000
 """Cells handed to a cluster at once, so that workers that join later find work."""
@@ -30,8 +30,12 @@ class EngineError(DepthgaugeError):
     """The machinery under a sweep failed; what was committed is kept."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """Computes cells in any order."""
+
+    def check(self) -> None:
+        """Raise where it cannot work at all, before anything is written."""
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
         """The outcome of every cell, as each is done; closing it early stops the work."""
@@ -96,6 +100,9 @@ class Local:
         if self.jobs is not None:
             require_count("jobs", self.jobs, "the number of processes")
 
+    def check(self) -> None:
+        """There is always this machine."""
+
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
         """As `Engine` says."""
         import joblib
@@ -110,9 +117,26 @@ class Local:
         with joblib.parallel_config(backend="loky", inner_max_num_threads=1, **workers):
             parallel = _parallel(jobs, pre_dispatch="4*n_jobs")
         try:
-            yield from _unordered(parallel, cells)
+            with _silence_after_stopping(parallel):
+                yield from _unordered(parallel, cells)
         except BrokenProcessPool as error:
             raise EngineError("a worker process died, perhaps for lack of memory: fewer --jobs need less") from error
+
+
+@contextmanager
+def _silence_after_stopping(parallel: Any) -> Iterator[None]:
+    """Leave unsaid what a pool's own thread complains of once its work was cut off under its feet."""
+    before = threading.excepthook
+
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if not getattr(parallel, "_aborting", False):
+            before(args)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        threading.excepthook = before
 
 
 @dataclass(frozen=True)
@@ -120,6 +144,11 @@ class Dask:
     """The workers of a running Dask scheduler, `dask scheduler` and any number of `dask worker ADDRESS`."""
 
     address: str
+
+    def check(self) -> None:
+        """Connect once."""
+        with connected(self.address):
+            pass
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
         """As `Engine` says."""
@@ -159,13 +188,8 @@ def connected(address: str) -> Iterator[Any]:
     except ImportError as error:
         raise InputError("the engine dask needs the extra cluster; pip install 'depthgauge[cluster]'") from error
     with _quiet("distributed"):
-        try:
-            client: Any = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"no Dask scheduler answers at {address!r}; start one with `dask scheduler` and give its address, "
-                "such as tcp://127.0.0.1:8786"
-            ) from error
+        _probe(address)
+        client: Any = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
         with client:
             try:
                 client.wait_for_workers(1, timeout=CONNECT_SECONDS)
@@ -175,6 +199,28 @@ def connected(address: str) -> Iterator[Any]:
                 ) from error
             _check_workers(client)
             yield client
+
+
+def _probe(address: str) -> None:
+    """Shake hands once; a client that fails to do so would go on trying in the background."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    from distributed.comm.core import connect
+
+    async def shake_hands() -> None:
+        reach: Any = connect
+        comm = await asyncio.wait_for(reach(address, timeout=CONNECT_SECONDS), CONNECT_SECONDS)
+        await comm.close()
+
+    with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+        try:
+            thread.submit(asyncio.run, shake_hands()).result()
+        except Exception as error:  # whatever listens there may answer anything
+            raise InputError(
+                f"no Dask scheduler answers at {address!r}; start one with `dask scheduler` and give its address, "
+                "such as tcp://127.0.0.1:8786"
+            ) from error
 
 
 def _check_workers(client: Any) -> None:
@@ -210,6 +256,9 @@ def _reporting_backend(client: Any) -> Any:
     from joblib._dask import DaskDistributedBackend
 
     class ReportingBackend(DaskDistributedBackend):  # type: ignore[misc]
+        def effective_n_jobs(self, n_jobs: int) -> int:
+            return max(2, super().effective_n_jobs(n_jobs))  # of one, joblib would do without the cluster
+
         def submit(self, func: Any, callback: Any = None) -> Any:
             future = super().submit(func, callback)
 
@@ -222,7 +271,7 @@ def _reporting_backend(client: Any) -> Any:
 
         def retrieve_result_callback(self, out: Any) -> Any:
             if hasattr(out, "exception"):
-                reason = " ".join(str(out.exception()).split())
+                reason = " ".join(str(out.exception()).split()).split(". ")[0]
                 raise EngineError(f"the cluster gave up a cell: {reason}")
             return super().retrieve_result_callback(out)
 

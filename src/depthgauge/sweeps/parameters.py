@@ -1,6 +1,7 @@
 """What a task's parameters may be: each is checked before anything runs, and written one way only."""
 
 import math
+import numbers
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,21 +29,32 @@ class Parameter:
 
 def count(meaning: str, least: int = 1) -> Check:
     """A whole number of at least `least`."""
-    return lambda name, value: require_count(name, value, meaning, least)
 
+    def check(name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}; it is {meaning}")
+        return require_count(name, int(value), meaning, least)
 
-def positive(meaning: str) -> Check:
-    """A positive number, held as a float."""
-    return lambda name, value: require_positive(name, value, meaning)
+    return check
 
 
 def number(meaning: str) -> Check:
     """Any finite number, held as a float."""
 
     def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise InputError(f"{name} must be a finite number, got {value!r}; it is {meaning}")
         return float(value)
+
+    return check
+
+
+def positive(meaning: str) -> Check:
+    """A positive number, held as a float."""
+    finite = number(meaning)
+
+    def check(name: str, value: Any) -> float:
+        return require_positive(name, finite(name, value), meaning)
 
     return check
 
@@ -85,7 +97,11 @@ def text(meaning: str) -> Check:
     return check
 
 
-SEED = Parameter(lambda name, value: require_seed(value), default=0)
+def _seed(name: str, value: Any) -> int:
+    return require_seed(count("where the random numbers start", least=0)(name, value))
+
+
+SEED = Parameter(_seed, default=0)
 """Every task takes a seed: another one gives other draws at the same settings."""
 
 

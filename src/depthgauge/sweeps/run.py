@@ -57,14 +57,15 @@ def run_cells(
 
     `name` and `document` say what the cells belong to, and are kept beside them.
     """
-    path, begun = Path(store), time.perf_counter()
+    path, begun, engine = Path(store), time.perf_counter(), engine or Local()
+    engine.check()
     with run_lock(path), Store.open(path, create=True) as opened:
         grid = opened.plan(name, document, cells)
         settled = opened.settled((cell.identity for cell in cells), failed=not retry_failed)
         missing = [cell for cell in cells if cell.identity not in settled]
         computed = 0
         try:
-            computed = _compute(opened, missing, engine or Local(), step)
+            computed = _compute(opened, missing, engine, step)
         except KeyboardInterrupt as error:
             raise InterruptedRunError(f"interrupted: {_kept(opened, grid, cells)}") from error
         except EngineError as error:

@@ -1,0 +1,71 @@
+"""A grid to sweep in tests, the command run as a process of its own, and what an undisturbed run gives."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.grid import read_grid
+from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps.store import Store
+
+GRID = """
+task = "collapse-error"
+repetitions = {repetitions}
+[parameters]
+method = ["mean-field", "parallel", "last-layer"]
+eta = [0.01, 0.1]
+layers = [8]
+heads = [2]
+dim = [32]
+tokens = [{tokens}]
+"""
+
+
+def write_grid(directory: Path, repetitions: int, tokens: int = 256) -> Path:
+    path = directory / "grid.toml"
+    path.write_text(GRID.format(repetitions=repetitions, tokens=tokens), encoding="utf-8")
+    return path
+
+
+def undisturbed(grid: Path, directory: Path) -> str:
+    """The hash of the rows of a run that nothing happened to."""
+    store = directory / "undisturbed.db"
+    run_grid(read_grid(grid), store, engine=Local(1))
+    return rows_sha256(store)
+
+
+def rows_sha256(store: Path) -> str:
+    with Store.open(store) as opened:
+        return opened.rows_sha256()
+
+
+def rows_done(store: Path) -> int:
+    if not store.exists():
+        return 0
+    with Store.open(store, create=True) as opened:  # it may have been born this very moment
+        return opened.count().done
+
+
+def sweep(*words: object, **options: object) -> "subprocess.Popen[str]":
+    """`depthgauge sweep …` as a process and a group of its own."""
+    return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
+        [sys.executable, "-m", "depthgauge", "sweep", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        **options,
+    )
+
+
+def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)

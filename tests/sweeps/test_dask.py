@@ -1,0 +1,101 @@
+"""The cluster engine on a real cluster of two worker processes."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sweeping import rows_sha256, undisturbed, write_grid
+
+from depthgauge.errors import InputError
+from depthgauge.sweeps import engines, tasks
+from depthgauge.sweeps.engines import Dask, EngineError
+from depthgauge.sweeps.grid import Grid, read_grid
+from depthgauge.sweeps.parameters import SEED
+from depthgauge.sweeps.run import InterruptedRunError, run_grid, status
+
+dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
+distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator["distributed.LocalCluster"]:
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
+    ) as running:
+        yield running
+
+
+def test_a_worker_killed_in_the_middle_costs_nothing(cluster: "distributed.LocalCluster", tmp_path: Path) -> None:
+    grid, store = write_grid(tmp_path, 20, tokens=100), tmp_path / "s.db"
+    killed: list[int] = []
+
+    def kill_one(done: int, total: int, label: str) -> None:
+        if done == 30:
+            killed.append(next(iter(cluster.workers.values())).pid)
+            os.kill(killed[0], signal.SIGKILL)
+
+    done = run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), step=kill_one)
+    assert killed
+    assert (done.computed, done.count.done) == (120, 120)
+    assert rows_sha256(store) == undisturbed(grid, tmp_path)
+
+
+def test_an_interrupted_run_is_resumed(cluster: "distributed.LocalCluster", tmp_path: Path) -> None:
+    grid, store = write_grid(tmp_path, 4, tokens=20), tmp_path / "s.db"
+
+    def stop(done: int, total: int, label: str) -> None:
+        if done == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedRunError, match="7 of 24 cells are done"):
+        run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), step=stop)
+    assert run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address)).computed == 17
+    assert rows_sha256(store) == undisturbed(grid, tmp_path)
+
+
+def test_a_worker_with_another_version_is_named(
+    cluster: "distributed.LocalCluster", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "__version__", "0.0.0")
+    with pytest.raises(InputError, match=r"the worker tcp://.* has depthgauge .*, this machine has 0\.0\.0"):
+        run_grid(read_grid(write_grid(tmp_path, 1)), tmp_path / "s.db", engine=Dask(cluster.scheduler_address))
+    assert not (tmp_path / "s.db").exists()
+
+
+def test_nobody_at_the_address_is_said_within_ten_seconds(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound but not listening: nobody else will answer there
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        begun = time.monotonic()
+        with pytest.raises(InputError, match="no Dask scheduler answers at"):
+            run_grid(read_grid(write_grid(tmp_path, 1)), tmp_path / "s.db", engine=Dask(address))
+        assert time.monotonic() - begun < 10
+    assert not (tmp_path / "s.db").exists()
+
+
+def test_a_scheduler_without_workers_is_said(tmp_path: Path) -> None:
+    with (
+        distributed.LocalCluster(
+            n_workers=0, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
+        ) as empty,
+        pytest.raises(InputError, match="has no workers; start some with `dask worker tcp://"),
+    ):
+        Dask(empty.scheduler_address).check()
+
+
+def test_a_cell_the_cluster_gives_up_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that takes its worker down again and again must not be waited for forever."""
+    monkeypatch.setitem(tasks.TASKS, "deadly", tasks.Task("deadly", 1, {"seed": SEED}, lambda cell: os._exit(1)))
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        distributed.LocalCluster(
+            n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
+        ) as fragile,
+        pytest.raises(EngineError, match=r"the cluster gave up a cell.*0 of 1 cells are done and kept"),
+    ):
+        run_grid(Grid("deadly", {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))
+    assert status(tmp_path / "s.db")["missing"] == 1

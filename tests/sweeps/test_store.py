@@ -1,0 +1,233 @@
+"""The store: one row a cell, committed at once, never lost, never twice; what is not a store is left alone."""
+
+import json
+import shutil
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from depthgauge.errors import InputError, OutputError
+from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.sweeps.lock import Holder, holder_of, lock_path, run_lock
+from depthgauge.sweeps.store import Count, Store
+
+
+def cells(count: int, task: str = "t") -> list[Cell]:
+    return [Cell(task, 1, {"eta": 0.1 * k, "word": "é"}, 0) for k in range(count)]
+
+
+def done(cell: Cell, value: float = 1.0) -> Outcome:
+    return Outcome(cell.identity, {"value": value}, None, 0.25)
+
+
+def record_all(store: Store, every: list[Cell]) -> None:
+    for cell in every:
+        store.record(done(cell))
+
+
+def failed(cell: Cell) -> Outcome:
+    return Outcome(cell.identity, None, "it broke", 0.25)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "s.db"
+
+
+def test_a_row_is_there_for_another_reader_at_once(path: Path) -> None:
+    first, second, *_ = cells(3)
+    with Store.open(path, create=True) as store, Store.open(path) as reader:
+        grid = store.plan("g", {"n": 3}, cells(3))
+        assert reader.count() == Count(0, 0, 3)
+        store.record(done(first))
+        assert reader.count() == reader.count(grid) == Count(1, 0, 2)
+        store.record(failed(second))
+        assert reader.count() == Count(1, 1, 1)
+        assert reader.settled([first.identity, second.identity, "x"]) == {first.identity, second.identity}
+        assert reader.settled([first.identity, second.identity], failed=False) == {first.identity}
+        assert reader.seconds() == 0.5
+        rows = list(reader.results().values())
+    assert [row.cell for row in rows] == cells(3)
+    assert [row.result for row in rows] == [{"value": 1.0}, None, None]
+    assert [row.error for row in rows] == [None, "it broke", None]
+
+
+def test_a_row_that_is_done_stays_and_a_failed_one_can_be_mended(path: Path) -> None:
+    first, second = cells(2)
+    with Store.open(path, create=True) as store:
+        store.plan("g", {}, [first, second])
+        for outcome in (done(first, 1.0), done(first, 2.0), failed(first), failed(second), done(second, 3.0)):
+            store.record(outcome)
+        assert [row.result for row in store.results().values()] == [{"value": 1.0}, {"value": 3.0}]
+        assert store.count() == Count(2, 0, 0)
+
+
+def test_rows_are_durable_by_their_settings(path: Path) -> None:
+    with Store.open(path, create=True) as store:
+        for opened in (store, Store.open(path)):
+            with opened:
+                assert opened._connection.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+                assert opened._connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
+def test_the_hash_sees_identities_and_results_but_no_order_and_no_time(tmp_path: Path) -> None:
+    hashes = []
+    outcomes = [done(cell, 0.1 * k) for k, cell in enumerate(cells(4))]
+    slower = [Outcome(o.identity, o.result, o.error, 9.0) for o in reversed(outcomes)]
+    other = [*outcomes[:3], done(cells(4)[3], 0.31)]
+    fewer, broken = outcomes[:3], [*outcomes[:3], failed(cells(4)[3])]
+    for k, rows in enumerate((outcomes, slower, other, fewer, broken)):
+        with Store.open(tmp_path / f"{k}.db", create=True) as store:
+            for row in rows:
+                store.record(row)
+            hashes.append(store.rows_sha256())
+    assert hashes[0] == hashes[1]
+    assert len(set(hashes)) == 4
+
+
+def test_grids_are_kept_and_share_cells(path: Path) -> None:
+    every = cells(4)
+    with Store.open(path, create=True) as store:
+        store.plan("one", {"a": [1]}, every[:3])
+        store.plan("two", {"a": [2]}, every[2:])
+        store.plan("one again", {"a": [1]}, every[:3])
+        store.record(done(every[2]))
+        assert store.grids() == [("one", {"a": [1]}, Count(1, 0, 2)), ("two", {"a": [2]}, Count(1, 0, 1))]
+        assert store.count() == Count(1, 0, 3)
+        store.plan("one", {"a": [1]}, [*every[:2], Cell("t", 2, {}, 0)])  # a task changed: its cells are others now
+        assert store.grids()[0][2] == Count(0, 0, 3)
+        assert store.count() == Count(1, 0, 4)
+
+
+def test_what_is_not_a_store_is_said_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "text.db").write_text("not a database " * 100, encoding="utf-8")
+    with sqlite3.connect(tmp_path / "other.db") as other:
+        other.execute("CREATE TABLE mine (x)")
+    other.close()
+    (tmp_path / "empty.db").write_bytes(b"")
+    for name in ("text.db", "other.db", "empty.db"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(InputError, match="is not the store of a sweep"):
+            Store.open(tmp_path / name)
+        if name != "empty.db":
+            with pytest.raises(InputError, match="is not the store of a sweep"):
+                Store.open(tmp_path / name, create=True)
+        assert (tmp_path / name).read_bytes() == before
+    with pytest.raises(InputError, match="there is no store"):
+        Store.open(tmp_path / "none.db")
+    assert not (tmp_path / "none.db").exists()
+    with pytest.raises(InputError, match="is a directory"):
+        Store.open(tmp_path)
+    with pytest.raises(OutputError, match="cannot use the store"):
+        Store.open(tmp_path / "text.db" / "s.db", create=True)
+
+
+def test_a_store_of_a_later_format_is_not_touched(path: Path) -> None:
+    Store.open(path, create=True).__exit__(None, None, None)
+    connection = sqlite3.connect(path)
+    connection.execute("PRAGMA user_version = 9")
+    connection.close()
+    with pytest.raises(InputError, match="newer than this version reads"):
+        Store.open(path, create=True)
+
+
+def test_a_full_disk_is_one_sentence_and_the_store_stays_valid(path: Path) -> None:
+    every = cells(400)
+    with Store.open(path, create=True) as store:
+        store.plan("g", {}, every)
+        pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
+        store._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+        with pytest.raises(OutputError, match="full; make room and run the same command again") as raised:
+            record_all(store, every)
+        assert "\n" not in str(raised.value)
+        kept = store.count().done
+        assert 0 < kept < 400
+        assert store.count() == Count(kept, 0, 400 - kept)
+        store._connection.execute(f"PRAGMA max_page_count = {pages + 1000}")
+        record_all(store, every[kept:])
+        assert store.count() == Count(400, 0, 0)
+        assert store._connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_a_log_torn_anywhere_leaves_a_beginning_of_the_rows(path: Path, tmp_path: Path) -> None:
+    """What a power cut can leave: the file as of the last checkpoint, and a log that ends anywhere."""
+    every = cells(12)
+    with Store.open(path, create=True) as store:
+        store.plan("g", {}, every)
+        store._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        for cell in every:
+            store.record(done(cell))
+        log = path.with_name(path.name + "-wal").read_bytes()
+        seen = set()
+        for cut in range(0, len(log) + 1, max(1, len(log) // 60)):
+            copy = tmp_path / f"cut{cut}.db"
+            shutil.copyfile(path, copy)
+            copy.with_name(copy.name + "-wal").write_bytes(log[:cut])
+            with Store.open(copy, create=True) as after:
+                rows = [row.result is not None for row in after.results().values()]
+                assert rows == sorted(rows, reverse=True)  # a beginning, without a hole
+                seen.add(sum(rows))
+                record_all(after, every)
+                assert after.rows_sha256() == store.rows_sha256()
+        assert {0, 6, 11} <= seen
+
+
+# --- the lock --------------------------------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from depthgauge.sweeps.lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def hold(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_the_lock_names_its_holder_and_dies_with_it(path: Path) -> None:
+    path.parent.mkdir()
+    for ending in ("kill", "communicate"):
+        process = hold(path)
+        holder = holder_of(path)
+        assert holder is not None
+        assert holder.pid == process.pid
+        assert holder.host == Holder.me().host
+        with pytest.raises(InputError, match=rf"in use by process {process.pid} on .*, since 20"), run_lock(path):
+            pass
+        getattr(process, ending)()
+        process.communicate()
+        assert holder_of(path) is None
+        with run_lock(path):
+            assert holder_of(path) is not None
+        assert not lock_path(path).exists()
+
+
+def test_looking_does_not_disturb(path: Path) -> None:
+    assert holder_of(path) is None
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    with run_lock(path):
+        for _ in range(50):
+            assert holder_of(path) is not None
+    lock_path(path).write_text("half a docu", encoding="utf-8")  # left by a process that was killed
+    assert holder_of(path) is None
+    with run_lock(path):
+        assert json.loads(lock_path(path).read_text(encoding="utf-8"))["pid"] > 0
+
+
+def test_a_place_that_cannot_be_locked_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(OutputError, match="cannot lock"), run_lock(tmp_path / "file" / "s.db"):
+        pass

@@ -1,0 +1,135 @@
+"""Whatever happens to a run: committed rows stay, each cell is there once, and the rows are those of a calm run."""
+
+import json
+import os
+import random
+import resource
+import signal
+import sqlite3
+import subprocess
+from pathlib import Path
+
+import pytest
+from sweeping import rows_done, rows_sha256, sweep, undisturbed, wait_until, write_grid
+
+from depthgauge.sweeps.store import Store
+
+
+def finish(*words: object) -> tuple[int, str, str]:
+    process = sweep(*words)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def committed(store: Path) -> dict[str, str]:
+    with Store.open(store) as opened:
+        return {row[0]: row[1] for row in opened._read("SELECT identity, result FROM rows")}
+
+
+def children_of(pid: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(status[1]) == pid:
+                found.append(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> None:
+    grid, store = write_grid(tmp_path, repetitions, tokens=128), tmp_path / "s.db"
+    chance, struck, before = random.Random(seed), 0, {}
+    for _ in range(kills):
+        process = sweep(grid, "--store", store, "--jobs", 2)
+        have = len(before)
+        wait_until(lambda p=process, have=have: rows_done(store) > have or p.poll() is not None)
+        try:
+            process.wait(chance.uniform(0, 0.3))
+        except subprocess.TimeoutExpired:
+            workers = children_of(process.pid)
+            process.kill()
+            struck += 1
+            wait_until(lambda w=workers: not any(map(is_alive, w)), 10)
+        process.communicate()
+        after = committed(store)
+        assert before.items() <= after.items()  # nothing that was committed is lost or changed
+        before = after
+    assert struck >= kills // 2
+    code, _, err = finish(grid, "--store", store, "--jobs", 2)
+    assert code == 0, err
+    assert rows_sha256(store) == undisturbed(grid, tmp_path)
+    assert len(committed(store)) == 6 * repetitions
+    connection = sqlite3.connect(store)
+    assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    connection.close()
+
+
+def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, kills=6, repetitions=40, seed=1)
+
+
+@pytest.mark.soak
+def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
+    kill_and_resume(tmp_path, kills=20, repetitions=150, seed=2)
+
+
+def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
+    """A second run is refused by name, status reads on, and Ctrl-C, which reaches the whole group, ends it cleanly."""
+    grid, store = write_grid(tmp_path, 20), tmp_path / "s.db"
+    process = sweep(grid, "--store", store, "--jobs", 2)
+    wait_until(lambda: rows_done(store) > 5)
+    os.kill(process.pid, signal.SIGSTOP)  # it holds the store for as long as this takes
+    code, out, err = finish(grid, "--store", store)
+    assert (code, out) == (2, "")
+    assert f"in use by process {process.pid} on" in err
+    assert err.count("\n") == 1
+    code, out, _ = finish("--status", store, "--json")
+    assert json.loads(out)["running"]["pid"] == process.pid
+    os.killpg(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGCONT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 1
+    kept = rows_done(store)
+    assert 5 < kept < 120
+    assert err == (
+        f"error: interrupted: {kept} of 120 cells are done and kept in {store}; run the same command again to resume\n"
+    )
+    code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)
+    assert code == 0
+    assert f"{120 - kept} cells computed" in err
+    found = json.loads(out)
+    assert (found["done"], found["failed"], found["missing"]) == (120, 0, 0)
+    assert found["running"] is None
+    assert found["rows_sha256"] == undisturbed(grid, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.toml", "s.db", "undisturbed.db"]
+
+
+def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
+    grid, store = write_grid(tmp_path, 30, tokens=4), tmp_path / "s.db"
+    limit = 2**18
+
+    def small_disk() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    process = sweep(grid, "--store", store, "--jobs", 1, preexec_fn=small_disk)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.count("\n") == 1
+    assert "make room and run the same command again" in err
+    kept = rows_done(store)
+    assert 0 < kept < 180
+    code, _, err = finish(grid, "--store", store, "--jobs", 1)
+    assert code == 0
+    assert f"{180 - kept} cells computed" in err
+    assert rows_sha256(store) == undisturbed(grid, tmp_path)
