@@ -16,7 +16,6 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from depthgauge.models.interface import Session, Watch
-from depthgauge.models.library import CheckpointError
 from depthgauge.models.load import Checkpoint
 
 Change = Callable[[Tensor], Tensor]
@@ -86,7 +85,7 @@ class Stack:
             for layer, block in enumerate(self.blocks):
                 patches.enter_context(self._recording(block, layer, states))
             output = self._forward(ids)
-        return Pass(tuple(states[layer] for layer in range(len(self) + 1)), output)
+        return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
 
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
         out = self.checkpoint.model(input_ids=ids.to(self.checkpoint.device), **_no_cache(self.checkpoint))
@@ -128,14 +127,12 @@ class Stack:
                 block.forward = own
 
 
-def find_blocks(model: nn.Module, layers: int) -> nn.ModuleList:
-    """The list of a model's blocks: the outermost module list with one entry for each layer."""
+def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
+    """A model's blocks: the outermost module list with one entry for each layer; empty where there is none."""
     for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers and not isinstance(module[0], nn.Linear):
-            return module
-    raise CheckpointError(
-        f"{type(model).__name__} keeps no list of {layers} blocks; what-ifs need one, use --no-what-if"
-    )
+        if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
+            return list(module)
+    return []
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from depthgauge.collapse.printed import PrintedBound, printed_bound
 from depthgauge.collapse.surrogates import CLOSED_FORMS, closed_form, refusal
 from depthgauge.errors import InputError
 from depthgauge.measures.profile import Profile, measure
+from depthgauge.models.load import is_checkpoint
 from depthgauge.network.files import load_network
 from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random import random_network
 from depthgauge.progress import Step, silent
+from depthgauge.studies.model_subject import ModelSubject
+from depthgauge.studies.models import ModelOptions, ModelSettings, gauge_checkpoint
 
 SCHEMA = "depthgauge.gauge/1"
 SMALL_ETA, LARGE_ETA = 0.004, 0.4
@@ -111,8 +114,8 @@ class Subject:
 class Gauge:
     """The result of `gauge`."""
 
-    settings: Settings
-    subjects: tuple[Subject, ...]
+    settings: Settings | ModelSettings
+    subjects: tuple[Subject | ModelSubject, ...]
 
     def to_json(self) -> dict[str, Any]:
         """The versioned result document (docs/guide.md names every key)."""
@@ -144,13 +147,23 @@ def gauge(
     radius: float | None = None,
     seed: int | None = None,
     input: str | Path | None = None,
+    text: str | Path | None = None,
+    options: ModelOptions | None = None,
     progress: Step = silent,
 ) -> Gauge:
-    """Gauge a network (an object or a file), or with no target the built-in pair.
+    """Gauge a network (an object or a file), a checkpoint (a directory or a GGUF file), or with no target the pair.
 
-    Inputs are drawn (4 samples of 128 tokens, uniform in the box of radius 1, seed 0, unless said otherwise), or
-    read from a file.
+    A network's inputs are drawn (4 samples of 128 tokens, uniform in the box of radius 1, seed 0, unless said
+    otherwise), or read from a file. A checkpoint is gauged on `tokens` of `text` (2,048 of a built-in one), with
+    `options` of its own.
     """
+    if isinstance(target, str | Path) and is_checkpoint(target):
+        _only_for("networks", samples=samples, radius=radius, input=input)
+        asked = options or ModelOptions()
+        asked = asked if text is None else replace(asked, text=text)
+        found, model = gauge_checkpoint(target, asked, tokens=tokens, seed=seed, progress=progress)
+        return Gauge(found, (model,))
+    _only_for("checkpoints", text=text, options=options)
     drawn = {"samples": samples, "tokens": tokens, "radius": radius, "seed": seed}
     given = {name: value for name, value in drawn.items() if value is not None}
     if input is not None and given:
@@ -164,6 +177,12 @@ def gauge(
     inputs = [_inputs(settings, network) for network in networks]
     subjects = [_subject(network, x, settings, progress) for network, x in zip(networks, inputs, strict=True)]
     return Gauge(settings, tuple(subjects))
+
+
+def _only_for(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise InputError(f"{name} is for {what}, and the target is none; leave it out")
 
 
 def _subject(
