@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from flint import arb, ctx
+from flint import arb, ctx, fmpz
 
 from depthgauge.claims.claim import Observed, Witness
 from depthgauge.separation.attention import Attention, parse_attention
@@ -31,8 +31,25 @@ READING = (
     f"{len(LADDER)} values of n from {LADDER[0] ** 2} to {LADDER[-1] ** 2:,} were computed."
 )
 _PRECISION = 96
+_LAST_BITS = 2.0**-80
 _FLAT = 0.99
 """A probability that keeps this share over the last steps of the ladder is not on its way to nought."""
+
+
+@runtime_checkable
+class Chance(Protocol):
+    """Something said of random signs on a data set (None: of both), and the chance that it is not so."""
+
+    @property
+    def dataset(self) -> Dataset | None:
+        """0 or 1, or None where both data sets take part."""
+
+    def contrary(self, setting: AttentionSetting) -> float:
+        """The probability of the contrary."""
+
+    def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
+        """What a reader of a witness should see."""
+
 
 Event = Literal["reaches", "below", "within"]
 Which = Literal["special", "other", "every"]
@@ -151,9 +168,6 @@ class SuccessChance:
         return tuple((f"Pr[{name}]", f"{part:.7g}") for name, part in zip(names, parts, strict=True))
 
 
-Chance = RowChance | NetworkChance | SuccessChance
-
-
 def width(n: int, factor: int = WIDTH) -> int:
     """m = ⌈C log(n/δ)⌉."""
     return math.ceil(factor * math.log(n / DELTA))
@@ -163,7 +177,7 @@ def at_least(setting: AttentionSetting, row: Row, kind: Attention, tau: Fraction
     """P(⟨c_row, σ⟩ ≥ τ) over random signs σ, every comparison settled without rounding.
 
     For each pattern of the named signs, ⟨c, σ⟩ grows with the number p of + among the remaining classes; the least p
-    that does is found by halving, and P(Bin(r, ½) ≥ p) = I_½(p, r − p + 1), the incomplete beta function.
+    that does is found from a guess in floats.
     """
     turned = any(group.turn for group in row.groups)
     remaining = setting.classes - 1 - turned
@@ -171,31 +185,52 @@ def at_least(setting: AttentionSetting, row: Row, kind: Attention, tau: Fraction
     patterns = list(itertools.product(both, both, both if setting.kind == "self" else (1,), both if turned else (0,)))
     total = arb(0)
     with ctx.workprec(_PRECISION):
+        c = [float(value.mid()) for value in row.coefficients(kind, setting.n)]
         for first, own, last, turn in patterns:
+            short = float(tau) - c[0] * first - c[1] * own - c[2] * (turn - remaining) - c[3] * turn - c[4] * last
+            guess = short / (2 * c[2]) if c[2] > 0 else 0.0
 
             def over(p: int, named: tuple[int, int, int, int] = (first, own, last, turn)) -> bool:
                 first, own, last, turn = named
                 signs = Signs(first, own, 2 * p - remaining + turn, turn, last)
                 return sign_of_sum(kind, setting.n, row.excess(signs, tau)) >= 0
 
-            total += _tail(remaining, _least(over, remaining))
+            total += _tail(remaining, _least(over, remaining, guess))
         return float((total / len(patterns)).mid())
 
 
-def _least(over: Callable[[int], bool], top: int) -> int:
-    """The least p in 0, …, top at which `over` is true, top + 1 if it is nowhere; it is true from there on."""
+def _least(over: Callable[[int], bool], top: int, guess: float) -> int:
+    """The least p in 0, …, top at which `over` is true, top + 1 if it is nowhere; it is true from there on.
+
+    The guess only saves steps: strides from it, doubled each time, enclose the answer, and halving finds it.
+    """
     low, high = 0, top + 1
+    at, stride = math.ceil(min(max(guess, 0), top)), 1
     while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if over(middle) else (middle + 1, high)
+        inside = min(max(at, low), high - 1)
+        if over(inside):
+            high, at = inside, inside - stride
+        else:
+            low, at = inside + 1, inside + stride
+        stride *= 2
+        if not low <= at < high:
+            at = (low + high) // 2
     return low
 
 
+@lru_cache(maxsize=4096)
 def _tail(r: int, p: int) -> Any:
-    """P(Bin(r, ½) ≥ p)."""
+    """P(Bin(r, ½) ≥ p) = Σ_{k ≥ p} C(r, k)/2^r, from the middle outwards; what is left off is below the last bits."""
     if p <= 0 or p > r:
         return arb(int(p <= 0))
-    return (arb(1) / 2).beta_lower(arb(p), arb(r - p + 1), True)
+    with ctx.workprec(_PRECISION):
+        if 2 * p <= r:
+            return 1 - _tail(r, r - p + 1)
+        total = term = arb(fmpz.bin_uiui(r, p)) / arb(2) ** r
+        while p < r and term > total * _LAST_BITS:
+            term = term * (r - p) / (p + 1)
+            total, p = total + term, p + 1
+        return total
 
 
 @lru_cache(maxsize=256)
@@ -327,7 +362,10 @@ def unless(printed: Observed, meant: Observed, difference: str) -> Observed:
 def never_equal(chance: Chance, case: Case) -> Observed:
     """Whether the probability can *equal* 1 − δ/poly(n): then poly(n) is δ/contrary, whose degree must not grow."""
     steps = LADDER[5::3][:3]
-    degrees = [math.log(float(DELTA) / chance.contrary(case.build(k))) / math.log(k * k) for k in steps]
+    chances = [chance.contrary(case.build(k)) for k in steps]
+    degrees = [
+        math.log(float(DELTA) / x) / math.log(k * k) if x else math.inf for x, k in zip(chances, steps, strict=True)
+    ]
     name = "log(δ/Pr[contrary])/log n"
     if not all(0 < x < y / 2 for x, y in itertools.pairwise(degrees)):
         return Observed("undecided", None, len(steps), (f"{name} was not seen to grow.",))
@@ -341,3 +379,7 @@ def never_equal(chance: Chance, case: Case) -> Observed:
         steps=chance.steps(case.build(steps[-1])),
     )
     return Observed("fails", witness.ratio, len(steps), (words,), witness)
+
+
+def _degree(contrary: float, n: int) -> float:
+    return math.log(float(DELTA) / contrary) / math.log(n) if contrary > 0 else math.inf
