@@ -1,7 +1,7 @@
 """`depthgauge gauge`: the main job."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -9,7 +9,9 @@ from depthgauge.cli.output import print_json, progress_bar, talk
 
 if TYPE_CHECKING:
     from depthgauge.studies.gauge import Gauge
+    from depthgauge.studies.models import ModelOptions
 
+_MODELS = "Checkpoints"
 _EXAMPLES = """
 **Examples**
 
@@ -21,15 +23,24 @@ _EXAMPLES = """
 [samples, tokens, dim]) and prints the result document.
 
 `depthgauge gauge net.safetensors --report page.html` also writes a page with charts that opens in any browser.
+
+`depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text, and
+what the model loses without each layer. `--resume` goes on after an interruption.
 """
 
 
 def command(
     target: Annotated[
-        Path | None, typer.Argument(help="A network file; nothing: the built-in pair.", show_default=False)
+        Path | None,
+        typer.Argument(
+            help="A network file, a checkpoint directory, a .gguf file; nothing: the built-in pair.",
+            show_default=False,
+        ),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Random inputs to draw  [default: 4].")] = None,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of each  [default: 128].")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Tokens of each  [default: 128]; of a checkpoint's text in all  [default: 2048].")
+    ] = None,
     radius: Annotated[
         float | None, typer.Option(help="Their largest |entry| φ; they are uniform in the box  [default: 1].")
     ] = None,
@@ -38,12 +49,81 @@ def command(
     out: Annotated[Path | None, typer.Option(help="Also write the result document to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
+    text: Annotated[Path | None, typer.Option(help="Text to gauge a checkpoint on.", rich_help_panel=_MODELS)] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of a window  [default: 512].", rich_help_panel=_MODELS)
+    ] = None,
+    what_if: Annotated[
+        str | None,
+        typer.Option(
+            help="What to leave out of each layer: block, attention, mlp (these by default), uniform, parallel; or all.",
+            rich_help_panel=_MODELS,
+        ),
+    ] = None,
+    no_what_if: Annotated[
+        bool, typer.Option("--no-what-if", help="Only observe: a quick look.", rich_help_panel=_MODELS)
+    ] = False,
+    depth: Annotated[
+        float | None,
+        typer.Option(help="Remove layers while the loss grows by at most this.", rich_help_panel=_MODELS),
+    ] = None,
+    max_removed: Annotated[int | None, typer.Option(help="Remove at most so many.", rich_help_panel=_MODELS)] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="No text: what the weights say.", rich_help_panel=_MODELS)
+    ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].", rich_help_panel=_MODELS
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Device  [default: a GPU if there is one].", rich_help_panel=_MODELS)
+    ] = None,
+    device_map: Annotated[
+        str | None, typer.Option(help="Spread over devices, as transformers does: auto.", rich_help_panel=_MODELS)
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run code that comes with the checkpoint.", rich_help_panel=_MODELS),
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the same command was interrupted.", rich_help_panel=_MODELS)
+    ] = False,
 ) -> None:
-    """Measure how much of a network's depth does work."""
+    """Measure how much of a network's or a checkpoint's depth does work."""
     from depthgauge.studies.gauge import gauge
 
     with progress_bar("measuring") as progress:
-        result = gauge(target, samples=samples, tokens=tokens, radius=radius, seed=seed, input=input, progress=progress)
+        options = _model_options(
+            target,
+            {
+                "text": text,
+                "window": window,
+                "what_if": "none" if no_what_if and what_if is None else what_if,
+                "depth": depth,
+                "max_removed": max_removed,
+                "weights_only": weights_only or None,
+                "dtype": dtype,
+                "device": device,
+                "device_map": device_map,
+                "trust_remote_code": trust_remote_code or None,
+                "resume": resume or None,
+            },
+            out,
+        )
+        if no_what_if and what_if is not None:
+            raise typer.BadParameter("--what-if and --no-what-if exclude each other")
+        result = gauge(
+            target,
+            samples=samples,
+            tokens=tokens,
+            radius=radius,
+            seed=seed,
+            input=input,
+            options=options,
+            progress=progress,
+        )
     if out is not None:
         result.save(out)
     if as_json:
@@ -75,13 +155,41 @@ def _write_page(result: "Gauge", page: Path, saved: Path | None) -> None:
     talk.print(words, markup=False, highlight=False, soft_wrap=True)
 
 
+def _model_options(target: Path | None, given: dict[str, Any], out: Path | None) -> "ModelOptions | None":
+    """The flags for checkpoints, gathered; with any other target the first of them is refused."""
+    from depthgauge.errors import InputError
+    from depthgauge.models.load import Placement, is_checkpoint
+    from depthgauge.studies.models import ModelOptions
+
+    asked = {name: value for name, value in given.items() if value is not None}
+    if target is None or not is_checkpoint(target):
+        if asked:
+            flag = next(iter(asked)).replace("_", "-")
+            raise InputError(
+                f"--{flag} is for checkpoints, a directory or a .gguf file; the target is {target or 'none'}"
+            )
+        return None
+    placement = {name: asked.pop(name) for name in Placement.__dataclass_fields__ if name in asked}
+
+    def say(sentence: str) -> None:
+        talk.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+    return ModelOptions(placement=Placement(**placement), out=out, say=say, **asked)
+
+
 def _print_tables(result: "Gauge") -> None:
     from rich.console import Console
 
+    from depthgauge.cli.model_tables import model_tables
     from depthgauge.cli.tables import depth_table, profile_table, sandwich_table
 
     console = Console()
     for subject in result.to_json()["subjects"]:
+        if subject["kind"] == "model":
+            for part in model_tables(subject):
+                console.print(part, highlight=False)
+            console.print(f"→ {subject['verdict']}\n", style="bold", markup=False, highlight=False)
+            continue
         console.print(profile_table(subject))
         title = f"How far one layer can be from all of them, for every input with |entries| ≤ {subject['radius']:g}"
         rows = [{**row, **subject["printed"]} for row in subject["collapse"]]

@@ -12,7 +12,7 @@ def profile_table(subject: dict[str, Any]) -> Table:
     network = subject["network"]
     heads = sorted(set(network["heads"]))
     title = (
-        f"{escape(_printable(subject['name']))}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
+        f"{escape(printable(subject['name']))}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
         f"dim {network['dim']}, η = {network['eta']:.4g}, {'skip' if network['skip'] else 'no skip'}"
         f"{', causal' if network['causal'] else ''}"
     )
@@ -28,8 +28,8 @@ def profile_table(subject: dict[str, Any]) -> Table:
         table.add_row(
             str(layer["index"]),
             _ratio(layer["residual"]),
-            _spread(layer["heads"], "score_range"),
-            _spread(layer["heads"], "tv_mean"),
+            spread(layer["heads"], "score_range"),
+            spread(layer["heads"], "tv_mean"),
             _largest(layer["heads"], "contraction"),
             _largest(layer["heads"], "contraction_bound"),
         )
@@ -43,7 +43,7 @@ _CAPTION = (
 )
 
 
-def _printable(name: str) -> str:
+def printable(name: str) -> str:
     """A name out of a file, without the characters that steer a terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
@@ -61,9 +61,9 @@ def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
         if row.get("refused"):
             table.add_row(row["method"], "–", "–", "–", "–", "does not apply", style="dim")
             continue
-        proved = _number(row["upper"]) if row["upper"] is not None else "no finite certificate"
+        proved = number(row["upper"]) if row["upper"] is not None else "no finite certificate"
         lost = "" if row["lost_at"] is None else f" (lost at layer {row['lost_at']})"
-        printed = _number(row["printed_bound"])
+        printed = number(row["printed_bound"])
         if row["printed_bound"] is None:
             printed = "overflows" if row["printed_log10"] is None else f"1e{row['printed_log10']:.0f}"
         if not row["printed_applies"]:
@@ -71,7 +71,7 @@ def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
         elif row["method"] == "last-layer" and row["lower"] > (row["printed_bound"] or float("inf")):
             printed = f"{printed}: false"
         how = ", ".join(row["methods"]) + lost
-        table.add_row(row["method"], _number(row["lower"]), proved, _number(row["ratio"]), printed, how)
+        table.add_row(row["method"], number(row["lower"]), proved, number(row["ratio"]), printed, how)
     return table
 
 
@@ -97,22 +97,23 @@ def depth_table(depths: list[dict[str, Any]], layers: int) -> Table:
 
 
 def _ratio(residual: dict[str, Any]) -> str:
-    return _number(residual["midrange"]["max"]["ratio"])
+    return number(residual["midrange"]["max"]["ratio"])
 
 
-def _spread(heads: list[dict[str, Any]], name: str) -> str:
+def spread(heads: list[dict[str, Any]], name: str) -> str:
+    """The least and the largest value of a measure over heads."""
     values = [head[name] for head in heads if head[name] is not None]
     if not values:
         return "–"
-    least, largest = _number(min(values), 2), _number(max(values), 2)
+    least, largest = number(min(values), 2), number(max(values), 2)
     return least if least == largest else f"{least}–{largest}"
 
 
 def _largest(heads: list[dict[str, Any]], name: str) -> str:
     values = [head[name] for head in heads if head[name] is not None]
-    return _number(max(values)) if values else "–"
+    return number(max(values)) if values else "–"
 
 
-def _number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None, digits: int = 3) -> str:
     """A few digits, and no zero in an exponent that eighty columns have no room for: 5.1e-8."""
     return "–" if value is None else re.sub(r"e([+-])0(?=\d)", r"e\1", f"{value:.{digits}g}")

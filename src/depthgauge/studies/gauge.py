@@ -23,6 +23,7 @@ from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random import random_network
 from depthgauge.progress import Step, silent
+from depthgauge.studies.model_partial import forget_partial
 from depthgauge.studies.model_subject import ModelSubject
 from depthgauge.studies.models import ModelOptions, ModelSettings, gauge_checkpoint
 
@@ -129,6 +130,8 @@ class Gauge:
     def save(self, path: str | Path) -> None:
         """Write the result document, whole or not at all."""
         write_text(path, json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+        if isinstance(self.settings, ModelSettings):
+            forget_partial(path)
 
 
 def built_in_pair() -> tuple[SelfAttentionNetwork, SelfAttentionNetwork]:

@@ -45,10 +45,10 @@ class Partial:
             document = {"schema": SCHEMA, "about": self.about, "windows": self.windows, "steps": self.steps}
             write_text(self.path, json.dumps(document))
 
-    def finish(self) -> None:
-        """The result is written: nothing is left to resume."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+
+def forget_partial(out: str | Path) -> None:
+    """The result is written: nothing is left to resume."""
+    partial_path(out).unlink(missing_ok=True)
 
 
 def open_partial(out: str | Path | None, resume: bool, about: dict[str, Any]) -> Partial:
