@@ -56,7 +56,7 @@ def command(
     what_if: Annotated[
         str | None,
         typer.Option(
-            help="What to leave out of each layer: block, attention, mlp (these by default), uniform, parallel; or all.",
+            help="What to leave out of each layer: block,attention,mlp  [default], uniform, parallel, or all.",
             rich_help_panel=_MODELS,
         ),
     ] = None,
@@ -165,9 +165,8 @@ def _model_options(target: Path | None, given: dict[str, Any], out: Path | None)
     if target is None or not is_checkpoint(target):
         if asked:
             flag = next(iter(asked)).replace("_", "-")
-            raise InputError(
-                f"--{flag} is for checkpoints, a directory or a .gguf file; the target is {target or 'none'}"
-            )
+            what = "the built-in pair" if target is None else str(target)
+            raise InputError(f"--{flag} is for checkpoints, which are directories or .gguf files, and not for {what}")
         return None
     placement = {name: asked.pop(name) for name in Placement.__dataclass_fields__ if name in asked}
 

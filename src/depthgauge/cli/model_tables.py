@@ -73,8 +73,8 @@ _TEXT_COLUMNS = {
 _WEIGHT_COLUMNS = {"η": "eta", "‖V‖col": "value_col", "‖QKᵀ‖₂": "qk_norm", "‖V‖₂": "ov_norm", "Dong's β": "dong_beta"}
 _HEADS = (
     "residual: ‖X − 1x̄ᵀ‖/‖X‖ after the layer in Dong et al.'s norm (1: tokens differ fully, 0: all equal). Per head, "
-    "least – largest: range of the scores; distance of attention from plain averaging; its mass on the first token, in percent; "
-    "error of its output if it ran on the best static pattern."
+    "least – largest: range of the scores; distance of attention from plain averaging; its mass on the first token, in "
+    "percent; error of its output if it ran on the best static pattern."
 )
 _WEIGHTS = "Per head, least – largest, from the weights alone."
 

@@ -137,7 +137,7 @@ def find(target: str | Path) -> Source:
     if not path.is_dir():
         raise CheckpointError(f"cannot read {path}: no such directory")
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: it holds no config.json; name the directory that does")
+        raise CheckpointError(f"{path} is a directory and no checkpoint: it holds no config.json; name the one that does")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "its pickled weights are not opened, convert them to safetensors" if pickled else "copy it whole"
