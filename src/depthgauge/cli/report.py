@@ -20,14 +20,16 @@ The page needs the extra report: `pip install 'depthgauge[report]'`.
 
 
 def command(
-    result: Annotated[Path, typer.Argument(help="A result document, as `gauge --out` writes it.", show_default=False)],
+    result: Annotated[
+        Path, typer.Argument(metavar="RESULT.json", help="What `gauge --out` wrote.", show_default=False)
+    ],
     out: Annotated[Path | None, typer.Option(help="The page  [default: RESULT with the ending .html].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print where the page is and its size as JSON.")] = False,
 ) -> None:
     """Make a page of a saved result: charts, tables, and how to reproduce it."""
     from depthgauge.report.report import write_report
 
-    page = write_report(result, result.with_suffix(".html") if out is None else out)
+    page = write_report(result, result.parent / f"{result.stem}.html" if out is None else out)
     if as_json:
         print_json({"out": str(page), "bytes": page.stat().st_size})
     else:

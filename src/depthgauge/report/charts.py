@@ -1,12 +1,12 @@
 """Every chart of the page as data for plotly.js; colours are roles such as `@blue`, which the page's theme resolves."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from depthgauge.report.document import CENTERS, HEAD_MEASURES, NORMS
-from depthgauge.report.text import number, percent, printable
+from depthgauge.report.text import number, percent, printable, short
 
 Figure = dict[str, Any]
 
@@ -30,6 +30,8 @@ MEASURES = {
     "dong_beta": ("Dong's β", "‖QKᵀ‖col · ‖V‖₁,∞, the product in the rate of Dong et al."),
 }  # fmt: skip
 """Head measures: their names for people and what they say."""
+TOPS = {"tv_mean": 1.0, "tv_max": 1.0}
+"""Measures with a natural largest value: their shades mean the same in every network."""
 CENTER_NAMES = {"midrange": "differences from the midrange", "mean": "differences from the mean token"}
 NORM_NAMES = {"max": "largest entry", "frobenius": "Frobenius", "composite": "√(column · row sum)"}
 assert set(MEASURES) == set(HEAD_MEASURES)
@@ -85,40 +87,60 @@ def head_map(subject: Mapping[str, Any]) -> Chart | None:
     """Layer × head: any head measure, and each head's share of a proved bound."""
     layers = subject["layers"]
     heads = max((len(layer.get("heads", [])) for layer in layers), default=0)
-    choices = [
-        _heat_map(
-            layers, heads, measure_name(key), MEASURES[key][1] if key in MEASURES else "",
-            [[_plain(head.get(key)) for head in layer.get("heads", [])] for layer in layers], number, "Measured",
+    if heads == 0:
+        return None
+    measures = [
+        Measure(
+            name=measure_name(key),
+            note=MEASURES[key][1] if key in MEASURES else "",
+            rows=[[_plain(head.get(key)) for head in layer.get("heads", [])] for layer in layers],
+            top=TOPS.get(key, 0.0),
         )
         for key in head_measures(layers)
-    ]  # fmt: skip
+    ]
     for entry in subject.get("collapse", []):
         if entry.get("upper") is not None and any(any(row) for row in entry["share"]):
-            note = f"Which heads the proved bound on {printable(entry['method'])} is made of; all shares add up to 1."
-            name = f"share of the bound, {printable(entry['method'])}"
-            choices.append(_heat_map(layers, heads, name, note, entry["share"], percent, "Proved"))
-    return Chart(tuple(choices), 116 + heads * max(16, min(44, 320 // heads)), "Measure") if choices else None
+            method = printable(entry["method"])
+            note = f"Which heads the proved bound on {method} is made of; all shares add up to 1."
+            measures.append(Measure(f"share of the bound, {method}", note, entry["share"], percent, "Proved"))
+    height = 116 + heads * max(16, min(44, 320 // heads))
+    choices = tuple(heat_map(layers, heads, measure) for measure in measures)
+    return Chart(choices, height, "Measure") if choices else None
 
 
 def _plain(value: Any) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _heat_map(
-    layers: Sequence[Mapping[str, Any]], heads: int, name: str, note: str, rows: Any, show: Any, group: str
-) -> Choice:
-    """One measure, shaded from 0 to its largest value; `rows` is per layer, per head."""
-    cells = {(ell, h): row[h] for ell, row in enumerate(rows[: len(layers)]) for h in range(min(heads, len(row)))}
+@dataclass(frozen=True)
+class Measure:
+    """What a heat map shows: values per layer, per head, how they are written, and where their shades end.
+
+    Shades end at the largest value, or at `top` where that is larger; the menu lists the measure under `group`.
+    """
+
+    name: str
+    note: str
+    rows: Sequence[Sequence[float | None]]
+    show: Callable[[float | None], str] = number
+    group: str = "Measured"
+    top: float = 0.0
+
+
+def heat_map(layers: Sequence[Mapping[str, Any]], heads: int, measure: Measure) -> Choice:
+    """One measure of every head, layers from left to right, a gap where a layer has fewer heads."""
+    rows, show = measure.rows[: len(layers)], measure.show
+    cells = {(ell, h): row[h] for ell, row in enumerate(rows) for h in range(min(heads, len(row)))}
     z = [[cells.get((ell, h)) for ell in range(len(layers))] for h in range(heads)]
     text = [
         [
-            f"layer {layer['index']} · head {h}<br>{label(name)} <b>{show(z[h][ell])}</b>"
+            f"layer {layer['index']} · head {h}<br>{label(measure.name)} <b>{show(z[h][ell])}</b>"
             for ell, layer in enumerate(layers)
         ]
         for h in range(heads)
     ]
     known = {place: value for place, value in cells.items() if value is not None}
-    largest = max(known.values(), default=0.0)
+    largest = max(measure.top, *known.values()) if known else measure.top
     trace = {
         "type": "heatmap", "z": z, "x": [str(layer["index"]) for layer in layers], "y": [str(h) for h in range(heads)],
         "hovertext": text, "hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2,
@@ -130,23 +152,24 @@ def _heat_map(
             "tickvals": [0, largest], "ticktext": [show(0.0), show(largest)], "ticklabelposition": "outside top",
         },
     }  # fmt: skip
-    layout = _layout(
+    look = layout(
         xaxis={"type": "category", "title": {"text": "layer"}, "showgrid": False},
         yaxis={"type": "category", "title": {"text": "head"}, "showgrid": False, "autorange": "reversed"},
         margin={"l": 44, "r": 28, "t": 52, "b": 44},
     )
-    return Choice(name, note, _extremes(name, known, layers, show), {"data": [trace], "layout": layout}, group)
+    alt = _extremes(measure, known, layers)
+    return Choice(measure.name, measure.note, alt, {"data": [trace], "layout": look}, measure.group)
 
 
-def _extremes(name: str, known: Mapping[tuple[int, int], float], layers: Any, show: Any) -> str:
+def _extremes(measure: Measure, known: Mapping[tuple[int, int], float], layers: Sequence[Mapping[str, Any]]) -> str:
     if not known:
-        return f"Heat map of {name} by layer and head; no head has a value."
+        return f"Heat map of {measure.name} by layer and head; no head has a value."
 
     def place(at: tuple[int, int]) -> str:
-        return f"{show(known[at])} at layer {layers[at[0]]['index']}, head {at[1]}"
+        return f"{measure.show(known[at])} at layer {layers[at[0]]['index']}, head {at[1]}"
 
     least, largest = min(known, key=lambda at: known[at]), max(known, key=lambda at: known[at])
-    return f"Heat map of {name} by layer and head: least {place(least)}; largest {place(largest)}."
+    return f"Heat map of {measure.name} by layer and head: least {place(least)}; largest {place(largest)}."
 
 
 def residual_curve(subject: Mapping[str, Any]) -> Chart | None:
@@ -183,8 +206,8 @@ def _residual_choice(states: Sequence[tuple[str, Any]], center: str) -> Choice:
             ],
         })  # fmt: skip
     falls = bool(ratios) and min(ratios) < 0.1 * max(ratios)
-    scale = _log_axis(ratios) if falls else {"rangemode": "tozero"}
-    layout = _layout(
+    scale = log_axis(ratios) if falls else {"rangemode": "tozero"}
+    look = layout(
         xaxis={"type": "category", "title": {"text": "after layer"}, "tickangle": 0, "showgrid": False},
         yaxis={"title": {"text": "‖Res X‖ / ‖X‖"}, **scale},
         margin={"l": 60, "r": 8, "t": 36, "b": 44},
@@ -192,7 +215,7 @@ def _residual_choice(states: Sequence[tuple[str, Any]], center: str) -> Choice:
     first, last = (number(residual[center]["max"]["ratio"]) for _, residual in (states[0], states[-1]))
     alt = f"Line chart of what differs between tokens, by layer, in the largest entry: from {first} to {last}."
     note = "Of all that a state holds, how much differs between tokens: 1, everything; 0, all tokens are equal."
-    return Choice(CENTER_NAMES[center], note, alt, {"data": traces, "layout": layout})
+    return Choice(CENTER_NAMES[center], note, alt, {"data": traces, "layout": look})
 
 
 def sandwich(collapse: Sequence[Mapping[str, Any]], printed: Mapping[str, Any]) -> Chart | None:
@@ -213,11 +236,13 @@ def sandwich(collapse: Sequence[Mapping[str, Any]], printed: Mapping[str, Any]) 
     remarks = [(entry, "does not apply") for entry in collapse if "refused" in entry]
     remarks += [(entry, "no finite bound") for entry in bounded if entry["upper"] is None]
     errors = [e[key] for e in bounded for key in ("lower", "upper") if _on_log(e[key])]
-    layout = _layout(
-        xaxis={"title": {"text": "largest error in any entry"}, **_log_axis(errors)},
+    methods = [label(entry["method"]) for entry in collapse]
+    look = layout(
+        xaxis={"title": {"text": "largest error in any entry"}, **log_axis(errors)},
         yaxis={
             "type": "category", "categoryorder": "array", "automargin": True,
-            "categoryarray": [label(entry["method"]) for entry in collapse],
+            "categoryarray": methods, "tickvals": methods,
+            "ticktext": [label(short(entry["method"])) for entry in collapse],
             "range": [len(collapse) - 0.5, -0.5], "ticklabelstandoff": 6,
         },
         margin={"l": 12, "r": 16, "t": 36, "b": 44},
@@ -225,7 +250,7 @@ def sandwich(collapse: Sequence[Mapping[str, Any]], printed: Mapping[str, Any]) 
         shapes=[],
     )  # fmt: skip
     if _on_log(printed["printed_bound"]) and errors and printed["printed_bound"] < 1e3 * max(errors):
-        _mark_printed(layout, printed)
+        _mark_printed(look, printed)
     best = min((entry for entry in bounded if entry["upper"] is not None), key=lambda e: e["upper"], default=None)
     alt = "Sandwich per method on a logarithmic axis, from the error attained to the error proved."
     if best is not None:
@@ -233,7 +258,7 @@ def sandwich(collapse: Sequence[Mapping[str, Any]], printed: Mapping[str, Any]) 
             f" The least is proved for {printable(best['method'])}: {number(best['upper'])} proved, "
             f"{number(best['lower'])} attained."
         )
-    figure = {"data": [link, lower, upper], "layout": layout}
+    figure = {"data": [link, lower, upper], "layout": look}
     return Chart((Choice("sandwich", "", alt, figure),), 104 + 42 * len(collapse))
 
 
@@ -253,17 +278,17 @@ def _bounds(bounded: Sequence[Mapping[str, Any]], key: str, name: str, marker: F
 def _remark(method: str, words: str) -> Figure:
     return {
         "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": label(method), "text": words,
-        "showarrow": False, "font": {"color": "@faint", "size": 12},
+        "showarrow": False, "font": {"color": "@faint", "size": 12}, "bgcolor": "@raised", "borderpad": 2,
     }  # fmt: skip
 
 
-def _mark_printed(layout: Figure, printed: Mapping[str, Any]) -> None:
+def _mark_printed(look: Figure, printed: Mapping[str, Any]) -> None:
     """A dashed line at the bound that Theorem D.1 prints, in brackets where its conditions fail."""
     bound = printed["printed_bound"]
     name = "Theorem D.1" if printed["printed_applies"] else "(Theorem D.1)"
     line = {"color": "@purple", "width": 1.5, "dash": "dash"}
     place = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": bound, "x1": bound}
-    layout["shapes"].append({**place, "line": line, "showlegend": True, "name": f"{name}, as printed"})
+    look["shapes"].append({**place, "line": line, "showlegend": True, "name": f"{name}, as printed"})
 
 
 def depth_bars(depth: Sequence[Mapping[str, Any]], layers: int) -> Chart | None:
@@ -284,9 +309,9 @@ def depth_bars(depth: Sequence[Mapping[str, Any]], layers: int) -> Chart | None:
                 f"error {number(found[tolerance]['error'])}" for tolerance in there
             ],
         })  # fmt: skip
-    layout = _layout(
+    look = layout(
         xaxis={"type": "category", "title": {"text": "error allowed in any entry"}, "showgrid": False},
-        yaxis={"title": {"text": "layers that are enough"}, "range": [0, layers * 1.14], "nticks": 7},
+        yaxis={"title": {"text": "layers that are enough"}, "range": [0, layers * 1.14], "dtick": -(-layers // 6) or 1},
         margin={"l": 52, "r": 8, "t": 36, "b": 44},
         barmode="group", bargap=0.25, bargroupgap=0.14,
     )  # fmt: skip
@@ -295,10 +320,10 @@ def depth_bars(depth: Sequence[Mapping[str, Any]], layers: int) -> Chart | None:
         for entry in depth
     )
     alt = f"Bar chart of the layers that are enough, out of {layers}: {words}."
-    return Chart((Choice("depth", "", alt, {"data": traces, "layout": layout}),), 330)
+    return Chart((Choice("depth", "", alt, {"data": traces, "layout": look}),), 330)
 
 
-def _log_axis(values: Sequence[float]) -> Figure:
+def log_axis(values: Sequence[float]) -> Figure:
     """A logarithmic axis with few ticks, 1-2-5 or every so many decades, written as all numbers of the page are."""
     if not values:
         return {"type": "log"}
@@ -308,11 +333,12 @@ def _log_axis(values: Sequence[float]) -> Figure:
     if len(ticks) > 8:
         step = -(-(high - low + 2) // 7)
         ticks = [float(f"1e{k}") for k in range(low - low % step, high + 2, step)]
+    ticks = [tick for tick in ticks if 0 < tick < math.inf]
     return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
 
 
-def _layout(**own: Any) -> Figure:
-    """The look all charts share, and what this one adds."""
+def layout(**own: Any) -> Figure:
+    """The look all charts share, and what one adds: both axes, margins, whatever else."""
     axis = {
         "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
         "tickfont": {"color": "@faint", "size": 12}, "fixedrange": True, "ticks": "", "showline": False,

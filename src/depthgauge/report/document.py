@@ -30,12 +30,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
 TEXT = Kind("a text", lambda value: isinstance(value, str))
+TEXT_OR_NULL = Kind("a text or null", lambda value: value is None or isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 COUNT = Kind("a whole number from 0", _is_count)
+COUNT_OR_NULL = Kind("a whole number or null", lambda value: value is None or _is_count(value))
 NUMBER = Kind("a finite number", _is_number)
 MEASURED = Kind("a finite number or null", lambda value: value is None or _is_number(value))
 OBJECT = Kind("an object", lambda value: isinstance(value, dict))
@@ -55,13 +57,13 @@ _LAYER = {
     "heads": [{"index": COUNT, **dict.fromkeys(HEAD_MEASURES, MEASURED)}],
 }
 _NETWORK = {
-    "layers": COUNT, "heads": [COUNT], "dim": COUNT, "key_dim": [COUNT], "mlp": [MEASURED], "scale": NUMBER,
+    "layers": COUNT, "heads": [COUNT], "dim": COUNT, "key_dim": [COUNT], "mlp": [COUNT_OR_NULL], "scale": NUMBER,
     "skip": FLAG, "causal": FLAG, "activation": TEXT, "norm": TEXT, "mlp_skip": FLAG, "eta": MEASURED, "dtype": TEXT,
 }  # fmt: skip
 _REFUSED = {"method": TEXT, "refused": TEXT}
 _COLLAPSE = {
     "method": TEXT, "layers_after": COUNT, "upper": MEASURED, "lower": MEASURED, "ratio": MEASURED, "methods": [TEXT],
-    "notes": [TEXT], "share": [[MEASURED]], "lost_at": MEASURED, "seconds": MEASURED, "attack_seconds": MEASURED,
+    "notes": [TEXT], "share": [[MEASURED]], "lost_at": COUNT_OR_NULL, "seconds": MEASURED, "attack_seconds": MEASURED,
 }  # fmt: skip
 _DEPTH = {
     "tolerance": NUMBER, "certified": FLAG, "layers": COUNT, "kept": [COUNT], "folded": [[COUNT]], "error": MEASURED,
@@ -78,7 +80,11 @@ _SUBJECTS = {
         "layers": [{"index": COUNT, "residual?": _RESIDUAL, "heads?": [{"index": COUNT}]}],
     },
 }  # fmt: skip
-_DOCUMENT = {"schema": TEXT, "version": TEXT, "settings": OBJECT, "subjects": [OBJECT]}
+_SETTINGS = {
+    "target?": TEXT_OR_NULL, "input?": TEXT_OR_NULL, "samples?": COUNT_OR_NULL, "tokens?": COUNT_OR_NULL,
+    "radius?": MEASURED, "seed?": COUNT_OR_NULL,
+}  # fmt: skip
+_DOCUMENT = {"schema": TEXT, "version": TEXT, "settings": _SETTINGS, "subjects": [OBJECT]}
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

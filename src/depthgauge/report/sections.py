@@ -87,9 +87,7 @@ def head_part(subject: Subject) -> Part | None:
         for head in layer.get("heads", [])
     )
     columns = ("layer", "head", *(charts.measure_name(key) for key in keys))
-    caption = (
-        "Shades run from 0 to the largest value shown; point at a cell, or walk with the arrow keys, for its value."
-    )
+    caption = "Point at a cell, or walk through the cells with the arrow keys, for its value."
     return Part("heads", "Layer by head", caption, chart, Table("Every measure of every head", columns, rows))
 
 

@@ -24,6 +24,15 @@ def escape(text: str) -> str:
     return html.escape(printable(text), quote=True)
 
 
+def short(text: str, most: int = 20) -> str:
+    """A text that fits beside a chart.
+
+    >>> short("mean-field"), short("a name that goes on and on")
+    ('mean-field', 'a name that goes on…')
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def sentence(text: str) -> str:
     """A sentence as HTML, its numbers kept from breaking at the minus of an exponent."""
     return re.sub(r"\d[\d.]*e[+-]\d+", r'<span class="whole">\g<0></span>', escape(text))

@@ -1,0 +1,98 @@
+"""`depthgauge report` and `gauge --report` as a user meets them."""
+
+import json
+import sys
+
+import pytest
+
+from depthgauge.cli.main import main
+from depthgauge.network.files import save_network
+from depthgauge.network.random import random_network
+
+
+@pytest.fixture
+def run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    # With LayerNorm nothing is proved about it, which is quick.
+    save_network(random_network(layers=2, heads=2, dim=3, eta=0.1, norm="pre"), tmp_path / "net.safetensors")
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["depthgauge", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+@pytest.fixture
+def no_plotly(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+
+
+GAUGE = ("gauge", "net.safetensors", "--samples", "1", "--tokens", "4")
+
+
+def test_both_ways_give_the_same_page(run, tmp_path):
+    code, out, err = run(*GAUGE, "--report", "a.html", "--out", "r.json")
+    assert code == 0, err
+    assert "Effective depth" in out or "layers" in out
+    assert err.endswith("page written to a.html\n")
+    code, out, err = run("report", "r.json")
+    assert (code, out, err) == (0, "", "page written to r.html\n")
+    page = (tmp_path / "r.html").read_bytes()
+    assert page == (tmp_path / "a.html").read_bytes()
+    assert b"depthgauge gauge --samples 1 --tokens 4 --radius 1 --seed 0 net.safetensors" in page
+    code, out, err = run("report", "r.json", "--out", "deep/b.html", "--json")
+    assert code == 0
+    assert json.loads(out) == {"out": "deep/b.html", "bytes": len(page)}
+    assert (tmp_path / "deep" / "b.html").read_bytes() == page
+
+
+def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no_plotly):
+    code, out, err = run(*GAUGE, "--report", "a.html", "--json")
+    assert code == 0, err
+    assert not (tmp_path / "a.html").exists()
+    assert "no page was written, the result is kept in a.html.json" in err
+    assert "pip install 'depthgauge[report]', then `depthgauge report a.html.json --out a.html`" in err
+    assert json.loads((tmp_path / "a.html.json").read_text()) == json.loads(out)
+    code, out, err = run(*GAUGE, "--report", "b.html", "--out", "r.json")
+    assert code == 0
+    assert "layer" in out
+    assert "the result is kept in r.json;" in err
+    assert not (tmp_path / "b.html.json").exists()
+    code, out, err = run("report", "r.json")
+    assert (code, out) == (2, "")
+    assert err == "error: the page needs the extra report: pip install 'depthgauge[report]'\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["none.json"], 2, "cannot read none.json: No such file or directory; give the file that"),
+        (["net.safetensors"], 2, "net.safetensors is not a result document"),
+        (["old.json"], 2, "'depthgauge.gauge/0' of another version"),
+        (["part.json"], 2, "part.json: subjects is missing"),
+        (["part.json", "--out", "."], 2, "part.json: subjects is missing"),
+        (["."], 2, "cannot read .: Is a directory"),
+        ([], 2, "Missing argument 'RESULT.json'"),
+    ],
+)
+def test_bad_requests_end_with_one_sentence_and_no_page(run, tmp_path, arguments, code, words):
+    (tmp_path / "old.json").write_text('{"schema": "depthgauge.gauge/0"}')
+    (tmp_path / "part.json").write_text('{"schema": "depthgauge.gauge/1", "version": "0", "settings": {}}')
+    ended, out, err = run("report", *arguments)
+    assert (ended, out) == (code, "")
+    assert words in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.glob("*.html")) == []
+
+
+def test_a_page_that_cannot_be_written_does_not_take_the_tables_with_it(run, tmp_path):
+    code, out, err = run(*GAUGE, "--report", ".")
+    assert code == 1
+    assert "layer" in out
+    assert err == "error: cannot write .: it is a directory; name a file\n"

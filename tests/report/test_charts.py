@@ -1,0 +1,164 @@
+"""The charts say what the document says, in terms plotly knows."""
+
+import math
+import re
+from importlib.resources import files
+from typing import Any
+
+import pytest
+
+from depthgauge.report import charts
+from depthgauge.report.sections import section
+from depthgauge.report.text import number
+
+STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
+
+
+def roles(value: Any, key: str = "") -> set[str]:
+    if isinstance(value, str):
+        return {value[1:]} if value.startswith("@") and key.endswith(("color", "colorscale")) else set()
+    if isinstance(value, list):
+        return set().union(*(roles(inner, key) for inner in value))
+    return set().union(*(roles(inner, name) for name, inner in value.items())) if isinstance(value, dict) else set()
+
+
+def resolved(value: Any, key: str = "") -> Any:
+    if isinstance(value, str):
+        return "#123456" if value.startswith("@") and key.endswith(("color", "colorscale")) else value
+    if isinstance(value, list):
+        return [resolved(inner, key) for inner in value]
+    return {name: resolved(inner, name) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.fixture
+def figures(document):
+    return [
+        choice.figure
+        for subject in document["subjects"]
+        for part in section(subject, document["settings"]).parts
+        if part.chart is not None
+        for choice in part.chart.choices
+    ]
+
+
+def test_plotly_knows_every_attribute(figures):
+    import plotly.graph_objects as go
+
+    assert len(figures) == 2 * (13 + 2 + 1 + 1) + 2
+    for figure in figures:
+        go.Figure(resolved(figure))  # raises on a name or a value that plotly does not know
+
+
+def test_every_colour_is_one_of_every_theme(figures):
+    used = roles(figures)
+    assert {"blue", "vermilion", "shade-0", "shade-4", "ink"} <= used
+    themes = re.findall(r"color-scheme: (light|dark);(.*?)}", STYLE, re.DOTALL)
+    assert [name for name, _ in themes] == ["light", "dark", "dark"]
+    given = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", colours)) for _, colours in themes]
+    assert all(used <= set(colours) for colours in given)
+    assert given[1] == given[2]  # asked for by the system or by the reader, dark is dark
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_words_and_marks_stand_out_and_shades_have_an_order():
+    for _, colours in re.findall(r"color-scheme: (light|dark);(.*?)}", STYLE, re.DOTALL):
+        found = {name: luminance(value) for name, value in re.findall(r"--([\w-]+): (#[0-9a-f]{6});", colours)}
+
+        def contrast(one: str, other: str, found: dict[str, float] = found) -> float:
+            high, low = sorted((found[one], found[other]), reverse=True)
+            return (high + 0.05) / (low + 0.05)
+
+        for surface in ("paper", "raised"):
+            assert all(contrast(words, surface) >= 4.5 for words in ("ink", "faint", "accent"))
+            assert all(contrast(mark, surface) >= 3 for mark in ("blue", "vermilion", "green", "purple"))
+        shades = [found[f"shade-{k}"] for k in range(5)]
+        assert shades in (sorted(shades), sorted(shades, reverse=True))
+        assert contrast("shade-0", "shade-4") > 8
+
+
+def test_the_heat_map_is_the_measure_with_gaps_where_there_is_no_head(document):
+    subject = document["subjects"][0]
+    chart = charts.head_map(subject)
+    by_name = {choice.name: choice for choice in chart.choices}
+    assert [choice.group for choice in chart.choices] == ["Measured"] * 11 + ["Proved"] * 2
+    trace = by_name["score range θ"].figure["data"][0]
+    layers = subject["layers"]
+    assert trace["z"] == [
+        [layer["heads"][0]["score_range"] for layer in layers],
+        [layers[0]["heads"][1]["score_range"], None, layers[2]["heads"][1]["score_range"]],
+    ]
+    assert trace["zmax"] == layers[2]["heads"][1]["score_range"]
+    assert trace["hovertext"][1][2] == f"layer 2 · head 1<br>score range θ <b>{number(trace['z'][1][2])}</b>"
+    assert by_name["score range θ"].alt.endswith("largest 0.009 at layer 2, head 1.")
+    assert by_name["score range θ"].figure["data"][0]["zmin"] == 0
+    contraction = by_name["contraction"].figure["data"][0]
+    assert contraction["z"][1][0] is None
+    share = by_name["share of the bound, identity"].figure["data"][0]
+    assert share["z"] == [[0.2, 0.25, 0.25], [0.3, None, 0.0]]
+    assert "<b>30.0 %</b>" in share["hovertext"][1][0]
+
+
+def test_distance_from_averaging_is_shaded_on_its_own_scale_everywhere(document):
+    subject = document["subjects"][0]
+    for layer in subject["layers"]:
+        for head in layer["heads"]:
+            head["tv_mean"] = head["score_range"] = 1e-5
+    first = {choice.name: choice.figure["data"][0]["zmax"] for choice in charts.head_map(subject).choices}
+    assert first["distance from averaging"] == 1
+    assert first["score range θ"] == 1e-5
+
+
+def test_a_model_shows_the_measures_it_has(document):
+    chart = charts.head_map(document["subjects"][2])
+    assert [choice.name for choice in chart.choices] == ["largest weight η", "first token mass"]
+    assert chart.choices[1].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
+    assert charts.residual_curve(document["subjects"][2]) is None
+
+
+def test_the_residual_curve_runs_from_the_input_and_takes_a_log_axis_when_it_falls(document):
+    subject = document["subjects"][0]
+    chart = charts.residual_curve(subject)
+    figure = chart.choices[1].figure
+    assert figure["data"][1]["x"] == ["in", "0", "1", "2"]
+    states = [subject["input"], *subject["layers"]]
+    assert figure["data"][1]["y"] == [state["residual"]["mean"]["frobenius"]["ratio"] for state in states]
+    assert figure["layout"]["yaxis"]["type"] == "log"
+    for layer in subject["layers"]:
+        layer["residual"] = subject["input"]["residual"]
+    assert "type" not in charts.residual_curve(subject).choices[0].figure["layout"]["yaxis"]
+
+
+def test_the_sandwich_says_what_is_refused_and_what_is_infinite(document):
+    subject = document["subjects"][0]
+    figure = charts.sandwich(subject["collapse"], subject["printed"]).choices[0].figure
+    link, lower, upper = figure["data"]
+    assert lower["x"] == [0.01, 0.3, 0.001]
+    assert upper["x"] == [0.02, 0.5]
+    assert link["x"] == [0.01, 0.02, None, 0.3, 0.5, None]
+    assert [note["text"] for note in figure["layout"]["annotations"]] == ["does not apply", "no finite bound"]
+    assert figure["layout"]["shapes"][0]["x0"] == 0.25
+    assert figure["layout"]["shapes"][0]["name"] == "Theorem D.1, as printed"
+    assert charts.sandwich(subject["collapse"][3:], subject["printed"]) is None
+
+
+@pytest.mark.parametrize("values", [(1e308, 1.7e308), (5e-324, 1e-300), (1e-300, 1e300), (0.07, 1.0002), (2.0, 2.0)])
+def test_log_axes_have_a_few_finite_ticks(document, values):
+    subject = document["subjects"][0]
+    entry = {**subject["collapse"][0], "lower": values[0], "upper": values[1]}
+    axis = charts.sandwich([entry], subject["printed"]).choices[0].figure["layout"]["xaxis"]
+    assert 1 <= len(axis["tickvals"]) <= 8
+    assert all(0 < tick < math.inf for tick in axis["tickvals"])
+    assert len(axis["ticktext"]) == len(axis["tickvals"])
+
+
+def test_depth_puts_certified_beside_measured(document):
+    proved, seen = charts.depth_bars(document["subjects"][0]["depth"], 3).choices[0].figure["data"]
+    assert (proved["name"], seen["name"]) == ("proved for every input", "seen on the inputs")
+    assert proved["x"] == ["0.1", "1e-6"]
+    assert proved["y"] == [1, 2]
+    assert charts.depth_bars([], 3) is None

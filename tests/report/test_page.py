@@ -1,0 +1,131 @@
+"""The page as text: whole, escaped, and made of the document alone."""
+
+import base64
+import hashlib
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+import depthgauge as dg
+from depthgauge.errors import InputError, OutputError
+from depthgauge.report.page import render
+from depthgauge.report.report import MissingExtraError
+from depthgauge.report.sections import section
+from depthgauge.report.text import Table, command_line, escape, printable
+
+
+def test_nothing_from_the_document_is_markup(document):
+    page = render(document, "")
+    assert page.count("<script") == 3
+    assert page.count("</script") == 3
+    for word in ("<script>alert", "<img", "onerror=alert(2)>"):
+        assert word not in page
+    assert escape(document["subjects"][0]["name"]) in page
+    assert "$title" in page  # a name with a placeholder in it stays as it is
+
+
+def test_the_scripts_are_named_in_the_policy_by_what_they_are(document):
+    page = render(document, "var a = '</script>';\r\nvar b = 1;")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert scripts[0] == "var a = '<\\/script>';\nvar b = 1;"
+    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
+    assert policy.startswith("default-src 'none'; script-src " + " ".join(f"'sha256-{h}'" for h in hashes))
+
+
+def test_the_same_document_gives_the_same_page_and_nothing_else_is_in_it(document):
+    assert render(document, "x") == render(document, "x")
+    assert not re.search(r"\b20\d\d-\d\d-\d\d\b", render(document, ""))
+
+
+def test_one_subject_needs_no_overview(document):
+    document["subjects"] = document["subjects"][:1]
+    page = render(document, "")
+    assert 'class="overview"' not in page
+    assert page.count('class="verdict"') == 1
+    assert "1 network gauged with depthgauge 0.1.0" in page
+
+
+def test_what_theorem_d1_prints_is_put_in_words(document):
+    subject = document["subjects"][0]
+
+    def words() -> str:
+        return next(part.caption for part in section(subject, {}).parts if part.name == "sandwich")
+
+    assert "is 0.25, which last-layer, the network it constructs, exceeds." in words()
+    subject["collapse"][1]["lower"] = 0.2
+    assert words().endswith("The bound that Theorem D.1 prints is 0.25.")
+    subject["printed"] = {"printed_bound": None, "printed_log10": 1679.4, "printed_applies": False}
+    assert words().endswith("prints is 1e1679; its conditions do not hold here.")
+    subject["printed"]["printed_log10"] = None
+    assert "prints overflows" in words()
+
+
+def test_where_depth_is_not_defined_the_page_says_so(document):
+    document["subjects"][0]["depth"] = []
+    assert "Effective depth is not defined for this kind of network." in render(document, "")
+
+
+def test_the_command_can_be_typed():
+    settings = {
+        "target": "my net; rm -rf ~",
+        "samples": None,
+        "radius": 0.1 + 0.2,
+        "seed": 0,
+        "quick": False,
+        "all": True,
+    }
+    words = shlex.split(command_line(settings))
+    assert words == [
+        *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--no-quick", "--all"),
+        "my net; rm -rf ~",
+    ]
+    assert command_line({"target": None, "radius": 1.0}) == "depthgauge gauge --radius 1"
+    assert shlex.split(command_line({"target": "-x", "input": "-y"})) == [
+        "depthgauge",
+        "gauge",
+        "--input=-y",
+        "--",
+        "-x",
+    ]
+
+
+def test_characters_that_steer_are_replaced():
+    assert printable("a\u202eb\x1b[1m\nc") == "a\ufffdb\ufffd[1m\ufffdc"
+
+
+def test_tables_show_three_digits_and_carry_them_all():
+    html = Table("t", ("name", "value"), (("a<b", 0.123456789), ("c", None))).html("t")
+    assert '<th scope="row">a&lt;b</th><td class="number" data-value="0.123456789">0.123</td>' in html
+    assert '<td class="number" data-value="">–</td>' in html
+    assert '<th scope="col" class="number">value</th>' in html
+
+
+def test_write_report_takes_a_result_a_document_or_a_file(document, tmp_path):
+    class Result:
+        def to_json(self):
+            return document
+
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    pages = [
+        dg.write_report(given, tmp_path / "deep" / f"{k}.html").read_bytes()
+        for k, given in enumerate((Result(), document, tmp_path / "r.json", str(tmp_path / "r.json")))
+    ]
+    assert len(set(pages)) == 1
+    assert 4_500_000 < len(pages[0]) < 6_000_000
+    with pytest.raises(InputError, match="would replace its own result"):
+        dg.write_report(tmp_path / "r.json", tmp_path / "deep" / ".." / "r.json")
+    with pytest.raises(OutputError, match="is a directory"):
+        dg.write_report(document, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep", "r.json"]
+
+
+def test_without_plotly_the_error_says_what_to_install(document, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'depthgauge\[report\]'"):
+        dg.write_report(document, tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
