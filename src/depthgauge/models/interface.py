@@ -52,8 +52,9 @@ class AttentionCall:
     scale: float
     softcap: float | None = None
 
-    def blocks(self, entries: int = BLOCK_ENTRIES) -> Iterator[RowBlock]:
+    def blocks(self, entries: int | None = None) -> Iterator[RowBlock]:
         """The attention of all heads, a block of rows at a time, at most about `entries` numbers each."""
+        entries = BLOCK_ENTRIES if entries is None else entries
         batch, heads, n, _ = self.query.shape
         keys = self.key.shape[-2]
         rows = max(1, entries // max(1, batch * heads * keys))
