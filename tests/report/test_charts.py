@@ -94,7 +94,7 @@ def test_the_heat_map_is_the_measure_with_gaps_where_there_is_no_head(document):
     ]
     assert trace["zmax"] == layers[2]["heads"][1]["score_range"]
     assert trace["hovertext"][1][2] == f"layer 2 · head 1<br>score range θ <b>{number(trace['z'][1][2])}</b>"
-    assert by_name["score range θ"].alt.endswith("largest 0.009 at layer 2, head 1.")
+    assert by_name["score range θ"].alt.endswith("Here from 0.002 (layer 0, head 0) to 0.009 (layer 2, head 1).")
     assert by_name["score range θ"].figure["data"][0]["zmin"] == 0
     contraction = by_name["contraction"].figure["data"][0]
     assert contraction["z"][1][0] is None

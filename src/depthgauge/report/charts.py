@@ -157,19 +157,22 @@ def heat_map(layers: Sequence[Mapping[str, Any]], heads: int, measure: Measure) 
         yaxis={"type": "category", "title": {"text": "head"}, "showgrid": False, "autorange": "reversed"},
         margin={"l": 44, "r": 28, "t": 52, "b": 44},
     )
-    alt = _extremes(measure, known, layers)
-    return Choice(measure.name, measure.note, alt, {"data": [trace], "layout": look}, measure.group)
+    extremes = _extremes(measure, known, layers)
+    alt = f"Heat map of {measure.name} by layer and head. {extremes}"
+    note = f"{measure.note} {extremes}".strip()
+    return Choice(measure.name, note, alt, {"data": [trace], "layout": look}, measure.group)
 
 
 def _extremes(measure: Measure, known: Mapping[tuple[int, int], float], layers: Sequence[Mapping[str, Any]]) -> str:
+    """From where to where the values run, for those who do not see or trust the shades."""
     if not known:
-        return f"Heat map of {measure.name} by layer and head; no head has a value."
+        return "No head has a value."
 
     def place(at: tuple[int, int]) -> str:
-        return f"{measure.show(known[at])} at layer {layers[at[0]]['index']}, head {at[1]}"
+        return f"{measure.show(known[at])} (layer {layers[at[0]]['index']}, head {at[1]})"
 
     least, largest = min(known, key=lambda at: known[at]), max(known, key=lambda at: known[at])
-    return f"Heat map of {measure.name} by layer and head: least {place(least)}; largest {place(largest)}."
+    return f"Here from {place(least)} to {place(largest)}."
 
 
 def residual_curve(subject: Mapping[str, Any]) -> Chart | None:

@@ -167,11 +167,13 @@ def _copy_button(target: str, words: str, what: str) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> Table:
-    rows = tuple((name, _setting(value)) for name, value in settings.items())
+    rows = tuple((name, _setting(name, value)) for name, value in settings.items())
     return Table("Settings", ("setting", "value"), rows)
 
 
-def _setting(value: Any) -> Cell:
-    if value is None or (isinstance(value, str | int | float) and not isinstance(value, bool)):
+def _setting(name: str, value: Any) -> Cell:
+    if value is None:
+        return {"target": "none: the built-in pair", "input": "none: drawn at random"}.get(name)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
         return value
     return json.dumps(value, ensure_ascii=False)
