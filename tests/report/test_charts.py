@@ -103,6 +103,13 @@ def test_the_heat_map_is_the_measure_with_gaps_where_there_is_no_head(document):
     assert "<b>30.0 %</b>" in share["hovertext"][1][0]
 
 
+def test_many_layers_are_named_in_steps(document):
+    subject = document["subjects"][0]
+    subject["layers"] = [{**subject["layers"][0], "index": k} for k in range(40)]
+    axis = charts.head_map(subject).choices[0].figure["layout"]["xaxis"]
+    assert axis["tickvals"] == [str(k) for k in range(0, 40, 3)]
+
+
 def test_distance_from_averaging_is_shaded_on_its_own_scale_everywhere(document):
     subject = document["subjects"][0]
     for layer in subject["layers"]:

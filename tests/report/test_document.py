@@ -148,7 +148,7 @@ def test_whatever_is_accepted_can_be_shown(document):
     """Damage the document at random: it is refused by name, or the page is made of it."""
     draw, places = random.Random(0), [way for way, _ in keys(document)]
     seen = {"refused": 0, "shown": 0}
-    for _ in range(200):
+    for _ in range(120):
         damaged = copy.deepcopy(document)
         for _ in range(draw.choice((1, 1, 3))):
             way = draw.choice(places)
@@ -168,7 +168,7 @@ def test_whatever_is_accepted_can_be_shown(document):
         assert json.loads(shown.data) is not None
         assert shown.tables >= 1
         seen["shown"] += 1
-    assert min(seen.values()) > 30
+    assert min(seen.values()) > 20
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def render(document: Mapping[str, Any], plotly: str) -> str:
         title=escape(f"depthgauge: {names}"),
         style=_asset("page.css"),
         version=escape(document["version"]),
-        count=counted(len(sections), "network" if _all_networks(document) else "subject"),
+        lead=_lead(document),
         links="\n".join(_link(k, found) for k, found in enumerate(sections)),
         description=escape("; ".join(f"{found.name}: {found.verdict}" for found in sections)),
         overview=_overview(sections),
@@ -44,8 +44,11 @@ def render(document: Mapping[str, Any], plotly: str) -> str:
     )
 
 
-def _all_networks(document: Mapping[str, Any]) -> bool:
-    return all(subject["kind"] == "network" for subject in document["subjects"])
+def _lead(document: Mapping[str, Any]) -> str:
+    kinds = {subject["kind"] for subject in document["subjects"]}
+    count = counted(len(document["subjects"]), kinds.pop() if len(kinds) == 1 else "subject")
+    proved = ", and what is proved for all of them" if any("collapse" in s for s in document["subjects"]) else ""
+    return escape(f"{count} gauged with depthgauge {document['version']}: what was measured on inputs{proved}.")
 
 
 def _asset(name: str) -> str:
