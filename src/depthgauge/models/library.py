@@ -3,6 +3,8 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from depthgauge.errors import InputError
@@ -33,10 +35,22 @@ def quiet() -> Iterator[None]:
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _unpacking_in_silence():
             warnings.simplefilter("ignore")
             yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+
+
+@contextmanager
+def _unpacking_in_silence() -> Iterator[None]:
+    """GGUF files are unpacked under a progress bar that heeds no setting."""
+    unpacking: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = unpacking.tqdm
+    unpacking.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        unpacking.tqdm = bar

@@ -89,7 +89,10 @@ class Checkpoint:
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        device: torch.device = self.model.get_input_embeddings().weight.device
+        embedding = self.model.get_input_embeddings()
+        device: torch.device = embedding.weight.device
+        if device.type == "meta":  # accelerate keeps the weights elsewhere and brings them in when needed
+            device = torch.device(embedding._hf_hook.execution_device)
         return device
 
     def describe(self) -> dict[str, Any]:
@@ -137,7 +140,7 @@ def find(target: str | Path) -> Source:
     if not path.is_dir():
         raise CheckpointError(f"cannot read {path}: no such directory")
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is a directory and no checkpoint: it holds no config.json; name the one that does")
+        raise CheckpointError(f"{path} is a directory and no checkpoint: it holds no config.json; name one that does")
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "its pickled weights are not opened, convert them to safetensors" if pickled else "copy it whole"

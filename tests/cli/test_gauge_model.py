@@ -1,0 +1,141 @@
+"""`depthgauge gauge` on a checkpoint as a user meets it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from tiny_checkpoints import save_checkpoint, text_of
+
+from depthgauge.cli.main import main
+from depthgauge.studies.model_partial import partial_path
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Outcome]
+SMALL = ("--tokens", "48", "--window", "16", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    for name in ("llama", "mpnet"):
+        save_checkpoint(folder / name, name)
+    (folder / "corpus.txt").write_text(text_of(100), encoding="utf-8")
+    (folder / "short.txt").write_text(text_of(5), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, place: Path) -> Run:
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("DEPTHGAUGE_DEBUG", raising=False)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def command(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["depthgauge", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return Outcome(int(ended.value.code or 0), captured.out, captured.err)
+
+    return command
+
+
+def test_tables(run: Run) -> None:
+    depth = ("--depth", "9", "--max-removed", "1")
+    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", *depth)
+    assert outcome.code == 0
+    assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
+    for word in ("TV to uniform", "Loss added, in nats a token (intact: ", "skip block", "beside the next",
+                 "Which cheap score", "block influence (ShortGPT)", "effective depth: 2 of 3 layers keep it within 9",
+                 "by Theorem D.1 as printed", "→ 3 layers; layer "):  # fmt: skip
+        assert word in outcome.out
+    assert outcome.err.startswith("loading llama\nabout ")
+    assert "forward passes of 48 tokens" in outcome.err
+
+
+def test_json_is_one_document(run: Run) -> None:
+    outcome = run("gauge", "llama", *SMALL, "--no-what-if", "--json", "--out", "r.json", "--text", "corpus.txt")
+    document = json.loads(outcome.out)
+    assert document == json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert document["schema"] == "depthgauge.gauge/1"
+    assert document["settings"]["what_if"] == []
+    assert document["settings"]["target"] == "llama"
+    assert not partial_path("r.json").exists()
+
+
+def test_weights_only(run: Run) -> None:
+    outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
+    assert outcome.code == 0
+    assert "from the weights alone" in outcome.out
+    assert "Dong's β" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["nowhere.gguf"], "cannot read nowhere.gguf: no such file"),
+        (["llama", "--text", "short.txt"], "short.txt has 5 tokens, one window has 16"),
+        (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
+        (["mpnet", "--text", "corpus.txt"], "MPNetModel bypasses transformers' attention interface"),
+        (["llama", "--radius", "1"], "radius is for networks"),
+        (["llama", "--what-if", "all", "--no-what-if"], "exclude each other"),
+        (["llama", "--what-if", "blok"], "did you mean 'block'?"),
+        (["llama", "--resume", "--text", "corpus.txt"], "give --out as before"),
+        (["llama", "--max-removed", "2"], "say with --depth"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_sentence(run: Run, arguments: list[str], complaint: str) -> None:
+    outcome = run("gauge", *arguments, *SMALL)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    last = outcome.err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert complaint in last
+    assert "Traceback" not in outcome.err
+
+
+def test_flags_for_checkpoints_are_refused_elsewhere(run: Run) -> None:
+    outcome = run("gauge", "--what-if", "all")
+    assert outcome.code == 2
+    assert outcome.err == (
+        "error: --what-if is for checkpoints, which are directories or .gguf files, and not for the built-in pair\n"
+    )
+
+
+def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
+    """The process is killed as soon as something was kept; `--resume` ends with the result of an undisturbed run."""
+    arguments = ["gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--out", "killed.json"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "depthgauge", *arguments],
+        cwd=place,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    partial = partial_path(place / "killed.json")
+    deadline = time.monotonic() + 120
+    while not partial.exists() and process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists()  # it was in the middle
+    assert run(*arguments, "--resume").code == 0
+    assert not partial.exists()
+    assert run(*[*arguments[:-1], "whole.json"]).code == 0
+    killed, whole = (json.loads((place / name).read_text()) for name in ("killed.json", "whole.json"))
+    assert killed["subjects"] == whole["subjects"]
