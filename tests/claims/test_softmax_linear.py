@@ -13,7 +13,8 @@ from depthgauge.claims.arithmetic import EXACT, FLOATS, precise, to_exact, to_fl
 from depthgauge.claims.claim import Finding, Inequality, Misprint, Observed, Study
 from depthgauge.claims.judge import judge, judge_inequality
 from depthgauge.claims.softmax_linear import CLAIMS, chance
-from depthgauge.claims.softmax_linear.chance import NetworkChance, RowChance, cross_case, observe, self_case, unless
+from depthgauge.claims.softmax_linear.chance import NetworkChance, RowChance, cross_case, self_case
+from depthgauge.claims.softmax_linear.ladder import follow, high, least_factor, never_equal, observe, unless
 from depthgauge.claims.softmax_linear.regression import largest_squares
 from depthgauge.claims.softmax_linear.world import Scene, World
 from depthgauge.claims.story import story
@@ -240,9 +241,17 @@ def test_the_three_ends_of_a_ladder():
     assert stays.witness.ratio == pytest.approx((1 - 1e-9) / 0.8)
 
 
+@pytest.mark.parametrize("case", [self_case(), self_case(b=0.5, c=0.5), cross_case()])
+def test_the_start_comes_after_the_last_failure(case):
+    for each in (RowChance(0, "exp", "special", "within"), NetworkChance(1, "lin", False)):
+        curve = follow(each, case, high)
+        good = [each.contrary(case.build(k)) <= high(k * k) for k in range(curve.start - 1, curve.start + 40)]
+        assert good == [False] + [True] * 40
+
+
 def test_equality_with_a_polynomial():
-    assert chance.never_equal(Fake("falls"), self_case()).verdict == "undecided"
-    assert chance.never_equal(Fake("rare"), self_case()).verdict == "fails"
+    assert never_equal(Fake("falls"), self_case()).verdict == "undecided"
+    assert never_equal(Fake("rare"), self_case()).verdict == "fails"
 
 
 def test_a_misprint_fails_as_printed_and_holds_as_meant():
@@ -254,7 +263,7 @@ def test_a_misprint_fails_as_printed_and_holds_as_meant():
 
 def test_the_least_width():
     """One y in four is enough: (3/4)^(C log(n/δ)) ≤ δ/n from C = 1/log(4/3) = 3.48 on."""
-    assert chance.least_factor(NetworkChance(1, "exp", True), (self_case(),)) == 4
+    assert least_factor(NetworkChance(1, "exp", True), (self_case(),)) == 4
     assert "is 4." in judged("B.D.5").words[-1]
 
 

@@ -18,15 +18,10 @@ from depthgauge.claims.softmax_linear.chance import (
     SuccessChance,
     Which,
     cross_case,
-    high,
-    least_factor,
-    never_equal,
-    observe,
     self_case,
-    tenth,
-    unless,
 )
 from depthgauge.claims.softmax_linear.identity import CONTRADICTION, NEVER
+from depthgauge.claims.softmax_linear.ladder import high, least_factor, never_equal, observe, tenth, unless
 from depthgauge.claims.softmax_linear.self_attention import SCENES
 from depthgauge.claims.softmax_linear.world import Kind, World
 from depthgauge.separation.settings import Dataset
