@@ -64,10 +64,10 @@ def _witness_lines(witness: Witness) -> list[str]:
 def _worked_lines(claim: Claim, witness: Witness) -> Iterator[str]:
     yield from (f"  {name} = {value}" for name, value in witness.steps)
     check = claim.check.printed if isinstance(claim.check, Misprint) else claim.check
-    left, right = (check.left, check.right) if isinstance(check, Inequality) else ("left", "right")
+    left, right = (f"{check.left} = ", f"{check.right} = ") if isinstance(check, Inequality) else ("", "")
     relation = check.relation if isinstance(check, Inequality) else "<="
-    yield f"  left   {left} = {witness.left}"
-    yield f"  right  {right} = {witness.right}"
+    yield f"  left   {left}{witness.left}"
+    yield f"  right  {right}{witness.right}"
     broken = {"<=": "is larger than the right side", "<": "is not smaller than the right side", "=": "differs from it"}
     yield f"  The left side {broken[relation]}."
 
