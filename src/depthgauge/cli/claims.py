@@ -65,9 +65,10 @@ def _print_table(findings: "list[Finding]") -> None:
     from depthgauge.claims.story import ratio_text, short
 
     colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
-    table = Table(title="The ledger of claims", title_justify="left")
-    for name in ("id", "statement", "verdict", "ratio", "witness, or why undecided"):
-        table.add_column(name, overflow="fold", no_wrap=name in ("id", "verdict", "ratio"))
+    table = Table(title="The ledger of claims", title_justify="left", expand=True)
+    shares = {"id": 2, "statement": 5, "verdict": None, "ratio": None, "witness, or why undecided": 4}
+    for name, share in shares.items():
+        table.add_column(name, overflow="fold", no_wrap=share is None, ratio=share)
     for finding in findings:
         verdict = finding.observed.verdict
         cells = [finding.claim.id, finding.claim.statement, verdict, ratio_text(finding.observed.ratio), short(finding)]
