@@ -110,7 +110,7 @@ def test_a_model_spread_by_accelerate_gives_the_same_what_ifs() -> None:
         with attending(model) as session:
             stack = Stack(wrap(model), session)
             base = stack.full(ids)
-            outputs.append([what_if(stack, ids, base, kind, 1) for kind in ALL_KINDS])
+            outputs.append([what_if(stack, ids, base.states, kind, 1) for kind in ALL_KINDS])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 

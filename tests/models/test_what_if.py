@@ -87,7 +87,7 @@ def test_what_ifs_equal_hooks_on_whole_passes(name: str, kind: str) -> None:
     with attending(model) as session:
         stack = Stack(checkpoint, session)
         base = stack.full(ids)
-        found = [what_if(stack, ids, base, kind, layer) for layer in layers_of(kind, 3)]
+        found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, 3)]
         assert torch.equal(final(model, ids), base.output)  # every patch is gone
     for layer, output in enumerate(found):
         expected = plainly(name, model, ids, kind, layer)
@@ -103,7 +103,7 @@ def test_uniform_attention_equals_zeroed_scores(name: str, monkeypatch: pytest.M
     with attending(model) as session:
         stack = Stack(wrap(model), session)
         base = stack.full(ids)
-        found = [what_if(stack, ids, base, "uniform", layer) for layer in range(3)]
+        found = [what_if(stack, ids, base.states, "uniform", layer) for layer in range(3)]
     model.set_attn_implementation("eager")
     softmax = torch.nn.functional.softmax
     for layer in range(3):
@@ -208,7 +208,7 @@ def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
         for kind in ALL_KINDS:
             before = stack.evaluations
             for layer in layers_of(kind, 3):
-                what_if(stack, ids, base, kind, layer)
+                what_if(stack, ids, base.states, kind, layer)
             assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, 3))
             assert kind_passes(kind, 30) <= 30 / 2 + 0.5
 

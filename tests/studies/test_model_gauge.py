@@ -88,7 +88,7 @@ def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) 
                 for ids in windows.ids:
                     base = stack.full(ids[None])
                     lost = objective("loss", ids[None], base.output)
-                    losses.append(lost(what_if(stack, ids[None], base, kind, layer)))
+                    losses.append(lost(what_if(stack, ids[None], base.states, kind, layer)))
                 found = subject["layers"][layer]["what_if"][kind]["loss"]
                 assert found == pytest.approx(sum(losses) / 3, abs=1e-6)
         first = stack.full(windows.ids[:1]).states[1][0]

@@ -1,6 +1,6 @@
 """What would be lost without it: each layer, or half of one, left out or simplified, and the loss measured again."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthgauge.errors import unknown_name
 from depthgauge.models.families import Family
-from depthgauge.models.layers import Pass, Stack
+from depthgauge.models.layers import Stack
 
 KINDS = ("block", "attention", "mlp")
 """By default: skip the whole block, its attention, its MLP."""
@@ -45,21 +45,23 @@ def passes(kind: str, layers: int) -> float:
     return sum(layers - layer - first_run for layer in layers_of(kind, layers)) / layers
 
 
-def what_if(stack: Stack, ids: Int[Tensor, "1 n"], base: Pass, kind: str, layer: int) -> Tensor:
-    """The model's output in one what-if; `base` is the intact pass, whose state before the layer is taken as it is.
+def what_if(
+    stack: Stack, ids: Int[Tensor, "1 n"], states: Sequence[Float[Tensor, "1 n d"]], kind: str, layer: int
+) -> Tensor:
+    """The model's output in one what-if; `states` are X_0 … X_L of the intact pass.
 
     - `block`: X_{ℓ+1} = X_ℓ
     - `attention`, `mlp`: the sublayer adds nothing
     - `uniform`: every score of the layer's attention is 0
     - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), B the blocks
     """
-    state = base.states[layer]
+    state = states[layer]
     if kind == "block":
         return stack.run(ids, start=layer + 1, state=state)
     if kind == "uniform":
         return stack.run(ids, start=layer, state=state, uniform=layer)
     if kind == "parallel":
-        gained = base.states[layer + 1] - state
+        gained = states[layer + 1] - state
         beside = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
         return stack.run(ids, start=layer + 1, state=state, changes=beside)
     family = stack.checkpoint.family

@@ -188,14 +188,15 @@ class _Work:
         if not self.partial.has(index, "observed"):
             self.progress(0, 1, f"heads, window {index}")
             self.partial.put(index, "observed", self._observe(stack, ids, base))
-        lost = objective(self.checkpoint.objective, ids, base.output)
+        lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
+        del base  # the logits, the largest thing there is, are not needed any more
         total = sum(len(layers_of(kind, L)) for kind in wanted)
         done = 0
         for kind in wanted:
             losses = []
             for layer in layers_of(kind, L):
                 self.progress(done, total, f"what if, window {index}, {kind} {layer}")
-                losses.append(lost(what_if(stack, ids, base, kind, layer)))
+                losses.append(lost(what_if(stack, ids, states, kind, layer)))
                 done += 1
             self.partial.put(index, kind, losses)
 
