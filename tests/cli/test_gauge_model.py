@@ -71,7 +71,7 @@ def test_json_is_one_document(run: Run) -> None:
     document = json.loads(outcome.out)
     assert document == json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert document["schema"] == "depthgauge.gauge/1"
-    assert document["settings"]["what_if"] == []
+    assert document["settings"]["what_if"] == "none"
     assert document["settings"]["target"] == "llama"
     assert not partial_path("r.json").exists()
 

@@ -56,9 +56,9 @@ def heads_table(subject: dict[str, Any]) -> Table:
     for name in columns:
         table.add_column(name, justify="right")
     if on_text:
-        table.add_row("input", _residual(subject["input"]["residual"]), *[""] * len(columns), style="dim")
+        table.add_row("input", _residual(subject["input"]), *[""] * len(columns), style="dim")
     for layer in subject["layers"]:
-        residual = [_residual(layer["residual"])] if on_text else []
+        residual = [_residual(layer)] if on_text else []
         heads = [head | {"static_least": _least(head), "first_percent": _percent(head)} for head in layer["heads"]]
         table.add_row(str(layer["index"]), *residual, *(spread(heads, key) for key in columns.values()))
     return table
@@ -134,8 +134,8 @@ def regime_line(regime: dict[str, Any]) -> str:
     )
 
 
-def _residual(residual: dict[str, Any] | None) -> str:
-    return "–" if residual is None else number(residual["mean"]["composite"]["ratio"])
+def _residual(state: dict[str, Any]) -> str:
+    return number(state["residual"]["mean"]["composite"]["ratio"]) if "residual" in state else "–"
 
 
 def _least(head: dict[str, Any]) -> float | None:

@@ -102,7 +102,7 @@ class ModelSubject:
             "text": None if self.windows is None else self.windows.to_json(),
             "regime": None if known is None else known.to_json(),
             "baseline": None if baseline is None else baseline.to_json(),
-            "input": {"residual": self._residual(0)},
+            "input": self._residual(0),
             "layers": [self._layer(index) for index in range(self.checkpoint.layers)],
             "scores": self.trust(),
             "collapse": [],
@@ -114,21 +114,22 @@ class ModelSubject:
         what_if = {kind: interval for kind in self.kinds if (interval := self.what_if(kind, index)) is not None}
         return {
             "index": index,
-            "residual": self._residual(index + 1),
+            **self._residual(index + 1),
             "heads": self._heads(index),
             "scores": {name: number(values[index]) for name, values in self.scores().items() if values},
             "what_if": {kind: interval.to_json() for kind, interval in what_if.items()},
         }
 
-    def _residual(self, state: int) -> dict[str, Any] | None:
-        """Centre → norm → mean and spread over windows, of X_ℓ; None where the states were not seen."""
+    def _residual(self, state: int) -> dict[str, Any]:
+        """Centre → norm → mean and spread over windows, of X_ℓ; nothing where the states were not seen."""
         if not self.found or not self.found[0]["observed"]["residuals"]:
-            return None
+            return {}
         windows = [window["observed"]["residuals"][state] for window in self.found]
-        return {
+        residual = {
             center: {norm: _spread([window[center][norm] for window in windows]) for norm in norms}
             for center, norms in windows[0].items()
         }
+        return {"residual": residual}
 
     def _heads(self, layer: int) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = [{"index": head} for head in range(self.checkpoint.heads)]

@@ -78,21 +78,24 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """What the gauging of a checkpoint was asked to do; with the checkpoint and the text it reproduces the result."""
+    """What the gauging of a checkpoint was asked to do; with the checkpoint and the text it reproduces the result.
+
+    The names are those of the flags; None is a flag that was not given.
+    """
 
     target: str
     text: str | None
     tokens: int | None
     window: int | None
     seed: int
-    what_if: list[str]
+    what_if: str
     depth: float | None
     max_removed: int | None
     dtype: str
     device: str | None
     device_map: str | None
-    trust_remote_code: bool
-    weights_only: bool
+    trust_remote_code: bool | None
+    weights_only: bool | None
 
     def to_json(self) -> dict[str, Any]:
         """As in the result JSON."""
@@ -265,14 +268,14 @@ def _settings(
         tokens=None if windows is None else tokens,
         window=None if windows is None else int(windows.ids.shape[1]),
         seed=seed,
-        what_if=list(kinds),
+        what_if=",".join(kinds) or "none",
         depth=options.depth,
         max_removed=options.max_removed,
         dtype=options.placement.dtype,
         device=options.placement.device,
         device_map=options.placement.device_map,
-        trust_remote_code=options.placement.trust_remote_code,
-        weights_only=options.weights_only,
+        trust_remote_code=options.placement.trust_remote_code or None,
+        weights_only=options.weights_only or None,
     )
 
 
