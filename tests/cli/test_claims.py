@@ -1,6 +1,7 @@
 """`depthgauge claims` as typed."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,13 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
+
+
+def settled(text):
+    """The page without what another processor's last digits may change: ratios that were seen, and how long it took."""
+    text = re.sub(r"^(\| .*? \| (?:holds|undecided)) \| [^|]* \|", r"\1 | |", text, flags=re.MULTILINE)
+    text = re.sub(r"^Search  .*$", "Search", text, flags=re.MULTILINE)
+    return re.sub(r"\(largest ratio seen [^)]*\)", "", text)
 
 
 def depthgauge(*words):
@@ -20,7 +28,10 @@ def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
     """Verdicts, witnesses and stories; `depthgauge claims --out docs/ledger.md` renews it."""
     done = depthgauge("--out", str(tmp_path / "ledger.md"), "--json")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "ledger.md").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    fresh, kept = (tmp_path / "ledger.md").read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8")
+    assert settled(fresh) == settled(kept)
+    assert settled(kept) != settled(kept.replace("| fails |", "| holds |", 1))
+    assert settled(kept) != settled(kept.replace("Q = K = [[1]]", "Q = K = [[2]]"))
     rows = json.loads(done.stdout)
     assert {row["paper"] for row in rows} == {"A", "B", "ours"}
     assert all(list(row) == ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"] for row in rows)

@@ -1,6 +1,8 @@
 """Random instances: matrices at several scales, dense, of signs, sparse or constant, so that corners are met often."""
 
-from collections.abc import Callable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.random import Generator as Random
@@ -35,6 +37,23 @@ def drawing(shapes: Mapping[str, str]) -> Callable[[Random, Size], Instance]:
         return instance
 
     return draw
+
+
+def corners(shapes: Mapping[str, str], most: int = 1000) -> Callable[[Size], Iterator[Instance]]:
+    """Every instance with entries 0, 1 and −1, where there are at most `most` of them: the simplest places to look."""
+
+    def starts(size: Size) -> Iterator[Instance]:
+        lengths = {name: tuple(size[axis] for axis in shape.split()) for name, shape in shapes.items()}
+        total = sum(math.prod(shape) for shape in lengths.values())
+        if 3**total > most:
+            return
+        for entries in itertools.product((0.0, 1.0, -1.0), repeat=total):
+            instance, rest = {}, np.array(entries)
+            for name, shape in lengths.items():
+                instance[name], rest = rest[: math.prod(shape)].reshape(shape), rest[math.prod(shape) :]
+            yield instance
+
+    return starts
 
 
 def sizes(**lists: tuple[int, ...]) -> tuple[dict[str, int], ...]:

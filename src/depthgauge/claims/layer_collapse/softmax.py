@@ -6,7 +6,7 @@ import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
 from depthgauge.claims.claim import Claim, Inequality, Instance, Misprint, Size, Work
-from depthgauge.claims.draws import drawing, sizes
+from depthgauge.claims.draws import corners, drawing, sizes
 from depthgauge.claims.formulas import (
     alpha,
     entry_sum,
@@ -138,15 +138,17 @@ def _residual_norm(ar: Arithmetic, X: Value) -> Steps:
 
 
 _PAIR = drawing({"a": "n", "b": "n"})
+_TWO = {"A": "n d", "B": "n d"}
+_SCORES = {"X": "n d", "Q": "d d", "K": "d d"}
 _LENGTHS = sizes(n=(1, 2, 3, 5))
-_FACTORS = drawing({"A": "n m", "B": "m p"})
+_FACTORS = {"A": "n m", "B": "m p"}
 _SHAPES = sizes(n=(1, 1, 1, 2, 2), m=(1, 1, 2, 2, 3), p=(1, 2, 1, 2, 2))
 
 
 def _product_claim(part: int, left: str, first: str, second: str, corrected: str | None, sharp: bool) -> Claim:
     names = {"1": "₁", "m": "∞"}
     text = (f"‖AB‖{names[left]}", f"‖A‖{names[first]} ‖B‖{names[second]}")
-    check = Inequality(*text, _norms(left, first, second), _FACTORS, _SHAPES)
+    check = Inequality(*text, _norms(left, first, second), drawing(_FACTORS), _SHAPES, starts=corners(_FACTORS))
     where = f"Fact 3.3 ({part})"
     return Claim(f"A.3.3.{part}", where, f"{text[0]} ≤ {text[1]}", check, "any A, B", corrected, sharp)
 
@@ -186,8 +188,9 @@ CLAIMS: tuple[Claim, ...] = (
             "‖Res(A) − Res(B)‖∞",
             "‖A − B‖∞",
             _residuals,
-            drawing({"A": "n d", "B": "n d"}),
+            drawing(_TWO),
             sizes(n=(1, 2, 3, 3), d=(1, 1, 1, 2)),
+            starts=corners(_TWO),
         ),
         "‖A − B‖∞ ≤ ε; Res(Z) = Z − 1yᵀ with y a minimiser of ‖Z − 1yᵀ‖∞",
         "ours.residual-lipschitz",
@@ -233,9 +236,10 @@ CLAIMS: tuple[Claim, ...] = (
             "max_i D_ii(E)",
             "1",
             _score_range,
-            drawing({"X": "n d", "Q": "d d", "K": "d d"}),
+            drawing(_SCORES),
             sizes(n=(2, 2), d=(1, 2)),
-            allowed=_score_range_needs,
+            _score_range_needs,
+            corners(_SCORES),
         ),
         "W = W_q W_kᵀ, ‖W_q‖∞, ‖W_k‖∞ ≤ η, β ≤ 1/(‖Res(X)‖∞² η²)",
         "ours.score-range",
@@ -279,7 +283,8 @@ CLAIMS: tuple[Claim, ...] = (
                 _moved(4, linear=True, against_b=True),
                 _PAIR,
                 _LENGTHS,
-                allowed=lambda ar, a, b: bool(max_norm(ar, b) <= 1 and max_norm(ar, b) > 0),
+                lambda ar, a, b: bool(max_norm(ar, b) <= 1 and max_norm(ar, b) > 0),
+                lambda size: ({"a": x["a"], "b": x["b"] / 8} for x in corners({"a": "n", "b": "n"})(size)),
             ),
             Inequality(
                 "‖softm(a + b) − softm(a)‖∞",
