@@ -1,4 +1,4 @@
-"""`depthgauge reproduce`: the papers' figures by id."""
+"""`depthgauge reproduce`: figures by id."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,9 +10,17 @@ from depthgauge.cli.output import print_json, progress_bar, talk
 _EXAMPLES = """
 **Examples**
 
-`depthgauge reproduce B4a --out figures`
+`depthgauge reproduce A2 --out figures` draws one figure: A2.png, A2.svg, the rows (A2.csv), the settings (A2.json) and
+the caption (A2.txt). Stop it any way you like; the same command goes on where it was.
 
 `depthgauge reproduce B4 B5 --models 1000 --out figures`
+
+`depthgauge reproduce --out figures --engine dask --scheduler tcp://10.0.0.1:8786` computes all on a cluster.
+
+**Figures**
+
+A1 rank by layer; A2 the error of each one-layer network; A3 effective depth; A4 what collapses.
+B3, B4, B5, B7: the softmax-against-linear paper's, with panels B3a–b, B4a–f, B5a–f, B7a–e; B-degree, a–d: polynomials.
 """
 
 
@@ -21,19 +29,27 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[FIGURE]...",
-            help="Panels B3a–b, B4a–f, B5a–f, B7a–e, or sheets B3, B4, B5, B7, B-degree  [default: all sheets].",
+            help="A1–A4, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all].",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The directory for ID.png, ID.svg, ID.csv and ID.json.")] = Path("figures"),
-    models: Annotated[int | None, typer.Option(help="Networks drawn for a point  [default: as in the paper].")] = None,
+    out: Annotated[Path, typer.Option(help="The directory for ID.png, .svg, .csv, .json and .txt.")] = Path("figures"),
+    models: Annotated[
+        int | None, typer.Option(help="Networks drawn for a point  [default: each figure's own].")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same points.")] = 0,
+    store: Annotated[Path | None, typer.Option(help="The file that keeps the rows  [default: OUT/figures.db].")] = None,
+    engine: Annotated[str, typer.Option(help="local: processes here; dask: a running cluster.")] = "local",
+    scheduler: Annotated[str | None, typer.Option(help="The address of the Dask scheduler.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: every core].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
 ) -> None:
-    """Draw figures of the softmax-against-linear paper, with the exact curve beside the drawn models."""
+    """Draw figures: of layer collapse (A1–A4), and of the softmax-against-linear paper (B3–B7)."""
     from depthgauge.studies.reproduce import reproduce_all
+    from depthgauge.sweeps.engines import choose_engine
 
+    chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:
-        done = reproduce_all(figures or [], out, models, seed, step)
+        done = reproduce_all(figures or [], out, models, seed, store=store, engine=chosen, step=step)
     if as_json:
         print_json(
             {"figures": [{"figure": d.figure, "points": d.points, "files": list(map(str, d.files))} for d in done]}
@@ -41,9 +57,7 @@ def command(
         return
     for drawn in done:
         files = ", ".join(map(str, drawn.files))
-        talk.print(
-            f"{drawn.figure}: {drawn.points} points, wrote {files}", markup=False, highlight=False, soft_wrap=True
-        )
+        talk.print(f"{drawn.figure}: {drawn.points} rows, wrote {files}", markup=False, highlight=False, soft_wrap=True)
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

@@ -16,6 +16,8 @@ INK, FAINT = "#262626", "#6B6B6B"
 ORDERED = ("#0B2F52", "#2A8FB0", "#E69F00", "#A63A0B")
 """For curves with an order, dark to warm: they differ in lightness too."""
 MARKERS = ("o", "s", "^", "D")
+FIVE = ("#6B6B6B", "#CC79A7", "#E69F00", "#0072B2", "#009E73")
+"""Five kinds without an order, from the same palette."""
 
 _SETTINGS: Any = {  # Any: matplotlib types the keys as a closed list that grows with its versions
     "font.family": "DejaVu Sans",

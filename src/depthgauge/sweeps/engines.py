@@ -257,7 +257,7 @@ def _reporting_backend(client: Any) -> Any:
 
     class ReportingBackend(DaskDistributedBackend):  # type: ignore[misc]
         def effective_n_jobs(self, n_jobs: int) -> int:
-            return max(2, super().effective_n_jobs(n_jobs))  # of one, joblib would do without the cluster
+            return max(2, int(super().effective_n_jobs(n_jobs)))  # of one, joblib would do without the cluster
 
         def submit(self, func: Any, callback: Any = None) -> Any:
             future = super().submit(func, callback)

@@ -29,7 +29,7 @@ CREATE TABLE cells (
 CREATE TABLE grid_cells (grid TEXT NOT NULL, position INTEGER NOT NULL, identity TEXT NOT NULL,
     PRIMARY KEY (grid, position)) WITHOUT ROWID;
 CREATE TABLE rows (identity TEXT PRIMARY KEY, result TEXT, error TEXT, seconds REAL NOT NULL,
-    CHECK ((result IS NULL) != (error IS NULL)));
+    CHECK ((result IS NULL) != (error IS NULL))) WITHOUT ROWID;
 """
 
 
