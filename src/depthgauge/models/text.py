@@ -68,6 +68,21 @@ def read_windows(
     return Windows(torch.tensor([[*before, *body, *after] for body in chosen]), name, digest)
 
 
+def drawn_windows(
+    tokenizer: Any, text: str | Path | None, *, windows: int, window: int, seed: int
+) -> Int[Tensor, "windows n"]:
+    """Windows that begin anywhere in a text, and may overlap: for short texts and many samples."""
+    before, after = special_tokens(tokenizer)
+    room = window - len(before) - len(after)
+    name, content, _ = _read(text, windows, room, seed)
+    with quiet():
+        ids = tokenizer(content[0], add_special_tokens=False)["input_ids"]
+    if len(ids) < room:
+        raise InputError(f"{name} has {len(ids)} tokens, one window has {room}; give more text")
+    starts = torch.randint(len(ids) - room + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.tensor([[*before, *ids[start : start + room], *after] for start in starts])
+
+
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     """What the tokenizer puts before and after a text."""
     with quiet():

@@ -1,0 +1,66 @@
+"""D2: the relative residual by depth of Dong et al. (2021), for a model as initialised and as trained."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+
+from depthgauge.figures.style import BLUE, FAINT, GREEN, INK, MARKERS, VERMILION, house_style
+
+_COLOURS = (VERMILION, INK, GREEN, BLUE)
+
+
+@dataclass(frozen=True)
+class DepthCurve:
+    """One variant: the ratio by layer, its geometric mean over samples and the factor it spreads by."""
+
+    label: str
+    mean: Sequence[float]
+    factor: Sequence[float]
+
+
+@dataclass(frozen=True)
+class DepthPanel:
+    """One model: its title, and a curve for each variant."""
+
+    title: str
+    curves: Sequence[DepthCurve]
+
+
+def draw_depths(panels: Sequence[DepthPanel], floor: float) -> Figure:
+    """A panel for each model on one logarithmic scale, initialised above and trained below; `floor` is rounding's."""
+    with house_style():
+        figure = Figure(figsize=(3.6, 4.6), layout=ConstrainedLayoutEngine(h_pad=0.05, hspace=0.05))
+        grid = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+        for axes, panel in zip(grid, panels, strict=True):
+            _draw(axes, panel, floor)
+        grid[-1].set_xlabel("layer $\\ell$ (0 is the input)")
+        handles, labels = grid[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, handletextpad=0.4, columnspacing=1.0)
+    return figure
+
+
+def _draw(axes: Axes, panel: DepthPanel, floor: float) -> None:
+    axes.set_yscale("log")
+    axes.axhspan(floor / 100, floor, color=FAINT, alpha=0.15, linewidth=0)
+    for order, curve in enumerate(panel.curves):
+        layers = range(len(curve.mean))
+        low = [m / f for m, f in zip(curve.mean, curve.factor, strict=True)]
+        high = [m * f for m, f in zip(curve.mean, curve.factor, strict=True)]
+        wide = order % 2 == 0  # the next curve may lie on top of this one
+        axes.fill_between(layers, low, high, color=_COLOURS[order], alpha=0.18, linewidth=0)
+        axes.plot(
+            layers, curve.mean, color=_COLOURS[order], marker=MARKERS[order], markersize=6.0 if wide else 3.0,
+            linewidth=2.6 if wide else 1.2,
+            label=curve.label, zorder=4,
+        )  # fmt: skip
+    axes.set_ylim(floor / 20, 4)
+    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=9))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel("relative residual")
+    axes.set_title(panel.title, color=INK)
+    axes.text(0.1, floor / 3, "rounding", fontsize=7, color=FAINT, va="center")
