@@ -5,14 +5,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.backends import notes
-from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.backends import notes, survey_of
 from depthgauge.fast_attention.certificate import row_certificate
 from depthgauge.fast_attention.gradient import PolynomialAttention
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Decision, Plan, exact_plan
 from depthgauge.fast_attention.problem import Problem, Request, checked
-from depthgauge.fast_attention.spec import Spec, balance
+from depthgauge.fast_attention.spec import Spec
 
 
 def attention(
@@ -122,7 +121,7 @@ def decide(request: Request, problem: Problem) -> Decision:
     needs_gradients = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
     with torch.no_grad():
         bare = problem.detach()
-        return Decision(bare, survey(bare), request, needs_gradients)
+        return Decision(bare, survey_of(bare), request, needs_gradients)
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
@@ -158,21 +157,26 @@ def exact_heads(problem: Problem) -> Tensor:
 
 
 def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
-    """`out` with the rows marked in [N, G, n] replaced by exact attention."""
-    heads, groups, places = rows.nonzero(as_tuple=True)
-    found = []
-    for head in sorted(set(heads.tolist())):
-        mine = places[heads == head]
-        q = problem.q[heads[heads == head], groups[heads == head], mine]
+    """`out` with the rows marked in [N, G, n] replaced by exact attention, all heads in one call."""
+    flat, n = rows.flatten(1), problem.q.shape[2]
+    most = int(flat.sum(dim=1).max())
+    chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # the marked ones come first
+    heads = torch.arange(problem.heads, device=out.device)[:, None]
+    q = problem.q.flatten(1, 2)[heads, chosen]
+    seen = None
+    if problem.causal or problem.keep is not None:
         m = problem.k.shape[1]
-        seen = torch.ones(len(mine), m, dtype=torch.bool, device=q.device)
+        seen = torch.ones(*chosen.shape, m, dtype=torch.bool, device=out.device)
         if problem.causal:
-            seen &= torch.arange(m, device=q.device) <= mine[:, None]
+            seen &= torch.arange(m, device=out.device) <= (chosen % n)[..., None]
         if problem.keep is not None:
-            seen &= problem.keep[head]
-        k, v = problem.k[head], problem.v[head]
-        found.append(F.scaled_dot_product_attention(q[None], k[None], v[None], seen[None], scale=problem.scale)[0])
-    return out.index_put((heads, groups, places), torch.cat(found))
+            seen &= problem.keep[:, None]
+        seen = seen[:, None]
+    k, v = problem.k[:, None], problem.v[:, None]
+    found = F.scaled_dot_product_attention(q[:, None], k, v, seen, scale=problem.scale)[:, 0]
+    kept = flat[heads, chosen].nonzero(as_tuple=True)
+    places = kept[0], chosen[kept]
+    return out.flatten(1, 2).index_put(places, found[kept]).view_as(out)
 
 
 def polynomial_heads(
@@ -182,7 +186,7 @@ def polynomial_heads(
     backend = decision.backend(degree)
     with torch.no_grad():
         spec = make_spec(problem, decision, members, degree)
-    out, raw = PolynomialAttention.apply(  # type: ignore[no-untyped-call]
+    out, normaliser = PolynomialAttention.apply(  # type: ignore[no-untyped-call]
         problem.q, problem.k, problem.v, spec, backend
     )
     if spec.exact_rows is not None:
@@ -190,38 +194,29 @@ def polynomial_heads(
     if not return_bound:
         return out, None
     with torch.no_grad():
-        return out, row_certificate(problem.detach(), spec, decision, members, raw)
+        return out, row_certificate(problem.detach(), spec, decision, members, normaliser)
 
 
 def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
-    """Centres, factors and coefficients of heads of one degree."""
-    s, work, device = decision.survey, problem.working, problem.q.device
+    """What a backend is told about heads of one degree."""
     choices = [decision.choices[head] for head in members]
-    centrings = torch.tensor([choice.centring for choice in choices], device=device)
-    factors = []
-    for head, choice in zip(members, choices, strict=True):
-        query = s.query_centred[head] if choice.centring == 2 else s.query[head]
-        key = s.key_centred[head] if choice.centring else s.key[head]
-        factors.append(balance(query, key, problem.scale))
     coefficients = [choice.polynomial.coefficients for choice in choices if choice.polynomial is not None]
     rows = None
     if any(choice.exact_rows for choice in choices):
+        none = torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=problem.q.device)
         rows = torch.stack([
-            ~(decision.row_bounds(head, choice.centring) <= choice.bound) if choice.exact_rows
-            else torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=device)
+            ~(decision.row_bounds(head, choice.centring) <= choice.bound) if choice.exact_rows else none
             for head, choice in zip(members, choices, strict=True)
         ])  # fmt: skip
     return Spec(
         degree=degree,
         coefficients=torch.tensor(coefficients, dtype=torch.float64),
-        query_centre=torch.where((centrings == 2)[:, None], s.query_centre[members], 0).to(work),
-        key_centre=torch.where((centrings >= 1)[:, None], s.key_centre[members], 0).to(work),
-        query_factor=torch.tensor([f[0] for f in factors], dtype=torch.float64, device=device),
-        key_factor=torch.tensor([f[1] for f in factors], dtype=torch.float64, device=device),
-        middle=s.middle[members],
-        is_weighted=any(choice.centring == 2 for choice in choices),
+        members=tuple(members),
+        centrings=tuple(choice.centring for choice in choices),
         scale=problem.scale,
         causal=problem.causal,
         keep=problem.keep,
         exact_rows=rows,
+        survey=decision.survey,
+        problem=decision.problem,
     )

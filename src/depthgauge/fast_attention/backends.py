@@ -7,29 +7,33 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend
-from depthgauge.fast_attention.bounds import product_unit, rounding_share, unit
-from depthgauge.fast_attention.cost import CPU, GPU_TORCH, Rates
+from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
+from depthgauge.fast_attention.bounds import Survey, product_unit, rounding_share, survey, unit
+from depthgauge.fast_attention.cost import CPU, GPU_TORCH, GPU_TRITON, Rates
 from depthgauge.fast_attention.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 
-Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-Backward = Callable[[Spec, Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Saved = tuple[Tensor, ...]
+Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
+Backward = Callable[[Spec, Tensor, Tensor, Tensor, Saved, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """`forward` and `backward` of a Spec, what they cost, and what their rounding may add (share of range(v))."""
+    """`forward` and `backward` of a Spec, what they cost, and what their rounding may add (share of range(v)).
+
+    `rounding` takes the problem, p, B, what is centred (0, 1, 2) and the range of log w.
+    """
 
     name: str
     rates: Rates
     forward: Forward
     backward: Backward
-    rounding: Callable[[Problem, Minimax, float, float], float]
+    rounding: Callable[[Problem, Minimax, float, int, float], float]
 
 
-def torch_rounding(problem: Problem, p: Minimax, bound: float, spread: float) -> float:
+def torch_rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
     """The allowance of the torch backend: roundings of the working dtype, and of the operands of its products."""
     d, work = problem.q.shape[-1], problem.working
     coarse = 4 * product_unit(work, problem.q.device)
@@ -37,8 +41,16 @@ def torch_rounding(problem: Problem, p: Minimax, bound: float, spread: float) ->
     return rounding_share(p, bound, torch_backend.roundings(d, p.degree) * unit(work), coarse, log_error)
 
 
-TORCH_CPU = Backend("torch", CPU, torch_backend.forward, torch_backend.backward, torch_rounding)
-TORCH_GPU = Backend("torch", GPU_TORCH, torch_backend.forward, torch_backend.backward, torch_rounding)
+_TORCH = torch_backend.forward, torch_backend.backward, torch_rounding
+TORCH_CPU = Backend("torch", CPU, *_TORCH)
+TORCH_GPU = Backend("torch", GPU_TORCH, *_TORCH)
+TRITON = Backend(
+    "triton",
+    GPU_TRITON,
+    triton_backend.forward,
+    triton_gradient.backward,
+    triton_backend.rounding,
+)
 
 
 @lru_cache(maxsize=1)
@@ -51,7 +63,14 @@ def backend_for(problem: Problem, degree: int) -> Backend:
     """triton for what its kernels do on a GPU, torch for the rest."""
     if not problem.q.is_cuda:
         return TORCH_CPU
-    return TORCH_GPU
+    is_known = triton_backend.is_supported(problem.q.dtype, problem.q.shape[-1], problem.v.shape[-1], degree)
+    return TRITON if is_known and has_triton() else TORCH_GPU
+
+
+def survey_of(problem: Problem) -> Survey:
+    """The survey of a problem, in one kernel where there is one."""
+    is_fused = problem.keep is None and backend_for(problem, 2).name == "triton"
+    return triton_backend.survey(problem) if is_fused else survey(problem)
 
 
 def notes(problem: Problem) -> list[str]:

@@ -28,7 +28,7 @@ class Survey:
 
     Norms are upper bounds: of the longest query and key as given, and after centring at `query_centre` (μ) and
     `key_centre` (c), both [N, d]. `spread` bounds log w_i − log w_j. `is_usable`: all finite, and sums cannot overflow.
-    `value_low` and `value_high` are the extremes of the value columns, [N, e].
+    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at.
     """
 
     query: list[float]
@@ -39,18 +39,12 @@ class Survey:
     is_usable: list[bool]
     query_centre: Tensor
     key_centre: Tensor
-    value_low: Tensor
-    value_high: Tensor
+    values: tuple[Tensor, Tensor] | None
 
-    @property
-    def middle(self) -> Tensor:
+    def middle(self, problem: Problem) -> Tensor:
         """The middle of every value column's range: [N, e]."""
-        return self.value_low + (self.value_high - self.value_low) / 2
-
-    @property
-    def range(self) -> Tensor:
-        """The range of every value column over the keys that are kept: [N, e]."""
-        return self.value_high - self.value_low
+        low, high = value_extremes(problem) if self.values is None else self.values
+        return low + (high - low) / 2
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -112,16 +106,22 @@ def survey(problem: Problem) -> Survey:
         width,
         finite.to(work),
     ]
-    rows = torch.stack(columns, dim=1).tolist()
-    largest = torch.finfo(work).max / (64 * max(1, problem.k.shape[1]))
-    smallest = torch.finfo(work).tiny * 2**40
+    return summed_up(problem, torch.stack(columns, dim=1).tolist(), mu, c, (low, high))
+
+
+def summed_up(
+    problem: Problem, rows: list[list[float]], mu: Tensor, c: Tensor, values: tuple[Tensor, Tensor] | None
+) -> Survey:
+    """A Survey from what was found per head: norms of q, k, q−μ, k−c and μ, the size of the values, 1 if finite."""
+    largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
+    smallest = torch.finfo(problem.working).tiny * 2**40
     usable = [
         row[6] == 1 and all(math.isfinite(x) for x in row) and (row[5] == 0 or smallest < row[5] < largest)
         for row in rows
     ]
     spread = [2 * score_bound(problem.scale, row[4], row[3]) for row in rows]
     per_head = [[row[i] for row in rows] for i in range(4)]
-    return Survey(per_head[0], per_head[1], per_head[2], per_head[3], spread, usable, mu, c, low, high)
+    return Survey(per_head[0], per_head[1], per_head[2], per_head[3], spread, usable, mu, c, values)
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.torch_backend import CAUSAL_CHUNK, by_group, prepare
 
 
-def row_certificate(problem: Problem, spec: Spec, decision: Decision, members: list[int], raw: Tensor) -> Tensor:
+def row_certificate(problem: Problem, spec: Spec, decision: Decision, members: list[int], z: Tensor) -> Tensor:
     """For every row a bound of |out′ − out| / range(v), rounding included: [N, G, n]."""
     second, total = second_moments(problem, spec)
     bounds = []
@@ -19,7 +19,7 @@ def row_certificate(problem: Problem, spec: Spec, decision: Decision, members: l
         choice = decision.choices[head]
         assert choice.polynomial is not None
         slack = decision.rounding(head)
-        normaliser = raw[at, ..., -1].double() * (1 - min(slack, 0.5))
+        normaliser = z[at].double() * (1 - min(slack, 0.5))
         rows = decision.row_bounds(head, choice.centring).double().clamp(max=choice.bound)
         terms = moment_terms(choice.polynomial, not problem.causal)
         # Second moments of centred and rounded tokens: one part in 2¹⁶ covers their rounding in any working dtype.

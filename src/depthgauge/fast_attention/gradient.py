@@ -14,22 +14,22 @@ class DoubleBackwardError(DepthgaugeError, RuntimeError):
 
 
 class PolynomialAttention(torch.autograd.Function):
-    """out and [N, Z] of a backend; the gradient treats centres and the values' middle as constants."""
+    """out and Z of a backend; the gradient treats centres and the values' middle as constants."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Any) -> tuple[Tensor, Tensor]:
         """What the backend's forward returns."""
-        out, raw = backend.forward(spec, q, k, v)
-        ctx.save_for_backward(q, k, v, raw)
+        out, normaliser, saved = backend.forward(spec, q, k, v)
+        ctx.save_for_backward(q, k, v, *saved)
         ctx.spec, ctx.backend = spec, backend
-        ctx.mark_non_differentiable(raw)
-        return out, raw
+        ctx.mark_non_differentiable(normaliser)
+        return out, normaliser
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The backend's gradients of q, k and v."""
-        q, k, v, raw = ctx.saved_tensors
-        gradients = _Gradient.apply(q, k, v, raw, grads[0], ctx.spec, ctx.backend)  # type: ignore[no-untyped-call]
+        q, k, v, *saved = ctx.saved_tensors
+        gradients = _Gradient.apply(q, k, v, grads[0], ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
         return (*gradients, None, None)
 
 
@@ -38,9 +38,9 @@ class _Gradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, grad: Tensor, spec: Spec, backend: Any
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec, backend: Any, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = backend.backward(spec, q, k, v, raw, grad)
+        gradients: tuple[Tensor, Tensor, Tensor] = backend.backward(spec, q, k, v, saved, grad)
         return gradients
 
     @staticmethod

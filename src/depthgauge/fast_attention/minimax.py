@@ -8,6 +8,7 @@ correctly rounded; the coefficients proved are the float64 numbers that are used
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
@@ -193,19 +194,18 @@ def minimax(degree: int, bound: float) -> Minimax:
     )
 
 
-def grid_index(bound: float) -> int:
-    """The least k with 2^(k/GRID) ≥ bound, and no less than SMALLEST_INDEX."""
-    if bound <= grid_bound(SMALLEST_INDEX):
-        return SMALLEST_INDEX
-    k = math.ceil(GRID * math.log2(bound)) - 1
-    while grid_bound(k) < bound:
-        k += 1
-    return k
-
-
 def grid_bound(index: int) -> float:
     """2^(index/GRID) as a float64."""
     return float(2.0 ** (index / GRID))
+
+
+LARGEST_INDEX = 4 * GRID
+_GRID_BOUNDS = [grid_bound(index) for index in range(SMALLEST_INDEX, LARGEST_INDEX + 1)]
+
+
+def grid_index(bound: float) -> int:
+    """The least index with 2^(index/GRID) ≥ bound, no less than SMALLEST_INDEX; LARGEST_INDEX + 1 beyond the grid."""
+    return SMALLEST_INDEX + bisect_left(_GRID_BOUNDS, bound)
 
 
 def at_index(degree: int, index: int) -> Minimax:
@@ -248,7 +248,7 @@ def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int |
             return False
         return p.error < 1 and guarantee(p, gradients) <= tolerance
 
-    low, high = SMALLEST_INDEX, 4 * GRID
+    low, high = SMALLEST_INDEX, LARGEST_INDEX
     if not is_met(low):
         return None
     while high - low > 1:

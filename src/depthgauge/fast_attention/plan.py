@@ -16,11 +16,11 @@ from depthgauge.fast_attention.cost import exact_cost, polynomial_cost
 from depthgauge.fast_attention.features import feature_count
 from depthgauge.fast_attention.minimax import (
     HIGHEST_DEGREE,
+    SMALLEST_INDEX,
     Minimax,
     at_index,
     degree_it_would_take,
     gradient_error,
-    grid_bound,
     grid_index,
     guarantee,
     limit_index,
@@ -33,8 +33,6 @@ LARGEST_TOLERANCE = 0.5
 """A looser tolerance is met by this one: beyond it polynomials are of no use."""
 MOST_EXACT_ROWS = 1 / 8
 """The share of rows that may be done exactly beside a polynomial; with more the whole head is exact."""
-LARGEST_BOUND = 8.0
-"""No degree up to 4 meets any tolerance beyond this."""
 CENTRINGS = ("none", "keys", "keys, queries")
 
 
@@ -127,19 +125,13 @@ class Choice:
     why: str
 
 
-@lru_cache(maxsize=4096)
-def _least_degree(index: int, dim: int, tolerance: float, gradients: bool) -> Minimax | None:
-    """The polynomial of least degree that meets the tolerance for B = 2^(index/GRID), if its features fit."""
-    for degree in range(HIGHEST_DEGREE + 1):
-        if feature_count(dim, degree) > MOST_FEATURES:
-            return None
-        try:
-            p = at_index(degree, index)
-        except ArithmeticError:
-            continue
-        if p.error < 1 and guarantee(p, gradients) <= tolerance:
-            return p
-    return None
+@lru_cache(maxsize=1024)
+def limit(degree: int, dim: int, tolerance: float, gradients: bool) -> int:
+    """The largest grid index at which this degree meets the tolerance; below every index where there is none."""
+    if feature_count(dim, degree) > MOST_FEATURES:
+        return SMALLEST_INDEX - 1
+    index = limit_index(degree, tolerance, gradients)
+    return SMALLEST_INDEX - 1 if index is None else index
 
 
 class Decision:
@@ -150,49 +142,76 @@ class Decision:
         self.tolerance = min(request.tolerance, LARGEST_TOLERANCE)
         self.force = request.force
         self.dim = problem.q.shape[-1]
+        # A shorter dtype rounds what was centred once more, and the polynomial must cover what it then sees.
+        self.growth = (1 + 2 * unit(problem.q.dtype)) ** 2
         self._row_norms: Tensor | None = None
+        self._backends: dict[int, tuple[Backend, float, float]] = {}
+        self._whole: dict[tuple[int, ...], Choice | None] = {}
         self.choices = [self._choose(head) for head in range(problem.heads)]
 
     def bounds(self, head: int) -> tuple[float, float, float]:
         """B as given, with the keys centred, and with the queries centred too."""
-        s, at = self.survey, head
-        # A shorter dtype rounds what was centred once more, and the polynomial must cover what it then sees.
-        grown = (1 + 2 * unit(self.problem.q.dtype)) ** 2
+        s, scale, grown = self.survey, self.problem.scale, self.growth
+        keys = s.key_centred[head]
         return (
-            score_bound(self.problem.scale, s.query[at], s.key[at]),
-            score_bound(self.problem.scale, s.query[at], s.key_centred[at]) * grown,
-            score_bound(self.problem.scale, s.query_centred[at], s.key_centred[at]) * grown,
+            score_bound(scale, s.query[head], s.key[head]),
+            score_bound(scale, s.query[head], keys) * grown,
+            score_bound(scale, s.query_centred[head], keys) * grown,
         )
 
     def backend(self, degree: int) -> Backend:
         """What would compute this degree."""
-        return backend_for(self.problem, degree)
+        return self._with_costs(degree)[0]
+
+    def _with_costs(self, degree: int) -> tuple[Backend, float, float]:
+        """The backend of a degree, its cost for a head without exact rows, and that of exact attention."""
+        if degree not in self._backends:
+            backend = backend_for(self.problem, degree)
+            costs = polynomial_cost(self.problem, degree, 0, backend.rates), exact_cost(self.problem, backend.rates)
+            self._backends[degree] = backend, *costs
+        return self._backends[degree]
+
+    def least_degree(self, index: int) -> int | None:
+        """The least degree that meets the tolerance for scores up to 2^(index/GRID)."""
+        for degree in range(HIGHEST_DEGREE + 1):
+            if index <= limit(degree, self.dim, self.tolerance, self.gradients):
+                return degree
+        return None
 
     def _choose(self, head: int) -> Choice:
         if not self.survey.is_usable[head]:
             return Choice(None, 0, math.inf, 0, math.inf, "q, k or v is not finite, or its sums would not be")
-        bounds = list(self.bounds(head))
+        bounds = self.bounds(head)
         may_weigh = not self.problem.causal or self.survey.spread[head] <= LARGEST_LOG_RANGE
-        allowed = bounds if may_weigh else bounds[:2]
-        found: list[Choice] = []
-        for centring, bound in enumerate(allowed):
-            p = None
-            if bound <= LARGEST_BOUND:
-                p = _least_degree(grid_index(bound), self.dim, self.tolerance, self.gradients)
-            if p is not None and (not found or p.degree < _degree(found[0])):
-                cost = polynomial_cost(self.problem, p.degree, 0, self.backend(p.degree).rates)
-                found = [Choice(p, centring, bound, 0, cost, "meets the tolerance at this degree")]
-        if not found or _degree(found[0]) > 2:
-            found += self._with_exact_rows(head, len(allowed) - 1, found)
-        smallest = min(allowed)
+        indices = tuple(grid_index(bound) for bound in (bounds if may_weigh else bounds[:2]))
+        if indices not in self._whole:  # heads alike are decided once
+            self._whole[indices] = self._without_exact_rows(indices)
+        whole = self._whole[indices]
+        if whole is not None and _degree(whole) <= 2:
+            return self._if_worth_it(whole)
+        found = self._with_exact_rows(head, len(indices) - 1, HIGHEST_DEGREE + 1 if whole is None else _degree(whole))
+        found += [] if whole is None else [whole]
         if not found:
-            return self._none_fits(head, smallest)
-        best = min(found, key=lambda choice: choice.cost)
-        exact = exact_cost(self.problem, self.backend(_degree(best)).rates)
-        if best.cost > exact and self.force != "polynomial":
-            why = f"degree {_degree(best)} would meet the tolerance, but exact is predicted to be cheaper"
-            return Choice(None, best.centring, best.bound, best.exact_rows, best.cost, why)
-        return best
+            return self._none_fits(head, min(bounds[: len(indices)]))
+        return self._if_worth_it(min(found, key=lambda choice: choice.cost))
+
+    def _without_exact_rows(self, indices: tuple[int, ...]) -> Choice | None:
+        """The least degree for all rows, with the least centring that allows it."""
+        degrees = [self.least_degree(index) for index in indices]
+        known = [degree for degree in degrees if degree is not None]
+        if not known:
+            return None
+        least = min(known)
+        centring = degrees.index(least)
+        p = at_index(least, indices[centring])
+        assert guarantee(p, self.gradients) <= self.tolerance
+        return Choice(p, centring, p.bound, 0, self._with_costs(least)[1], "meets the tolerance at this degree")
+
+    def _if_worth_it(self, choice: Choice) -> Choice:
+        if self.force == "polynomial" or choice.cost <= self._with_costs(_degree(choice))[2]:
+            return choice
+        why = f"degree {_degree(choice)} would meet the tolerance, but exact is predicted to be cheaper"
+        return Choice(None, choice.centring, choice.bound, choice.exact_rows, choice.cost, why)
 
     def _none_fits(self, head: int, bound: float) -> Choice:
         degree = degree_it_would_take(bound, self.tolerance) if bound < 1e6 else None
@@ -220,24 +239,23 @@ class Decision:
         s = self.survey
         norms = self.row_norms()[head] if centring == 2 else norm_up(self.problem.q[head].to(self.problem.working))
         keys = s.key_centred[head] if centring else s.key[head]
-        grown = (1 + 2 * unit(self.problem.q.dtype)) ** 2 if centring else 1.0
+        grown = self.growth if centring else 1.0
         return norms * (score_bound(self.problem.scale, 1.0, keys) * grown * (1 + 2.0**-20))
 
-    def _with_exact_rows(self, head: int, centring: int, found: Sequence[Choice]) -> list[Choice]:
+    def _with_exact_rows(self, head: int, centring: int, below: int) -> list[Choice]:
         """Lower degrees, with the rows beyond their limit done exactly."""
         rows = self.row_bounds(head, centring)
-        highest = _degree(found[0]) if found else HIGHEST_DEGREE + 1
         choices = []
-        for degree in range(1, highest):
-            index = limit_index(degree, self.tolerance, self.gradients)
-            if index is None or feature_count(self.dim, degree) > MOST_FEATURES:
+        for degree in range(1, below):
+            index = limit(degree, self.dim, self.tolerance, self.gradients)
+            if index < SMALLEST_INDEX:
                 continue
-            limit = grid_bound(index)
-            beyond = int((~(rows <= limit)).sum())
+            p = at_index(degree, index)
+            beyond = int((~(rows <= p.bound)).sum())
             if 0 < beyond <= MOST_EXACT_ROWS * rows.numel():
                 cost = polynomial_cost(self.problem, degree, beyond, self.backend(degree).rates)
-                why = f"{beyond} of {rows.numel()} rows beyond B = {limit:.3g} are done exactly"
-                choices.append(Choice(at_index(degree, index), centring, limit, beyond, cost, why))
+                why = f"{beyond} of {rows.numel()} rows beyond B = {p.bound:.3g} are done exactly"
+                choices.append(Choice(p, centring, p.bound, beyond, cost, why))
         return choices
 
     def rounding(self, head: int) -> float:
@@ -246,7 +264,8 @@ class Decision:
         if choice.polynomial is None:
             return 0.0
         spread = self.survey.spread[head] if choice.centring == 2 else 0.0
-        return self.backend(choice.polynomial.degree).rounding(self.problem, choice.polynomial, choice.bound, spread)
+        rounding = self.backend(choice.polynomial.degree).rounding
+        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
 
     def plan(self, request: Request, notes: Sequence[str]) -> Plan:
         """The choices as a Plan."""

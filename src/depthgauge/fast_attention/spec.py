@@ -2,32 +2,85 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.problem import Problem
+
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything a backend needs besides q, k and v; nothing in it has a gradient.
+    """Everything a backend needs besides q, k and v; nothing in it has a gradient, and tensors are made when asked for.
 
-    coefficients [N, g+1] float64; query_centre, key_centre [N, d]; q̃ = (q−μ)·query_factor, k̃ = (k−c)·key_factor with
-    [N] factors whose product is the scale (key_factor a power of two that makes both about as long);
-    middle [N, e] is subtracted from the values; `exact_rows` [N, G, n] marks rows that are computed elsewhere.
+    coefficients [N, g+1] float64; `members` are the heads of the survey, `centrings` says for each whether nothing (0),
+    the keys (1) or the queries too (2) are centred; `exact_rows` [N, G, n] marks rows that are computed elsewhere.
     """
 
     degree: int
     coefficients: Tensor
-    query_centre: Tensor
-    key_centre: Tensor
-    query_factor: Tensor
-    key_factor: Tensor
-    middle: Tensor
-    is_weighted: bool
+    members: tuple[int, ...]
+    centrings: tuple[int, ...]
     scale: float
     causal: bool
     keep: Tensor | None
     exact_rows: Tensor | None
+    survey: Survey
+    problem: Problem
+
+    @property
+    def is_centred(self) -> bool:
+        """Whether any head is centred."""
+        return any(self.centrings)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether keys weigh differently because the queries of some head are centred."""
+        return 2 in self.centrings
+
+    def _per_head(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.survey.query_centre.device)
+
+    def _where(self, least: int, centre: Tensor) -> Tensor:
+        is_used = torch.tensor([c >= least for c in self.centrings], device=centre.device)
+        return torch.where(is_used[:, None], centre[list(self.members)], 0).to(self.problem.working)
+
+    @cached_property
+    def query_centre(self) -> Tensor:
+        """μ [N, d] in the working dtype, 0 where queries are not centred."""
+        return self._where(2, self.survey.query_centre)
+
+    @cached_property
+    def key_centre(self) -> Tensor:
+        """c [N, d] in the working dtype, 0 where keys are not centred."""
+        return self._where(1, self.survey.key_centre)
+
+    @cached_property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """What q − μ and k − c are multiplied by, two [N] whose product is the scale; the key's a power of two."""
+        s, pairs = self.survey, []
+        for head, centring in zip(self.members, self.centrings, strict=True):
+            query = s.query_centred[head] if centring == 2 else s.query[head]
+            key = s.key_centred[head] if centring else s.key[head]
+            pairs.append(balance(query, key, self.scale))
+        return self._per_head([q for q, _ in pairs]), self._per_head([k for _, k in pairs])
+
+    @property
+    def query_factor(self) -> Tensor:
+        """The factor of q − μ: [N]."""
+        return self.factors[0]
+
+    @property
+    def key_factor(self) -> Tensor:
+        """The factor of k − c: [N]."""
+        return self.factors[1]
+
+    @cached_property
+    def middle(self) -> Tensor:
+        """The middle of every value column's range: [N, e]."""
+        return self.survey.middle(self.problem)[list(self.members)]
 
 
 def weights(spec: Spec, at: slice, k: Tensor) -> Tensor | None:
@@ -37,12 +90,12 @@ def weights(spec: Spec, at: slice, k: Tensor) -> Tensor | None:
     """
     keep = None if spec.keep is None else spec.keep[at]
     if not spec.is_weighted:
-        return None if keep is None else keep.to(spec.query_centre.dtype)
+        return None if keep is None else keep.to(spec.problem.working)
     centred = k.double() - spec.key_centre[at, None].double()
     log_w = spec.scale * (centred @ spec.query_centre[at, :, None].double()).squeeze(-1)
     if keep is not None:
         log_w = log_w.masked_fill(~keep, -torch.inf)
-    return torch.exp(log_w - log_w.amax(dim=1, keepdim=True)).to(spec.query_centre.dtype)
+    return torch.exp(log_w - log_w.amax(dim=1, keepdim=True)).to(spec.problem.working)
 
 
 def balance(query_norm: float, key_norm: float, scale: float) -> tuple[float, float]:

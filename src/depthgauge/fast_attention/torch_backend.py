@@ -72,7 +72,7 @@ def head_groups(heads: int, per_head: int, device: torch.device) -> Iterator[sli
 
 def prepare(spec: Spec, at: slice, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
     """Centre, scale and augment what a spec says, for some of the heads."""
-    work = spec.query_centre.dtype
+    work = spec.problem.working
     q, k, v = q[at].to(work), k[at].to(work), v[at].to(work)
     keep = None if spec.keep is None else spec.keep[at]
     qt = (q - spec.query_centre[at, None, None]) * spec.query_factor[at, None, None, None].to(work)
@@ -99,14 +99,14 @@ def state(p: Prepared, keys: slice) -> Tensor:
     return total
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """out [N, G, n, e] in the dtype of q, and [N, Z] before the division, [N, G, n, e+1] in the working dtype."""
-    raw = q.new_empty(*q.shape[:-1], v.shape[-1] + 1, dtype=spec.query_centre.dtype)
+def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """out [N, G, n, e] in the dtype of q, Z [N, G, n], and for the backward pass [N, Z] before the division."""
+    raw = q.new_empty(*q.shape[:-1], v.shape[-1] + 1, dtype=spec.problem.working)
     for at in _groups(spec, q):
         (_forward_causal if spec.causal else _forward_full)(prepare(spec, at, q, k, v), raw[at])
     out = raw[..., :-1] / raw[..., -1:]
     out += spec.middle[:, None, None]
-    return out.to(q.dtype), raw
+    return out.to(q.dtype), raw[..., -1], (raw,)
 
 
 def _groups(spec: Spec, q: Tensor) -> Iterator[slice]:
@@ -141,9 +141,11 @@ def diagonal(p: Prepared, rows: slice) -> Tensor:
     return value if p.w is None else value.mul_(p.w[:, None, rows])
 
 
-def backward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of out; centres, the weights' largest and the middle are constants."""
-    work = spec.query_centre.dtype
+    (raw,), work = saved, spec.problem.working
     grad = grad.to(work)
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)

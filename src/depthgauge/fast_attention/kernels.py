@@ -1,0 +1,386 @@
+"""Triton kernels of the fast path at degrees 1 and 2: features are made in registers for the matrix unit.
+
+The products x_a y_b of two tiles of 16 coordinates are 256 features; a tile pair and its mirror image are done once.
+Keys come transposed, [D, tokens], so that every fragment of the feature matrix is one wide load. The sequence is split,
+one program sums one split, and a program holds up to two tile pairs (512 features) of sums in registers.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+TILE = 16
+
+
+@lru_cache(maxsize=16)
+def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Tile pairs grouped two by two around a shared tile: (shared, first, second), second −1 where there is none.
+
+    Every unordered pair of tiles appears once. Tile b goes with tiles b, b−1, …, two at a time; of an odd number the
+    pair with tile 0 is left, and those share tile 0.
+
+    >>> programs(64)
+    ((1, 1, 0), (2, 2, 1), (3, 3, 2), (3, 1, 0), (0, 0, 2))
+    """
+    tiles = dim // TILE
+    found, left = [], []
+    for b in range(tiles):
+        others = list(range(b, -1, -1))
+        if len(others) % 2:
+            left.append(b)
+            others.pop()
+        found += [(b, others[i], others[i + 1]) for i in range(0, len(others), 2)]
+    left += [-1] * (len(left) % 2)
+    found += [(0, left[i], left[i + 1]) for i in range(0, len(left), 2)]
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Where the sums of a tile pair are kept: (slot, first tile, second tile) of every pair."""
+    found = []
+    for p, (shared, first, second) in enumerate(programs(dim)):
+        found.append((2 * p, first, shared))
+        if second >= 0:
+            found.append((2 * p + 1, second, shared))
+    return tuple(found)
+
+
+@lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The compiled-on-demand kernels; triton is imported here and nowhere else."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def transpose(x_ptr, out_ptr, n, padded, D: tl.constexpr, T: tl.constexpr):
+        """out[head, :, t] = x[head, t, :], zeros beyond the last token."""
+        head = tl.program_id(1).to(tl.int64)
+        r, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+        x = tl.load(x_ptr + head * n * D + r[:, None] * D + c[None, :], mask=r[:, None] < n, other=0)
+        tl.store(out_ptr + head * padded * D + c[:, None] * padded + r[None, :], tl.trans(x))
+
+    @triton.jit
+    def survey(
+        q_ptr,
+        k_ptr,
+        v_ptr,
+        mu_ptr,
+        c_ptr,
+        out_ptr,
+        rows,
+        m,
+        D: tl.constexpr,
+        E: tl.constexpr,
+        T: tl.constexpr,
+        S: tl.constexpr,
+    ):
+        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| of a token, of T·S tokens of a head; NaN comes through."""
+        block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+        at = out_ptr + (head * tl.num_programs(0) + block) * 5
+        if which == 0:
+            plain, centred = _norms(q_ptr + head * rows * D, mu_ptr + head * D, block, rows, D, T, S)
+            tl.store(at, plain)
+            tl.store(at + 2, centred)
+        elif which == 1:
+            plain, centred = _norms(k_ptr + head * m * D, c_ptr + head * D, block, m, D, T, S)
+            tl.store(at + 1, plain)
+            tl.store(at + 3, centred)
+        else:
+            e, t, size = tl.arange(0, E), tl.arange(0, T), tl.zeros([T], tl.float32)
+            for s in tl.range(0, S, num_stages=2):
+                r = (block * S + s) * T + t
+                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=r[:, None] < m, other=0)
+                size = _larger(size, tl.sum(tl.abs(v.to(tl.float32)), 1))
+            tl.store(at + 4, tl.reduce(size, 0, _larger))
+
+    @triton.jit
+    def _norms(x_ptr, centre_ptr, block, n, D: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+        d, t = tl.arange(0, D), tl.arange(0, T)
+        centre = tl.load(centre_ptr + d)
+        plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
+        for s in tl.range(0, S, num_stages=2):
+            r = (block * S + s) * T + t
+            here = r[:, None] < n
+            x = tl.load(x_ptr + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
+            plain = _larger(plain, tl.sum(x * x, 1))
+            x = tl.where(here, x - centre[None, :], 0.0)
+            centred = _larger(centred, tl.sum(x * x, 1))
+        return tl.reduce(plain, 0, _larger), tl.reduce(centred, 0, _larger)
+
+    @triton.jit
+    def first_moments(
+        x_ptr,
+        y_ptr,
+        v_ptr,
+        w_ptr,
+        out_ptr,
+        m,
+        padded,
+        per_split,
+        D: tl.constexpr,
+        E: tl.constexpr,
+        T: tl.constexpr,
+        HAS_W: tl.constexpr,
+        SQUARE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):
+        """Of one split: Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E], Σ w; x and y are [D, tokens]."""
+        split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
+        mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+        total, mean, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+        for start in range(split * per_split, tl.minimum((split + 1) * per_split, padded), T):
+            r = start + t
+            here = r < m
+            y = tl.load(y_ptr + head * padded * D + d[:, None] * padded + r[None, :])
+            v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here[:, None], other=0)
+            mixed = tl.dot(y, v, mixed, input_precision=PRECISION)
+            if SQUARE:
+                x = tl.load(x_ptr + head * padded * D + d[:, None] * padded + r[None, :])
+                square = tl.dot(y, tl.trans(x), square, input_precision=PRECISION)
+            total += tl.sum(y.to(tl.float32), 1)
+            if HAS_W:
+                w = tl.load(w_ptr + head * m + r, mask=here, other=0)
+                mean += tl.sum(v.to(tl.float32) * w[:, None], 0)
+                weight += tl.sum(w, 0)
+            else:
+                mean += tl.sum(v.to(tl.float32), 0)
+                weight += tl.sum(here.to(tl.float32), 0)
+        at = out_ptr + (split * tl.num_programs(1) + head) * (D * E + D * D + D + E + 1)
+        tl.store(at + d[:, None] * E + e[None, :], mixed)
+        tl.store(at + D * E + d[:, None] * D + d[None, :], square)
+        tl.store(at + D * E + D * D + d, total)
+        tl.store(at + D * E + D * D + D + e, mean)
+        tl.store(at + D * E + D * D + D + E, weight)
+
+    @triton.jit
+    def second_moments(
+        x_ptr,
+        y_ptr,
+        v_ptr,
+        table_ptr,
+        out_ptr,
+        m,
+        padded,
+        per_split,
+        D: tl.constexpr,
+        E: tl.constexpr,
+        T: tl.constexpr,
+        WIDE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """Σ_t (y_a x_b)(t) v(t) of one split, for the features of one shared tile b and WIDE/16 tiles a."""
+        program, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        i, e, t, wide = tl.arange(0, 16), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
+        shared = tl.load(table_ptr + 3 * program)
+        first = tl.load(table_ptr + 3 * program + 1)
+        second = tl.maximum(tl.load(table_ptr + 3 * program + 2), 0)
+        columns = tl.where(wide < 16, first * 16 + wide, second * 16 + wide - 16)
+        y_at = y_ptr + head * padded * D + columns[:, None] * padded
+        x_at = x_ptr + head * padded * D + (shared * 16 + i)[:, None] * padded
+        v_at = v_ptr + head * m * E + e[None, :]
+        sums = tl.zeros([WIDE * 16, E], tl.float32)
+        for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, padded), T, num_stages=STAGES):
+            r = start + t
+            y, x = tl.load(y_at + r[None, :]), tl.load(x_at + r[None, :])
+            v = tl.load(v_at + r[:, None] * E, mask=r[:, None] < m, other=0)
+            features = tl.reshape(y[:, None, :] * x[None, :, :], [WIDE * 16, T])
+            sums = tl.dot(features, v, sums, input_precision=PRECISION)
+        rows = tl.arange(0, WIDE * 16)
+        at = out_ptr + ((split * tl.num_programs(2) + head) * tl.num_programs(0) + program) * (512 * E)
+        tl.store(at + rows[:, None] * E + e[None, :], sums)
+
+    @triton.jit
+    def finish(
+        sums_ptr,
+        first_ptr,
+        coefficients_ptr,
+        slot_ptr,
+        s_ptr,
+        linear_ptr,
+        square_ptr,
+        z1_ptr,
+        z0_ptr,
+        n0_ptr,
+        mean_ptr,
+        splits,
+        heads,
+        PROGRAMS: tl.constexpr,
+        SLOTS: tl.constexpr,
+        D: tl.constexpr,
+        E: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        CENTRE: tl.constexpr,
+    ):
+        """Add the splits up (all, or those before each when causal), centre the values, apply p's coefficients, round.
+
+        Everything is divided by the total weight, which cancels in the end and keeps short dtypes in range.
+        mean_ptr takes the values' mean [E] and 1 / total weight.
+        """
+        slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
+        size = D * E + D * D + D + E + 1
+        a0 = tl.load(coefficients_ptr + head * 3)
+        a1 = tl.load(coefficients_ptr + head * 3 + 1)
+        a2 = tl.load(coefficients_ptr + head * 3 + 2)
+        total, mean = 0.0, tl.zeros([E], tl.float32)
+        for split in range(splits):
+            at = first_ptr + (split * heads + head) * size + D * E + D * D + D
+            mean += tl.load(at + e)
+            total += tl.load(at + E)
+        share = 1.0 / total
+        mean = mean * (share if CENTRE else 0.0)
+        if slot < SLOTS:
+            kept = tl.load(slot_ptr + 3 * slot)
+            first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
+            factor = a2 * share * tl.where(first == second, 1.0, 2.0)
+            at_square = D * E + (first * 16 + rows // 16) * D + second * 16 + rows % 16
+            sums, weights = tl.zeros([256, E], tl.float32), tl.zeros([256], tl.float32)
+            for step in range(splits + 1):
+                if CAUSAL or step == splits:
+                    target = s_ptr + (((step if CAUSAL else 0) * heads + head) * SLOTS + slot) * (256 * E)
+                    value = (sums - weights[:, None] * mean[None, :]) * factor
+                    tl.store(target + rows[:, None] * E + e[None, :], value.to(s_ptr.dtype.element_ty))
+                if step < splits:
+                    source = sums_ptr + ((step * heads + head) * PROGRAMS * 2 + kept) * (256 * E)
+                    sums += tl.load(source + rows[:, None] * E + e[None, :])
+                    weights += tl.load(first_ptr + (step * heads + head) * size + at_square)
+        else:
+            tl.store(mean_ptr + head * (E + 1) + e, mean)
+            tl.store(mean_ptr + head * (E + 1) + E, share)
+            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+            z1, n0, z0 = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+            for step in range(splits + 1):
+                if CAUSAL or step == splits:
+                    at = (step if CAUSAL else 0) * heads + head
+                    value = (mixed - z1[:, None] * mean[None, :]) * (a1 * share)
+                    high = value.to(linear_ptr.dtype.element_ty)
+                    low = (value - high.to(tl.float32)).to(linear_ptr.dtype.element_ty)
+                    tl.store(linear_ptr + at * 2 * D * E + d[:, None] * E + e[None, :], high)
+                    tl.store(linear_ptr + (at * 2 + 1) * D * E + d[:, None] * E + e[None, :], low)
+                    rounded = (square * (a2 * share)).to(square_ptr.dtype.element_ty)
+                    tl.store(square_ptr + at * D * D + d[:, None] * D + d[None, :], rounded)
+                    tl.store(z1_ptr + at * D + d, z1 * (a1 * share))
+                    tl.store(z0_ptr + at, z0 * (a0 * share))
+                    tl.store(n0_ptr + at * E + e, (n0 - z0 * mean) * (a0 * share))
+                if step < splits:
+                    source = first_ptr + (step * heads + head) * size
+                    mixed += tl.load(source + d[:, None] * E + e[None, :])
+                    square += tl.load(source + D * E + d[:, None] * D + d[None, :])
+                    z1 += tl.load(source + D * E + D * D + d)
+                    n0 += tl.load(source + D * E + D * D + D + e)
+                    z0 += tl.load(source + D * E + D * D + D + E)
+
+    @triton.jit
+    def evaluate(
+        x_ptr,
+        y_ptr,
+        s_ptr,
+        linear_ptr,
+        square_ptr,
+        z1_ptr,
+        z0_ptr,
+        n0_ptr,
+        mean_ptr,
+        g_ptr,
+        kt_ptr,
+        v_ptr,
+        w_ptr,
+        slot_ptr,
+        out_ptr,
+        z_ptr,
+        n,
+        m,
+        padded,
+        groups,
+        heads,
+        states,
+        per_state,
+        scale,
+        SLOTS: tl.constexpr,
+        X: tl.constexpr,
+        Y: tl.constexpr,
+        OUT: tl.constexpr,
+        T: tl.constexpr,
+        TK: tl.constexpr,
+        SUB: tl.constexpr,
+        SQUARE: tl.constexpr,
+        CAUSAL: tl.constexpr,
+        HAS_W: tl.constexpr,
+        FORWARD: tl.constexpr,
+        HAS_G: tl.constexpr,
+        PRECISION: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):
+        """Σ_slots (y ⊗ x) S + y L + n0 for T rows.
+
+        Forward (y = x = q): that is N, with Z = x·(x C + z1) + z0, causal rows add exact exponentials of their own
+        block, and N/Z + mean is stored. Otherwise (gradients) g (x C + z1) is added, and the sum is stored.
+        """
+        block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        head = row_head // groups
+        r = block * T + tl.arange(0, T)
+        here = r[:, None] < n
+        cx, cy, co = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, OUT)
+        i, sub, rows = tl.arange(0, 16), tl.arange(0, SUB), tl.arange(0, SUB * 16)
+        state = tl.minimum(block * T // per_state, states - 1) if CAUSAL else 0
+        base = state * heads + head
+        x_at, y_at = x_ptr + row_head * n * X + r[:, None] * X, y_ptr + row_head * n * Y + r[:, None] * Y
+        x = tl.load(x_at + cx[None, :], mask=here, other=0)
+        total, z = tl.zeros([T, OUT], tl.float32), tl.zeros([T], tl.float32)
+        if CAUSAL:
+            mean, share = tl.load(mean_ptr + head * (OUT + 1) + co), tl.load(mean_ptr + head * (OUT + 1) + OUT)
+            tk = tl.arange(0, TK)
+            for start in range(state * per_state, tl.minimum(block * T + T, padded), TK):
+                c = start + tk
+                k = tl.load(kt_ptr + head * padded * X + cx[:, None] * padded + c[None, :])
+                v = tl.load(v_ptr + head * m * OUT + c[:, None] * OUT + co[None, :], mask=c[:, None] < m, other=0)
+                p = tl.exp2(tl.dot(x, k, input_precision=PRECISION) * scale)
+                if HAS_W:
+                    p *= tl.load(w_ptr + head * m + c, mask=c < m, other=0)[None, :]
+                p = tl.where((c[None, :] <= r[:, None]) & (c[None, :] < m), p, 0.0).to(v.dtype)
+                z += tl.sum(p.to(tl.float32), 1)
+                total = tl.dot(p, v, total, input_precision=PRECISION)
+            total = (total - z[:, None] * mean[None, :]) * share
+            z = z * share
+        y = tl.load(y_at + cy[None, :], mask=here, other=0)
+        for part in tl.static_range(2):
+            linear = tl.load(linear_ptr + (base * 2 + part) * Y * OUT + cy[:, None] * OUT + co[None, :])
+            total = tl.dot(y, linear, total, input_precision=PRECISION)
+        total += tl.load(n0_ptr + base * OUT + co)[None, :]
+        if FORWARD or HAS_G:
+            along = tl.zeros([T, X], tl.float32) + tl.load(z1_ptr + base * X + cx)[None, :]
+            if SQUARE:
+                square = tl.load(square_ptr + base * X * X + cx[:, None] * X + cx[None, :])
+                along = tl.dot(x, square, along, input_precision=PRECISION)
+            if FORWARD:
+                z += tl.sum(x.to(tl.float32) * along, 1) + tl.load(z0_ptr + base)
+            else:
+                total += tl.load(g_ptr + row_head * n + r, mask=r < n, other=0)[:, None] * along
+        if SQUARE:
+            for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
+                slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
+                first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
+                a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
+                b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
+                s_at = s_ptr + ((base * SLOTS + slot) * 256 + offset * 16) * OUT
+                s = tl.load(s_at + rows[:, None] * OUT + co[None, :])
+                features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
+                total = tl.dot(features, s, total, input_precision=PRECISION)
+        if FORWARD:
+            tl.store(z_ptr + row_head * n + r, z, mask=r < n)
+            total = total / z[:, None] + tl.load(mean_ptr + head * (OUT + 1) + co)[None, :]
+        at = out_ptr + row_head * n * OUT + r[:, None] * OUT + co[None, :]
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
+
+    @triton.jit
+    def _larger(a, b):
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+    return SimpleNamespace(
+        triton=triton, tl=tl, transpose=transpose, survey=survey, first_moments=first_moments,
+        second_moments=second_moments, finish=finish, evaluate=evaluate,
+    )  # fmt: skip
