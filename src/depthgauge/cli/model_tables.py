@@ -31,6 +31,7 @@ def model_tables(subject: dict[str, Any]) -> Iterator[RenderableType]:
         yield what_if_table(subject)
     if subject["scores"]:
         yield trust_table(subject["scores"])
+    yield from map(escape, fast_lines(subject["layers"]))
     for depth in subject["depth"]:
         yield escape(depth_line(depth, len(subject["layers"])))
     if subject["regime"] is not None:
@@ -110,6 +111,17 @@ def trust_table(scores: list[dict[str, Any]]) -> Table:
     for row in scores:
         table.add_row(_SCORES[row["score"]], _KINDS[row["what_if"]], number(row["spearman"], 2))
     return table
+
+
+def fast_lines(layers: list[dict[str, Any]]) -> list[str]:
+    """Which heads fast attention could serve: a line for every layer that has one, or one for all."""
+    plans = [layer["fast"] for layer in layers if layer["fast"] is not None]
+    some = [plan["line"] for plan in plans if plan["heads"]]
+    if some or not plans:
+        return [f"fast attention: {line}" for line in some]
+    bounds = [bound for plan in plans for bound in plan["bounds"]]
+    least = f"; the least proved bound on a head's scores is {number(min(bounds))}" if bounds else ""
+    return [f"fast attention: no head could use it{least}"]
 
 
 def depth_line(depth: dict[str, Any], layers: int) -> str:

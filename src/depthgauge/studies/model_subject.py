@@ -117,6 +117,7 @@ class ModelSubject:
             **self._residual(index + 1),
             "heads": self._heads(index),
             "scores": {name: number(values[index]) for name, values in self.scores().items() if values},
+            "fast": self.found[0]["observed"]["fast"][index] if self.found else None,
             "what_if": {kind: interval.to_json() for kind, interval in what_if.items()},
         }
 

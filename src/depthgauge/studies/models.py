@@ -13,8 +13,9 @@ from depthgauge.errors import InputError, require_count, require_positive, requi
 from depthgauge.measures.residuals import residual_sizes
 from depthgauge.models import depth as removal
 from depthgauge.models.depth import Removal, least_missed, remove_greedily
+from depthgauge.models.fast import LayerPlan, layer_plan
 from depthgauge.models.heads import HeadWatch
-from depthgauge.models.interface import Session, attending
+from depthgauge.models.interface import AttentionCall, Session, attending
 from depthgauge.models.layers import Pass, Stack
 from depthgauge.models.load import (
     Checkpoint,
@@ -190,7 +191,7 @@ class _Work:
             self._say_cost(seconds, windows - index, ids.shape[1], kinds)
         if not self.partial.has(index, "observed"):
             self.progress(0, 1, f"heads, window {index}")
-            self.partial.put(index, "observed", self._observe(stack, ids, base))
+            self.partial.put(index, "observed", self._observe(stack, ids, base, plans=index == 0))
         lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
         del base  # the logits, the largest thing there is, are not needed any more
         total = sum(len(layers_of(kind, L)) for kind in wanted)
@@ -203,9 +204,15 @@ class _Work:
                 done += 1
             self.partial.put(index, kind, losses)
 
-    def _observe(self, stack: Stack, ids: Int[Tensor, "1 n"], base: Pass) -> dict[str, Any]:
-        """Residuals, heads and cheap scores of one window, as JSON."""
-        watch, family = HeadWatch(), self.checkpoint.family
+    def _observe(self, stack: Stack, ids: Int[Tensor, "1 n"], base: Pass, plans: bool) -> dict[str, Any]:
+        """Residuals, heads and cheap scores of one window, and if asked for the plans of fast attention, as JSON."""
+        heads, family, fast = HeadWatch(), self.checkpoint.family, list[LayerPlan]()
+
+        def watch(call: AttentionCall) -> Tensor:
+            if plans:
+                fast.append(layer_plan(call))
+            return heads(call)
+
         sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
         if sublayers is None:
             stack.full(ids, watch=watch)
@@ -228,7 +235,8 @@ class _Work:
                 }
                 for state in base.states
             ],
-            "heads": [layer.to_json() for layer in watch.layers],
+            "heads": [layer.to_json() for layer in heads.layers],
+            "fast": [plan.to_json() for plan in fast],
             "scores": scores,
         }
 
