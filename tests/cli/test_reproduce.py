@@ -18,17 +18,31 @@ def run(*words: str) -> tuple[int, str, str]:
 
 def test_a_panel_is_written_and_named(tmp_path: Path) -> None:
     out_dir = tmp_path / "figs"
-    code, out, _ = run("reproduce", "B4b", "--out", str(out_dir), "--models", "8", "--json")
+    code, out, _ = run("reproduce", "B4b", "--out", str(out_dir), "--models", "8", "--jobs", "1", "--json")
     assert code == 0
     (figure,) = json.loads(out)["figures"]
     assert figure["figure"] == "B4b"
     assert figure["points"] == 6
-    assert sorted(map(Path, figure["files"])) == sorted(out_dir.iterdir())
-    assert {path.suffix for path in out_dir.iterdir()} == {".png", ".svg", ".csv", ".json"}
+    assert sorted(map(Path, figure["files"])) == sorted(out_dir.glob("B4b.*"))
+    assert {path.suffix for path in out_dir.iterdir()} == {".png", ".svg", ".csv", ".json", ".txt", ".db"}
+
+
+def test_the_store_can_be_named_and_another_process_gives_the_same(tmp_path: Path) -> None:
+    store = tmp_path / "mine.db"
+    code, _, _ = run("reproduce", "B7b", "--out", str(tmp_path / "one"), "--models", "5", "--store", str(store))
+    assert code == 0
+    assert store.exists()
+    code, _, _ = run("reproduce", "B7b", "--out", str(tmp_path / "two"), "--models", "5", "--jobs", "1")
+    assert code == 0
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(
+        path.name for path in (tmp_path / "two").glob("B7b.*")
+    )
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
 def test_one_point_typed_alone_equals_its_row(tmp_path: Path) -> None:
-    run("reproduce", "B4b", "--out", str(tmp_path), "--models", "40", "--seed", "2")
+    run("reproduce", "B4b", "--out", str(tmp_path), "--models", "40", "--seed", "2", "--jobs", "1")
     with open(tmp_path / "B4b.csv", encoding="utf-8", newline="") as handle:
         row = next(row for row in csv.DictReader(handle) if row["value"] == "10")
     typed = [f"--{name}={row[name]}" for name in ("kind", "x", "n", "d", "m", "a0", "a1", "b", "c", "models", "seed")]
@@ -40,7 +54,7 @@ def test_one_point_typed_alone_equals_its_row(tmp_path: Path) -> None:
 
 
 def test_without_json_standard_output_stays_empty(tmp_path: Path) -> None:
-    code, out, _ = run("reproduce", "B7b", "--out", str(tmp_path), "--models", "3")
+    code, out, _ = run("reproduce", "B7b", "--out", str(tmp_path), "--models", "3", "--jobs", "1")
     assert code == 0
     assert out == ""
 
@@ -51,6 +65,9 @@ def test_without_json_standard_output_stays_empty(tmp_path: Path) -> None:
         (["B4g"], "got 'B4g'; did you mean 'B4"),
         (["B7b", "--models", "0"], "models must be a whole number of at least 1"),
         (["B7b", "--seed", "-3"], "seed must be a whole number of at least 0"),
+        (["A9"], "figure must be one of A1, A2, A3, A4, B3"),
+        (["A1", "--engine", "ray"], "engine must be one of local, dask"),
+        (["A1", "--engine", "dask"], "needs --scheduler ADDRESS"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(words: list[str], sentence: str, tmp_path: Path) -> None:

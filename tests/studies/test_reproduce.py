@@ -2,15 +2,25 @@
 
 import csv
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import DepthgaugeError, InputError, OutputError
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import Regression, build_setting
 from depthgauge.studies import reproduce as study
-from depthgauge.studies.reproduce import CONDITIONS, reproduce, reproduce_all, separate
+from depthgauge.studies.figures_separation import CONDITIONS, separate
+from depthgauge.studies.reproduce import find_study
+from depthgauge.sweeps import tasks
+from depthgauge.sweeps.cells import Cell
+from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.run import InterruptedRunError, status
+
+HERE = Local(1)
+reproduce = partial(study.reproduce, engine=HERE)
+reproduce_all = partial(study.reproduce_all, engine=HERE)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -18,12 +28,23 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def test_four_files_lie_side_by_side(tmp_path: Path) -> None:
+def test_five_files_lie_side_by_side_with_the_store(tmp_path: Path) -> None:
     done = reproduce("B7b", tmp_path / "deep" / "er", models=20)
     assert done.figure == "B7b"
     assert done.points == 10
-    assert [path.name for path in done.files] == ["B7b.png", "B7b.svg", "B7b.csv", "B7b.json"]
-    assert sorted(path.name for path in (tmp_path / "deep" / "er").iterdir()) == sorted(p.name for p in done.files)
+    names = [path.name for path in done.files]
+    assert names == ["B7b.png", "B7b.svg", "B7b.csv", "B7b.json", "B7b.txt"]
+    assert sorted(path.name for path in (tmp_path / "deep" / "er").iterdir()) == sorted([*names, "figures.db"])
+
+
+@pytest.mark.parametrize("figure", ["B4", "B7b", "A1", "A2", "A3", "A4"])
+def test_captions_tell_what_was_drawn_and_how_often(figure: str) -> None:
+    caption = find_study(figure, 17, 5).caption()
+    assert caption.startswith(f"{figure}. ")
+    assert "17 repetitions" in caption
+    assert "seed 5" in caption
+    assert "$" not in caption
+    assert str(find_study(figure).caption()) != caption
 
 
 @pytest.mark.parametrize("figure", ["B4b", "B5d", "B7b"])
@@ -96,7 +117,7 @@ def test_the_degree_sheet_has_a_curve_for_every_n(tmp_path: Path) -> None:
 def test_the_same_command_writes_the_same_bytes(tmp_path: Path) -> None:
     for directory in ("one", "two"):
         reproduce("B7b", tmp_path / directory, models=4)
-    for path in (tmp_path / "one").iterdir():
+    for path in (tmp_path / "one").glob("B7b.*"):
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
@@ -109,13 +130,13 @@ def test_a_wrong_id_stops_before_any_work(tmp_path: Path) -> None:
 def test_no_id_means_every_sheet_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def note(figure: str, *_: object) -> study.Reproduction:
+    def note(figure: str, *_: object, **__: object) -> study.Reproduction:
         asked.append(figure)
         return study.Reproduction(figure, 0, ())
 
     monkeypatch.setattr(study, "reproduce", note)
     reproduce_all([], tmp_path)
-    assert asked == ["B3", "B4", "B5", "B7", "B-degree"]
+    assert asked == ["A1", "A2", "A3", "A4", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()
     reproduce_all(["B4a", "B4a"], tmp_path)
     assert asked == ["B4a"]
@@ -128,15 +149,17 @@ def test_models_must_be_a_count(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    with pytest.raises(OutputError, match="cannot write"):
+    with pytest.raises(OutputError, match="cannot lock"):
         reproduce("B7b", tmp_path / "file" / "out", models=2)
+    with pytest.raises(OutputError, match="cannot write"):
+        reproduce("B7b", tmp_path / "file" / "out", models=2, store=tmp_path / "s.db")
 
 
 def test_progress_counts_every_point(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     reproduce("B7b", tmp_path, models=2, step=lambda done, total, label: seen.append((done, total, label)))
     assert [done for done, _, _ in seen] == list(range(11))
-    assert seen[-1] == (10, 10, "B7b")
+    assert all(total == 10 and label.startswith("B7b") for _, total, label in seen)
 
 
 def test_the_summary_shows_exact_beside_drawn() -> None:
@@ -147,3 +170,50 @@ def test_the_summary_shows_exact_beside_drawn() -> None:
     assert f"{found.estimate.ratio:.6f}" in text
     assert "F_lin(D₀) = 0" in text
     assert "–" in separate(Regression(50, 4), 5).summary()
+
+
+# --- the store underneath --------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_figure_is_resumed_and_its_points_are_not_computed_again(tmp_path: Path) -> None:
+    def stop(done: int, total: int, label: str) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(InterruptedRunError, match="4 of 10 cells are done and kept"):
+        reproduce("B7b", tmp_path / "a", models=7, step=stop)
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["figures.db"]
+    totals: list[int] = []
+    reproduce("B7b", tmp_path / "a", models=7, step=lambda done, total, label: totals.append(total))
+    assert totals[0] == 6
+    totals.clear()
+    reproduce("B7b", tmp_path / "a", models=7, step=lambda done, total, label: totals.append(total))
+    assert totals == [0]
+    reproduce("B7b", tmp_path / "b", models=7)
+    for path in (tmp_path / "b").glob("B7b.*"):
+        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
+
+
+def test_a_sheet_and_its_panels_share_their_cells(tmp_path: Path) -> None:
+    store = tmp_path / "mine.db"
+    reproduce("B7", tmp_path / "sheet", models=3, store=store)
+    done = status(store)["done"]
+    totals: list[int] = []
+    reproduce("B7d", tmp_path / "panel", models=3, store=store, step=lambda done, total, label: totals.append(total))
+    assert totals == [0]
+    assert status(store)["done"] == done
+    assert not (tmp_path / "sheet" / "figures.db").exists()
+
+
+def test_a_point_that_fails_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tasks.TASKS["separation"]
+
+    def fails(cell: Cell) -> dict[str, object]:
+        raise ValueError("no luck") if cell.parameters["d"] == 5 else ZeroDivisionError
+
+    monkeypatch.setitem(tasks.TASKS, "separation", tasks.Task(**{**vars(broken), "run": fails}))
+    with pytest.raises(DepthgaugeError, match="B7b could not be computed: ZeroDivisionError"):
+        reproduce("B7b", tmp_path, models=3)
+    assert not (tmp_path / "B7b.png").exists()
+    monkeypatch.setitem(tasks.TASKS, "separation", broken)
+    assert reproduce("B7b", tmp_path, models=3).points == 10
