@@ -153,7 +153,7 @@ def heat_map(layers: Sequence[Mapping[str, Any]], heads: int, measure: Measure) 
         },
     }  # fmt: skip
     look = layout(
-        xaxis=_names_axis("layer", trace["x"]),
+        xaxis=names_axis("layer", trace["x"]),
         yaxis={"type": "category", "title": {"text": "head"}, "showgrid": False, "autorange": "reversed"},
         margin={"l": 44, "r": 28, "t": 52, "b": 44},
     )
@@ -211,7 +211,7 @@ def _residual_choice(states: Sequence[tuple[str, Any]], center: str) -> Choice:
     falls = bool(ratios) and min(ratios) < 0.1 * max(ratios)
     scale = log_axis(ratios) if falls else {"rangemode": "tozero"}
     look = layout(
-        xaxis=_names_axis("after layer", names),
+        xaxis=names_axis("after layer", names),
         yaxis={"title": {"text": "‖Res X‖ / ‖X‖"}, **scale},
         margin={"l": 60, "r": 8, "t": 36, "b": 44},
     )
@@ -326,7 +326,7 @@ def depth_bars(depth: Sequence[Mapping[str, Any]], layers: int) -> Chart | None:
     return Chart((Choice("depth", "", alt, {"data": traces, "layout": look}),), 330)
 
 
-def _names_axis(title: str, names: Any) -> Figure:
+def names_axis(title: str, names: Any) -> Figure:
     """An axis of layers, of which a phone has room to name fifteen."""
     named = list(names)[:: -(-len(names) // 15) or 1]
     return {"type": "category", "title": {"text": title}, "tickvals": named, "tickangle": 0, "showgrid": False}

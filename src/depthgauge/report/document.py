@@ -49,7 +49,16 @@ HEAD_MEASURES = (
 CENTERS = ("midrange", "mean")
 NORMS = ("max", "frobenius", "composite")
 
-# Shapes: a Kind, {key: shape} for an object with at least these keys ("key?" may be missing), [shape] for a list.
+
+@dataclass(frozen=True)
+class NullOr:
+    """A shape, or null."""
+
+    shape: Any
+
+
+# Shapes: a Kind, {key: shape} for an object with at least these keys ("key?" may be missing), [shape] for a list,
+# NullOr(shape) for what may be null.
 _RESIDUAL = {center: {norm: {"ratio": MEASURED, "ratio_std": MEASURED} for norm in NORMS} for center in CENTERS}
 _LAYER = {
     "index": COUNT,
@@ -69,6 +78,21 @@ _DEPTH = {
     "tolerance": NUMBER, "certified": FLAG, "layers": COUNT, "kept": [COUNT], "folded": [[COUNT]], "error": MEASURED,
 }  # fmt: skip
 _PRINTED = {"printed_bound": MEASURED, "printed_log10": MEASURED, "printed_applies": FLAG}
+_INTERVAL = {"loss": NUMBER, "low": MEASURED, "high": MEASURED}
+_MODEL = {
+    "architecture": TEXT, "objective": TEXT, "layers": COUNT, "heads": COUNT, "kv_heads": COUNT, "dim": COUNT,
+    "parameters": COUNT, "dtype": TEXT,
+}  # fmt: skip
+_WHAT_IFS = ("block", "attention", "mlp", "uniform", "parallel")
+_SCORES = ("block_influence", "angular_distance", "attention_cosine", "mlp_cosine")
+_MODEL_LAYER = {
+    "index": COUNT,
+    "residual?": _RESIDUAL,
+    "heads?": [{"index": COUNT, "static?": OBJECT, "static_best?": TEXT}],
+    "what_if?": {f"{kind}?": _INTERVAL for kind in _WHAT_IFS},
+    "scores?": {f"{score}?": MEASURED for score in _SCORES},
+    "fast?": NullOr({"line": TEXT}),
+}
 _ANY_SUBJECT = {"kind": TEXT, "name": TEXT, "verdict?": TEXT, "layers": [{"index": COUNT}]}
 _SUBJECTS = {
     "network": {
@@ -76,8 +100,13 @@ _SUBJECTS = {
         "layers": [_LAYER], "depth": [_DEPTH], "printed": _PRINTED,
     },
     "model": {
-        **_ANY_SUBJECT, "input?": {"residual?": _RESIDUAL},
-        "layers": [{"index": COUNT, "residual?": _RESIDUAL, "heads?": [{"index": COUNT}]}],
+        **_ANY_SUBJECT, "input?": {"residual?": _RESIDUAL}, "layers": [_MODEL_LAYER], "model?": _MODEL,
+        "text?": NullOr({"source": TEXT, "windows": COUNT, "window": COUNT}),
+        "baseline?": NullOr({"loss": NUMBER}), "regime?": NullOr({"eta": NUMBER, "corrected_orders": NUMBER}),
+        "scores?": [{"score": TEXT, "what_if": TEXT, "spearman": MEASURED, "layers": COUNT}], "notes?": [TEXT],
+        "depth?": [{
+            "increase": NUMBER, "layers": COUNT, "removed": [COUNT], "steps": [{"removed": COUNT, **_INTERVAL}],
+        }],
     },
 }  # fmt: skip
 _SETTINGS = {
@@ -149,6 +178,9 @@ def _require(value: Any, shape: Any, name: str, place: str) -> None:
     if isinstance(shape, Kind):
         if not shape.fits(value):
             raise ResultError(f"{name}: {place} must be {shape.words}, got {_named(value)}; {_ADVICE}")
+    elif isinstance(shape, NullOr):
+        if value is not None:
+            _require(value, shape.shape, name, place)
     elif isinstance(shape, list):
         if not isinstance(value, list):
             raise ResultError(f"{name}: {place} must be a list, got {_named(value)}; {_ADVICE}")

@@ -47,7 +47,7 @@ def render(document: Mapping[str, Any], plotly: str) -> str:
 def _lead(document: Mapping[str, Any]) -> str:
     kinds = {subject["kind"] for subject in document["subjects"]}
     count = counted(len(document["subjects"]), kinds.pop() if len(kinds) == 1 else "subject")
-    proved = ", and what is proved for all of them" if any("collapse" in s for s in document["subjects"]) else ""
+    proved = ", and what is proved for all of them" if any(s.get("collapse") for s in document["subjects"]) else ""
     return escape(f"{count} gauged with depthgauge {document['version']}: what was measured on inputs{proved}.")
 
 

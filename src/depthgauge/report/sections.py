@@ -40,9 +40,17 @@ class Section:
 
 def section(subject: Subject, settings: Mapping[str, Any]) -> Section:
     """The section of one subject, by its kind."""
-    facts = _network_facts(subject) if "network" in subject else (("layers", str(len(subject["layers"]))),)
     verdict = subject.get("verdict", counted(len(subject["layers"]), "layer"))
-    return Section(subject["name"], verdict, (*facts, ("inputs", _inputs(settings))), PARTS[subject["kind"]](subject))
+    return Section(subject["name"], verdict, _facts(subject, settings), PARTS[subject["kind"]](subject))
+
+
+def _facts(subject: Subject, settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    if "model" in subject:
+        from depthgauge.report.model import model_facts
+
+        return model_facts(subject)
+    facts = _network_facts(subject) if "network" in subject else (("layers", str(len(subject["layers"]))),)
+    return (*facts, ("inputs", _inputs(settings)))
 
 
 def _network_facts(subject: Subject) -> tuple[tuple[str, str], ...]:
@@ -184,9 +192,10 @@ def network_parts(subject: Subject) -> tuple[Part, ...]:
 
 
 def model_parts(subject: Subject) -> tuple[Part, ...]:
-    """A checkpoint: what every kind of subject has."""
-    found = (residual_part(subject), head_part(subject))
-    return tuple(part for part in found if part is not None)
+    """A checkpoint: everything, in a file of its own."""
+    from depthgauge.report import model
+
+    return model.model_parts(subject)
 
 
 PARTS: dict[str, Callable[[Subject], tuple[Part, ...]]] = {"network": network_parts, "model": model_parts}

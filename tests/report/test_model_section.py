@@ -1,0 +1,135 @@
+"""The section of a checkpoint: every number of the document where it belongs, and nothing assumed to be there."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from depthgauge.errors import InputError
+from depthgauge.report.document import check_result
+from depthgauge.report.model import KINDS, SCORES, model_facts, model_parts
+from depthgauge.report.page import render
+from depthgauge.report.report import write_report
+
+HOSTILE = "<script>alert(1)</script>"
+
+
+def interval(loss: float, alone: bool = False) -> dict[str, Any]:
+    return {"loss": loss, "low": None if alone else loss - 0.1, "high": None if alone else loss + 0.2}
+
+
+def layer(index: int) -> dict[str, Any]:
+    kinds = [kind for kind in KINDS if kind != "parallel" or index < 3]
+    residual = {
+        center: {norm: {"value": 1.0, "ratio": 0.9, "ratio_std": 0.0} for norm in ("max", "frobenius", "composite")}
+        for center in ("midrange", "mean")
+    }
+    head = {
+        "tv_mean": 0.5, "first_mass": 0.25, "entropy": None, "eta": 0.1, "static_best": "first",
+        "static": {"uniform": 0.9, "first": 0.125, "previous": 1.2, "mean": 0.4},
+    }  # fmt: skip
+    return {
+        "index": index,
+        "residual": residual,
+        "heads": [{"index": h, **head} for h in range(2)],
+        "scores": dict.fromkeys(SCORES, 0.1 * index + 0.01),
+        "what_if": {kind: interval(0.5 + index + k) for k, kind in enumerate(kinds)},
+        "fast": {"heads": [], "bounds": [3.0, 4.0], "line": f"layer {index}: no head of 2 {HOSTILE}"},
+    }
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    steps = [{"removed": 1, **interval(0.02)}, {"removed": 0, **interval(0.05, alone=True)}]
+    subject = {
+        "kind": "model", "name": HOSTILE, "verdict": "4 layers; layer 1 is missed least",
+        "model": {
+            "family": "llama", "architecture": "LlamaForCausalLM", "objective": "loss", "layers": 4, "heads": 2,
+            "kv_heads": 1, "dim": 8, "parameters": 3_000_000, "dtype": "float32", "device": "cpu", "context": 64,
+        },
+        "text": {"source": f"{HOSTILE}.txt", "sha256": "0", "windows": 3, "window": 16, "tokens": 48},
+        "regime": {"tolerance": 0.1, "eta": 0.75, "printed_orders": 3.2, "corrected_orders": 2.4},
+        "baseline": interval(3.5), "input": {"residual": layer(0)["residual"]},
+        "layers": [layer(index) for index in range(4)],
+        "scores": [{"score": score, "what_if": kind, "spearman": 0.8, "layers": 4}
+                   for score, kind in zip(SCORES, ("block", "block", "attention", "mlp"), strict=True)],
+        "collapse": [], "notes": ["something is missing"],
+        "depth": [{"increase": 0.1, "layers": 2, "removed": [1, 0], **interval(0.05), "steps": steps,
+                   "stopped": "increase"}],
+    }  # fmt: skip
+    settings = {"target": "dir", "tokens": 48, "window": 16, "seed": 0, "what_if": "block", "weights_only": None}
+    return {"schema": "depthgauge.gauge/1", "version": "0", "settings": settings, "subjects": [subject]}
+
+
+def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
+    (subject,) = document["subjects"]
+    parts = {part.name: part for part in model_parts(subject)}
+    assert list(parts) == ["what-if", "trust", "removal", "residual", "heads", "notes"]
+    bars = parts["what-if"].chart.choices
+    assert [choice.name for choice in bars] == [name for name, _ in KINDS.values()]
+    (trace,) = bars[0].figure["data"]
+    assert trace["y"] == [0.5, 1.5, 2.5, 3.5]
+    assert trace["error_y"]["array"] == pytest.approx([0.2] * 4)
+    assert trace["error_y"]["arrayminus"] == pytest.approx([0.1] * 4)
+    assert "Least at layer 0 (0.5), most at layer 3 (3.5)." in bars[0].note
+    assert bars[-1].figure["data"][0]["y"][-1] is None  # the last layer has no neighbour
+    assert parts["what-if"].table.rows[1][:4] == (1, 1.5, 1.4, 1.7)
+    (points,) = parts["trust"].chart.choices[3].figure["data"]
+    assert points["y"] == [layer["what_if"]["mlp"]["loss"] for layer in subject["layers"]]
+    assert points["x"] == pytest.approx([0.01, 0.11, 0.21, 0.31])
+    assert parts["trust"].table.rows[0] == ("block influence (ShortGPT)", "skip the block", 0.8)
+    (line,) = parts["removal"].chart.choices[0].figure["data"]
+    assert (line["x"], line["y"]) == (["4", "3", "2"], [0.0, 0.02, 0.05])
+    maps = {choice.name: choice.figure["data"][0]["z"] for choice in parts["heads"].chart.choices}
+    assert maps["error of the best static pattern"] == [[0.125] * 4] * 2
+    assert maps["mass on the first token"] == [[0.25] * 4] * 2
+    assert parts["notes"].caption == "something is missing"
+    facts = dict(model_facts(subject))
+    assert facts["loss, intact"] == "3.5 nats a token"
+    assert facts["heads per layer"] == "2, 1 for keys and values"
+    assert facts["from provably one layer"] == "2.4 orders of magnitude"
+
+
+def test_the_page_is_whole_and_tame(document: dict[str, Any], tmp_path: Path) -> None:
+    check_result(document)
+    page = render(document, "")
+    assert HOSTILE not in page
+    assert "depthgauge gauge --tokens 48 --window 16 --seed 0 --what-if block dir" in page
+    assert "proved for all" not in page
+    assert write_report(document, tmp_path / "p.html").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("key", ["text", "regime", "baseline", "scores", "depth", "notes", "input", "model"])
+def test_what_is_not_there_is_not_shown(document: dict[str, Any], key: str) -> None:
+    del document["subjects"][0][key]
+    render(check_result(document), "")
+
+
+@pytest.mark.parametrize("key", ["residual", "heads", "scores", "what_if", "fast"])
+def test_layers_may_lack_anything(document: dict[str, Any], key: str) -> None:
+    for entry in document["subjects"][0]["layers"]:
+        del entry[key]
+    render(check_result(document), "")
+    one = copy.deepcopy(document)
+    one["subjects"][0]["layers"][0] = {"index": 0}
+    render(check_result(one), "")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("layers", 1, "what_if", "block", "loss"), None, r"layers\[1\]\.what_if\.block\.loss must be a finite number"),
+        (("layers", 0, "scores", "mlp_cosine"), "x", r"scores\.mlp_cosine must be a finite number or null"),
+        (("baseline", "loss"), None, r"baseline\.loss must be a finite number"),
+        (("depth", 0, "steps", 0, "removed"), -1, r"steps\[0\]\.removed must be a whole number from 0"),
+        (("model", "heads"), "2", r"model\.heads must be a whole number from 0"),
+    ],
+)
+def test_damage_is_named(document: dict[str, Any], path: tuple[Any, ...], value: Any, words: str) -> None:
+    at = document["subjects"][0]
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    with pytest.raises(InputError, match=words):
+        check_result(document)
