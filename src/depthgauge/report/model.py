@@ -156,15 +156,19 @@ def _scatter(subject: Subject, row: Mapping[str, Any]) -> Choice:
             for layer, a, b in zip(layers, x, y, strict=True)
         ],
     }  # fmt: skip
-    grows = len(y) > 0 and min(y) > 0 and max(y) > 20 * min(y)
     look = layout(
-        xaxis={"title": {"text": name}, "rangemode": "tozero"},
-        yaxis={"title": {"text": f"{KINDS[kind][0]}: {unit_of(subject)}"}, **(charts.log_axis(y) if grows else {})},
+        xaxis={"title": {"text": name}, **_axis(x)},
+        yaxis={"title": {"text": f"{KINDS[kind][0]}: {unit_of(subject)}"}, **_axis(y)},
         margin={"l": 64, "r": 16, "t": 24, "b": 44},
     )
     words = f"Rank correlation {number(row['spearman'], 2)} over {counted(row['layers'], 'layer')}."
     alt = f"Scatter of {name} against {KINDS[kind][0]}, a point for every layer. {words}"
     return Choice(name, f"{note} {words}", alt, _figure(trace, look))
+
+
+def _axis(values: Sequence[float]) -> Figure:
+    """Logarithmic where the largest would press the others together."""
+    return charts.log_axis(values) if values and min(values) > 0 and max(values) > 20 * min(values) else {}
 
 
 def removal_part(subject: Subject) -> Part | None:
