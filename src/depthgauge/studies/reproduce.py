@@ -11,6 +11,7 @@ from depthgauge.atomic import write_text
 from depthgauge.errors import DepthgaugeError, require_count, unknown_name
 from depthgauge.progress import Step, silent
 from depthgauge.separation.panels import PANELS, SHEETS
+from depthgauge.studies import dong
 from depthgauge.studies.figures_collapse import COLLAPSE_FIGURES
 from depthgauge.studies.figures_separation import separation_study
 from depthgauge.sweeps.cells import Cell
@@ -61,6 +62,7 @@ class Reproduction:
 
 
 FIGURES = (*COLLAPSE_FIGURES, *SHEETS)
+"""What is drawn when none is named; D2 needs a checkpoint, and is drawn by name."""
 
 
 def find_study(figure: str, models: int | None = None, seed: int = 0) -> Study:
@@ -72,7 +74,7 @@ def find_study(figure: str, models: int | None = None, seed: int = 0) -> Study:
         return COLLAPSE_FIGURES[figure](models, seed)
     if figure in SHEETS or figure in PANELS:
         return separation_study(figure, models, seed)
-    raise unknown_name("figure", figure, [*FIGURES, *PANELS])
+    raise unknown_name("figure", figure, [*FIGURES, dong.FIGURE, *PANELS])
 
 
 def reproduce(
@@ -91,6 +93,8 @@ def reproduce(
     """
     from depthgauge.figures.style import save
 
+    if figure == dong.FIGURE:
+        return Reproduction(figure, *dong.reproduce_dong(out, models, seed, step=step))
     study = find_study(figure, models, seed)
     results = compute(study, Path(out) / STORE if store is None else Path(store), models, seed, engine, step)
     stem = Path(out) / study.id
@@ -138,7 +142,10 @@ def reproduce_all(
     """`reproduce` for each id, or for every figure when none is named; a wrong id stops before any work."""
     wanted = list(dict.fromkeys(figures or FIGURES))
     for figure in wanted:
-        find_study(figure, models, seed)
+        if figure == dong.FIGURE:
+            dong.check_dong(models, seed)
+        else:
+            find_study(figure, models, seed)
     return [reproduce(figure, out, models, seed, store=store, engine=engine, step=step) for figure in wanted]
 
 
