@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from tiny_checkpoints import save_checkpoint, text_of
@@ -114,6 +115,20 @@ def test_flags_for_checkpoints_are_refused_elsewhere(run: Run) -> None:
     assert outcome.err == (
         "error: --what-if is for checkpoints, which are directories or .gguf files, and not for the built-in pair\n"
     )
+
+
+def keys_of(value: Any) -> set[str]:
+    if isinstance(value, dict):
+        return set(value) | {key for inner in value.values() for key in keys_of(inner)}
+    return {key for inner in value for key in keys_of(inner)} if isinstance(value, list) else set()
+
+
+def test_the_guide_names_every_key_of_the_document(run: Run) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--depth", "9", "--json")
+    written = keys_of(json.loads(outcome.out))
+    assert {"static_best", "parallel", "spearman", "stopped", "corrected_orders"} <= written
+    assert written - set(re.findall(r"`([^`\n]+)`", guide)) == set()
 
 
 def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:

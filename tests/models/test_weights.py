@@ -39,7 +39,8 @@ def test_circuits_are_what_attention_computes_with(name: str) -> None:
 
     with attending(model) as session:
         stack = Stack(checkpoint, session)
-        base = stack.full(ids, watch=watch)
+        base = stack.full(ids)
+        stack.run(ids, watch=watch)
     family = checkpoint.family
     assert family is not None
     for layer, block in enumerate(find_blocks(model, 3)):

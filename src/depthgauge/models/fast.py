@@ -129,5 +129,5 @@ def fast_plans(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], tolerance: float
         return call.output()
 
     with attending(checkpoint.model) as session:
-        Stack(checkpoint, session).full(ids, watch=watch)
+        Stack(checkpoint, session).run(ids, watch=watch)
     return plans

@@ -52,13 +52,14 @@ class Stack:
         changes: Mapping[nn.Module, Change] | None = None,
         skipped: frozenset[int] = frozenset(),
         uniform: int | None = None,
+        watch: Watch | None = None,
     ) -> Tensor:
         """The model's output when layer `start` is given `state`, and every layer before it is left out.
 
         `changes` act on the outputs of modules; the layers `skipped` pass their input on; attention is made `uniform`
-        in one layer.
+        in one layer; `watch` sees the attention of those that run.
         """
-        self.session.begin(first=start, uniform=uniform)
+        self.session.begin(first=start, uniform=uniform, watch=watch)
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
             for layer in range(start):
@@ -72,12 +73,10 @@ class Stack:
             return self._forward(ids)
 
     @torch.no_grad()
-    def full(
-        self, ids: Int[Tensor, "1 n"], *, watch: Watch | None = None, skipped: frozenset[int] = frozenset()
-    ) -> Pass:
+    def full(self, ids: Int[Tensor, "1 n"], *, skipped: frozenset[int] = frozenset()) -> Pass:
         """A whole pass that keeps the state before every layer, and the last one before the final norm."""
         states: dict[int, Tensor] = {}
-        self.session.begin(watch=watch)
+        self.session.begin()
         self.evaluations += len(self) - len(skipped)
         with ExitStack() as patches:
             for layer in skipped:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from depthgauge.models.depth import Removal, least_missed, remove_greedily
 from depthgauge.models.fast import LayerPlan, layer_plan
 from depthgauge.models.heads import HeadWatch
 from depthgauge.models.interface import AttentionCall, Session, attending
-from depthgauge.models.layers import Pass, Stack
+from depthgauge.models.layers import Stack
 from depthgauge.models.load import (
     Checkpoint,
     Placement,
@@ -186,14 +187,14 @@ class _Work:
             return
         started = time.perf_counter()
         base = stack.full(ids)
-        seconds = time.perf_counter() - started
         if not self.cost_said:
-            self._say_cost(seconds, windows - index, ids.shape[1], kinds)
+            self._say_cost(time.perf_counter() - started, windows - index, ids.shape[1], kinds)
+        lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
+        loss = cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None
+        del base  # the logits, the largest thing there is, are not needed any more
         if not self.partial.has(index, "observed"):
             self.progress(0, 1, f"heads, window {index}")
-            self.partial.put(index, "observed", self._observe(stack, ids, base, plans=index == 0))
-        lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
-        del base  # the logits, the largest thing there is, are not needed any more
+            self.partial.put(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
         total = sum(len(layers_of(kind, L)) for kind in wanted)
         done = 0
         for kind in wanted:
@@ -204,7 +205,9 @@ class _Work:
                 done += 1
             self.partial.put(index, kind, losses)
 
-    def _observe(self, stack: Stack, ids: Int[Tensor, "1 n"], base: Pass, plans: bool) -> dict[str, Any]:
+    def _observe(
+        self, stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
+    ) -> dict[str, Any]:
         """Residuals, heads and cheap scores of one window, and if asked for the plans of fast attention, as JSON."""
         heads, family, fast = HeadWatch(), self.checkpoint.family, list[LayerPlan]()
 
@@ -215,11 +218,11 @@ class _Work:
 
         sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
         if sublayers is None:
-            stack.full(ids, watch=watch)
+            stack.run(ids, watch=watch)
         else:
             with sublayers.listening():
-                stack.full(ids, watch=watch)
-        steps = list(zip(base.states, base.states[1:], strict=False))
+                stack.run(ids, watch=watch)
+        steps = list(pairwise(states))
         scores = {
             "block_influence": [block_influence(x, y) for x, y in steps],
             "angular_distance": [angular_distance(x, y) for x, y in steps],
@@ -227,13 +230,12 @@ class _Work:
         if sublayers is not None:
             scores |= {"attention_cosine": sublayers.attention, "mlp_cosine": sublayers.mlp}
         return {
-            "loss": cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None,
             "residuals": [
                 {
                     center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
                     for center, sizes in residual_sizes(state.float()).items()
                 }
-                for state in base.states
+                for state in states
             ],
             "heads": [layer.to_json() for layer in heads.layers],
             "fast": [plan.to_json() for plan in fast],
