@@ -120,7 +120,23 @@ def test_a_decoder_without_its_head_is_measured_by_its_states(tmp_path: Path) ->
     model = tiny_model("llama").model
     assert isinstance(model, LlamaModel)
     model.save_pretrained(tmp_path)
-    assert loaded(tmp_path).objective == "states"
+    checkpoint = loaded(tmp_path)
+    assert checkpoint.objective == "states"
+    assert isinstance(checkpoint.model, LlamaModel)
+    assert probe(checkpoint, tokens(batch=1)) is None
+    with attending(checkpoint.model) as session, torch.no_grad():
+        output = Stack(checkpoint, session).run(tokens(batch=1))
+        assert torch.allclose(output, model(tokens(batch=1)).last_hidden_state, atol=1e-5)
+
+
+def test_code_that_comes_along_is_not_run_unasked(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputError, match="needs Python code that comes with it; read that code"):
+        load_config(find(tmp_path), HERE)
 
 
 def test_missing_weights_are_noticed(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint from disk: a directory of safetensors or a GGUF file, offline, checked before anything long begins."""
 
+import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -113,10 +114,11 @@ class Checkpoint:
         }
 
 
-def wrap(model: Any, name: str = "model", source: Source | None = None, headless: bool = False) -> Checkpoint:
+def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
     """A transformers model object as a checkpoint: a causal language model has a loss, anything else its states."""
-    causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    objective = "loss" if type(model).__name__ in causal and not headless else "states"
+    if objective is None:
+        causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        objective = "loss" if type(model).__name__ in causal else "states"
     model.eval()
     return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
 
@@ -151,6 +153,8 @@ def find(target: str | Path) -> Source:
 def load_config(source: Source, placement: Placement) -> Any:
     """The configuration alone, which is quick; encoder–decoder models end here."""
     library = transformers()
+    if source.gguf is None and not placement.trust_remote_code:
+        _refuse_own_code(library, source)
     config = _attempt(
         source,
         "configuration",
@@ -163,6 +167,16 @@ def load_config(source: Source, placement: Placement) -> Any:
     if not getattr(config.get_text_config(), "num_hidden_layers", 0):
         raise CheckpointError(f"{source.path} says no number of layers in its configuration; it is no transformer")
     return config
+
+
+def _refuse_own_code(library: Any, source: Source) -> None:
+    """Raise for an architecture that only code in the checkpoint's directory knows."""
+    raw = _attempt(source, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8")))
+    if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{source.path} needs Python code that comes with it; read that code, and if you trust it use "
+            "--trust-remote-code"
+        )
 
 
 def load_tokenizer(source: Source, placement: Placement) -> Any:
@@ -205,10 +219,12 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     others = [name for name in missing if name.rsplit(".", 1)[0] not in head]
     if others:
         raise CheckpointError(f"{source.path} lacks {len(others)} weights, {others[0]} among them; copy it again")
+    if missing:  # a decoder saved without its head
+        model = model.base_model
     if placement.device_map is None:
         model.to(placement.torch_device())
     name = source.path.name if source.gguf else source.folder.resolve().name
-    return wrap(model, name, source, headless=bool(missing))
+    return wrap(model, name, source, "loss" if decoder and not missing else "states")
 
 
 def check_memory(source: Source, placement: Placement) -> None:
@@ -288,6 +304,8 @@ def _is_decoder(library: Any, config: Any) -> bool:
     names = getattr(config, "architectures", None) or [""]
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):  # code that comes with the checkpoint
+        return True
     return causal and (not masked or names[0] == auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
 
 

@@ -77,7 +77,7 @@ def _without_skip(block: nn.Module, attention: str) -> Iterator[None]:
 
     handle = block.register_forward_pre_hook(before, with_kwargs=True)
     try:
-        with changed(block.get_submodule(attention), lambda added: added - read[0]):
+        with changed(block.get_submodule(attention), lambda added: added - read[0].to(added.device)):
             yield
     finally:
         handle.remove()

@@ -42,7 +42,7 @@ def added_influence(before: Float[Tensor, "1 n d"], added: Float[Tensor, "1 n d"
 
 
 def _cosine(x: Float[Tensor, "1 n d"], y: Float[Tensor, "1 n d"]) -> Float[Tensor, "1 n"]:
-    return F.cosine_similarity(x.double(), y.double(), dim=-1)
+    return F.cosine_similarity(x.double(), y.to(x.device).double(), dim=-1)
 
 
 class SublayerScores:
@@ -68,6 +68,7 @@ class SublayerScores:
             read[:] = [hidden_in(args, kwargs)]
 
         def attention(added: Tensor) -> Tensor:
+            read[0] = read[0].to(added.device)  # a block of a model that is spread may read from another device
             self.attention[layer] = added_influence(read[0], added)
             read.append(read[0] if self.family.order == "parallel" else read[0] + added)
             return added

@@ -61,7 +61,7 @@ def what_if(
     if kind == "uniform":
         return stack.run(ids, start=layer, state=state, uniform=layer)
     if kind == "parallel":
-        gained = states[layer + 1] - state
+        gained = states[layer + 1] - state.to(states[layer + 1].device)
         beside = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
         return stack.run(ids, start=layer + 1, state=state, changes=beside)
     family = stack.checkpoint.family
