@@ -121,7 +121,7 @@ def decide(request: Request, problem: Problem) -> Decision:
     needs_gradients = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
     with torch.no_grad():
         bare = problem.detach()
-        return Decision(bare, survey_of(bare), request, needs_gradients)
+        return Decision(bare, survey_of(bare, request.force == "polynomial"), request, needs_gradients)
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
@@ -131,15 +131,15 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for kind in kinds:
         members = [head for head, degree in enumerate(degrees) if degree == kind]
+        if len(kinds) == 1 and kind is not None:
+            return polynomial_heads(problem, decision, members, kind, return_bound)
         at = torch.tensor(members, device=problem.q.device)
-        part = problem if len(kinds) == 1 else problem.select(at)
+        part = problem.select(at)
         if kind is None:
             out = exact_heads(part)
             parts.append((at, out, out.new_zeros(out.shape[:-1], dtype=torch.float64)))
         else:
             parts.append((at, *polynomial_heads(part, decision, members, kind, return_bound)))
-    if len(parts) == 1:
-        return parts[0][1], parts[0][2] if return_bound else None
     order = torch.cat([at for at, _, _ in parts]).argsort()
     out = torch.cat([part for _, part, _ in parts])[order]
     bounds = [bound for _, _, bound in parts if bound is not None]
@@ -186,9 +186,11 @@ def polynomial_heads(
     backend = decision.backend(degree)
     with torch.no_grad():
         spec = make_spec(problem, decision, members, degree)
-    out, normaliser = PolynomialAttention.apply(  # type: ignore[no-untyped-call]
-        problem.q, problem.k, problem.v, spec, backend
-    )
+    given = problem.q, problem.k, problem.v
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        out, normaliser = PolynomialAttention.apply(*given, spec, backend)  # type: ignore[no-untyped-call]
+    else:
+        out, normaliser, _ = backend.forward(spec, *given)
     if spec.exact_rows is not None:
         out = exact_rows(problem, out, spec.exact_rows)
     if not return_bound:
@@ -200,7 +202,7 @@ def polynomial_heads(
 def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
     """What a backend is told about heads of one degree."""
     choices = [decision.choices[head] for head in members]
-    coefficients = [choice.polynomial.coefficients for choice in choices if choice.polynomial is not None]
+    polynomials = [choice.polynomial for choice in choices if choice.polynomial is not None]
     rows = None
     if any(choice.exact_rows for choice in choices):
         none = torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=problem.q.device)
@@ -210,7 +212,7 @@ def make_spec(problem: Problem, decision: Decision, members: list[int], degree: 
         ])  # fmt: skip
     return Spec(
         degree=degree,
-        coefficients=torch.tensor(coefficients, dtype=torch.float64),
+        coefficients=tuple(p.coefficients for p in polynomials),
         members=tuple(members),
         centrings=tuple(choice.centring for choice in choices),
         scale=problem.scale,

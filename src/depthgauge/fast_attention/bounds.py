@@ -11,6 +11,7 @@ sum of d squares by d units, and squares below the normal range are lost, at mos
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class Survey:
 
     Norms are upper bounds: of the longest query and key as given, and after centring at `query_centre` (μ) and
     `key_centre` (c), both [N, d]. `spread` bounds log w_i − log w_j. `is_usable`: all finite, and sums cannot overflow.
-    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at.
+    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at; `ahead` is
+    what a backend has begun while the numbers were on their way to the host.
     """
 
     query: list[float]
@@ -40,6 +42,7 @@ class Survey:
     query_centre: Tensor
     key_centre: Tensor
     values: tuple[Tensor, Tensor] | None
+    ahead: Any = None
 
     def middle(self, problem: Problem) -> Tensor:
         """The middle of every value column's range: [N, e]."""
@@ -110,18 +113,20 @@ def survey(problem: Problem) -> Survey:
 
 
 def summed_up(
-    problem: Problem, rows: list[list[float]], mu: Tensor, c: Tensor, values: tuple[Tensor, Tensor] | None
+    problem: Problem,
+    rows: list[list[float]],
+    mu: Tensor,
+    c: Tensor,
+    values: tuple[Tensor, Tensor] | None,
+    ahead: Any = None,
 ) -> Survey:
     """A Survey from what was found per head: norms of q, k, q−μ, k−c and μ, the size of the values, 1 if finite."""
     largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
     smallest = torch.finfo(problem.working).tiny * 2**40
-    usable = [
-        row[6] == 1 and all(math.isfinite(x) for x in row) and (row[5] == 0 or smallest < row[5] < largest)
-        for row in rows
-    ]
+    usable = [row[6] == 1 and math.isfinite(sum(row)) and (row[5] == 0 or smallest < row[5] < largest) for row in rows]
     spread = [2 * score_bound(problem.scale, row[4], row[3]) for row in rows]
-    per_head = [[row[i] for row in rows] for i in range(4)]
-    return Survey(per_head[0], per_head[1], per_head[2], per_head[3], spread, usable, mu, c, values)
+    query, key, query_centred, key_centred, *_ = (list(column) for column in zip(*rows, strict=True))
+    return Survey(query, key, query_centred, key_centred, spread, usable, mu, c, values, ahead)
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

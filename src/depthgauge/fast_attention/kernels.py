@@ -50,6 +50,7 @@ def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
     """The compiled-on-demand kernels; triton is imported here and nowhere else."""
+    global _centre, _or_infinite  # kernels find the functions they call among the module's names
     import triton
     import triton.language as tl
 
@@ -63,51 +64,86 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def survey(
-        q_ptr,
-        k_ptr,
-        v_ptr,
-        mu_ptr,
-        c_ptr,
-        out_ptr,
-        rows,
-        m,
-        D: tl.constexpr,
-        E: tl.constexpr,
-        T: tl.constexpr,
-        S: tl.constexpr,
-    ):
-        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| of a token, of T·S tokens of a head; NaN comes through."""
-        block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-        at = out_ptr + (head * tl.num_programs(0) + block) * 5
-        if which == 0:
-            plain, centred = _norms(q_ptr + head * rows * D, mu_ptr + head * D, block, rows, D, T, S)
-            tl.store(at, plain)
-            tl.store(at + 2, centred)
-        elif which == 1:
-            plain, centred = _norms(k_ptr + head * m * D, c_ptr + head * D, block, m, D, T, S)
-            tl.store(at + 1, plain)
-            tl.store(at + 3, centred)
+        q_ptr, k_ptr, v_ptr, kt_ptr, first_ptr, centre_ptr, out_ptr, rows, m, padded, per_split, splits, heads,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
+    ):  # fmt: skip
+        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖², Σ|v| of a token and ‖μ‖², per head and program; infinite where NaN.
+
+        The first programs read a split of keys and values each, the others S·T queries. AHEAD: what `transpose` and
+        `first_moments` would find about the split is stored on the way.
+        """
+        block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
+        at = out_ptr + (head * tl.num_programs(0) + block) * 6
+        plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
+        if block < splits:
+            centre = _centre(k_ptr + head * m * D, m, D, T)
+            if block == 0:
+                tl.store(centre_ptr + (heads + head) * D + d, centre)
+            size = tl.zeros([T], tl.float32)
+            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+            total, mean = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32)
+            begin, end = block * per_split, tl.minimum((block + 1) * per_split, padded)
+            for start in tl.range(begin, end, T, num_stages=2):
+                r = start + t
+                here = r[:, None] < m
+                k = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=here, other=0)
+                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here, other=0)
+                x = k.to(tl.float32)
+                plain = tl.maximum(plain, _or_infinite(tl.sum(x * x, 1)))
+                apart = tl.where(here, x - centre[None, :], 0.0)
+                centred = tl.maximum(centred, _or_infinite(tl.sum(apart * apart, 1)))
+                size = tl.maximum(size, _or_infinite(tl.sum(tl.abs(v.to(tl.float32)), 1)))
+                if AHEAD:
+                    turned = tl.trans(k)
+                    tl.store(kt_ptr + head * padded * D + d[:, None] * padded + r[None, :], turned)
+                    mixed = tl.dot(turned, v, mixed)
+                    square = tl.dot(turned, k, square)
+                    total += tl.sum(x, 0)
+                    mean += tl.sum(v.to(tl.float32), 0)
+            if AHEAD:
+                to = first_ptr + (block * heads + head) * (D * E + D * D + D + E + 1)
+                tl.store(to + d[:, None] * E + e[None, :], mixed)
+                tl.store(to + D * E + d[:, None] * D + d[None, :], square)
+                tl.store(to + D * E + D * D + d, total)
+                tl.store(to + D * E + D * D + D + e, mean)
+                count = tl.maximum(tl.minimum(end, m) - begin, 0).to(tl.float32)
+                tl.store(to + D * E + D * D + D + E, count)
+            tl.store(at, 0.0)
+            tl.store(at + 1, tl.max(plain, 0))
+            tl.store(at + 2, 0.0)
+            tl.store(at + 3, tl.max(centred, 0))
+            tl.store(at + 4, tl.max(size, 0))
+            tl.store(at + 5, 0.0)
         else:
-            e, t, size = tl.arange(0, E), tl.arange(0, T), tl.zeros([T], tl.float32)
-            for s in tl.range(0, S, num_stages=2):
-                r = (block * S + s) * T + t
-                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=r[:, None] < m, other=0)
-                size = _larger(size, tl.sum(tl.abs(v.to(tl.float32)), 1))
-            tl.store(at + 4, tl.reduce(size, 0, _larger))
+            centre = _centre(q_ptr + head * rows * D, rows, D, T)
+            if block == splits:
+                tl.store(centre_ptr + head * D + d, centre)
+            for step in tl.range(0, S, num_stages=2):
+                r = ((block - splits) * S + step) * T + t
+                here = r[:, None] < rows
+                x = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
+                plain = tl.maximum(plain, _or_infinite(tl.sum(x * x, 1)))
+                apart = tl.where(here, x - centre[None, :], 0.0)
+                centred = tl.maximum(centred, _or_infinite(tl.sum(apart * apart, 1)))
+            tl.store(at, tl.max(plain, 0))
+            tl.store(at + 1, 0.0)
+            tl.store(at + 2, tl.max(centred, 0))
+            tl.store(at + 3, 0.0)
+            tl.store(at + 4, 0.0)
+            tl.store(at + 5, _or_infinite(tl.sum(centre * centre, 0)))
 
     @triton.jit
-    def _norms(x_ptr, centre_ptr, block, n, D: tl.constexpr, T: tl.constexpr, S: tl.constexpr):
+    def _centre(x_ptr, n, D: tl.constexpr, T: tl.constexpr):
+        """The mean of T tokens spread evenly: any centre would do."""
         d, t = tl.arange(0, D), tl.arange(0, T)
-        centre = tl.load(centre_ptr + d)
-        plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
-        for s in tl.range(0, S, num_stages=2):
-            r = (block * S + s) * T + t
-            here = r[:, None] < n
-            x = tl.load(x_ptr + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
-            plain = _larger(plain, tl.sum(x * x, 1))
-            x = tl.where(here, x - centre[None, :], 0.0)
-            centred = _larger(centred, tl.sum(x * x, 1))
-        return tl.reduce(plain, 0, _larger), tl.reduce(centred, 0, _larger)
+        r = t * tl.maximum(n // T, 1)
+        x = tl.load(x_ptr + r[:, None] * D + d[None, :], mask=r[:, None] < n, other=0).to(tl.float32)
+        return tl.sum(x, 0) / tl.minimum(n, T)
+
+    @triton.jit
+    def _or_infinite(x):
+        return tl.where(x == x, x, float("inf"))
 
     @triton.jit
     def first_moments(
@@ -191,38 +227,23 @@ def kernels() -> SimpleNamespace:
             sums = tl.dot(features, v, sums, input_precision=PRECISION)
         rows = tl.arange(0, WIDE * 16)
         at = out_ptr + ((split * tl.num_programs(2) + head) * tl.num_programs(0) + program) * (512 * E)
-        tl.store(at + rows[:, None] * E + e[None, :], sums)
+        tl.store(at + rows[:, None] * E + e[None, :], sums.to(out_ptr.dtype.element_ty))
 
     @triton.jit
     def finish(
-        sums_ptr,
-        first_ptr,
-        coefficients_ptr,
-        slot_ptr,
-        s_ptr,
-        linear_ptr,
-        square_ptr,
-        z1_ptr,
-        z0_ptr,
-        n0_ptr,
-        mean_ptr,
-        splits,
-        heads,
-        PROGRAMS: tl.constexpr,
-        SLOTS: tl.constexpr,
-        D: tl.constexpr,
-        E: tl.constexpr,
-        CAUSAL: tl.constexpr,
+        sums_ptr, first_ptr, coefficients_ptr, slot_ptr, big_ptr, small_ptr, splits, heads,
+        PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr,
         CENTRE: tl.constexpr,
-    ):
+    ):  # fmt: skip
         """Add the splits up (all, or those before each when causal), centre the values, apply p's coefficients, round.
 
-        Everything is divided by the total weight, which cancels in the end and keeps short dtypes in range.
-        mean_ptr takes the values' mean [E] and 1 / total weight.
+        Everything is divided by the total weight, which cancels in the end and keeps short dtypes in range. big: S
+        [SLOTS, 256, E], L as a sum of two [2, D, E], C [D, D]; small: z1 [D], z0, n0 [E], mean [E], 1/total weight.
         """
         slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
         size = D * E + D * D + D + E + 1
+        big_size, small_size = SLOTS * 256 * E + 2 * D * E + D * D, D + 2 * E + 2
         a0 = tl.load(coefficients_ptr + head * 3)
         a1 = tl.load(coefficients_ptr + head * 3 + 1)
         a2 = tl.load(coefficients_ptr + head * 3 + 2)
@@ -241,31 +262,33 @@ def kernels() -> SimpleNamespace:
             sums, weights = tl.zeros([256, E], tl.float32), tl.zeros([256], tl.float32)
             for step in range(splits + 1):
                 if CAUSAL or step == splits:
-                    target = s_ptr + (((step if CAUSAL else 0) * heads + head) * SLOTS + slot) * (256 * E)
+                    target = big_ptr + ((step if CAUSAL else 0) * heads + head) * big_size + slot * 256 * E
                     value = (sums - weights[:, None] * mean[None, :]) * factor
-                    tl.store(target + rows[:, None] * E + e[None, :], value.to(s_ptr.dtype.element_ty))
+                    tl.store(target + rows[:, None] * E + e[None, :], value.to(big_ptr.dtype.element_ty))
                 if step < splits:
                     source = sums_ptr + ((step * heads + head) * PROGRAMS * 2 + kept) * (256 * E)
-                    sums += tl.load(source + rows[:, None] * E + e[None, :])
+                    sums += tl.load(source + rows[:, None] * E + e[None, :]).to(tl.float32)
                     weights += tl.load(first_ptr + (step * heads + head) * size + at_square)
         else:
-            tl.store(mean_ptr + head * (E + 1) + e, mean)
-            tl.store(mean_ptr + head * (E + 1) + E, share)
             mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
             z1, n0, z0 = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
             for step in range(splits + 1):
                 if CAUSAL or step == splits:
-                    at = (step if CAUSAL else 0) * heads + head
+                    state = (step if CAUSAL else 0) * heads + head
+                    to = big_ptr + state * big_size + SLOTS * 256 * E
                     value = (mixed - z1[:, None] * mean[None, :]) * (a1 * share)
-                    high = value.to(linear_ptr.dtype.element_ty)
-                    low = (value - high.to(tl.float32)).to(linear_ptr.dtype.element_ty)
-                    tl.store(linear_ptr + at * 2 * D * E + d[:, None] * E + e[None, :], high)
-                    tl.store(linear_ptr + (at * 2 + 1) * D * E + d[:, None] * E + e[None, :], low)
-                    rounded = (square * (a2 * share)).to(square_ptr.dtype.element_ty)
-                    tl.store(square_ptr + at * D * D + d[:, None] * D + d[None, :], rounded)
-                    tl.store(z1_ptr + at * D + d, z1 * (a1 * share))
-                    tl.store(z0_ptr + at, z0 * (a0 * share))
-                    tl.store(n0_ptr + at * E + e, (n0 - z0 * mean) * (a0 * share))
+                    high = value.to(big_ptr.dtype.element_ty)
+                    low = (value - high.to(tl.float32)).to(big_ptr.dtype.element_ty)
+                    tl.store(to + d[:, None] * E + e[None, :], high)
+                    tl.store(to + D * E + d[:, None] * E + e[None, :], low)
+                    rounded = (square * (a2 * share)).to(big_ptr.dtype.element_ty)
+                    tl.store(to + 2 * D * E + d[:, None] * D + d[None, :], rounded)
+                    small = small_ptr + state * small_size
+                    tl.store(small + d, z1 * (a1 * share))
+                    tl.store(small + D, z0 * (a0 * share))
+                    tl.store(small + D + 1 + e, (n0 - z0 * mean) * (a0 * share))
+                    tl.store(small + D + 1 + E + e, mean)
+                    tl.store(small + D + 1 + 2 * E, share)
                 if step < splits:
                     source = first_ptr + (step * heads + head) * size
                     mixed += tl.load(source + d[:, None] * E + e[None, :])
@@ -276,45 +299,12 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def evaluate(
-        x_ptr,
-        y_ptr,
-        s_ptr,
-        linear_ptr,
-        square_ptr,
-        z1_ptr,
-        z0_ptr,
-        n0_ptr,
-        mean_ptr,
-        g_ptr,
-        kt_ptr,
-        v_ptr,
-        w_ptr,
-        slot_ptr,
-        out_ptr,
-        z_ptr,
-        n,
-        m,
-        padded,
-        groups,
-        heads,
-        states,
-        per_state,
-        scale,
-        SLOTS: tl.constexpr,
-        X: tl.constexpr,
-        Y: tl.constexpr,
-        OUT: tl.constexpr,
-        T: tl.constexpr,
-        TK: tl.constexpr,
-        SUB: tl.constexpr,
-        SQUARE: tl.constexpr,
-        CAUSAL: tl.constexpr,
-        HAS_W: tl.constexpr,
-        FORWARD: tl.constexpr,
-        HAS_G: tl.constexpr,
-        PRECISION: tl.constexpr,
-        STAGES: tl.constexpr,
-    ):
+        x_ptr, y_ptr, big_ptr, small_ptr, g_ptr, kt_ptr, v_ptr, w_ptr, slot_ptr, out_ptr, z_ptr, n, m, padded, groups,
+        heads, states, per_state, scale,
+        SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, TK: tl.constexpr,
+        SUB: tl.constexpr, CAUSAL: tl.constexpr, HAS_W: tl.constexpr, FORWARD: tl.constexpr, HAS_G: tl.constexpr,
+        PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
         """Σ_slots (y ⊗ x) S + y L + n0 for T rows.
 
         Forward (y = x = q): that is N, with Z = x·(x C + z1) + z0, causal rows add exact exponentials of their own
@@ -327,58 +317,65 @@ def kernels() -> SimpleNamespace:
         cx, cy, co = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, OUT)
         i, sub, rows = tl.arange(0, 16), tl.arange(0, SUB), tl.arange(0, SUB * 16)
         state = tl.minimum(block * T // per_state, states - 1) if CAUSAL else 0
-        base = state * heads + head
+        big = big_ptr + (state * heads + head) * (SLOTS * 256 * OUT + 2 * Y * OUT + X * X)
+        small = small_ptr + (state * heads + head) * (X + 2 * OUT + 2)
         x_at, y_at = x_ptr + row_head * n * X + r[:, None] * X, y_ptr + row_head * n * Y + r[:, None] * Y
         x = tl.load(x_at + cx[None, :], mask=here, other=0)
         total, z = tl.zeros([T, OUT], tl.float32), tl.zeros([T], tl.float32)
         if CAUSAL:
-            mean, share = tl.load(mean_ptr + head * (OUT + 1) + co), tl.load(mean_ptr + head * (OUT + 1) + OUT)
             tk = tl.arange(0, TK)
-            for start in range(state * per_state, tl.minimum(block * T + T, padded), TK):
+            k_at, v_at = kt_ptr + head * padded * X + cx[:, None] * padded, v_ptr + head * m * OUT + co[None, :]
+            # Whole blocks before these rows, then those with the diagonal in them.
+            for start in tl.range(state * per_state, tl.minimum(block * T, m // TK * TK), TK, num_stages=STAGES):
                 c = start + tk
-                k = tl.load(kt_ptr + head * padded * X + cx[:, None] * padded + c[None, :])
-                v = tl.load(v_ptr + head * m * OUT + c[:, None] * OUT + co[None, :], mask=c[:, None] < m, other=0)
+                k, v = tl.load(k_at + c[None, :]), tl.load(v_at + c[:, None] * OUT)
+                p = tl.exp2(tl.dot(x, k, input_precision=PRECISION) * scale)
+                if HAS_W:
+                    p *= tl.load(w_ptr + head * m + c)[None, :]
+                z += tl.sum(p, 1)
+                total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
+            edge = tl.maximum(state * per_state, tl.minimum(block * T, m // TK * TK))
+            for start in tl.range(edge, tl.minimum(block * T + T, padded), TK, num_stages=1):
+                c = start + tk
+                k = tl.load(k_at + c[None, :])
+                v = tl.load(v_at + c[:, None] * OUT, mask=c[:, None] < m, other=0)
                 p = tl.exp2(tl.dot(x, k, input_precision=PRECISION) * scale)
                 if HAS_W:
                     p *= tl.load(w_ptr + head * m + c, mask=c < m, other=0)[None, :]
-                p = tl.where((c[None, :] <= r[:, None]) & (c[None, :] < m), p, 0.0).to(v.dtype)
-                z += tl.sum(p.to(tl.float32), 1)
-                total = tl.dot(p, v, total, input_precision=PRECISION)
-            total = (total - z[:, None] * mean[None, :]) * share
+                p = tl.where((c[None, :] <= r[:, None]) & (c[None, :] < m), p, 0.0)
+                z += tl.sum(p, 1)
+                total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
+            share = tl.load(small + X + 1 + 2 * OUT)
+            total = (total - z[:, None] * tl.load(small + X + 1 + OUT + co)[None, :]) * share
             z = z * share
         y = tl.load(y_at + cy[None, :], mask=here, other=0)
         for part in tl.static_range(2):
-            linear = tl.load(linear_ptr + (base * 2 + part) * Y * OUT + cy[:, None] * OUT + co[None, :])
+            linear = tl.load(big + (SLOTS * 256 + part * Y) * OUT + cy[:, None] * OUT + co[None, :])
             total = tl.dot(y, linear, total, input_precision=PRECISION)
-        total += tl.load(n0_ptr + base * OUT + co)[None, :]
+        total += tl.load(small + X + 1 + co)[None, :]
         if FORWARD or HAS_G:
-            along = tl.zeros([T, X], tl.float32) + tl.load(z1_ptr + base * X + cx)[None, :]
-            if SQUARE:
-                square = tl.load(square_ptr + base * X * X + cx[:, None] * X + cx[None, :])
+            along = tl.zeros([T, X], tl.float32) + tl.load(small + cx)[None, :]
+            if SLOTS > 0:
+                square = tl.load(big + SLOTS * 256 * OUT + 2 * Y * OUT + cx[:, None] * X + cx[None, :])
                 along = tl.dot(x, square, along, input_precision=PRECISION)
             if FORWARD:
-                z += tl.sum(x.to(tl.float32) * along, 1) + tl.load(z0_ptr + base)
+                z += tl.sum(x.to(tl.float32) * along, 1) + tl.load(small + X)
             else:
                 total += tl.load(g_ptr + row_head * n + r, mask=r < n, other=0)[:, None] * along
-        if SQUARE:
+        if SLOTS > 0:
             for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
                 slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
                 first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
                 a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
                 b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
-                s_at = s_ptr + ((base * SLOTS + slot) * 256 + offset * 16) * OUT
-                s = tl.load(s_at + rows[:, None] * OUT + co[None, :])
+                s = tl.load(big + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
                 features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
                 total = tl.dot(features, s, total, input_precision=PRECISION)
         if FORWARD:
             tl.store(z_ptr + row_head * n + r, z, mask=r < n)
-            total = total / z[:, None] + tl.load(mean_ptr + head * (OUT + 1) + co)[None, :]
+            total = total / z[:, None] + tl.load(small + X + 1 + OUT + co)[None, :]
         at = out_ptr + row_head * n * OUT + r[:, None] * OUT + co[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
-
-    @triton.jit
-    def _larger(a, b):
-        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
     return SimpleNamespace(
         triton=triton, tl=tl, transpose=transpose, survey=survey, first_moments=first_moments,

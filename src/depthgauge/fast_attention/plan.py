@@ -92,8 +92,8 @@ class Plan:
 
     @property
     def output_unit(self) -> float:
-        """What storing an entry in its dtype costs, as a share of the entry."""
-        return 2 * unit(self.dtype)
+        """What storing an entry, and values with a mean, may cost in their dtype, as a share of the entry."""
+        return 3 * unit(self.dtype)
 
     def __str__(self) -> str:
         rows = [
@@ -147,7 +147,20 @@ class Decision:
         self._row_norms: Tensor | None = None
         self._backends: dict[int, tuple[Backend, float, float]] = {}
         self._whole: dict[tuple[int, ...], Choice | None] = {}
-        self.choices = [self._choose(head) for head in range(problem.heads)]
+        self.choices = self._all_alike() or [self._choose(head) for head in range(problem.heads)]
+
+    def _all_alike(self) -> list[Choice] | None:
+        """The choices where centring can lower no head's degree, which is quickly seen; None where it might."""
+        s, scale, heads = self.survey, self.problem.scale, range(self.problem.heads)
+        if not all(s.is_usable):
+            return None
+        plain = [grid_index(score_bound(scale, q, k)) for q, k in zip(s.query, s.key, strict=True)]
+        lowest = min(min(s.query[h], s.query_centred[h]) * min(s.key[h], s.key_centred[h]) for h in heads)
+        degree = self.least_degree(max(plain))
+        if degree is None or degree > 2 or degree != self.least_degree(grid_index(abs(scale) * lowest)):
+            return None
+        whole = {index: self._without_exact_rows((index,)) for index in set(plain)}
+        return [self._if_worth_it(choice) for index in plain if (choice := whole[index]) is not None]
 
     def bounds(self, head: int) -> tuple[float, float, float]:
         """B as given, with the keys centred, and with the queries centred too."""

@@ -15,12 +15,12 @@ from depthgauge.fast_attention.problem import Problem
 class Spec:
     """Everything a backend needs besides q, k and v; nothing in it has a gradient, and tensors are made when asked for.
 
-    coefficients [N, g+1] float64; `members` are the heads of the survey, `centrings` says for each whether nothing (0),
-    the keys (1) or the queries too (2) are centred; `exact_rows` [N, G, n] marks rows that are computed elsewhere.
+    `coefficients` are p's for every head; `members` are the heads of the survey, `centrings` says for each whether
+    nothing (0), the keys (1) or the queries too (2) are centred; `exact_rows` [N, G, n] marks rows computed elsewhere.
     """
 
     degree: int
-    coefficients: Tensor
+    coefficients: tuple[tuple[float, ...], ...]
     members: tuple[int, ...]
     centrings: tuple[int, ...]
     scale: float

@@ -85,7 +85,8 @@ def prepare(spec: Spec, at: slice, q: Tensor, k: Tensor, v: Tensor) -> Prepared:
         kt = kt.masked_fill(~keep[..., None], 0)
         vp[..., :-1].masked_fill_(~keep[..., None], 0)
     values, degrees = multinomials(q.shape[-1], spec.degree)
-    a = (spec.coefficients[at][:, degrees] * values)[..., None].to(q.device)
+    own = torch.tensor(spec.coefficients[at], dtype=torch.float64)
+    a = (own[:, degrees] * values)[..., None].to(q.device)
     tokens_last = qt.flatten(1, 2).transpose(1, 2).contiguous(), kt.transpose(1, 2).contiguous()
     return Prepared(*tokens_last, vp, weights(spec, at, k), a, q.shape[1], Featurizer(spec.degree))
 

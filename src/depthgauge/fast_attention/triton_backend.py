@@ -6,9 +6,9 @@ every product of keys. Values are centred after the sums in bfloat16, before the
 """
 
 import math
+import os
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,8 @@ BLOCK = 128
 """Tokens are padded to a multiple of this."""
 LONGEST_SPLIT = 8192
 """The most tokens one program sums; the rounding allowance counts them."""
-SAMPLE = 1024
-"""From about how many tokens a centre is taken."""
-CAUSAL_BLOCK = 2048
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CAUSAL_BLOCK = 1024
 """The size of the blocks on the diagonal that are computed exactly."""
 
 
@@ -42,6 +41,12 @@ class Tuning:
     rows_warps: int
     rows_stages: int
     rows_part: int
+    rows_registers: int | None = None
+
+    @property
+    def rows_limit(self) -> dict[str, int]:
+        """What keeps two programs of the rows on a multiprocessor, where that pays."""
+        return {} if self.rows_registers is None or IS_INTERPRETED else {"maxnreg": self.rows_registers}
 
 
 @lru_cache(maxsize=64)
@@ -51,7 +56,7 @@ def tuning(dtype: torch.dtype, width: int) -> Tuning:
         return Tuning(32, 8 if width <= 64 else 16, 2, 64, 4 if width <= 64 else 8, 1, 4)
     if width > 64:
         return Tuning(64, 8, 2, 128, 8, 2, 16)
-    return Tuning(128, 16, 3, 256, 16, 2, 16)
+    return Tuning(128, 16, 3, 128, 8, 2, 16, rows_registers=128)
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,30 @@ class Tokens:
 
 @dataclass(frozen=True)
 class State:
-    """The sums over keys, finished: what `evaluate` reads. S [states, N, slots, 256, E] and the lower moments."""
+    """The sums over keys, finished, in two tensors so that little has to be allocated.
 
-    s: Tensor
-    linear: Tensor
-    square: Tensor
-    z1: Tensor
-    z0: Tensor
-    n0: Tensor
-    mean: Tensor
+    big [states, N, …] in the tensors' dtype: S [slots, 256, E], L as a sum of two [2, D, E], C [D, D].
+    small [states, N, …] in float32: z1 [D], z0, n0 [E], the values' mean [E], 1 / total weight.
+    """
+
+    big: Tensor
+    small: Tensor
+    slots: int
+    dim: int
+    width: int
+
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """S [N, slots, 256, E], L [N, 2, D, E] and C [N, D, D] of the first state."""
+        heads, d, e = self.big.shape[1], self.dim, self.width
+        sizes = [self.slots * 256 * e, 2 * d * e, d * d]
+        s, linear, square = torch.split(self.big[0], sizes, dim=-1)
+        return s.reshape(heads, -1, 256, e), linear.reshape(heads, 2, d, e), square.reshape(heads, d, d)
+
+    def lower(self) -> tuple[Tensor, Tensor, Tensor]:
+        """z1 [N, D], the values' mean [N, E] and 1 / total weight [N, 1] of the first state."""
+        d, e = self.dim, self.width
+        small = self.small[0]
+        return small[:, :d], small[:, d + 1 + e : d + 1 + 2 * e], small[:, -1:]
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -143,89 +163,92 @@ def processors(device: torch.device) -> int:
 def split_length(length: int, heads: int, per_head: int, device: torch.device) -> int:
     """How many tokens one program sums, so that all programs fill the chip a whole number of times."""
     wanted = max(1, math.ceil(processors(device) * 2 / (heads * per_head)))
-    return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(length / wanted))))
+    return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(padded_length(length) / wanted))))
 
 
-def sum_state(
-    t: Tokens, coefficients: Tensor, degree: int, per_split: int, is_causal: bool, is_mean_centred: bool
-) -> State:
-    """All sums over the keys: [N, 3] coefficients with the scale in them."""
-    ours = kernels()
+def first_sums(t: Tokens, per_split: int) -> Tensor:
+    """Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w of every split: [splits, N, …] in float32."""
     (heads, d, padded), (m, e) = t.x.shape, t.v.shape[1:]
     splits = math.ceil(padded / per_split)
-    many, parts = len(programs(d)), len(slots(d))
-    tune, how, like = tuning(t.v.dtype, max(d, e)), precision(t.v.dtype), t.v
-    first = torch.empty(splits, heads, d * e + d * d + d + e + 1, dtype=torch.float32, device=like.device)
+    first = torch.empty(splits, heads, d * e + d * d + d + e + 1, dtype=torch.float32, device=t.v.device)
     small = 32 if t.v.dtype == torch.float32 else 128 if max(d, e) <= 64 else 64
-    ours.first_moments[(splits, heads)](
-        t.x, t.y, t.v, t.v if t.w is None else t.w, first, m, padded, per_split, d, e, small, t.w is not None,
-        degree > 1, how, num_warps=4 if d < 128 else 8,
+    kernels().first_moments[(splits, heads)](
+        t.x, t.y, t.v, t.v if t.w is None else t.w, first, m, padded, per_split, d, e, small, t.w is not None, True,
+        precision(t.v.dtype), num_warps=4 if d < 128 else 8,
     )  # fmt: skip
+    return first
+
+
+def second_sums(t: Tokens, splits: int, per_split: int, is_causal: bool) -> Tensor:
+    """Σ (y ⊗ x) v of every split, by programs: [splits, N, programs, 512, E].
+
+    Causal sums are many; kept in the tensors' own dtype they cost half, and one more rounding.
+    """
+    (heads, d, padded), (m, e), like = t.x.shape, t.v.shape[1:], t.v
+    many, tune = len(programs(d)), tuning(like.dtype, max(d, e))
+    sums = like.new_empty(splits, heads, many, 512, e, dtype=None if is_causal else torch.float32)
+    wide = 32 if e <= 64 and d > TILE and like.dtype != torch.float32 else TILE
+    tables = [program_table(d, like.device)] + ([_second_table(d, like.device)] if wide == TILE else [])
+    for at, table in enumerate(tables):  # one tile pair a program, then the second ones
+        kernels().second_moments[(many, splits, heads)](
+            t.x, t.y, t.v, table, sums[..., 256 * at :, :], m, padded, per_split, d, e, tune.moments_tokens, wide,
+            precision(like.dtype), tune.moments_stages, num_warps=tune.moments_warps,
+        )  # fmt: skip
+    return sums
+
+
+def finished(
+    t: Tokens, first: Tensor, sums: Tensor | None, coefficients: Tensor, is_causal: bool, is_mean_centred: bool
+) -> State:
+    """The State of all splits' sums; [N, 3] coefficients with the scale in them."""
+    heads, d, e, like = t.x.shape[0], t.x.shape[1], t.v.shape[2], t.v
+    splits, parts = first.shape[0], len(slots(d)) if sums is not None else 0
     states = splits + 1 if is_causal else 1
-    sums = s = first
-    if degree > 1:
-        sums = torch.empty(splits, heads, many, 512, e, dtype=torch.float32, device=like.device)
-        s = like.new_empty(states, heads, parts, 256, e)
-        wide = 32 if e <= 64 and d > 16 and t.v.dtype != torch.float32 else 16
-        table = program_table(d, like.device)
-        for second in range(2 if wide == 16 else 1):  # one tile pair a program, then the second ones
-            now = table if second == 0 else _swapped(d, like.device)
-            ours.second_moments[(many, splits, heads)](
-                t.x, t.y, t.v, now, sums if second == 0 else sums[..., 256:, :], m, padded, per_split, d, e,
-                tune.moments_tokens, wide, how, tune.moments_stages, num_warps=tune.moments_warps,
-            )  # fmt: skip
-    linear = like.new_empty(states, heads, 2, d, e)
-    square = like.new_empty(states, heads, d, d)
-    z1, z0, n0, mean = (
-        torch.empty(*shape, dtype=torch.float32, device=like.device)
-        for shape in ((states, heads, d), (states, heads), (states, heads, e), (heads, e + 1))
-    )
-    ours.finish[((parts if degree > 1 else 0) + 1, heads)](
-        sums, first, coefficients, slot_table(d, like.device), s, linear, square, z1, z0, n0, mean, splits, heads,
-        many, parts if degree > 1 else 0, d, e, is_causal, is_mean_centred, num_warps=8,
+    big = like.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
+    small = torch.empty(states, heads, d + 2 * e + 2, dtype=torch.float32, device=like.device)
+    kernels().finish[(parts + 1, heads)](
+        first if sums is None else sums, first, coefficients, slot_table(d, like.device), big, small, splits, heads,
+        len(programs(d)), parts, d, e, is_causal, is_mean_centred, num_warps=8,
     )  # fmt: skip
-    return State(s, linear, square, z1, z0, n0, mean)
+    return State(big, small, parts, d, e)
 
 
 @lru_cache(maxsize=64)
-def _swapped(dim: int, device: torch.device) -> Tensor:
-    """The programs with their second tile first, for kernels that hold one tile pair."""
+def _second_table(dim: int, device: torch.device) -> Tensor:
+    """The programs with their second tile in place of the first, for kernels that hold one tile pair."""
     rows = [(shared, max(second, 0), 0) for shared, _, second in programs(dim)]
     return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def evaluate_rows(
-    x: Tensor, y: Tensor, state: State, table: Tensor, width: int, degree: int, *, is_forward: bool,
-    g: Tensor | None = None, causal: tuple[Tokens, int, float] | None = None, heads: int | None = None,
-    dtype: torch.dtype | None = None,
+    x: Tensor, y: Tensor, state: State, table: Tensor, width: int, *, is_forward: bool, g: Tensor | None = None,
+    causal: tuple[Tokens, int, float] | None = None, heads: int | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Σ (y ⊗ x) S + … for x, y [H, n, ·]: out [H, n, width], and Z [H, n] (forward only)."""
-    ours = kernels()
     row_heads, n = x.shape[:2]
     heads = row_heads if heads is None else heads
     tune = tuning(x.dtype, max(x.shape[-1], y.shape[-1], width))
     out = x.new_empty(row_heads, n, width, dtype=dtype)
-    z = torch.empty(row_heads, n, dtype=torch.float32, device=x.device)
+    z = torch.empty(row_heads, n, dtype=torch.float32, device=x.device) if is_forward else out
     t, per_state, scale = causal if causal is not None else (None, 1, 0.0)
-    has_w = t is not None and t.w is not None
-    any_tensor: Any = x
-    ours.evaluate[(math.ceil(n / tune.rows), row_heads)](
-        x, y, state.s, state.linear, state.square, state.z1, state.z0, state.n0, state.mean,
-        any_tensor if g is None else g, any_tensor if t is None else t.x, any_tensor if t is None else t.v,
-        t.w if t is not None and has_w else any_tensor, table, out, z, n, 0 if t is None else t.v.shape[1],
-        0 if t is None else t.x.shape[2], row_heads // heads, heads, state.z0.shape[0], per_state, scale,
-        table.shape[0], x.shape[-1], y.shape[-1], width, tune.rows, 64 if x.dtype != torch.float32 else 32,
-        tune.rows_part, degree > 1, causal is not None, has_w, is_forward, g is not None, precision(x.dtype),
-        tune.rows_stages, num_warps=tune.rows_warps,
+    kt, v, w, m, padded = (x, x, None, 0, 0) if t is None else (t.x, t.v, t.w, t.v.shape[1], t.x.shape[2])
+    kernels().evaluate[(math.ceil(n / tune.rows), row_heads)](
+        x, y, state.big, state.small, x if g is None else g, kt, v, x if w is None else w, table, out, z, n, m, padded,
+        row_heads // heads, heads, state.big.shape[0], per_state, scale, state.slots, x.shape[-1], y.shape[-1], width,
+        tune.rows, 64 if x.dtype != torch.float32 else 32, tune.rows_part, t is not None, w is not None, is_forward,
+        g is not None, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps, **tune.rows_limit,
     )  # fmt: skip
     return out, z
 
 
 def scaled_coefficients(spec: Spec, scale: float, device: torch.device) -> Tensor:
     """a_g s^g as [N, 3] float32; degree 1 has a third of 0."""
-    powers = torch.tensor([scale**g for g in range(3)], dtype=torch.float64)
-    padded = torch.nn.functional.pad(spec.coefficients, (0, 2 - spec.degree))
-    return (padded * powers).to(device, torch.float32)
+    powers = [scale**g for g in range(3)]
+    rows = [[c * power for c, power in zip((*a, 0.0), powers, strict=False)] for a in spec.coefficients]
+    if device.type != "cuda":
+        return torch.tensor(rows, dtype=torch.float32)
+    # From pinned memory, or the copy would wait for everything the device was given before.
+    return torch.tensor(rows, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
 
 
 def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
@@ -233,41 +256,63 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     heads, groups, n, d = q.shape
     qt, kt, w, scale = centred(spec, q, k)
     shifted = uses_middle(v.dtype)
-    vt = (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v
-    t = tokens(kt, vt, w)
-    coefficients = scaled_coefficients(spec, scale, q.device)
-    per_split = CAUSAL_BLOCK if spec.causal else split_length(t.x.shape[2], heads, len(programs(d)), q.device)
-    state = sum_state(t, coefficients, spec.degree, per_split, spec.causal, not shifted)
+    if spec.survey.ahead is not None and is_plain(spec) and len(spec.members) == spec.problem.heads:
+        t, first, per_split = spec.survey.ahead
+    else:
+        t = tokens(kt, (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v, w)
+        per_split = splitting(spec.problem, t.x.shape[2])
+        first = first_sums(t, per_split)
+    sums = second_sums(t, first.shape[0], per_split, spec.causal) if spec.degree > 1 else None
+    state = finished(t, first, sums, scaled_coefficients(spec, scale, q.device), spec.causal, not shifted)
     causal = (t, per_split, scale * math.log2(math.e)) if spec.causal else None
-    flat = qt.reshape(heads * groups, n, d)
+    flat = qt.view(heads * groups, n, d)
     out, z = evaluate_rows(
-        flat, flat, state, slot_table(d, q.device), v.shape[-1], spec.degree, is_forward=True, causal=causal,
-        heads=heads, dtype=torch.float32 if shifted else None,
+        flat, flat, state, slot_table(d, q.device), v.shape[-1], is_forward=True, causal=causal, heads=heads,
+        dtype=torch.float32 if shifted else None,
     )  # fmt: skip
-    out = out.view(heads, groups, n, -1)
+    out, z = out.view(heads, groups, n, -1), z.view(heads, groups, n)
     if shifted:
         out = (out + spec.middle[:, None, None]).to(v.dtype)
-    z = z.view(heads, groups, n)
-    return out, z, (out, z, state.s, state.linear, state.square, state.z1, state.mean)
+    return out, z, (out, z, state.big, state.small)
 
 
-def survey(problem: Problem) -> Survey:
-    """What `bounds.survey` proves, in one kernel; centres are the means of at most SAMPLE tokens, as any would do."""
+def splitting(problem: Problem, padded: int) -> int:
+    """How many keys one program sums."""
+    per_head = len(programs(problem.q.shape[-1]))
+    return CAUSAL_BLOCK if problem.causal else split_length(padded, problem.heads, per_head, problem.q.device)
+
+
+def survey(problem: Problem, is_likely: bool) -> Survey:
+    """What `bounds.survey` proves, in one kernel; centres are the means of a sample of tokens, as any would do.
+
+    Where the fast path is likely to be taken the kernel lays out the keys and sums their first moments on the way.
+    """
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
     (heads, rows, d), (m, e) = q.shape, v.shape[1:]
-    mu = q[:, :: max(1, rows // SAMPLE)].mean(dim=1, dtype=torch.float32)
-    c = k[:, :: max(1, m // SAMPLE)].mean(dim=1, dtype=torch.float32)
-    steps = 4
-    blocks = math.ceil(max(rows, m) / (128 * steps))
-    found = torch.empty(heads, blocks, 5, dtype=torch.float32, device=q.device)
-    kernels().survey[(blocks, heads, 3)](q, k, v, mu, c, found, rows, m, d, e, 128, steps, num_warps=8)
-    largest = torch.cat([found.amax(dim=1), (mu * mu).sum(dim=1, keepdim=True)], dim=1).tolist()
+    padded = padded_length(m)
+    is_ahead = is_likely and not uses_middle(v.dtype)
+    per_split = splitting(problem, padded) if is_ahead else 32 * BLOCK
+    splits, steps = math.ceil(padded / per_split), 4
+    blocks = splits + math.ceil(rows / (BLOCK * steps))
+    kt = k.new_empty(heads, d, padded) if is_ahead else k
+    floats = heads * (2 * d + blocks * 6)
+    size = d * e + d * d + d + e + 1
+    memory = torch.empty(floats + (splits * heads * size if is_ahead else 0), dtype=torch.float32, device=q.device)
+    centres, found = memory[: 2 * heads * d], memory[2 * heads * d : floats]
+    first = memory[floats:].view(splits, heads, size) if is_ahead else memory
+    kernels().survey[(blocks, heads)](
+        q, k, v, kt, first, centres, found, rows, m, padded, per_split, splits, heads, d, e, BLOCK, steps, is_ahead,
+        num_warps=8,
+    )  # fmt: skip
+    largest = found.cpu().view(heads, blocks, 6).amax(dim=1).tolist()
     up, lost = 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
-    table = []
-    for row in largest:
-        norms = [math.sqrt(x) * up + lost if x >= 0 else math.nan for x in (*row[:4], row[5])]
-        table.append([*norms, row[4], 1.0])
-    return summed_up(problem, table, mu, c, None)
+    table = [
+        [*(math.sqrt(x) * up + lost for x in (q0, k0, q1, k1, mean)), values, 1.0]
+        for q0, k0, q1, k1, values, mean in largest
+    ]
+    mu, c = centres.view(2, heads, d)
+    ahead = (Tokens(kt, kt, v, None), first, per_split) if is_ahead else None
+    return summed_up(problem, table, mu, c, None, ahead)
 
 
 def uses_middle(dtype: torch.dtype) -> bool:
@@ -287,7 +332,7 @@ def rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: 
     small = d * 2.0**-22 if dtype == torch.float16 else 0.0
     log_error = math.expm1(min(1.0, (d + 6) * 2.0**-53 * spread))
     linear, square = u * a[1], u * a[2]
-    above = linear * (key + weight + query + 4 * u) + square * (2 * key + weight + 2 * query + 4) + sums + small
+    above = linear * (key + weight + query + 4 * u) + square * (2 * key + weight + 2 * query + 5) + sums + small
     below = linear * (key + weight + query) + square * (2 * key + weight + 2 * query + 1) + sums + small
     if problem.causal:
         above += u * math.exp(bound) * (1 + (key + query) * bound)

@@ -20,31 +20,41 @@ from depthgauge.fast_attention.triton_backend import (
     State,
     centred,
     evaluate_rows,
+    finished,
+    first_sums,
     is_plain,
     scaled_coefficients,
+    second_sums,
     slot_table,
     split_length,
-    sum_state,
     tokens,
     uses_middle,
 )
 
 
-def turned(s: Tensor, dim: int) -> Tensor:
-    """2 S_abc for all a and b with c and b first, in slots of 256 products c·b: [N, slots, 256, a] of the dtype of s.
+def turned(state: State, z1: Tensor, square: Tensor) -> State:
+    """A State for bilinear rows: 2 S_abc for all a and b, as slots of 256 products c·b, and L transposed.
 
-    s [1, N, pairs, 256, E] holds every unordered pair of tiles once, those of different tiles doubled.
+    S holds every unordered pair of tiles once, those of different tiles doubled. z1 [N, D] and square [N, D, D] take
+    the places of z1 and C; there is no n0.
     """
-    heads, width, tiles = s.shape[1], s.shape[-1], dim // TILE
-    dense = s.new_empty(heads, tiles, TILE, tiles, TILE, width)
-    for slot, (_, first, second) in enumerate(slots(dim)):
-        block = s[0, :, slot].view(heads, TILE, TILE, width)
-        if first == second:
-            dense[:, first, :, first] = 2 * block
-        else:
-            dense[:, first, :, second], dense[:, second, :, first] = block, block.transpose(1, 2)
-    by_c = dense.view(heads, dim, tiles, TILE, width // TILE, TILE).permute(0, 4, 2, 5, 3, 1)
-    return by_c.reshape(1, heads, -1, TILE * TILE, dim)
+    s, linear, _ = state.parts()
+    heads, dim, width = s.shape[0], state.dim, state.width
+    tiles = dim // TILE
+    parts = [linear.transpose(-1, -2).reshape(heads, -1), square.reshape(heads, -1)]
+    if state.slots:
+        dense = s.new_empty(heads, tiles, TILE, tiles, TILE, width)
+        for slot, (_, first, second) in enumerate(slots(dim)):
+            block = s[:, slot].view(heads, TILE, TILE, width)
+            if first == second:
+                dense[:, first, :, first] = 2 * block
+            else:
+                dense[:, first, :, second], dense[:, second, :, first] = block, block.transpose(1, 2)
+        by_c = dense.view(heads, dim, tiles, TILE, width // TILE, TILE).permute(0, 4, 2, 5, 3, 1)
+        parts.insert(0, by_c.reshape(heads, -1))
+    small = z1.new_zeros(heads, dim + 2 * dim + 2)
+    small[:, :dim] = z1
+    return State(torch.cat(parts, dim=1)[None], small[None], tiles * (width // TILE) if state.slots else 0, dim, dim)
 
 
 def turned_table(dim: int, width: int, device: torch.device) -> Tensor:
@@ -61,45 +71,41 @@ def backward(
     if spec.causal:
         _, _, kept = torch_backend.forward(spec, q, k, v)
         return torch_backend.backward(spec, q, k, v, kept, grad)
-    out, z, s, linear, square, z1, mean = saved
     (heads, groups, n, d), e, degree = q.shape, v.shape[-1], spec.degree
+    out, z, big, small = saved
+    forward = State(big, small, len(slots(d)) if degree > 1 else 0, d, e)
+    z1, mean, share = forward.lower()
     qt, kt, w, scale = centred(spec, q, k)
     coefficients = scaled_coefficients(spec, scale, q.device)
-    shift = spec.middle if uses_middle(v.dtype) else mean[:, :e]
+    shift = spec.middle if uses_middle(v.dtype) else mean
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)
     dz = (grad * (out - shift[:, None, None])).sum(-1, dtype=torch.float32).div_(z).neg_().view(heads, groups * n)
     dn = (grad / z[..., None]).to(q.dtype).view(heads * groups, n, e)
     rows = qt.view(heads * groups, n, d)
-    zero = z1.new_zeros(1, heads, d)
-
-    forward = State(
-        turned(s, d) if degree > 1 else s, linear.transpose(-1, -2).contiguous(), 2 * square, z1, z1, zero, mean
-    )
-    table = turned_table(d, e, q.device)
+    table = turned_table(d, e, q.device) if degree > 1 else slot_table(d, q.device)
+    toward_queries = turned(forward, z1, 2 * forward.parts()[2])
     dq, _ = evaluate_rows(
-        rows, dn, forward, table, d, degree, is_forward=False, g=dz, heads=heads, dtype=torch.float32
+        rows, dn, toward_queries, table, d, is_forward=False, g=dz, heads=heads, dtype=torch.float32
     )  # fmt: skip
 
     queries, dn = rows.view(heads, groups * n, d), dn.view(heads, groups * n, e)
     length = split_length(groups * n, heads, len(programs(d)), q.device)
-    sums = sum_state(tokens(queries, dn, None), coefficients, degree, length, False, False)
-    dv, _ = evaluate_rows(
-        kt, kt, sums, slot_table(d, q.device), e, degree, is_forward=False, dtype=torch.float32
-    )  # fmt: skip
+    over = tokens(queries, dn, None)
+    first_of = first_sums(over, length)
+    second_of = second_sums(over, first_of.shape[0], length, False) if degree > 1 else None
+    sums = finished(over, first_of, second_of, coefficients, False, False)
+    dv, _ = evaluate_rows(kt, kt, sums, slot_table(d, q.device), e, is_forward=False, dtype=torch.float32)
     weighted = (queries * dz[..., None]).to(q.dtype)
     per_query = 1 / (groups * n)
     second = torch.bmm(weighted.transpose(1, 2), queries).float() * (coefficients[:, 2] * per_query)[:, None, None]
     first = weighted.sum(1, dtype=torch.float32) * (coefficients[:, 1] * per_query)[:, None]
     vt = (v - shift[:, None]).to(v.dtype)
-    toward_keys = State(
-        turned(sums.s, d) if degree > 1 else sums.s, sums.linear.transpose(-1, -2).contiguous(),
-        (2 * second)[None].to(q.dtype), first[None], first, zero, mean,
-    )  # fmt: skip
     ones = dz.new_ones(heads, k.shape[1])
-    dk, _ = evaluate_rows(kt, vt, toward_keys, table, d, degree, is_forward=False, g=ones, dtype=torch.float32)
+    toward_keys = turned(sums, first, (2 * second).to(q.dtype))
+    dk, _ = evaluate_rows(kt, vt, toward_keys, table, d, is_forward=False, g=ones, dtype=torch.float32)
 
-    weight = (groups * n) * mean[:, e:, None]  # Z′ and dN were divided by the total weight, the sums by the queries
+    weight = (groups * n) * share[..., None]  # Z′ and dN were divided by the total weight, the sums by the queries
     weight = weight if w is None else weight * w.float()[..., None]
     dv, dk = dv * weight, dk * weight
     if not is_plain(spec):
