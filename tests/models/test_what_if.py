@@ -11,6 +11,7 @@ from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.errors import InputError
+from depthgauge.models import what_if as what_ifs
 from depthgauge.models.depth import measured_depth, next_removal, passes, remove_greedily
 from depthgauge.models.interface import attending
 from depthgauge.models.layers import Stack, find_blocks
@@ -171,11 +172,13 @@ def test_patches_survive_an_error_and_a_forward_put_there_by_others() -> None:
         assert torch.equal(stack.run(ids), base.output)
 
 
-def test_the_loss_is_the_models_own() -> None:
+def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model("llama"), tokens(200, batch=1) % 40
     with torch.no_grad():
         out = model(input_ids=ids[:, :60], labels=ids[:, :60])
-    assert cross_entropy(out.logits, ids[:, :60]) == pytest.approx(float(out.loss), rel=1e-5)
+    for entries in (1, 300, 10**6):
+        monkeypatch.setattr(what_ifs, "_ENTRIES", entries)
+        assert cross_entropy(out.logits, ids[:, :60]) == pytest.approx(float(out.loss), rel=1e-5)
 
 
 def test_objectives() -> None:

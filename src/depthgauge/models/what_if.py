@@ -14,7 +14,8 @@ KINDS = ("block", "attention", "mlp")
 """By default: skip the whole block, its attention, its MLP."""
 ALL_KINDS = (*KINDS, "uniform", "parallel")
 """And: attention made uniform over what each row sees; the layer and the next one both given the layer's input."""
-_ROWS = 64
+_ENTRIES = 2**22
+"""Logits that are made wide at once (16 MB in float32)."""
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:
@@ -82,8 +83,9 @@ def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[T
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
     """Mean over tokens of −log p(next token), in nats; a few rows at a time, so that the logits are never copied."""
     ahead = ids[0, 1:].to(logits.device)
-    total = 0.0
-    for start in range(0, len(ahead), _ROWS):
-        rows, names = logits[0, start : min(start + _ROWS, len(ahead))].float(), ahead[start : start + _ROWS]
-        total += float((rows.logsumexp(dim=-1) - rows.gather(-1, names[:, None])[:, 0]).double().sum())
-    return total / len(ahead)
+    count = max(1, _ENTRIES // logits.shape[-1])
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)  # one number, fetched once
+    for start in range(0, len(ahead), count):
+        rows, names = logits[0, start : min(start + count, len(ahead))].float(), ahead[start : start + count]
+        total += (rows.logsumexp(dim=-1) - rows.gather(-1, names[:, None])[:, 0]).double().sum()
+    return float(total) / len(ahead)
