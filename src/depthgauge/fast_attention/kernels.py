@@ -50,7 +50,6 @@ def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
     """The compiled-on-demand kernels; triton is imported here and nowhere else."""
-    global _centre, _or_infinite  # kernels find the functions they call among the module's names
     import triton
     import triton.language as tl
 
@@ -77,7 +76,9 @@ def kernels() -> SimpleNamespace:
         at = out_ptr + (head * tl.num_programs(0) + block) * 6
         plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
         if block < splits:
-            centre = _centre(k_ptr + head * m * D, m, D, T)
+            r = t * tl.maximum(m // T, 1)  # the centre is the mean of T tokens spread evenly: any would do
+            x = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=r[:, None] < m, other=0)
+            centre = tl.sum(x.to(tl.float32), 0) / tl.minimum(m, T)
             if block == 0:
                 tl.store(centre_ptr + (heads + head) * D + d, centre)
             size = tl.zeros([T], tl.float32)
@@ -89,17 +90,19 @@ def kernels() -> SimpleNamespace:
                 here = r[:, None] < m
                 k = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=here, other=0)
                 v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here, other=0)
-                x = k.to(tl.float32)
-                plain = tl.maximum(plain, _or_infinite(tl.sum(x * x, 1)))
-                apart = tl.where(here, x - centre[None, :], 0.0)
-                centred = tl.maximum(centred, _or_infinite(tl.sum(apart * apart, 1)))
-                size = tl.maximum(size, _or_infinite(tl.sum(tl.abs(v.to(tl.float32)), 1)))
+                wide = k.to(tl.float32)
+                long = tl.sum(wide * wide, 1)
+                plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
+                apart = tl.where(here, wide - centre[None, :], 0.0)
+                centred = tl.maximum(centred, tl.sum(apart * apart, 1))
+                long = tl.sum(tl.abs(v.to(tl.float32)), 1)
+                size = tl.maximum(size, tl.where(long == long, long, float("inf")))
                 if AHEAD:
                     turned = tl.trans(k)
                     tl.store(kt_ptr + head * padded * D + d[:, None] * padded + r[None, :], turned)
                     mixed = tl.dot(turned, v, mixed)
                     square = tl.dot(turned, k, square)
-                    total += tl.sum(x, 0)
+                    total += tl.sum(wide, 0)
                     mean += tl.sum(v.to(tl.float32), 0)
             if AHEAD:
                 to = first_ptr + (block * heads + head) * (D * E + D * D + D + E + 1)
@@ -116,34 +119,25 @@ def kernels() -> SimpleNamespace:
             tl.store(at + 4, tl.max(size, 0))
             tl.store(at + 5, 0.0)
         else:
-            centre = _centre(q_ptr + head * rows * D, rows, D, T)
+            r = t * tl.maximum(rows // T, 1)
+            x = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=r[:, None] < rows, other=0)
+            centre = tl.sum(x.to(tl.float32), 0) / tl.minimum(rows, T)
             if block == splits:
                 tl.store(centre_ptr + head * D + d, centre)
             for step in tl.range(0, S, num_stages=2):
                 r = ((block - splits) * S + step) * T + t
                 here = r[:, None] < rows
-                x = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
-                plain = tl.maximum(plain, _or_infinite(tl.sum(x * x, 1)))
-                apart = tl.where(here, x - centre[None, :], 0.0)
-                centred = tl.maximum(centred, _or_infinite(tl.sum(apart * apart, 1)))
+                wide = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
+                long = tl.sum(wide * wide, 1)
+                plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
+                apart = tl.where(here, wide - centre[None, :], 0.0)
+                centred = tl.maximum(centred, tl.sum(apart * apart, 1))
             tl.store(at, tl.max(plain, 0))
             tl.store(at + 1, 0.0)
             tl.store(at + 2, tl.max(centred, 0))
             tl.store(at + 3, 0.0)
             tl.store(at + 4, 0.0)
-            tl.store(at + 5, _or_infinite(tl.sum(centre * centre, 0)))
-
-    @triton.jit
-    def _centre(x_ptr, n, D: tl.constexpr, T: tl.constexpr):
-        """The mean of T tokens spread evenly: any centre would do."""
-        d, t = tl.arange(0, D), tl.arange(0, T)
-        r = t * tl.maximum(n // T, 1)
-        x = tl.load(x_ptr + r[:, None] * D + d[None, :], mask=r[:, None] < n, other=0).to(tl.float32)
-        return tl.sum(x, 0) / tl.minimum(n, T)
-
-    @triton.jit
-    def _or_infinite(x):
-        return tl.where(x == x, x, float("inf"))
+            tl.store(at + 5, tl.sum(centre * centre, 0))
 
     @triton.jit
     def first_moments(

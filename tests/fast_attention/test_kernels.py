@@ -1,0 +1,170 @@
+"""The Triton kernels under Triton's interpreter, in float32 and float16; bfloat16 is checked on the GPU.
+
+Run by `TRITON_INTERPRET=1 pytest tests/fast_attention/test_kernels.py`: the variable must be set before Triton is
+imported, so these tests are a step of their own.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
+from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.bounds import survey
+from depthgauge.fast_attention.kernels import programs, slots
+from depthgauge.fast_attention.naive import polynomial_attention
+from depthgauge.fast_attention.problem import Problem, checked
+from depthgauge.fast_attention.spec import Spec
+
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
+)
+DTYPES = [torch.float32, torch.float16]
+
+
+def setting(
+    dtype: torch.dtype, n: int, m: int, d: int, e: int, degree: int, *, groups: int = 1, causal: bool = False,
+    padded: bool = False, shift: float = 0.0, seed: int = 0,
+) -> tuple[Spec, Problem]:  # fmt: skip
+    """A drawn problem and the spec of its fast path at the degree wanted, for a tolerance that allows it."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = ({1: 0.004, 2: 0.06}[degree] / d**0.5) ** 0.5
+    q = (factor * torch.randn(1, 2 * groups, n, d, generator=generator) + shift).to(dtype)
+    k = (factor * torch.randn(1, 2, m, d, generator=generator) - shift).to(dtype)
+    v = (torch.randn(1, 2, m, e, generator=generator) + 3).to(dtype)
+    padding = (torch.arange(m) % 5 == 3)[None] if padded else None
+    request = checked(q, k, v, None, 0.0, causal, 1e-2, 1.0, padding, groups > 1, "polynomial")
+    problem = request.flat()
+    decision = decide(request, problem)
+    degrees = {None if choice.polynomial is None else choice.polynomial.degree for choice in decision.choices}
+    assert degrees == {degree}
+    assert (decision.choices[0].centring == 2) == (shift > 0)
+    return make_spec(problem, decision, list(range(problem.heads)), degree), problem
+
+
+def expected(spec: Spec, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The definition in float64, with exact blocks of the kernels' size on the diagonal."""
+    keep = None if spec.keep is None else spec.keep[:, None]
+    return polynomial_attention(
+        q, k[:, None], v[:, None], torch.tensor(spec.coefficients, dtype=torch.float64)[:, None], spec.scale,
+        spec.query_centre.double()[:, None], spec.key_centre.double()[:, None], problem.causal, keep,
+        triton_backend.CAUSAL_BLOCK,
+    )  # fmt: skip
+
+
+SETTINGS = [
+    {"n": 70, "m": 70, "d": 16, "e": 16, "degree": 2},
+    {"n": 70, "m": 200, "d": 32, "e": 16, "degree": 1},
+    {"n": 33, "m": 150, "d": 64, "e": 32, "degree": 2},
+    {"n": 65, "m": 131, "d": 32, "e": 32, "degree": 2, "groups": 2, "padded": True},
+    {"n": 65, "m": 131, "d": 32, "e": 64, "degree": 2, "shift": 0.5},
+    {"n": 65, "m": 131, "d": 16, "e": 16, "degree": 1, "groups": 2, "padded": True, "shift": 0.5},
+    {"n": 20, "m": 130, "d": 128, "e": 16, "degree": 1},
+]
+CAUSAL = [
+    {"n": 300, "m": 300, "d": 16, "e": 16, "degree": 2},
+    {"n": 300, "m": 170, "d": 32, "e": 16, "degree": 2, "groups": 2, "padded": True},
+    {"n": 200, "m": 300, "d": 16, "e": 32, "degree": 1, "shift": 0.5},
+]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "CAUSAL_BLOCK", 128)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", SETTINGS)
+def test_forward_and_gradients_are_the_definition(dtype: torch.dtype, given: dict[str, object]) -> None:
+    spec, problem = setting(dtype, **given)  # type: ignore[arg-type]
+    out, z, saved = triton_backend.forward(spec, problem.q, problem.k, problem.v)
+    assert out.dtype == dtype
+    leaves = [x.double().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+    exact = expected(spec, problem, *leaves)
+    close = 1e-5 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(out.double(), exact.detach(), rtol=close, atol=close)
+    assert bool((z > 0).all())
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    true = torch.autograd.grad(exact, leaves, up.double())
+    mine = triton_gradient.backward(spec, problem.q, problem.k, problem.v, saved, up)
+    for one, other in zip(mine, true, strict=True):
+        assert one.dtype == dtype
+        assert float((one.double() - other).norm() / other.norm()) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("given", CAUSAL)
+def test_causal_is_the_definition(dtype: torch.dtype, given: dict[str, object]) -> None:
+    spec, problem = setting(dtype, causal=True, **given)  # type: ignore[arg-type]
+    out, _, saved = triton_backend.forward(spec, problem.q, problem.k, problem.v)
+    exact = expected(spec, problem, *(x.double() for x in (problem.q, problem.k, problem.v)))
+    close = 1e-5 if dtype == torch.float32 else 6e-3
+    torch.testing.assert_close(out.double(), exact, rtol=close, atol=close)
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mine = triton_gradient.backward(spec, problem.q, problem.k, problem.v, saved, up)
+    _, _, kept = torch_backend.forward(spec, problem.q, problem.k, problem.v)
+    for one, other in zip(mine, torch_backend.backward(spec, problem.q, problem.k, problem.v, kept, up), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the spoilt inputs, in the interpreter's numpy
+@pytest.mark.parametrize(("n", "m", "d", "e"), [(300, 500, 16, 32), (1000, 130, 64, 16), (1, 1, 32, 16)])
+def test_the_survey_proves_what_torch_proves(n: int, m: int, d: int, e: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(n)
+    q = torch.randn(1, 2, n, d, generator=generator) + 1
+    k, v = torch.randn(1, 2, m, d, generator=generator) - 2, torch.randn(1, 2, m, e, generator=generator)
+    problem = checked(q, k, v, None, 0.0, False, 1e-2, None, None, False, None).flat()
+    monkeypatch.setattr(triton_backend, "uses_middle", lambda dtype: False)  # as if it were bfloat16
+    mine, theirs = triton_backend.survey(problem, True), survey(problem)
+    for head in range(2):
+        exact_q, exact_k = problem.q[head, 0].double(), problem.k[head].double()
+        for found, true in (
+            (mine.query[head], exact_q.norm(dim=-1).max()),
+            (mine.key[head], exact_k.norm(dim=-1).max()),
+            (mine.query_centred[head], (exact_q - mine.query_centre[head].double()).norm(dim=-1).max()),
+            (mine.key_centred[head], (exact_k - mine.key_centre[head].double()).norm(dim=-1).max()),
+        ):
+            assert float(true) <= found <= float(true) * (1 + 1e-4) + 1e-15
+    assert mine.query == pytest.approx(theirs.query, rel=1e-5)
+    assert mine.key == pytest.approx(theirs.key, rel=1e-5)
+    tokens, first, per_split = mine.ahead
+    again = triton_backend.tokens(problem.k, problem.v, None)
+    torch.testing.assert_close(tokens.x, again.x)
+    torch.testing.assert_close(first, triton_backend.first_sums(again, per_split), rtol=1e-4, atol=1e-4)
+    for tensor in (q, k, v):
+        for bad in (float("nan"), float("inf")):
+            spoilt = tensor.clone()
+            spoilt[0, 1, -1, 3] = bad
+            given = [spoilt if x is tensor else x for x in (q, k, v)]
+            flat = checked(*given, None, 0.0, False, 1e-2, None, None, False, None).flat()
+            assert triton_backend.survey(flat, True).is_usable == [True, False]
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+def test_every_pair_of_tiles_is_summed_once(dim: int) -> None:
+    tiles = dim // 16
+    pairs = [tuple(sorted(pair)) for _, *pair in slots(dim)]
+    assert sorted(pairs) == [(a, b) for a in range(tiles) for b in range(a, tiles)]
+    assert len({slot for slot, _, _ in slots(dim)}) == len(pairs)
+    assert len(programs(dim)) == (len(pairs) + 1) // 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_allowance_of_the_kernels_grows_with_what_is_rounded(dtype: torch.dtype) -> None:
+    from depthgauge.fast_attention.minimax import minimax
+
+    tensor = torch.zeros(1, 2, 1024, 64, dtype=dtype)
+    problem = checked(tensor, tensor, tensor, None, 0.0, False, 1e-3, None, None, False, None).flat()
+    small, large = (
+        [triton_backend.rounding(problem, minimax(2, bound), bound, centring, 0.0) for centring in range(3)]
+        for bound in (0.05, 0.3)
+    )
+    assert small == sorted(small)
+    assert all(one < other for one, other in zip(small, large, strict=True))
+    assert large[0] < {torch.bfloat16: 6e-3, torch.float16: 3e-3, torch.float32: 1e-3}[dtype]
