@@ -156,6 +156,19 @@ def test_skipped_layers_in_the_middle() -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "distilbert"])
+def test_a_silent_sublayer_is_not_computed_twice(name: str) -> None:
+    """The first time shows what it returns; from then on it does not run."""
+    model, ids = tiny_model(name), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        states = stack.full(ids).states
+        for kind, calls in (("attention", [3, 3 - 1 - 1, 3 - 2 - 1]), ("mlp", [3, 2, 1])):
+            for layer in range(3):
+                what_if(stack, ids, states, kind, layer)
+                assert session.calls - layer == calls[layer]
+
+
 def test_patches_survive_an_error_and_a_forward_put_there_by_others() -> None:
     model, ids = tiny_model("llama"), tokens(batch=1)
     block = model.model.layers[0]

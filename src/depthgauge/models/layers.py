@@ -38,6 +38,7 @@ class Stack:
         self.blocks = find_blocks(checkpoint.model, checkpoint.layers)
         self.evaluations = 0
         self._tuples = False
+        self._silent_form: dict[type[nn.Module], str] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -51,13 +52,14 @@ class Stack:
         state: Float[Tensor, "1 n d"] | None = None,
         changes: Mapping[nn.Module, Change] | None = None,
         skipped: frozenset[int] = frozenset(),
+        silent: nn.Module | None = None,
         uniform: int | None = None,
         watch: Watch | None = None,
     ) -> Tensor:
         """The model's output when layer `start` is given `state`, and every layer before it is left out.
 
-        `changes` act on the outputs of modules; the layers `skipped` pass their input on; attention is made `uniform`
-        in one layer; `watch` sees the attention of those that run.
+        `changes` act on the outputs of modules; the layers `skipped` pass their input on; a `silent` module adds
+        nothing; attention is made `uniform` in one layer; `watch` sees the attention of those that run.
         """
         self.session.begin(first=start, uniform=uniform, watch=watch)
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
@@ -70,6 +72,8 @@ class Stack:
                     patches.enter_context(self._passing(self.blocks[layer], None))
             for module, change in (changes or {}).items():
                 patches.enter_context(changed(module, change))
+            if silent is not None:
+                patches.enter_context(self._silenced(silent))
             return self._forward(ids)
 
     @torch.no_grad()
@@ -115,15 +119,39 @@ class Stack:
             out = hidden_in(args, kwargs) if state is None else state
             return (out,) if self._tuples else out
 
-        own = block.__dict__.get("forward")  # there is one where accelerate has put its own
-        block.forward = forward
+        with replaced(block, forward):
+            yield
+
+    @contextmanager
+    def _silenced(self, module: nn.Module) -> Iterator[None]:
+        """Let a module return zeros, and from its second time on without computing what it would have returned.
+
+        The first time shows what a module of its kind returns: one thing of its input's shape, several, or another. Linear
+        maps come in all shapes and always run.
+        """
+        form = self._silent_form.get(type(module))
+
+        def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            zeros = torch.zeros_like(hidden_out(out))
+            own = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
+            alike = own and hidden_in(args, kwargs).shape == zeros.shape
+            plain = "several" if isinstance(out, tuple) else "one"
+            self._silent_form[type(module)] = plain if alike else "other"
+            return (zeros, *out[1:]) if isinstance(out, tuple) else zeros
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            zeros = torch.zeros_like(hidden_in(args, kwargs))
+            return (zeros, None) if form == "several" else zeros
+
+        if form in ("one", "several"):
+            with replaced(module, forward):
+                yield
+            return
+        handle = module.register_forward_hook(learn, with_kwargs=True)
         try:
             yield
         finally:
-            if own is None:
-                del block.forward
-            else:
-                block.forward = own
+            handle.remove()
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
@@ -144,6 +172,20 @@ def hidden_out(out: Any) -> Tensor:
     """The states a module returns, which may be the first of several things."""
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
+
+
+@contextmanager
+def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run another forward."""
+    own = module.__dict__.get("forward")  # there is one where accelerate has put its own
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
 
 
 @contextmanager

@@ -68,7 +68,7 @@ def what_if(
     family = stack.checkpoint.family
     assert family is not None
     sublayer = stack.blocks[layer].get_submodule(family.attention if kind == "attention" else family.mlp)
-    return stack.run(ids, start=layer, state=state, changes={sublayer: torch.zeros_like})
+    return stack.run(ids, start=layer, state=state, silent=sublayer)
 
 
 def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[Tensor], float]:
