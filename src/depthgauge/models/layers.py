@@ -126,8 +126,8 @@ class Stack:
     def _silenced(self, module: nn.Module) -> Iterator[None]:
         """Let a module return zeros, and from its second time on without computing what it would have returned.
 
-        The first time shows what a module of its kind returns: one thing of its input's shape, several, or another. Linear
-        maps come in all shapes and always run.
+        The first time shows what a module of its kind returns: one thing of its input's shape, several, or another.
+        Linear maps come in all shapes and always run.
         """
         form = self._silent_form.get(type(module))
 
