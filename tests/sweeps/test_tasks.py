@@ -17,6 +17,7 @@ from depthgauge.separation.exact import exact
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import CrossAttention
 from depthgauge.sweeps.cells import Cell
+from depthgauge.sweeps.fast import plans_of
 from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.rank import SplitState, log_contraction_bounds, split_states, split_step
 from depthgauge.sweeps.tasks import TASKS
@@ -41,6 +42,7 @@ EXAMPLES = {
     "collapse-error": {"method": "mean-field", "tokens": 8, **NETWORK},
     "certificate": {"method": "mean-field", **TINY},
     "effective-depth": {"tolerance": 1e-3, "tokens": 8, **TINY},
+    "fast-attention": {"tolerance": 1e-3, "tokens": 8, "length": 4096, **TINY},
     "rank-collapse": {"tokens": 8, **NETWORK},
     "separation": {"kind": "cross"},
 }
@@ -87,6 +89,27 @@ def test_effective_depth_is_certified_and_measured() -> None:
     assert result["certified"] == effective_depth(network, tolerance=3e-4, radius=1.0).layers
     assert result["measured"] == effective_depth(network, tolerance=3e-4, certified=False, x=x).layers
     assert result["measured"] <= result["certified"]
+
+
+def test_fast_attention_is_what_the_plans_of_all_layers_say() -> None:
+    small = run(cell_of("fast-attention", tolerance=1e-3, tokens=16, length=8192, **NETWORK))
+    large = run(cell_of("fast-attention", tolerance=1e-3, tokens=16, length=8192, **{**NETWORK, "eta": 2.0}))
+    assert small["polynomial"] == 1
+    assert small["features"] == math.comb(4 + small["degree"], small["degree"])
+    assert small["speedup"] > 10
+    assert (large["polynomial"], large["speedup"]) == (0, 1)
+    assert large["bound"] > 100 * small["bound"]
+    assert large["degree"] is None or large["degree"] > 4
+
+
+def test_the_plans_prove_the_scores_they_are_made_of() -> None:
+    network = random_network(3, 2, 4, 0.3, seed=1)
+    x = uniform_inputs(1, 16, 4, seed=2)[0]
+    seen = measure(network, x)
+    heads = plans_of(network, x, 1e-3, 64)
+    assert len(heads) == 6
+    ranges = [float(head) for layer in seen.heads for head in layer.score_range.reshape(-1, 2).amax(0)]
+    assert all(plan.bound_after >= score / 2 for plan, score in zip(heads, ranges, strict=True))
 
 
 def test_separation_counts_what_the_room_counts() -> None:

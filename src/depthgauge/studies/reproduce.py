@@ -12,6 +12,7 @@ from depthgauge.errors import DepthgaugeError, require_count, unknown_name
 from depthgauge.progress import Step, silent
 from depthgauge.separation.panels import PANELS, SHEETS
 from depthgauge.studies import dong
+from depthgauge.studies.figure_fast import A5
 from depthgauge.studies.figures_collapse import COLLAPSE_FIGURES
 from depthgauge.studies.figures_separation import separation_study
 from depthgauge.sweeps.cells import Cell
@@ -61,7 +62,8 @@ class Reproduction:
     files: tuple[Path, ...]
 
 
-FIGURES = (*COLLAPSE_FIGURES, *SHEETS)
+OURS = {**COLLAPSE_FIGURES, A5.id: A5}
+FIGURES = (*OURS, *SHEETS)
 """What is drawn when none is named; D2 needs a checkpoint, and is drawn by name."""
 
 
@@ -70,8 +72,8 @@ def find_study(figure: str, models: int | None = None, seed: int = 0) -> Study:
     if models is not None:
         require_count("models", models, "how many networks are drawn for every point")
     require_count("seed", seed, "where the random numbers start", least=0)
-    if figure in COLLAPSE_FIGURES:
-        return COLLAPSE_FIGURES[figure](models, seed)
+    if figure in OURS:
+        return OURS[figure](models, seed)
     if figure in SHEETS or figure in PANELS:
         return separation_study(figure, models, seed)
     raise unknown_name("figure", figure, [*FIGURES, dong.FIGURE, *PANELS])

@@ -27,6 +27,7 @@ from depthgauge.separation.exact import exact
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import Regression, Setting, build_setting
 from depthgauge.sweeps.cells import Cell
+from depthgauge.sweeps.fast import plans_of, summary
 from depthgauge.sweeps.parameters import SEED, Parameter, choice, count, flag, number, or_word, positive, text
 from depthgauge.sweeps.rank import SplitState, log_contraction_bounds, split_states
 
@@ -178,6 +179,13 @@ def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Te
     return max_norm(X - guess) / max_norm(X)
 
 
+def fast_attention(cell: Cell) -> Values:
+    """What fast attention would do in a drawn network: the proved B, degree, features, and the predicted speed-up."""
+    p, network = cell.parameters, _network(cell)
+    x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
+    return summary(plans_of(network, x, p["tolerance"], p["length"]), p["dim"], p["tolerance"])
+
+
 _SEPARATION = ("kind", "attention", "x", "n", "d", "m", "a0", "a1", "b", "c")
 
 
@@ -247,6 +255,19 @@ TASKS: dict[str, Task] = {
                 "seed": SEED,
             },
             depth,
+        ),
+        Task(
+            "fast-attention",
+            1,
+            {
+                "tolerance": Parameter(positive("the largest error, as a share of the values' range")),
+                **_NETWORK,
+                **_TOKENS,
+                **_OPTIONS,
+                "length": Parameter(count("to how many tokens the input is repeated for the costs"), 65536),
+                "seed": SEED,
+            },
+            fast_attention,
         ),
         Task("rank-collapse", 1, {**_NETWORK, **_TOKENS, **_OPTIONS, "seed": SEED}, rank_collapse),
         Task(
