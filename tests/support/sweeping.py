@@ -46,7 +46,7 @@ def rows_sha256(store: Path) -> str:
 def rows_done(store: Path) -> int:
     if not store.exists():
         return 0
-    with Store.open(store, create=True) as opened:  # it may have been born this very moment
+    with Store.open(store) as opened:
         return opened.count().done
 
 

@@ -170,7 +170,8 @@ def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
     """joblib over the cells, each handed back as soon as it is done; stopping early cancels the rest."""
     import joblib
 
-    done = parallel(joblib.delayed(compute)(TASKS[cell.task].run, cell) for cell in cells)
+    with _quiet_tracker():
+        done = parallel(joblib.delayed(compute)(TASKS[cell.task].run, cell) for cell in cells)
     try:
         for outcome in done:  # noqa: UP028 - `yield from` would hand an early end on before warnings are off
             yield outcome
@@ -178,6 +179,20 @@ def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # joblib warns of generators that are left early, which is meant here
             done.close()
+
+
+@contextmanager
+def _quiet_tracker() -> Iterator[None]:
+    """Let the process that tidies up after a pool, if it starts now, do so without words when the pool was cut off."""
+    before = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join([*([before] if before else []), "ignore:resource_tracker:UserWarning"])
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 @contextmanager

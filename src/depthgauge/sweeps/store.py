@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from depthgauge.atomic import write_atomically
 from depthgauge.errors import InputError, OutputError
 from depthgauge.sweeps.cells import Cell, Outcome, canonical_json
 
@@ -59,7 +60,7 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path, *, create: bool = False) -> "Store":
-        """The store in a file; `create` makes one where there is none."""
+        """The store in a file; `create`, for who holds its lock, makes one where there is none, whole or not at all."""
         path = Path(path)
         if path.is_dir():
             raise InputError(f"{path} is a directory; name the store's file")
@@ -67,14 +68,14 @@ class Store:
             if not create:
                 raise InputError(f"there is no store at {path}")
             with _said(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-        mode = "rwc" if create else "rw" if os.access(path, os.W_OK) else "ro"
+                write_atomically(path, _make)
+        mode = "rw" if os.access(path, os.W_OK) else "ro"
         with _said(path):
             connection = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=30
             )
             try:
-                _prepare(connection, path, create)
+                _prepare(connection, path)
             except BaseException:
                 connection.close()
                 raise
@@ -180,16 +181,21 @@ class Store:
             return self._connection.execute(query, values).fetchall()
 
 
-def _prepare(connection: sqlite3.Connection, path: Path, create: bool) -> None:
-    """Check that the file is a store of ours, or make it one where it is new."""
-    application = connection.execute("PRAGMA application_id").fetchone()[0]
-    tables = connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
-    if application == 0 and tables == 0 and create:
+def _make(path: Path) -> None:
+    """An empty store."""
+    connection = sqlite3.connect(path, isolation_level=None)
+    try:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        marks = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
-        connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {marks} COMMIT")
-        return
+        connection.executescript(f"BEGIN; {_SCHEMA} COMMIT")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {FORMAT}")
+    finally:
+        connection.close()  # which folds the log into the file
+
+
+def _prepare(connection: sqlite3.Connection, path: Path) -> None:
+    """Check that the file is a store of ours, and set what is set for each connection."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != APPLICATION_ID:
         raise InputError(f"{path} is not the store of a sweep; name another file")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
