@@ -136,7 +136,7 @@ def test_no_id_means_every_sheet_and_twice_is_once(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(study, "reproduce", note)
     reproduce_all([], tmp_path)
-    assert asked == ["A1", "A2", "A3", "A4", "B3", "B4", "B5", "B7", "B-degree"]
+    assert asked == ["A1", "A2", "A3", "A4", "A5", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()
     reproduce_all(["B4a", "B4a"], tmp_path)
     assert asked == ["B4a"]

@@ -149,7 +149,7 @@ def test_a_file_that_is_no_grid(tmp_path: Path, content: bytes | None, sentence:
 
 
 def test_every_task_lists_what_it_takes() -> None:
-    assert set(TASKS) == {"collapse-error", "certificate", "effective-depth", "rank-collapse", "separation"}
+    assert set(TASKS) >= {"collapse-error", "certificate", "effective-depth", "rank-collapse", "separation"}
     for task in TASKS.values():
         with pytest.raises(InputError, match="unknown parameter 'nonsense'") as raised:
             Grid(task.name, {"nonsense": [1]})
