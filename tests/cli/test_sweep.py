@@ -10,6 +10,7 @@ import pytest
 from sweeping import rows_sha256, write_grid
 
 from depthgauge.cli.main import main
+from depthgauge.sweeps.tasks import TASKS
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -69,7 +70,7 @@ def test_rows_can_be_exported_later(run: Run, tmp_path: Path) -> None:
 def test_help_shows_a_grid(run: Run) -> None:
     code, out, _ = run("sweep", "--help")
     assert code == 0
-    for word in ("collapse-error", "dask", "[parameters]", "--retry-failed"):
+    for word in (*TASKS, "dask", "[parameters]", "--retry-failed"):
         assert word in out
 
 

