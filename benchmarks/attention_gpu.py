@@ -6,13 +6,14 @@ timed the outputs are checked against exact attention in float64 on some rows, a
 """
 
 import argparse
+import itertools
 import json
 import math
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -80,6 +81,34 @@ def check(n: int, bound: float, is_causal: bool) -> str | None:
     return None
 
 
+def check_kinds() -> Iterator[str]:
+    """What is wrong in any dtype, width, or kind of call: every entry against float64 and what was promised."""
+    dtypes, widths = (torch.bfloat16, torch.float16, torch.float32), ((64, 64), (16, 32), (128, 64))
+    for dtype, (d, e), is_causal, kind in itertools.product(dtypes, widths, (False, True), ("", "shifted", "shared")):
+        groups, m = (2 if kind == "shared" else 1), 1500
+        factor = (0.35 / 2 / d) ** 0.5
+        q = factor * torch.randn(1, 2 * groups, 1300, d, device="cuda") + (0.5 if kind == "shifted" else 0)
+        k, v = factor * torch.randn(1, 2, m, d, device="cuda"), torch.randn(1, 2, m, e, device="cuda") + 3
+        q, k, v = (x.to(dtype) for x in (q, k, v))
+        padding = (torch.arange(m, device="cuda") % 7 == 5)[None] if kind == "shared" else None
+        given = {
+            "is_causal": is_causal, "tolerance": 5e-3, "scale": 1.0, "key_padding": padding,
+            "enable_gqa": groups > 1, "force": "polynomial",
+        }  # fmt: skip
+        plan = attention_plan(q, k, v, **given)  # type: ignore[arg-type]
+        out = attention(q, k, v, **given)  # type: ignore[arg-type]
+        assert isinstance(out, Tensor)
+        wide = [x.double().repeat_interleave(groups, dim=1) for x in (k, v)]
+        exact = softmax_attention(
+            q.double(), *wide, 1.0, is_causal, None if padding is None else ~padding[:, None, :]
+        )  # fmt: skip
+        seen = wide[1] if padding is None else wide[1][:, :, ~padding[0]]
+        allowed = (plan.guarantee + plan.rounding) * (seen.amax(-2, keepdim=True) - seen.amin(-2, keepdim=True))
+        is_fast = all(head.backend == "triton" and head.path == "polynomial" for head in plan.heads)
+        if not is_fast or not bool(((out.double() - exact).abs() <= allowed + plan.output_unit * exact.abs()).all()):
+            yield f"{dtype}, {d} by {e}, causal {is_causal}, {kind or 'plain'}:\n{plan}"
+
+
 def check_gradients(n: int, bound: float) -> str | None:
     """What is wrong with our gradients, against float64; None if nothing."""
     q, k, v = draw(n, bound, requires_grad=True)
@@ -137,6 +166,9 @@ def main() -> int:
         print("no GPU here: nothing to measure")
         return 0
     torch.manual_seed(0)
+    if wrong := list(check_kinds()):
+        print("refusing to time:", *wrong, sep="\n")
+        return 1
     for n, causal in ((3001, False), (5000, True), (131072, False), (131072, True)):
         if problem := check(n, options.bound, causal):
             print(f"refusing to time: {problem}")
@@ -148,7 +180,7 @@ def main() -> int:
     rate = 2 * 8192**3 / milliseconds(lambda: big @ big, options.seconds) / 1e9
     name = torch.cuda.get_device_name()
     print(f"{name}, torch {torch.__version__}, bf16, {HEADS} heads of {WIDTH}, degree 2, B = {options.bound}")
-    print(f"matrix products run at {rate:.0f} TFLOP/s; outputs and gradients checked against float64")
+    print(f"matrix products run at {rate:.0f} TFLOP/s; 54 kinds of call and the gradients checked against float64")
     rows = []
     header = f"{'':21} {'n':>7} {'exact':>9} {'by':>6} {'ours':>9} {'times':>6} {'TFLOP/s':>8} {'share':>6}"
     print(header)

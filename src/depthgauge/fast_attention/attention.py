@@ -187,13 +187,14 @@ def polynomial_heads(
     with torch.no_grad():
         spec = make_spec(problem, decision, members, degree)
     given = problem.q, problem.k, problem.v
+    normaliser: Tensor | None
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         out, normaliser = PolynomialAttention.apply(*given, spec, backend)  # type: ignore[no-untyped-call]
     else:
-        out, normaliser, _ = backend.forward(spec, *given)
+        out, normaliser, _ = backend.forward(spec, *given, return_bound)
     if spec.exact_rows is not None:
         out = exact_rows(problem, out, spec.exact_rows)
-    if not return_bound:
+    if not return_bound or normaliser is None:
         return out, None
     with torch.no_grad():
         return out, row_certificate(problem.detach(), spec, decision, members, normaliser)

@@ -15,13 +15,15 @@ from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 
 Saved = tuple[Tensor, ...]
-Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
+Forward = Callable[[Spec, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Saved]]
 Backward = Callable[[Spec, Tensor, Tensor, Tensor, Saved, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class Backend:
     """`forward` and `backward` of a Spec, what they cost, and what their rounding may add (share of range(v)).
+
+    `forward` is told whether Z, and what `backward` keeps, will be needed.
 
     `rounding` takes the problem, p, B, what is centred (0, 1, 2) and the range of log w.
     """

@@ -19,7 +19,7 @@ class PolynomialAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Any) -> tuple[Tensor, Tensor]:
         """What the backend's forward returns."""
-        out, normaliser, saved = backend.forward(spec, q, k, v)
+        out, normaliser, saved = backend.forward(spec, q, k, v, True)
         ctx.save_for_backward(q, k, v, *saved)
         ctx.spec, ctx.backend = spec, backend
         ctx.mark_non_differentiable(normaliser)

@@ -63,81 +63,44 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def survey(
-        q_ptr, k_ptr, v_ptr, kt_ptr, first_ptr, centre_ptr, out_ptr, rows, m, padded, per_split, splits, heads,
-        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr, AHEAD: tl.constexpr,
+        q_ptr, k_ptr, v_ptr, centre_ptr, out_ptr, rows, m, heads,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     ):  # fmt: skip
-        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖², Σ|v| of a token and ‖μ‖², per head and program; infinite where NaN.
+        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖², Σ|v| and ‖μ‖², of S·T tokens of a head; infinite where NaN.
 
-        The first programs read a split of keys and values each, the others S·T queries. AHEAD: what `transpose` and
-        `first_moments` would find about the split is stored on the way.
+        One program reads q, k or v alone.
         """
-        block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
         d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
         at = out_ptr + (head * tl.num_programs(0) + block) * 6
         plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
-        if block < splits:
-            r = t * tl.maximum(m // T, 1)  # the centre is the mean of T tokens spread evenly: any would do
-            x = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=r[:, None] < m, other=0)
-            centre = tl.sum(x.to(tl.float32), 0) / tl.minimum(m, T)
-            if block == 0:
-                tl.store(centre_ptr + (heads + head) * D + d, centre)
-            size = tl.zeros([T], tl.float32)
-            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
-            total, mean = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32)
-            begin, end = block * per_split, tl.minimum((block + 1) * per_split, padded)
-            for start in tl.range(begin, end, T, num_stages=2):
-                r = start + t
-                here = r[:, None] < m
-                k = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=here, other=0)
-                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here, other=0)
-                wide = k.to(tl.float32)
-                long = tl.sum(wide * wide, 1)
-                plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
-                apart = tl.where(here, wide - centre[None, :], 0.0)
-                centred = tl.maximum(centred, tl.sum(apart * apart, 1))
-                long = tl.sum(tl.abs(v.to(tl.float32)), 1)
-                size = tl.maximum(size, tl.where(long == long, long, float("inf")))
-                if AHEAD:
-                    turned = tl.trans(k)
-                    tl.store(kt_ptr + head * padded * D + d[:, None] * padded + r[None, :], turned)
-                    mixed = tl.dot(turned, v, mixed)
-                    square = tl.dot(turned, k, square)
-                    total += tl.sum(wide, 0)
-                    mean += tl.sum(v.to(tl.float32), 0)
-            if AHEAD:
-                to = first_ptr + (block * heads + head) * (D * E + D * D + D + E + 1)
-                tl.store(to + d[:, None] * E + e[None, :], mixed)
-                tl.store(to + D * E + d[:, None] * D + d[None, :], square)
-                tl.store(to + D * E + D * D + d, total)
-                tl.store(to + D * E + D * D + D + e, mean)
-                count = tl.maximum(tl.minimum(end, m) - begin, 0).to(tl.float32)
-                tl.store(to + D * E + D * D + D + E, count)
-            tl.store(at, 0.0)
-            tl.store(at + 1, tl.max(plain, 0))
-            tl.store(at + 2, 0.0)
-            tl.store(at + 3, tl.max(centred, 0))
-            tl.store(at + 4, tl.max(size, 0))
-            tl.store(at + 5, 0.0)
-        else:
-            r = t * tl.maximum(rows // T, 1)
-            x = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=r[:, None] < rows, other=0)
-            centre = tl.sum(x.to(tl.float32), 0) / tl.minimum(rows, T)
-            if block == splits:
-                tl.store(centre_ptr + head * D + d, centre)
+        if which == 2:
             for step in tl.range(0, S, num_stages=2):
-                r = ((block - splits) * S + step) * T + t
-                here = r[:, None] < rows
-                wide = tl.load(q_ptr + head * rows * D + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
-                long = tl.sum(wide * wide, 1)
+                r = (block * S + step) * T + t
+                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=r[:, None] < m, other=0)
+                long = tl.sum(tl.abs(v.to(tl.float32)), 1)
                 plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
-                apart = tl.where(here, wide - centre[None, :], 0.0)
+            tl.store(at + 4, tl.max(plain, 0))
+        else:
+            n = rows if which == 0 else m
+            x_at = q_ptr + head * rows * D if which == 0 else k_ptr + head * m * D
+            r = t * tl.maximum(n // T, 1)  # the centre is the mean of T tokens spread evenly: any would do
+            sample = tl.load(x_at + r[:, None] * D + d[None, :], mask=r[:, None] < n, other=0)
+            centre = tl.sum(sample.to(tl.float32), 0) / tl.minimum(n, T)
+            if block == 0:
+                tl.store(centre_ptr + (which * heads + head) * D + d, centre)
+            for step in tl.range(0, S, num_stages=2):
+                r = (block * S + step) * T + t
+                here = r[:, None] < n
+                x = tl.load(x_at + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
+                long = tl.sum(x * x, 1)
+                plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
+                apart = tl.where(here, x - centre[None, :], 0.0)
                 centred = tl.maximum(centred, tl.sum(apart * apart, 1))
-            tl.store(at, tl.max(plain, 0))
-            tl.store(at + 1, 0.0)
-            tl.store(at + 2, tl.max(centred, 0))
-            tl.store(at + 3, 0.0)
-            tl.store(at + 4, 0.0)
-            tl.store(at + 5, tl.sum(centre * centre, 0))
+            tl.store(at + which, tl.max(plain, 0))
+            tl.store(at + 2 + which, tl.max(centred, 0))
+            if which == 0:
+                tl.store(at + 5, tl.sum(centre * centre, 0))
 
     @triton.jit
     def first_moments(
@@ -225,9 +188,9 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def finish(
-        sums_ptr, first_ptr, coefficients_ptr, slot_ptr, big_ptr, small_ptr, splits, heads,
+        sums_ptr, first_ptr, coefficients_ptr, slot_ptr, big_ptr, small_ptr, a0, a1, a2, splits, heads,
         PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr,
-        CENTRE: tl.constexpr,
+        CENTRE: tl.constexpr, ALIKE: tl.constexpr,
     ):  # fmt: skip
         """Add the splits up (all, or those before each when causal), centre the values, apply p's coefficients, round.
 
@@ -238,9 +201,10 @@ def kernels() -> SimpleNamespace:
         d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
         size = D * E + D * D + D + E + 1
         big_size, small_size = SLOTS * 256 * E + 2 * D * E + D * D, D + 2 * E + 2
-        a0 = tl.load(coefficients_ptr + head * 3)
-        a1 = tl.load(coefficients_ptr + head * 3 + 1)
-        a2 = tl.load(coefficients_ptr + head * 3 + 2)
+        if not ALIKE:  # heads with polynomials of their own
+            a0 = tl.load(coefficients_ptr + head * 3)
+            a1 = tl.load(coefficients_ptr + head * 3 + 1)
+            a2 = tl.load(coefficients_ptr + head * 3 + 2)
         total, mean = 0.0, tl.zeros([E], tl.float32)
         for split in range(splits):
             at = first_ptr + (split * heads + head) * size + D * E + D * D + D
@@ -297,7 +261,7 @@ def kernels() -> SimpleNamespace:
         heads, states, per_state, scale,
         SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, TK: tl.constexpr,
         SUB: tl.constexpr, CAUSAL: tl.constexpr, HAS_W: tl.constexpr, FORWARD: tl.constexpr, HAS_G: tl.constexpr,
-        PRECISION: tl.constexpr, STAGES: tl.constexpr,
+        HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
         """Σ_slots (y ⊗ x) S + y L + n0 for T rows.
 
@@ -366,7 +330,8 @@ def kernels() -> SimpleNamespace:
                 features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
                 total = tl.dot(features, s, total, input_precision=PRECISION)
         if FORWARD:
-            tl.store(z_ptr + row_head * n + r, z, mask=r < n)
+            if HAS_Z:
+                tl.store(z_ptr + row_head * n + r, z, mask=r < n)
             total = total / z[:, None] + tl.load(small + X + 1 + OUT + co)[None, :]
         at = out_ptr + row_head * n * OUT + r[:, None] * OUT + co[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)

@@ -159,6 +159,8 @@ class Decision:
         degree = self.least_degree(max(plain))
         if degree is None or degree > 2 or degree != self.least_degree(grid_index(abs(scale) * lowest)):
             return None
+        if self.problem.q.is_cuda:  # one polynomial for all, which then needs no table on the device
+            plain = [max(plain)] * self.problem.heads
         whole = {index: self._without_exact_rows((index,)) for index in set(plain)}
         return [self._if_worth_it(choice) for index in plain if (choice := whole[index]) is not None]
 

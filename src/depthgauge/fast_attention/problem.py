@@ -44,7 +44,9 @@ class Problem:
         return Problem(self.q[heads], self.k[heads], self.v[heads], self.scale, self.causal, keep)
 
     def detach(self) -> "Problem":
-        """The same without gradients."""
+        """The same without gradients; itself where there are none."""
+        if not (self.q.requires_grad or self.k.requires_grad or self.v.requires_grad):
+            return self
         return Problem(self.q.detach(), self.k.detach(), self.v.detach(), self.scale, self.causal, self.keep)
 
 

@@ -100,7 +100,9 @@ def state(p: Prepared, keys: slice) -> Tensor:
     return total
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     """out [N, G, n, e] in the dtype of q, Z [N, G, n], and for the backward pass [N, Z] before the division."""
     raw = q.new_empty(*q.shape[:-1], v.shape[-1] + 1, dtype=spec.problem.working)
     for at in _groups(spec, q):

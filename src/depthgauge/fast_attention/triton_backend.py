@@ -7,6 +7,7 @@ every product of keys. Values are centred after the sums in bfloat16, before the
 
 import math
 import os
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -198,17 +199,24 @@ def second_sums(t: Tokens, splits: int, per_split: int, is_causal: bool) -> Tens
 
 
 def finished(
-    t: Tokens, first: Tensor, sums: Tensor | None, coefficients: Tensor, is_causal: bool, is_mean_centred: bool
+    t: Tokens,
+    first: Tensor,
+    sums: Tensor | None,
+    coefficients: list[tuple[float, ...]],
+    is_causal: bool,
+    is_mean_centred: bool,
 ) -> State:
-    """The State of all splits' sums; [N, 3] coefficients with the scale in them."""
+    """The State of all splits' sums; three coefficients a head, with the scale in them."""
     heads, d, e, like = t.x.shape[0], t.x.shape[1], t.v.shape[2], t.v
     splits, parts = first.shape[0], len(slots(d)) if sums is not None else 0
     states = splits + 1 if is_causal else 1
     big = like.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
     small = torch.empty(states, heads, d + 2 * e + 2, dtype=torch.float32, device=like.device)
+    is_alike = len(set(coefficients)) == 1
+    own = small if is_alike else coefficient_table(coefficients, like.device)
     kernels().finish[(parts + 1, heads)](
-        first if sums is None else sums, first, coefficients, slot_table(d, like.device), big, small, splits, heads,
-        len(programs(d)), parts, d, e, is_causal, is_mean_centred, num_warps=8,
+        first if sums is None else sums, first, own, slot_table(d, like.device), big, small, *coefficients[0], splits,
+        heads, len(programs(d)), parts, d, e, is_causal, is_mean_centred, is_alike, num_warps=8,
     )  # fmt: skip
     return State(big, small, parts, d, e)
 
@@ -223,36 +231,42 @@ def _second_table(dim: int, device: torch.device) -> Tensor:
 def evaluate_rows(
     x: Tensor, y: Tensor, state: State, table: Tensor, width: int, *, is_forward: bool, g: Tensor | None = None,
     causal: tuple[Tokens, int, float] | None = None, heads: int | None = None, dtype: torch.dtype | None = None,
+    needs_z: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Σ (y ⊗ x) S + … for x, y [H, n, ·]: out [H, n, width], and Z [H, n] (forward only)."""
     row_heads, n = x.shape[:2]
     heads = row_heads if heads is None else heads
     tune = tuning(x.dtype, max(x.shape[-1], y.shape[-1], width))
     out = x.new_empty(row_heads, n, width, dtype=dtype)
-    z = torch.empty(row_heads, n, dtype=torch.float32, device=x.device) if is_forward else out
+    z = torch.empty(row_heads, n, dtype=torch.float32, device=x.device) if is_forward and needs_z else out
     t, per_state, scale = causal if causal is not None else (None, 1, 0.0)
     kt, v, w, m, padded = (x, x, None, 0, 0) if t is None else (t.x, t.v, t.w, t.v.shape[1], t.x.shape[2])
     kernels().evaluate[(math.ceil(n / tune.rows), row_heads)](
         x, y, state.big, state.small, x if g is None else g, kt, v, x if w is None else w, table, out, z, n, m, padded,
         row_heads // heads, heads, state.big.shape[0], per_state, scale, state.slots, x.shape[-1], y.shape[-1], width,
         tune.rows, 64 if x.dtype != torch.float32 else 32, tune.rows_part, t is not None, w is not None, is_forward,
-        g is not None, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps, **tune.rows_limit,
+        g is not None, needs_z, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps, **tune.rows_limit,
     )  # fmt: skip
     return out, z
 
 
-def scaled_coefficients(spec: Spec, scale: float, device: torch.device) -> Tensor:
-    """a_g s^g as [N, 3] float32; degree 1 has a third of 0."""
-    powers = [scale**g for g in range(3)]
-    rows = [[c * power for c, power in zip((*a, 0.0), powers, strict=False)] for a in spec.coefficients]
+def scaled_coefficients(spec: Spec, scale: float) -> list[tuple[float, ...]]:
+    """a_g s^g, three for every head; degree 1 has a third of 0."""
+    padding = (0.0,) * (2 - spec.degree)
+    return [tuple(c * scale**g for g, c in enumerate((*a, *padding))) for a in spec.coefficients]
+
+
+def coefficient_table(coefficients: list[tuple[float, ...]], device: torch.device) -> Tensor:
+    """The coefficients on the device: [N, 3]; from pinned memory, or the copy would wait for all work before it."""
     if device.type != "cuda":
-        return torch.tensor(rows, dtype=torch.float32)
-    # From pinned memory, or the copy would wait for everything the device was given before.
-    return torch.tensor(rows, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
+        return torch.tensor(coefficients, dtype=torch.float32)
+    return torch.tensor(coefficients, dtype=torch.float32, pin_memory=True).to(device, non_blocking=True)
 
 
-def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """out [N, G, n, e] in the dtype of q, Z [N, G, n], and what the backward pass keeps."""
+def forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True
+) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+    """out [N, G, n, e] in the dtype of q, Z [N, G, n] if needed, and what the backward pass keeps."""
     heads, groups, n, d = q.shape
     qt, kt, w, scale = centred(spec, q, k)
     shifted = uses_middle(v.dtype)
@@ -263,16 +277,19 @@ def forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
         per_split = splitting(spec.problem, t.x.shape[2])
         first = first_sums(t, per_split)
     sums = second_sums(t, first.shape[0], per_split, spec.causal) if spec.degree > 1 else None
-    state = finished(t, first, sums, scaled_coefficients(spec, scale, q.device), spec.causal, not shifted)
+    state = finished(t, first, sums, scaled_coefficients(spec, scale), spec.causal, not shifted)
     causal = (t, per_split, scale * math.log2(math.e)) if spec.causal else None
     flat = qt.view(heads * groups, n, d)
     out, z = evaluate_rows(
         flat, flat, state, slot_table(d, q.device), v.shape[-1], is_forward=True, causal=causal, heads=heads,
-        dtype=torch.float32 if shifted else None,
+        dtype=torch.float32 if shifted else None, needs_z=needs_z,
     )  # fmt: skip
-    out, z = out.view(heads, groups, n, -1), z.view(heads, groups, n)
+    out = out.view(heads, groups, n, -1)
     if shifted:
         out = (out + spec.middle[:, None, None]).to(v.dtype)
+    if not needs_z:
+        return out, None, ()
+    z = z.view(heads, groups, n)
     return out, z, (out, z, state.big, state.small)
 
 
@@ -282,36 +299,46 @@ def splitting(problem: Problem, padded: int) -> int:
     return CAUSAL_BLOCK if problem.causal else split_length(padded, problem.heads, per_head, problem.q.device)
 
 
+@lru_cache(maxsize=64)
+def _waiting_place(heads: int, blocks: int, device: torch.device, thread: int) -> tuple[Tensor, torch.cuda.Event]:
+    """Pinned memory for what is on its way to the host, and the event of its arrival; each thread has its own."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    return torch.empty(heads, blocks, 6, dtype=torch.float32, pin_memory=True), event
+
+
 def survey(problem: Problem, is_likely: bool) -> Survey:
     """What `bounds.survey` proves, in one kernel; centres are the means of a sample of tokens, as any would do.
 
-    Where the fast path is likely to be taken the kernel lays out the keys and sums their first moments on the way.
+    Where the fast path is likely to be taken the keys are laid out and their first moments summed on the way.
     """
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
     (heads, rows, d), (m, e) = q.shape, v.shape[1:]
-    padded = padded_length(m)
-    is_ahead = is_likely and not uses_middle(v.dtype)
-    per_split = splitting(problem, padded) if is_ahead else 32 * BLOCK
-    splits, steps = math.ceil(padded / per_split), 4
-    blocks = splits + math.ceil(rows / (BLOCK * steps))
-    kt = k.new_empty(heads, d, padded) if is_ahead else k
-    floats = heads * (2 * d + blocks * 6)
-    size = d * e + d * d + d + e + 1
-    memory = torch.empty(floats + (splits * heads * size if is_ahead else 0), dtype=torch.float32, device=q.device)
-    centres, found = memory[: 2 * heads * d], memory[2 * heads * d : floats]
-    first = memory[floats:].view(splits, heads, size) if is_ahead else memory
-    kernels().survey[(blocks, heads)](
-        q, k, v, kt, first, centres, found, rows, m, padded, per_split, splits, heads, d, e, BLOCK, steps, is_ahead,
-        num_warps=8,
-    )  # fmt: skip
-    largest = found.cpu().view(heads, blocks, 6).amax(dim=1).tolist()
+    steps = 4
+    blocks = math.ceil(max(rows, m) / (BLOCK * steps))
+    memory = torch.empty(heads * (2 * d + blocks * 6), dtype=torch.float32, device=q.device)
+    centres, found = memory[: 2 * heads * d], memory[2 * heads * d :]
+    kernels().survey[(blocks, heads, 3)](q, k, v, centres, found, rows, m, heads, d, e, BLOCK, steps, num_warps=8)
+    largest = found.view(heads, blocks, 6)
+    if blocks > 32:  # few are reduced on the host, which saves a launch
+        largest = largest.amax(dim=1, keepdim=True)
+    there = None
+    if q.is_cuda:
+        arrived, there = _waiting_place(heads, largest.shape[1], q.device, threading.get_ident())
+        largest = arrived.copy_(largest, non_blocking=True)
+        there.record()
+    ahead = None
+    if is_likely and not uses_middle(v.dtype):  # begun before the numbers arrive, or the device would wait for the host
+        t = tokens(k, v, None)
+        per_split = splitting(problem, t.x.shape[2])
+        ahead = t, first_sums(t, per_split), per_split
+    if there is not None:
+        there.synchronize()
     up, lost = 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
     table = [
         [*(math.sqrt(x) * up + lost for x in (q0, k0, q1, k1, mean)), values, 1.0]
-        for q0, k0, q1, k1, values, mean in largest
+        for q0, k0, q1, k1, values, mean in largest.amax(dim=1).tolist()
     ]
     mu, c = centres.view(2, heads, d)
-    ahead = (Tokens(kt, kt, v, None), first, per_split) if is_ahead else None
     return summed_up(problem, table, mu, c, None, ahead)
 
 

@@ -19,6 +19,7 @@ from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton_backend import (
     State,
     centred,
+    coefficient_table,
     evaluate_rows,
     finished,
     first_sums,
@@ -76,7 +77,8 @@ def backward(
     forward = State(big, small, len(slots(d)) if degree > 1 else 0, d, e)
     z1, mean, share = forward.lower()
     qt, kt, w, scale = centred(spec, q, k)
-    coefficients = scaled_coefficients(spec, scale, q.device)
+    coefficients = scaled_coefficients(spec, scale)
+    a = coefficient_table(coefficients, q.device)
     shift = spec.middle if uses_middle(v.dtype) else mean
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)
@@ -98,8 +100,8 @@ def backward(
     dv, _ = evaluate_rows(kt, kt, sums, slot_table(d, q.device), e, is_forward=False, dtype=torch.float32)
     weighted = (queries * dz[..., None]).to(q.dtype)
     per_query = 1 / (groups * n)
-    second = torch.bmm(weighted.transpose(1, 2), queries).float() * (coefficients[:, 2] * per_query)[:, None, None]
-    first = weighted.sum(1, dtype=torch.float32) * (coefficients[:, 1] * per_query)[:, None]
+    second = torch.bmm(weighted.transpose(1, 2), queries).float() * (a[:, 2] * per_query)[:, None, None]
+    first = weighted.sum(1, dtype=torch.float32) * (a[:, 1] * per_query)[:, None]
     vt = (v - shift[:, None]).to(v.dtype)
     ones = dz.new_ones(heads, k.shape[1])
     toward_keys = turned(sums, first, (2 * second).to(q.dtype))
@@ -113,7 +115,7 @@ def backward(
         dk = dk * spec.key_factor[:, None, None].float()
     if spec.is_weighted:
         keys = kt.float()
-        level = (dz.sum(1) * (coefficients[:, 0] * per_query))[:, None]
+        level = (dz.sum(1) * (a[:, 0] * per_query))[:, None]
         along = (keys * (keys @ second + first[:, None])).sum(-1) + level
         through = (dv * vt).sum(-1) + weight[..., 0] * along
         dk = dk + spec.scale * through[..., None] * spec.query_centre[:, None]
