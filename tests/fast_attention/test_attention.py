@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import depthgauge as dg
 from depthgauge.errors import InputError
+from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.plan import GuaranteeError
 
 
@@ -205,6 +206,15 @@ def test_reduced_precision_products_are_in_the_allowance() -> None:
     finally:
         torch.set_float32_matmul_precision(before)
     assert coarse > fine + 2**-11
+
+
+def test_a_gpu_without_the_extra_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(backends, "has_triton", lambda: False)
+    assert "extra gpu" in backends.notes(gpu)[0]
+    assert backends.notes(torch.device("cpu")) == []
+    monkeypatch.setattr(backends, "has_triton", lambda: True)
+    assert backends.notes(gpu) == []
 
 
 # --- shapes -----------------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def attention_plan(
     if reason is not None:
         return exact_plan(request, reason)
     problem = request.flat()
-    return decide(request, problem).plan(request, notes(problem))
+    return decide(request, problem).plan(request, notes(problem.q.device))
 
 
 def exact_reason(request: Request) -> str | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 
+import torch
 from torch import Tensor
 
 from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
@@ -78,8 +79,8 @@ def survey_of(problem: Problem, is_forced: bool) -> Survey:
     return triton_backend.survey(problem, is_forced or is_likely)
 
 
-def notes(problem: Problem) -> list[str]:
+def notes(device: torch.device) -> list[str]:
     """What a user should know about the choice of backend."""
-    if problem.q.is_cuda and not has_triton():
+    if device.type == "cuda" and not has_triton():
         return ["triton is not installed (extra gpu): the torch backend is used on the GPU"]
     return []

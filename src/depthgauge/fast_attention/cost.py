@@ -23,9 +23,9 @@ class Rates:
     block: int
 
 
-CPU = Rates(exponential=12, product=0.6, build=6, call=1.5e7, block=512)
-GPU_TORCH = Rates(exponential=8, product=14, build=200, call=4e11, block=512)
-GPU_TRITON = Rates(exponential=8, product=1.2, build=4, call=1e11, block=1024)
+CPU = Rates(exponential=12, product=2.5, build=55, call=8e7, block=256)
+GPU_TORCH = Rates(exponential=8, product=150, build=500, call=2e12, block=256)
+GPU_TRITON = Rates(exponential=8, product=1.2, build=4, call=2e11, block=1024)
 
 
 def exact_cost(problem: Problem, rates: Rates) -> float:
