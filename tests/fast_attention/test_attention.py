@@ -137,7 +137,7 @@ def test_small_scores_are_fast_large_ones_exact_and_few_tokens_exact() -> None:
 
 def test_heads_are_decided_one_by_one() -> None:
     small, large = draw(n=600, heads=1), draw(n=600, heads=1, size=20.0, seed=1)
-    tiny = draw(n=600, heads=1, size=1e-5, seed=2)
+    tiny = draw(n=600, heads=1, size=0.15, seed=2)
     q, k, v = (torch.cat(parts, dim=1) for parts in zip(large, small, tiny, large, strict=True))
     plan = dg.attention_plan(q, k, v)
     out = dg.attention(q, k, v)
@@ -183,6 +183,12 @@ def test_weights_that_would_vanish_on_the_causal_path_are_not_used() -> None:
     shifted = dg.attention_plan(q + 1e3, k, v, is_causal=True)
     assert shifted.path == "exact"
     assert dg.attention_plan(q + 1e3, k, v, force="polynomial").path == "polynomial"
+
+
+def test_a_degree_that_is_nearly_free_is_taken_and_dear_ones_are_not() -> None:
+    few, many = (dg.attention_plan(*draw(n=n, d=4, size=1e-5), force="polynomial").heads[0] for n in (100, 40000))
+    assert (few.degree or 0) > (many.degree or 0)
+    assert few.guarantee < many.guarantee
 
 
 def test_the_plan_prints_as_a_table() -> None:

@@ -22,6 +22,7 @@ from depthgauge.fast_attention.minimax import (
     minimax,
     output_error,
     relative_error,
+    suited,
 )
 
 # The largest B at relative errors 1e-2, 1e-3, 1e-4, found independently.
@@ -118,6 +119,22 @@ def test_limits_are_the_last_that_meet_the_tolerance(tolerance: float, gradients
         assert guarantee(at_index(degree, index + 1), gradients) > tolerance
     known = [index for index in limits if index is not None]
     assert known == sorted(known)
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-3])
+def test_the_polynomial_used_is_narrow_where_the_tolerance_allows_it(tolerance: float) -> None:
+    for degree in (1, 2, 3):
+        last = limit_index(degree, tolerance)
+        assert last is not None
+        at_the_limit, inside = (suited(degree, index, 64, tolerance, False) for index in (last, last - 48))
+        assert at_the_limit.bound == grid_bound(last)
+        assert output_error(at_the_limit.error) <= tolerance
+        assert output_error(inside.error) <= tolerance
+        # Further inside it is made for scores of 2B/√d = B/4, and errs less there than the minimax polynomial of B.
+        narrow = grid_bound(last - 48) / 4
+        assert relative_error(inside.coefficients, narrow) < at_index(degree, last - 48).error / 3
+        assert sampled_error(inside.coefficients, inside.bound) <= inside.error
+    assert suited(2, 0, 1, 0.5, False) == at_index(2, 0)  # width 1: nothing is narrower
 
 
 def test_gradients_cost_one_degree() -> None:

@@ -13,19 +13,20 @@ from depthgauge.fast_attention.problem import Problem
 @dataclass(frozen=True)
 class Rates:
     """`exponential`: multiply-adds an exp is worth; `product`, `build`: a multiply-add of the feature products and the
-    making of one feature, against one of the exact kernel; `call`: what one call costs beyond that; `block`: the size
-    of the exact diagonal blocks of the causal path."""
+    making of one feature, against one of the exact kernel; `token`: proving B, centring and laying out, for every
+    coordinate; `call`: what one call costs beyond that; `block`: the size of the exact blocks on a causal diagonal."""
 
     exponential: float
     product: float
     build: float
+    token: float
     call: float
     block: int
 
 
-CPU = Rates(exponential=12, product=2.5, build=55, call=8e7, block=256)
-GPU_TORCH = Rates(exponential=8, product=150, build=500, call=2e12, block=256)
-GPU_TRITON = Rates(exponential=8, product=1.2, build=4, call=2e11, block=1024)
+CPU = Rates(exponential=12, product=2, build=37, token=300, call=6e7, block=256)
+GPU_TORCH = Rates(exponential=8, product=150, build=500, token=2000, call=2e12, block=256)
+GPU_TRITON = Rates(exponential=8, product=1.2, build=4, token=450, call=1.6e11, block=1024)
 
 
 def exact_cost(problem: Problem, rates: Rates) -> float:
@@ -42,7 +43,7 @@ def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates
     f = feature_count(d, degree)
     tokens = groups * n + m
     cost = 2.0 * tokens * f * (rates.product * (e + 1) + rates.build)
-    cost += 2.0 * tokens * 4 * d  # proving B
+    cost += 2.0 * tokens * d * rates.token
     if problem.causal:
         cost += 2.0 * groups * n * min(n, rates.block) * (d + e + rates.exponential)
     cost += 2.0 * exact_rows * m * (d + e + rates.exponential)

@@ -186,12 +186,7 @@ def minimax(degree: int, bound: float) -> Minimax:
     with localcontext(_DIGITS):
         exact = _remez(degree, Decimal(bound))
         coefficients = tuple(float(c) for c in exact)
-        slope = tuple(float(c) for c in derivative([Decimal(c) for c in coefficients]))
-    # Each k·c_k is rounded once above; half a unit in the last place of p′ at most e^B, and 2⁻⁵² covers it twice.
-    slack = 2.0**-52 * sum(abs(c) * bound**k for k, c in enumerate(slope)) * math.exp(bound)
-    return Minimax(
-        degree, bound, coefficients, relative_error(coefficients, bound), relative_error(slope, bound) + slack
-    )
+    return widened(Minimax(degree, bound, coefficients, math.inf, math.inf), bound)
 
 
 def grid_bound(index: int) -> float:
@@ -211,6 +206,34 @@ def grid_index(bound: float) -> int:
 def at_index(degree: int, index: int) -> Minimax:
     """The polynomial of a degree for B = 2^(index/GRID)."""
     return minimax(degree, grid_bound(index))
+
+
+def widened(p: Minimax, bound: float) -> Minimax:
+    """The same polynomial with what is proved about it on a wider interval."""
+    slope = [k * c for k, c in enumerate(p.coefficients)][1:] or [0.0]
+    # Each k·c_k is rounded once: half a unit in the last place of a p′ of at most Σ |k c_k| B^k, and 2⁻⁵² covers it.
+    slack = 2.0**-52 * sum(abs(c) * bound**k for k, c in enumerate(slope)) * math.exp(bound)
+    slope_error = relative_error(slope, bound) + slack
+    return Minimax(p.degree, bound, p.coefficients, relative_error(p.coefficients, bound), slope_error)
+
+
+@lru_cache(maxsize=4096)
+def suited(degree: int, index: int, dim: int, tolerance: float, gradients: bool) -> Minimax:
+    """The polynomial to use for scores up to B = 2^(index/GRID) of vectors of this width.
+
+    Scores of vectors without a common direction are about B/√d, far below B, so p is made for [−b, b] with b as near
+    2B/√d as the tolerance on all of [−B, B] allows: b = B, the minimax polynomial of B, always is.
+    """
+    bound = grid_bound(index)
+    narrow = min(index, grid_index(2 * bound / math.sqrt(dim)))
+    candidates = [*range(narrow, index, GRID // 4), index]
+    low, high = 0, len(candidates) - 1
+    while low < high:
+        middle = (low + high) // 2
+        is_met = guarantee(widened(at_index(degree, candidates[middle]), bound), gradients) <= tolerance
+        low, high = (low, middle) if is_met else (middle + 1, high)
+    p = at_index(degree, candidates[low])
+    return p if p.bound == bound else widened(p, bound)
 
 
 def output_error(epsilon: float) -> float:

@@ -25,6 +25,7 @@ from depthgauge.fast_attention.minimax import (
     guarantee,
     limit_index,
     output_error,
+    suited,
 )
 from depthgauge.fast_attention.problem import Problem, Request
 
@@ -33,6 +34,8 @@ LARGEST_TOLERANCE = 0.5
 """A looser tolerance is met by this one: beyond it polynomials are of no use."""
 MOST_EXACT_ROWS = 1 / 8
 """The share of rows that may be done exactly beside a polynomial; with more the whole head is exact."""
+NEARLY = 1.25
+"""A higher degree is taken where it costs no more than this many times the cheapest."""
 CENTRINGS = ("none", "keys", "keys, queries")
 
 
@@ -202,25 +205,38 @@ class Decision:
         if indices not in self._whole:  # heads alike are decided once
             self._whole[indices] = self._without_exact_rows(indices)
         whole = self._whole[indices]
-        if whole is not None and _degree(whole) <= 2:
+        least = HIGHEST_DEGREE + 1 if whole is None else self.least_degree(min(indices))
+        if whole is not None and least is not None and least <= 2:
             return self._if_worth_it(whole)
-        found = self._with_exact_rows(head, len(indices) - 1, HIGHEST_DEGREE + 1 if whole is None else _degree(whole))
+        found = self._with_exact_rows(head, len(indices) - 1, HIGHEST_DEGREE + 1 if least is None else least)
         found += [] if whole is None else [whole]
         if not found:
             return self._none_fits(head, min(bounds[: len(indices)]))
         return self._if_worth_it(min(found, key=lambda choice: choice.cost))
 
     def _without_exact_rows(self, indices: tuple[int, ...]) -> Choice | None:
-        """The least degree for all rows, with the least centring that allows it."""
+        """The least degree for all rows, or a higher one that costs little more, with the least centring for it."""
         degrees = [self.least_degree(index) for index in indices]
         known = [degree for degree in degrees if degree is not None]
         if not known:
             return None
         least = min(known)
         centring = degrees.index(least)
-        p = at_index(least, indices[centring])
+        index = indices[centring]
+        degree = self._nearly_free(least, index)
+        p = suited(degree, index, self.dim, self.tolerance, self.gradients)
         assert guarantee(p, self.gradients) <= self.tolerance
-        return Choice(p, centring, p.bound, 0, self._with_costs(least)[1], "meets the tolerance at this degree")
+        return Choice(p, centring, p.bound, 0, self._with_costs(degree)[1], "meets the tolerance at this degree")
+
+    def _nearly_free(self, least: int, index: int) -> int:
+        """The highest degree that costs little more than the cheapest that meets the tolerance."""
+        fits = [
+            degree
+            for degree in range(least, HIGHEST_DEGREE + 1)
+            if index <= limit(degree, self.dim, self.tolerance, self.gradients)
+        ]
+        costs = {degree: self._with_costs(degree)[1] for degree in fits}
+        return max(degree for degree in fits if costs[degree] <= NEARLY * min(costs.values()))
 
     def _if_worth_it(self, choice: Choice) -> Choice:
         if self.force == "polynomial" or choice.cost <= self._with_costs(_degree(choice))[2]:
