@@ -133,8 +133,8 @@ def main() -> int:
         rows.append({"n": n, "exact": exact, "ours": ours, "times": exact / ours})
         print(f"{n:7d} {exact:9.4f}s {ours:9.4f}s {exact / ours:6.1f}")
     ahead = [row["n"] for row in rows if row["times"] > 1]
-    peaks = {n: peak_memory(n) for n in (65536, 131072, 262144)}
-    steps = [(peaks[131072] - peaks[65536]) / 65536, (peaks[262144] - peaks[131072]) / 131072]
+    peaks = {n: peak_memory(n) for n in (131072, 262144, 524288)}
+    steps = [(peaks[262144] - peaks[131072]) / 131072, (peaks[524288] - peaks[262144]) / 262144]
     print("peak memory: " + ", ".join(f"{mb:.0f} MB at {n}" for n, mb in peaks.items()))
     met = {
         f"ahead from n = {CROSSOVER}": all(row["times"] > 1 for row in rows if row["n"] >= CROSSOVER) and bool(ahead),

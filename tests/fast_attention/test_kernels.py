@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from depthgauge.fast_attention import plan as plans
 from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
 from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.bounds import survey
@@ -68,6 +69,11 @@ CAUSAL = [
     {"n": 300, "m": 170, "d": 32, "e": 16, "degree": 2, "groups": 2, "padded": True},
     {"n": 200, "m": 300, "d": 16, "e": 32, "degree": 1, "shift": 0.5},
 ]
+
+
+@pytest.fixture(autouse=True)
+def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "NEARLY", 1.0)
 
 
 @pytest.fixture
