@@ -96,7 +96,7 @@ class Plan:
     @property
     def output_unit(self) -> float:
         """What storing an entry, and values with a mean, may cost in their dtype, as a share of the entry."""
-        return 3 * unit(self.dtype)
+        return 4 * unit(self.dtype)
 
     def __str__(self) -> str:
         rows = [
