@@ -102,9 +102,8 @@ def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
     assert process.returncode == 1
     kept = rows_done(store)
     assert 5 < kept < total
-    assert err == (
-        f"error: interrupted: {kept} of {total} cells are done and kept in {store}; run the same command again to resume\n"
-    )
+    told = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
+    assert err == told + "run the same command again to resume\n"
     code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)
     assert code == 0
     assert f"{total - kept} cells computed" in err
