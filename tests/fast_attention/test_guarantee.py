@@ -191,7 +191,7 @@ def test_nor_where_the_path_is_chosen(case: Case) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=10000)
+@settings(max_examples=4000)
 @given(CASES)
 def test_no_entry_is_further_off_than_promised_in_a_campaign(case: Case) -> None:
     check(case, "polynomial")

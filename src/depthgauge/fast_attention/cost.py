@@ -26,7 +26,7 @@ class Rates:
 
 CPU = Rates(exponential=12, product=2, build=37, token=300, call=6e7, block=256)
 GPU_TORCH = Rates(exponential=8, product=150, build=500, token=2000, call=2e12, block=256)
-GPU_TRITON = Rates(exponential=8, product=1.2, build=4, token=450, call=1.6e11, block=1024)
+GPU_TRITON = Rates(exponential=8, product=1.2, build=4, token=450, call=2.2e11, block=1024)
 
 
 def exact_cost(problem: Problem, rates: Rates) -> float:
