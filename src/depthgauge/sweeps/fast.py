@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention_plan
 from depthgauge.fast_attention.features import feature_count
-from depthgauge.fast_attention.minimax import degree_it_would_take
+from depthgauge.fast_attention.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
 from depthgauge.fast_attention.plan import HeadPlan
 from depthgauge.network.network import SelfAttentionNetwork, softmax_attention
 
@@ -39,17 +39,23 @@ def _repeated(t: Tensor, length: int) -> Tensor:
     return t.repeat(*(1 for _ in t.shape[:-2]), times, 1)[..., :length, :]
 
 
+def degree_needed(bound: float, tolerance: float) -> int | None:
+    """The least degree that meets the tolerance for scores up to a bound; beyond 4 about it, None beyond reach."""
+    for degree in range(HIGHEST_DEGREE + 1):
+        index = limit_index(degree, tolerance)
+        if index is not None and bound <= grid_bound(index):
+            return degree
+    return degree_it_would_take(bound, tolerance) if bound <= LARGEST_BOUND else None
+
+
 def summary(heads: list[HeadPlan], dim: int, tolerance: float) -> dict[str, Any]:
-    """The largest proved B, the degree and features it takes, and the predicted speed-up over exact attention.
+    """The largest proved B, the least degree and features it takes, and the predicted speed-up over exact attention.
 
     `degree` and `features` are None where the scores are beyond any degree; `polynomial` is the share of heads on the
     fast path.
     """
-    bound = max(head.bound_after for head in heads)
-    taken = [head.degree for head in heads if head.degree is not None]
-    degree = max(taken) if len(taken) == len(heads) else None
-    if degree is None and bound <= LARGEST_BOUND:
-        degree = degree_it_would_take(bound, tolerance)
+    bound = max(min(head.bound_before, head.bound_after) for head in heads)
+    degree = degree_needed(bound, tolerance)
     chosen = sum(head.cost_polynomial if head.path == "polynomial" else head.cost_exact for head in heads)
     return {
         "bound": bound,
