@@ -16,7 +16,9 @@ Instance = Mapping[str, Any]
 """Named matrices, vectors and scalars: everything that the two sides depend on."""
 Size = Mapping[str, int]
 """Dimensions such as {"n": 2, "d": 3}."""
-Work = Callable[..., Generator[tuple[str, Value], None, tuple[Value, Value]]]
+Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
+"""Named steps to show, ending in the two sides."""
+Work = Callable[..., Steps]
 """`work(ar, **instance)` yields named steps to show and returns the two sides: numbers, or arrays entry by entry."""
 
 

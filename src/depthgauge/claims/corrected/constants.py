@@ -1,11 +1,11 @@
 """What holds of norms, residuals and softmax, with constants that cannot be improved (docs/math.md §2)."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Size, Work
+from depthgauge.claims.claim import Claim, Inequality, Instance, Size, Steps, Work
 from depthgauge.claims.draws import drawing, sizes
 from depthgauge.claims.formulas import (
     attention,
@@ -22,7 +22,6 @@ from depthgauge.claims.formulas import (
 )
 from depthgauge.claims.layer_collapse.attention import balance, opposite_tokens
 
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
 
 

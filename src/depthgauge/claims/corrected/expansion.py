@@ -1,16 +1,14 @@
 """The exact expansion of a network with skips, and the certificate that follows from it (docs/math.md §3)."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Size
+from depthgauge.claims.claim import Claim, Inequality, Instance, Size, Steps
 from depthgauge.claims.draws import matrix, sizes
 from depthgauge.claims.formulas import attention, entry_sum, max_norm, scores, softm
-
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 
 
 def _layers(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> list[Value]:

@@ -1,15 +1,14 @@
 """Paper A on one attention layer and on a second one behind it: 5.1, 5.2, C.1, D.6."""
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Size
+from depthgauge.claims.claim import Claim, Inequality, Instance, Size, Steps
 from depthgauge.claims.draws import drawing, sizes
 from depthgauge.claims.formulas import attention, max_norm, residual, row_ranges, scores, softm
 
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
 _BETA = "β = 1, so that it reads the same with and without the normalisation; another β only rescales Q."
 

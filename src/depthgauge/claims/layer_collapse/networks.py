@@ -3,17 +3,16 @@
 The networks here have L equal layers of H equal heads; a statement about all networks that fails for these fails.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.claims.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Size
+from depthgauge.claims.claim import Claim, Inequality, Instance, Size, Steps
 from depthgauge.claims.draws import drawing
 from depthgauge.claims.formulas import attention, depth, max_norm, residual
 
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 _NETWORK = "all weights at most η in size, ‖X₀‖∞ ≤ φ₀, X_ℓ the output of layer ℓ"
 _EQUAL = "The network of the witness has equal layers and equal heads; β = 1."
 

@@ -1,11 +1,9 @@
 """Paper A on norms, residuals and softmax: 3.2, 3.3, 4.1, 4.2, B.1, B.2, B.3, B.4, D.3, D.4, D.5."""
 
-from collections.abc import Generator
-
 import numpy as np
 
 from depthgauge.claims.arithmetic import Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Misprint, Size, Work
+from depthgauge.claims.claim import Claim, Inequality, Instance, Misprint, Size, Steps, Work
 from depthgauge.claims.draws import corners, drawing, sizes
 from depthgauge.claims.formulas import (
     alpha,
@@ -17,7 +15,6 @@ from depthgauge.claims.formulas import (
     softm,
 )
 
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 _STRICT = (
     "The transcription has a strict <, which may be a lost ≤; the verdict is about the statement as transcribed. "
     "Besides the witness, b = ε·1 makes both sides equal for every ε."

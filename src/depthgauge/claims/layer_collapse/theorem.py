@@ -5,18 +5,16 @@ The proof of Theorem D.1 deletes every layer but the last and bounds the distanc
 the theorem itself says O(A/L).
 """
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from depthgauge.claims.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.claims.claim import Claim, Inequality, Instance, Observed, Size, Study, Work
+from depthgauge.claims.claim import Claim, Inequality, Instance, Observed, Size, Steps, Study, Work
 from depthgauge.claims.draws import matrix
 from depthgauge.claims.formulas import attention, depth, layer, max_norm
 from depthgauge.claims.layer_collapse.attention import growth
 from depthgauge.claims.layer_collapse.networks import epsilon, largest_weight
-
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
