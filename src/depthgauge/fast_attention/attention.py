@@ -1,10 +1,13 @@
 """`attention` and `attention_plan`: scaled_dot_product_attention with a guarantee, fast where the scores are small."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.errors import InputError
+from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import notes, survey_of
 from depthgauge.fast_attention.certificate import row_certificate
 from depthgauge.fast_attention.gradient import PolynomialAttention
@@ -12,6 +15,7 @@ from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Decision, Plan, exact_plan
 from depthgauge.fast_attention.problem import Problem, Request, checked
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.triton_route import Kind
 
 
 def attention(
@@ -42,9 +46,17 @@ def attention(
     >>> bool((attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-3)
     True
     """
-    request = checked(
-        q, k, v, attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
-    )  # fmt: skip
+    options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    with on_device(q):
+        kind = None if return_bound else triton_route.kind_of(q, k, v, options)
+        route = triton_route.find(kind)
+        if route is not None and (quick := route(q, k, v)) is not None:
+            return quick
+        return _decided_anew(checked(q, k, v, *options), kind, return_bound)
+
+
+def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` from the start; what is decided is kept for calls of the same kind."""
     if exact_reason(request) is not None:
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
@@ -53,8 +65,17 @@ def attention(
     if all(choice.polynomial is None for choice in decision.choices):
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
+    if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
+        decision.teach(kind)
     flat, bound = run(problem, decision, return_bound)
     return (request.shaped(flat), request.shaped(bound)) if bound is not None else request.shaped(flat)
+
+
+def on_device(tensor: object) -> AbstractContextManager[object]:
+    """Where launches go to this tensor's GPU: the current one, unless there are several."""
+    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
 
 
 def attention_plan(
@@ -79,7 +100,8 @@ def attention_plan(
     if reason is not None:
         return exact_plan(request, reason)
     problem = request.flat()
-    return decide(request, problem).plan(request, notes(problem.q.device))
+    with on_device(q):
+        return decide(request, problem).plan(request, notes(problem.q.device))
 
 
 def exact_reason(request: Request) -> str | None:
@@ -121,7 +143,7 @@ def decide(request: Request, problem: Problem) -> Decision:
     needs_gradients = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
     with torch.no_grad():
         bare = problem.detach()
-        return Decision(bare, survey_of(bare, request.force == "polynomial"), request, needs_gradients)
+        return Decision(bare, survey_of(bare), request, needs_gradients)
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:

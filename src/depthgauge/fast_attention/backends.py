@@ -8,9 +8,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
+from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient, triton_survey, triton_tuning
 from depthgauge.fast_attention.bounds import Survey, product_unit, rounding_share, survey, unit
-from depthgauge.fast_attention.cost import CPU, GPU_TORCH, GPU_TRITON, Rates, exact_cost, polynomial_cost
+from depthgauge.fast_attention.cost import CPU, GPU_TORCH, GPU_TRITON, Rates
 from depthgauge.fast_attention.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
@@ -66,17 +66,14 @@ def backend_for(problem: Problem, degree: int) -> Backend:
     """triton for what its kernels do on a GPU, torch for the rest."""
     if not problem.q.is_cuda:
         return TORCH_CPU
-    is_known = triton_backend.is_supported(problem.q.dtype, problem.q.shape[-1], problem.v.shape[-1], degree)
+    is_known = triton_tuning.is_supported(problem.q.dtype, problem.q.shape[-1], problem.v.shape[-1], degree)
     return TRITON if is_known and has_triton() else TORCH_GPU
 
 
-def survey_of(problem: Problem, is_forced: bool) -> Survey:
-    """The survey of a problem: in one kernel where there is one, which then begins with what degree 2 would need."""
-    backend = backend_for(problem, 2)
-    if problem.keep is not None or backend.name != "triton":
-        return survey(problem)
-    is_likely = polynomial_cost(problem, 2, 0, backend.rates) < exact_cost(problem, backend.rates)
-    return triton_backend.survey(problem, is_forced or is_likely)
+def survey_of(problem: Problem) -> Survey:
+    """The survey of a problem: in one kernel where there is one."""
+    is_fused = problem.keep is None and backend_for(problem, 2).name == "triton"
+    return triton_survey.survey(problem) if is_fused else survey(problem)
 
 
 def notes(device: torch.device) -> list[str]:

@@ -11,7 +11,6 @@ sum of d squares by d units, and squares below the normal range are lost, at mos
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,8 +28,7 @@ class Survey:
 
     Norms are upper bounds: of the longest query and key as given, and after centring at `query_centre` (μ) and
     `key_centre` (c), both [N, d]. `spread` bounds log w_i − log w_j. `is_usable`: all finite, and sums cannot overflow.
-    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at; `ahead` is
-    what a backend has begun while the numbers were on their way to the host.
+    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at.
     """
 
     query: list[float]
@@ -42,7 +40,6 @@ class Survey:
     query_centre: Tensor
     key_centre: Tensor
     values: tuple[Tensor, Tensor] | None
-    ahead: Any = None
 
     def middle(self, problem: Problem) -> Tensor:
         """The middle of every value column's range: [N, e]."""
@@ -109,24 +106,32 @@ def survey(problem: Problem) -> Survey:
         width,
         finite.to(work),
     ]
-    return summed_up(problem, torch.stack(columns, dim=1).tolist(), mu, c, (low, high))
+    return summed_up(problem, torch.stack(columns).tolist(), mu, c, (low, high))
 
 
 def summed_up(
     problem: Problem,
-    rows: list[list[float]],
+    columns: list[list[float]],
     mu: Tensor,
     c: Tensor,
     values: tuple[Tensor, Tensor] | None,
-    ahead: Any = None,
 ) -> Survey:
-    """A Survey from what was found per head: norms of q, k, q−μ, k−c and μ, the size of the values, 1 if finite."""
+    """A Survey from what was found, a number per head: norms of q, k, q−μ, k−c and μ, size of the values, 1 if finite.
+
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> columns = [[2.0], [2.0], [0.0], [0.0], [2.0], [1.0], [1.0]]
+    >>> summed_up(Problem(q, q[0], q[0], 0.5, False, None), columns, q[0, 0, :1], q[0, 0, :1], None).is_usable
+    [True]
+    """
     largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
     smallest = torch.finfo(problem.working).tiny * 2**40
-    usable = [row[6] == 1 and math.isfinite(sum(row)) and (row[5] == 0 or smallest < row[5] < largest) for row in rows]
-    spread = [2 * score_bound(problem.scale, row[4], row[3]) for row in rows]
-    query, key, query_centred, key_centred, *_ = (list(column) for column in zip(*rows, strict=True))
-    return Survey(query, key, query_centred, key_centred, spread, usable, mu, c, values, ahead)
+    query, key, query_centred, key_centred, middle, size, finite = columns
+    is_usable = [
+        one == 1 and math.isfinite(total) and (value == 0 or smallest < value < largest)
+        for one, value, total in zip(finite, size, map(sum, zip(*columns, strict=True)), strict=True)
+    ]
+    spread = [2 * score_bound(problem.scale, a, b) for a, b in zip(middle, key_centred, strict=True)]
+    return Survey(query, key, query_centred, key_centred, spread, is_usable, mu, c, values)
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

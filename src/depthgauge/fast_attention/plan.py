@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as every
+from operator import mul
 
 import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError
+from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import Backend, backend_for
 from depthgauge.fast_attention.bounds import LARGEST_LOG_RANGE, Survey, norm_up, score_bound, unit
 from depthgauge.fast_attention.cost import exact_cost, polynomial_cost
@@ -28,6 +30,7 @@ from depthgauge.fast_attention.minimax import (
     suited,
 )
 from depthgauge.fast_attention.problem import Problem, Request
+from depthgauge.fast_attention.triton_route import Kind
 
 MOST_FEATURES = 2**17
 LARGEST_TOLERANCE = 0.5
@@ -154,18 +157,32 @@ class Decision:
 
     def _all_alike(self) -> list[Choice] | None:
         """The choices where centring can lower no head's degree, which is quickly seen; None where it might."""
-        s, scale, heads = self.survey, self.problem.scale, range(self.problem.heads)
+        s, scale = self.survey, self.problem.scale
         if not all(s.is_usable):
             return None
-        plain = [grid_index(score_bound(scale, q, k)) for q, k in zip(s.query, s.key, strict=True)]
-        lowest = min(min(s.query[h], s.query_centred[h]) * min(s.key[h], s.key_centred[h]) for h in heads)
-        degree = self.least_degree(max(plain))
+        bounds = [score_bound(scale, q, k) for q, k in zip(s.query, s.key, strict=True)]
+        lowest = min(map(mul, map(min, s.query, s.query_centred), map(min, s.key, s.key_centred)))
+        degree = self.least_degree(grid_index(max(bounds)))
         if degree is None or degree > 2 or degree != self.least_degree(grid_index(abs(scale) * lowest)):
             return None
         if self.problem.q.is_cuda:  # one polynomial for all, which then needs no table on the device
-            plain = [max(plain)] * self.problem.heads
-        whole = {index: self._without_exact_rows((index,)) for index in set(plain)}
-        return [self._if_worth_it(choice) for index in plain if (choice := whole[index]) is not None]
+            bounds = [max(bounds)] * len(bounds)
+        whole = {bound: self._without_exact_rows((grid_index(bound),)) for bound in set(bounds)}
+        worth = {bound: self._if_worth_it(choice) for bound, choice in whole.items() if choice is not None}
+        return [worth[bound] for bound in bounds]
+
+    def teach(self, kind: Kind) -> None:
+        """Let later calls of this kind repeat the decision, if it is one polynomial for all heads and nothing else."""
+        first = self.choices[0]
+        p = first.polynomial
+        is_alike = all(c.polynomial is p and c.centring == 0 and c.exact_rows == 0 for c in self.choices)
+        if p is None or not is_alike or self.backend(p.degree).name != "triton":
+            return
+        index = grid_index(p.bound)
+        degree = self.least_degree(index)
+        assert degree is not None
+        least = limit(degree - 1, self.dim, self.tolerance, self.gradients) + 1 if degree > 0 else SMALLEST_INDEX
+        triton_route.learn(kind, self.problem, p.coefficients, index, least)
 
     def bounds(self, head: int) -> tuple[float, float, float]:
         """B as given, with the keys centred, and with the queries centred too."""

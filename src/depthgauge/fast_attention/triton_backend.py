@@ -6,58 +6,27 @@ every product of keys. Values are centred after the sums in bfloat16, before the
 """
 
 import math
-import os
-import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.bounds import Survey, summed_up, unit
-from depthgauge.fast_attention.kernels import TILE, kernels, programs, slots
+from depthgauge.fast_attention import triton_launches as launches
+from depthgauge.fast_attention.bounds import unit
+from depthgauge.fast_attention.kernels import programs, slots
 from depthgauge.fast_attention.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec, weights
-
-WIDTHS = (16, 32, 64, 128)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 128
-"""Tokens are padded to a multiple of this."""
-LONGEST_SPLIT = 8192
-"""The most tokens one program sums; the rounding allowance counts them."""
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CAUSAL_BLOCK = 1024
-"""The size of the blocks on the diagonal that are computed exactly."""
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """Block sizes and warps of the two kernels that do the work; rows_part of 16 coordinates make features at once."""
-
-    moments_tokens: int
-    moments_warps: int
-    moments_stages: int
-    rows: int
-    rows_warps: int
-    rows_stages: int
-    rows_part: int
-    rows_registers: int | None = None
-
-    @property
-    def rows_limit(self) -> dict[str, int]:
-        """What keeps two programs of the rows on a multiprocessor, where that pays."""
-        return {} if self.rows_registers is None or IS_INTERPRETED else {"maxnreg": self.rows_registers}
-
-
-@lru_cache(maxsize=64)
-def tuning(dtype: torch.dtype, width: int) -> Tuning:
-    """What was fastest on an H200 for heads of 64; wider values and float32 take smaller blocks."""
-    if dtype == torch.float32:
-        return Tuning(32, 8 if width <= 64 else 16, 2, 64, 4 if width <= 64 else 8, 1, 4)
-    if width > 64:
-        return Tuning(64, 8, 2, 128, 8, 2, 16)
-    return Tuning(128, 16, 3, 128, 8, 2, 16, rows_registers=128)
+from depthgauge.fast_attention.triton_tuning import (
+    CAUSAL_BLOCK,
+    LONGEST_SPLIT,
+    padded_length,
+    program_table,
+    second_table,
+    slot_table,
+    split_length,
+)
 
 
 @dataclass(frozen=True)
@@ -98,23 +67,6 @@ class State:
         return small[:, :d], small[:, d + 1 + e : d + 1 + 2 * e], small[:, -1:]
 
 
-def precision(dtype: torch.dtype) -> str:
-    """How products of float32 operands are done: three TF32 products, nearly float32."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-@lru_cache(maxsize=64)
-def program_table(dim: int, device: torch.device) -> Tensor:
-    """`programs` on the device."""
-    return torch.tensor(programs(dim), dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=64)
-def slot_table(dim: int, device: torch.device) -> Tensor:
-    """`slots` on the device."""
-    return torch.tensor(slots(dim), dtype=torch.int32, device=device)
-
-
 def is_plain(spec: Spec) -> bool:
     """Whether the kernels can read q and k as they are; float16 is scaled first, for its exponents are few."""
     is_changed = spec.is_centred or spec.keep is not None or spec.exact_rows is not None
@@ -139,13 +91,8 @@ def transposed(x: Tensor, padded: int) -> Tensor:
     """[N, n, D] → [N, D, padded], zeros at the end."""
     heads, n, d = x.shape
     out = x.new_empty(heads, d, padded)
-    kernels().transpose[(padded // BLOCK, heads)](x, out, n, padded, d, BLOCK, num_warps=4)
+    launches.transpose(heads, n, d, padded, 0, True, x.device)((x, x, out, x))
     return out
-
-
-def padded_length(n: int) -> int:
-    """The next multiple of BLOCK."""
-    return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
 def tokens(k: Tensor, v: Tensor, w: Tensor | None) -> Tokens:
@@ -156,76 +103,66 @@ def tokens(k: Tensor, v: Tensor, w: Tensor | None) -> Tokens:
     return Tokens(x, y, v.contiguous(), None if w is None else w.float().contiguous())
 
 
-def processors(device: torch.device) -> int:
-    """How many multiprocessors there are to fill."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def first_place(splits: int, heads: int, d: int, e: int, device: torch.device) -> Tensor:
+    """Room for Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w of every split."""
+    return torch.empty(splits, heads, d * e + d * d + d + e + 1, dtype=torch.float32, device=device)
 
 
-def split_length(length: int, heads: int, per_head: int, device: torch.device) -> int:
-    """How many tokens one program sums, so that all programs fill the chip a whole number of times."""
-    wanted = max(1, math.ceil(processors(device) * 2 / (heads * per_head)))
-    return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(padded_length(length) / wanted))))
-
-
-def first_sums(t: Tokens, per_split: int) -> Tensor:
-    """Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w of every split: [splits, N, …] in float32."""
-    (heads, d, padded), (m, e) = t.x.shape, t.v.shape[1:]
-    splits = math.ceil(padded / per_split)
-    first = torch.empty(splits, heads, d * e + d * d + d + e + 1, dtype=torch.float32, device=t.v.device)
-    small = 32 if t.v.dtype == torch.float32 else 128 if max(d, e) <= 64 else 64
-    kernels().first_moments[(splits, heads)](
-        t.x, t.y, t.v, t.v if t.w is None else t.w, first, m, padded, per_split, d, e, small, t.w is not None, True,
-        precision(t.v.dtype), num_warps=4 if d < 128 else 8,
-    )  # fmt: skip
-    return first
-
-
-def second_sums(t: Tokens, splits: int, per_split: int, is_causal: bool) -> Tensor:
-    """Σ (y ⊗ x) v of every split, by programs: [splits, N, programs, 512, E].
+def second_place(splits: int, heads: int, d: int, e: int, is_causal: bool, like: Tensor) -> Tensor:
+    """Room for Σ (y ⊗ x) v of every split, by programs.
 
     Causal sums are many; kept in the tensors' own dtype they cost half, and one more rounding.
     """
-    (heads, d, padded), (m, e), like = t.x.shape, t.v.shape[1:], t.v
-    many, tune = len(programs(d)), tuning(like.dtype, max(d, e))
-    sums = like.new_empty(splits, heads, many, 512, e, dtype=None if is_causal else torch.float32)
-    wide = 32 if e <= 64 and d > TILE and like.dtype != torch.float32 else TILE
-    tables = [program_table(d, like.device)] + ([_second_table(d, like.device)] if wide == TILE else [])
-    for at, table in enumerate(tables):  # one tile pair a program, then the second ones
-        kernels().second_moments[(many, splits, heads)](
-            t.x, t.y, t.v, table, sums[..., 256 * at :, :], m, padded, per_split, d, e, tune.moments_tokens, wide,
-            precision(like.dtype), tune.moments_stages, num_warps=tune.moments_warps,
-        )  # fmt: skip
-    return sums
+    return like.new_empty(splits, heads, len(programs(d)), 512, e, dtype=None if is_causal else torch.float32)
+
+
+def split_sums(
+    t: Tokens, per_split: int, is_causal: bool, *, has_first: bool = True, has_second: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The first and the second sums of every split, [splits, N, …]; in place of what is not asked for, the other."""
+    (heads, d, padded), (m, e), device = t.x.shape, t.v.shape[1:], t.v.device
+    splits = math.ceil(padded / per_split)
+    second = second_place(splits, heads, d, e, is_causal, t.v) if has_second else None
+    first = first_place(splits, heads, d, e, device) if has_first else None
+    found = [place for place in (first, second) if place is not None]
+    first, second = found[0], found[-1]
+    given = t.x, t.y, t.v, t.v if t.w is None else t.w
+    for at, launch in enumerate(
+        launches.moments(
+            heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, has_first, has_second, device
+        )
+    ):  # fmt: skip
+        table = (second_table if at else program_table)(d, device)
+        launch((*given, table, first, second[..., 256:, :] if at else second))
+    return first, second
+
+
+def state_place(states: int, heads: int, parts: int, d: int, e: int, like: Tensor) -> State:
+    """Room for a State."""
+    big = like.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
+    small = torch.empty(states, heads, d + 2 * e + 2, dtype=torch.float32, device=like.device)
+    return State(big, small, parts, d, e)
 
 
 def finished(
     t: Tokens,
     first: Tensor,
-    sums: Tensor | None,
+    second: Tensor | None,
     coefficients: list[tuple[float, ...]],
     is_causal: bool,
     is_mean_centred: bool,
 ) -> State:
     """The State of all splits' sums; three coefficients a head, with the scale in them."""
-    heads, d, e, like = t.x.shape[0], t.x.shape[1], t.v.shape[2], t.v
-    splits, parts = first.shape[0], len(slots(d)) if sums is not None else 0
-    states = splits + 1 if is_causal else 1
-    big = like.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
-    small = torch.empty(states, heads, d + 2 * e + 2, dtype=torch.float32, device=like.device)
-    is_alike = len(set(coefficients)) == 1
-    own = small if is_alike else coefficient_table(coefficients, like.device)
-    kernels().finish[(parts + 1, heads)](
-        first if sums is None else sums, first, own, slot_table(d, like.device), big, small, *coefficients[0], splits,
-        heads, len(programs(d)), parts, d, e, is_causal, is_mean_centred, is_alike, num_warps=8,
-    )  # fmt: skip
-    return State(big, small, parts, d, e)
-
-
-@lru_cache(maxsize=64)
-def _second_table(dim: int, device: torch.device) -> Tensor:
-    """The programs with their second tile in place of the first, for kernels that hold one tile pair."""
-    rows = [(shared, max(second, 0), 0) for shared, _, second in programs(dim)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    (heads, d, _), e, device = t.x.shape, t.v.shape[2], t.v.device
+    splits, is_alike = first.shape[0], len(set(coefficients)) == 1
+    parts = len(slots(d)) if second is not None else 0
+    state = state_place(splits + 1 if is_causal else 1, heads, parts, d, e, t.v)
+    own = state.small if is_alike else coefficient_table(coefficients, device)
+    sums = first if second is None else second
+    launches.finish(heads, splits, d, e, parts > 0, is_causal, is_mean_centred, is_alike, device)(
+        (sums, first, own, slot_table(d, device), state.big, state.small), coefficients[0]
+    )
+    return state
 
 
 def evaluate_rows(
@@ -235,25 +172,27 @@ def evaluate_rows(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Σ (y ⊗ x) S + … for x, y [H, n, ·]: out [H, n, width], and Z [H, n] (forward only)."""
     row_heads, n = x.shape[:2]
-    heads = row_heads if heads is None else heads
-    tune = tuning(x.dtype, max(x.shape[-1], y.shape[-1], width))
     out = x.new_empty(row_heads, n, width, dtype=dtype)
     z = torch.empty(row_heads, n, dtype=torch.float32, device=x.device) if is_forward and needs_z else out
     t, per_state, scale = causal if causal is not None else (None, 1, 0.0)
     kt, v, w, m, padded = (x, x, None, 0, 0) if t is None else (t.x, t.v, t.w, t.v.shape[1], t.x.shape[2])
-    kernels().evaluate[(math.ceil(n / tune.rows), row_heads)](
-        x, y, state.big, state.small, x if g is None else g, kt, v, x if w is None else w, table, out, z, n, m, padded,
-        row_heads // heads, heads, state.big.shape[0], per_state, scale, state.slots, x.shape[-1], y.shape[-1], width,
-        tune.rows, 64 if x.dtype != torch.float32 else 32, tune.rows_part, t is not None, w is not None, is_forward,
-        g is not None, needs_z, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps, **tune.rows_limit,
+    launches.evaluate(
+        row_heads, n, row_heads if heads is None else heads, state.big.shape[0], per_state, m, padded, state.slots,
+        x.shape[-1], y.shape[-1], width, x.dtype, t is not None, w is not None, is_forward, g is not None, needs_z,
+        x.device,
+    )(
+        (x, y, state.big, state.small, x if g is None else g, kt, v, x if w is None else w, table, out, z), (scale,)
     )  # fmt: skip
     return out, z
 
 
-def scaled_coefficients(spec: Spec, scale: float) -> list[tuple[float, ...]]:
-    """a_g s^g, three for every head; degree 1 has a third of 0."""
-    padding = (0.0,) * (2 - spec.degree)
-    return [tuple(c * scale**g for g, c in enumerate((*a, *padding))) for a in spec.coefficients]
+def scaled_coefficients(coefficients: Sequence[tuple[float, ...]], scale: float) -> list[tuple[float, ...]]:
+    """a_g s^g, three for every head; degree 1 has a third of 0.
+
+    >>> scaled_coefficients([(1.0, 1.0)], 0.5)
+    [(1.0, 0.5, 0.0)]
+    """
+    return [tuple(c * scale**g for g, c in enumerate((*a, 0.0)[:3])) for a in coefficients]
 
 
 def coefficient_table(coefficients: list[tuple[float, ...]], device: torch.device) -> Tensor:
@@ -270,14 +209,11 @@ def forward(
     heads, groups, n, d = q.shape
     qt, kt, w, scale = centred(spec, q, k)
     shifted = uses_middle(v.dtype)
-    if spec.survey.ahead is not None and is_plain(spec) and len(spec.members) == spec.problem.heads:
-        t, first, per_split = spec.survey.ahead
-    else:
-        t = tokens(kt, (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v, w)
-        per_split = splitting(spec.problem, t.x.shape[2])
-        first = first_sums(t, per_split)
-    sums = second_sums(t, first.shape[0], per_split, spec.causal) if spec.degree > 1 else None
-    state = finished(t, first, sums, scaled_coefficients(spec, scale), spec.causal, not shifted)
+    t = tokens(kt, (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v, w)
+    per_split = splitting(heads, d, k.shape[1], spec.causal, q.device)
+    first, second = split_sums(t, per_split, spec.causal, has_second=spec.degree > 1)
+    coefficients = scaled_coefficients(spec.coefficients, scale)
+    state = finished(t, first, second if spec.degree > 1 else None, coefficients, spec.causal, not shifted)
     causal = (t, per_split, scale * math.log2(math.e)) if spec.causal else None
     flat = qt.view(heads * groups, n, d)
     out, z = evaluate_rows(
@@ -293,53 +229,9 @@ def forward(
     return out, z, (out, z, state.big, state.small)
 
 
-def splitting(problem: Problem, padded: int) -> int:
+def splitting(heads: int, d: int, m: int, is_causal: bool, device: torch.device) -> int:
     """How many keys one program sums."""
-    per_head = len(programs(problem.q.shape[-1]))
-    return CAUSAL_BLOCK if problem.causal else split_length(padded, problem.heads, per_head, problem.q.device)
-
-
-@lru_cache(maxsize=64)
-def _waiting_place(heads: int, blocks: int, device: torch.device, thread: int) -> tuple[Tensor, torch.cuda.Event]:
-    """Pinned memory for what is on its way to the host, and the event of its arrival; each thread has its own."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    return torch.empty(heads, blocks, 6, dtype=torch.float32, pin_memory=True), event
-
-
-def survey(problem: Problem, is_likely: bool) -> Survey:
-    """What `bounds.survey` proves, in one kernel; centres are the means of a sample of tokens, as any would do.
-
-    Where the fast path is likely to be taken the keys are laid out and their first moments summed on the way.
-    """
-    q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
-    (heads, rows, d), (m, e) = q.shape, v.shape[1:]
-    steps = 4
-    blocks = math.ceil(max(rows, m) / (BLOCK * steps))
-    memory = torch.empty(heads * (2 * d + blocks * 6), dtype=torch.float32, device=q.device)
-    centres, found = memory[: 2 * heads * d], memory[2 * heads * d :]
-    kernels().survey[(blocks, heads, 3)](q, k, v, centres, found, rows, m, heads, d, e, BLOCK, steps, num_warps=8)
-    largest = found.view(heads, blocks, 6)
-    if blocks > 32:  # few are reduced on the host, which saves a launch
-        largest = largest.amax(dim=1, keepdim=True)
-    there = None
-    if q.is_cuda:
-        arrived, there = _waiting_place(heads, largest.shape[1], q.device, threading.get_ident())
-        largest = arrived.copy_(largest, non_blocking=True)
-        there.record()
-    ahead = None
-    if is_likely and not uses_middle(v.dtype):  # begun before the numbers arrive, or the device would wait for the host
-        t = tokens(k, v, None)
-        per_split = splitting(problem, t.x.shape[2])
-        ahead = t, first_sums(t, per_split), per_split
-    if there is not None:
-        there.synchronize()
-    up, lost = 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
-    table = [
-        [*(math.sqrt(x) * up + lost for x in (q0, k0, q1, k1, mean)), values, 1.0]
-        for q0, k0, q1, k1, values, mean in largest.amax(dim=1).tolist()
-    ]
-    mu, c = centres.view(2, heads, d)
-    return summed_up(problem, table, mu, c, None, ahead)
+    return CAUSAL_BLOCK if is_causal else split_length(m, heads, len(programs(d)), device)
 
 
 def uses_middle(dtype: torch.dtype) -> bool:
@@ -369,8 +261,3 @@ def rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: 
     grown = math.exp(bound) / (1 - p.error)
     above, below = 1.01 * above * grown + log_error, 1.01 * below * grown + log_error
     return (above + below) / (1 - below) if below < 0.5 else math.inf
-
-
-def is_supported(dtype: torch.dtype, dim: int, width: int, degree: int) -> bool:
-    """Whether the kernels know these shapes."""
-    return dtype in DTYPES and dim in WIDTHS and width in WIDTHS and degree in (1, 2) and dim % TILE == 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention import torch_backend
-from depthgauge.fast_attention.kernels import TILE, programs, slots
+from depthgauge.fast_attention.kernels import TILE, slots
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton_backend import (
     State,
@@ -22,15 +22,14 @@ from depthgauge.fast_attention.triton_backend import (
     coefficient_table,
     evaluate_rows,
     finished,
-    first_sums,
     is_plain,
     scaled_coefficients,
-    second_sums,
-    slot_table,
-    split_length,
+    split_sums,
+    splitting,
     tokens,
     uses_middle,
 )
+from depthgauge.fast_attention.triton_tuning import slot_table
 
 
 def turned(state: State, z1: Tensor, square: Tensor) -> State:
@@ -77,7 +76,7 @@ def backward(
     forward = State(big, small, len(slots(d)) if degree > 1 else 0, d, e)
     z1, mean, share = forward.lower()
     qt, kt, w, scale = centred(spec, q, k)
-    coefficients = scaled_coefficients(spec, scale)
+    coefficients = scaled_coefficients(spec.coefficients, scale)
     a = coefficient_table(coefficients, q.device)
     shift = spec.middle if uses_middle(v.dtype) else mean
     if spec.exact_rows is not None:
@@ -92,11 +91,10 @@ def backward(
     )  # fmt: skip
 
     queries, dn = rows.view(heads, groups * n, d), dn.view(heads, groups * n, e)
-    length = split_length(groups * n, heads, len(programs(d)), q.device)
+    length = splitting(heads, d, groups * n, False, q.device)
     over = tokens(queries, dn, None)
-    first_of = first_sums(over, length)
-    second_of = second_sums(over, first_of.shape[0], length, False) if degree > 1 else None
-    sums = finished(over, first_of, second_of, coefficients, False, False)
+    first_of, second_of = split_sums(over, length, False, has_second=degree > 1)
+    sums = finished(over, first_of, second_of if degree > 1 else None, coefficients, False, False)
     dv, _ = evaluate_rows(kt, kt, sums, slot_table(d, q.device), e, is_forward=False, dtype=torch.float32)
     weighted = (queries * dz[..., None]).to(q.dtype)
     per_query = 1 / (groups * n)

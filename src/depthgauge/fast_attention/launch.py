@@ -1,0 +1,44 @@
+"""Launching a Triton kernel with little work on the host.
+
+Triton looks at every argument of every launch to find the compiled kernel, which at a few thousand tokens takes longer
+than the kernel runs. Here everything but tensors and floats is fixed once, and what was compiled is kept: it fits every
+launch whose tensors have the same dtypes and lie on multiples of 16 bytes. Any other launch is left to Triton.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, dtype
+
+ALIGNMENT = 16
+
+
+class Launch:
+    """kernel[grid](*tensors, *integers, *floats, *constants, **options), whose parameters are in this order."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        integers: tuple[int, ...],
+        constants: tuple[object, ...],
+        **options: int,
+    ) -> None:
+        self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
+        self.options = options
+        self._compiled: tuple[list[dtype], Any] | None = None
+
+    def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
+        """Launch; all tensors are on the current device, or in memory that it can write to."""
+        addresses = 0
+        dtypes: list[dtype] = []
+        for tensor in tensors:
+            addresses |= tensor.data_ptr()
+            dtypes.append(tensor.dtype)
+        is_aligned = addresses % ALIGNMENT == 0
+        if is_aligned and self._compiled is not None and self._compiled[0] == dtypes:
+            self._compiled[1](*tensors, *self.integers, *floats, *self.constants)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.integers, *floats, *self.constants, **self.options)
+        if is_aligned and compiled is not None:  # the interpreter compiles nothing
+            self._compiled = dtypes, compiled[self.grid]

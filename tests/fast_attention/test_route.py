@@ -1,0 +1,131 @@
+"""Calls that are repeated: a Route must do what a full decision does, and give up where it never made one.
+
+The kernels run under Triton's interpreter (TRITON_INTERPRET=1), in float32 treated as the kernels treat bfloat16.
+"""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthgauge.fast_attention import attention as room
+from depthgauge.fast_attention import backends, plan, triton_backend, triton_route
+from depthgauge.fast_attention.attention import attention
+from depthgauge.fast_attention.backends import TRITON
+from depthgauge.fast_attention.minimax import grid_index
+from depthgauge.fast_attention.plan import GuaranteeError
+from depthgauge.fast_attention.triton_survey import outward
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
+)
+OPTIONS: dict[str, Any] = {"scale": 1.0, "tolerance": 1e-2, "force": "polynomial"}
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (backends, plan):
+        monkeypatch.setattr(module, "backend_for", lambda problem, degree: TRITON)
+    for module in (triton_backend, triton_route):
+        monkeypatch.setattr(module, "uses_middle", lambda dtype: False)
+    monkeypatch.setattr(triton_backend, "CAUSAL_BLOCK", 128)
+    monkeypatch.setattr(triton_route, "_routes", {})
+
+
+def draw(n: int, m: int, groups: int = 1, size: float = 0.06, seed: int = 0) -> list[Tensor]:
+    """q, k, v of two key heads that are mirror images, so that one polynomial serves both."""
+    generator = torch.Generator().manual_seed(seed)
+    factor = (size / 4) ** 0.5
+    q = factor * torch.randn(1, groups, n, 16, generator=generator)
+    k, v = factor * torch.randn(1, 1, m, 16, generator=generator), torch.randn(1, 1, m, 16, generator=generator) + 3
+    return [torch.cat([x, -x], dim=1) for x in (q, k, v)]
+
+
+def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("decided anew")
+
+    monkeypatch.setattr(room, "decide", refuse)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "groups", "is_causal", "size"),
+    [(70, 200, 1, False, 0.06), (300, 300, 1, True, 0.06), (200, 130, 2, True, 0.06), (65, 40, 3, False, 0.004)],
+)
+def test_a_second_call_repeats_the_first(
+    n: int, m: int, groups: int, is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = draw(n, m, groups, size)
+    options = {**OPTIONS, "is_causal": is_causal, "enable_gqa": groups > 1}
+    first = attention(q, k, v, **options)
+    assert len(triton_route._routes) == 1
+    forbid_decisions(monkeypatch)
+    again = attention(q, k, v, **options)
+    assert isinstance(again, Tensor)
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    wide = [x.repeat_interleave(groups, dim=1) for x in (k, v)]
+    exact = F.scaled_dot_product_attention(q, *wide, is_causal=is_causal, scale=1.0)
+    assert float((again - exact).abs().max()) <= 1e-2 * float((v.amax(-2) - v.amin(-2)).max())
+    # Other numbers that lead to the same B: rows and keys in another order.
+    order = torch.randperm(m, generator=torch.Generator().manual_seed(1))
+    moved = attention(q, k[..., order, :].contiguous(), v[..., order, :].contiguous(), **options)
+    if not is_causal:
+        torch.testing.assert_close(moved, first, rtol=1e-5, atol=1e-5)
+
+
+def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    (route,) = triton_route._routes.values()
+    before = set(route.known)
+    q2 = q * 0.9
+    torch.testing.assert_close(
+        attention(q2, k, v, **OPTIONS), F.scaled_dot_product_attention(q2, k, v, scale=1.0), rtol=0, atol=1e-2
+    )
+    assert len(route.known) == len(before) + 1
+    with pytest.raises(GuaranteeError):
+        attention(100 * q, k, v, **OPTIONS)
+    spoilt = q.clone()
+    spoilt[0, 0, 3, 3] = math.nan
+    options = {**OPTIONS, "force": None}
+    attention(q, k, v, **options)
+    assert bool(attention(spoilt, k, v, **options)[0, 0, 3].isnan().all())  # type: ignore[index]
+    forbid_decisions(monkeypatch)
+    attention(q, k, v, **OPTIONS)
+    for other in ({"tolerance": 2e-2}, {"scale": 0.5}, {"is_causal": True}, {"return_bound": True}, {"scale": 1}):
+        with pytest.raises(AssertionError, match="decided anew"):
+            attention(q, k, v, **{**OPTIONS, **other})
+    with pytest.raises(AssertionError, match="decided anew"):
+        attention(q.requires_grad_(), k, v, **OPTIONS)
+
+
+def test_a_route_never_assumes_less_than_the_survey_proves() -> None:
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    (route,) = triton_route._routes.values()
+    generator = torch.Generator().manual_seed(3)
+    up, lost = outward(16)
+    asked: list[int] = []
+
+    class Everything(dict[int, tuple[tuple[float, ...], int]]):
+        def get(self, index: int, default: Any = None) -> Any:
+            asked.append(index)
+            return (1.0,), -(10**6)
+
+    route.known = Everything()
+    for step in range(300):
+        exponents = 20 * torch.rand(2, 6, generator=generator, dtype=torch.float64) - 10 - 60 * (step % 3 == 0)
+        rows = [[*row[:4], 1.0, row[5]] for row in (10.0**exponents).tolist()]
+        assert route.decided(rows) is not None
+        longest = [(math.sqrt(row[0]) * up + lost) * (math.sqrt(row[1]) * up + lost) for row in rows]
+        assert asked[-1] >= grid_index(max(longest))
+    for column in range(6):
+        for bad in (math.inf, math.nan):
+            rows = [[1.0] * 6, [1.0] * 6]
+            rows[1][column] = bad
+            assert route.decided(rows) is None
+    assert route.decided([[1.0] * 6, [*[1.0] * 4, 1e38, 1.0]]) is None
