@@ -54,60 +54,28 @@ def kernels() -> SimpleNamespace:
     import triton.language as tl
 
     @triton.jit
-    def report(found_ptr, report_ptr, blocks):
-        """Write the largest of all blocks' six numbers of a head, which `survey` found, to the host's memory."""
-        head, b, i = tl.program_id(0), tl.arange(0, 64), tl.arange(0, 8)
-        most = tl.zeros([8], tl.float32)
-        for start in range(0, blocks, 64):
-            here = (start + b[:, None] < blocks) & (i[None, :] < 6)
-            at = found_ptr + (head * blocks + start + b[:, None]) * 6 + i[None, :]
-            most = tl.maximum(most, tl.max(tl.load(at, mask=here, other=0), 0))
-        tl.store(report_ptr + head * 6 + i, most, mask=i < 6)
-
-    @triton.jit
-    def lay(
-        k_ptr, v_ptr, w_ptr, x_ptr, y_ptr, first_ptr, m, padded, per_split,
-        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, HAS_W: tl.constexpr, FIRST: tl.constexpr,
-        PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    def transpose(
+        x_ptr, found_ptr, out_ptr, report_ptr, n, padded, blocks,
+        D: tl.constexpr, T: tl.constexpr, LAYS: tl.constexpr, REPORTS: tl.constexpr,
     ):  # fmt: skip
-        """Of one split: x = k and y = w k as [D, tokens], zeros beyond the last key, and the first moments if FIRST.
+        """out[head, :, t] = x[head, t, :], zeros beyond the last token, if LAYS.
 
-        These are Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E] and Σ w.
+        If REPORTS the first program of a head writes the largest of its blocks' six numbers to the host's memory: few
+        and late writes, for they are slow.
         """
-        split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
-        d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
-        mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
-        total, mean, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
-        begin, end = split * per_split, tl.minimum((split + 1) * per_split, padded)
-        for start in tl.range(begin, end, T, num_stages=STAGES):
-            r = start + t
-            here = r[:, None] < m
-            laid = head * padded * D + d[:, None] * padded + r[None, :]
-            k = tl.load(k_ptr + head * m * D + r[:, None] * D + d[None, :], mask=here, other=0)
-            y = k
-            tl.store(x_ptr + laid, tl.trans(k))
-            if HAS_W:
-                w = tl.load(w_ptr + head * m + r, mask=r < m, other=0)
-                y = (k.to(tl.float32) * w[:, None]).to(k.dtype)
-                tl.store(y_ptr + laid, tl.trans(y))
-            if FIRST:
-                v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here, other=0)
-                mixed = tl.dot(tl.trans(y), v, mixed, input_precision=PRECISION)
-                square = tl.dot(tl.trans(y), k, square, input_precision=PRECISION)
-                total += tl.sum(y.to(tl.float32), 0)
-                if HAS_W:
-                    mean += tl.sum(v.to(tl.float32) * w[:, None], 0)
-                    weight += tl.sum(w, 0)
-                else:
-                    mean += tl.sum(v.to(tl.float32), 0)
-                    weight += tl.sum((r < m).to(tl.float32), 0)
-        if FIRST:
-            to = first_ptr + (split * tl.num_programs(1) + head) * (D * E + D * D + D + E + 1)
-            tl.store(to + d[:, None] * E + e[None, :], mixed)
-            tl.store(to + D * E + d[:, None] * D + d[None, :], square)
-            tl.store(to + D * E + D * D + d, total)
-            tl.store(to + D * E + D * D + D + e, mean)
-            tl.store(to + D * E + D * D + D + E, weight)
+        head = tl.program_id(1).to(tl.int64)
+        if LAYS:
+            r, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+            x = tl.load(x_ptr + head * n * D + r[:, None] * D + c[None, :], mask=r[:, None] < n, other=0)
+            tl.store(out_ptr + head * padded * D + c[:, None] * padded + r[None, :], tl.trans(x))
+        if REPORTS and tl.program_id(0) == 0:
+            b, i = tl.arange(0, 64), tl.arange(0, 8)
+            most = tl.zeros([8], tl.float32)
+            for start in range(0, blocks, 64):
+                here = (start + b[:, None] < blocks) & (i[None, :] < 6)
+                at = found_ptr + (head * blocks + start + b[:, None]) * 6 + i[None, :]
+                most = tl.maximum(most, tl.max(tl.load(at, mask=here, other=0), 0))
+            tl.store(report_ptr + head * 6 + i, most, mask=i < 6)
 
     @triton.jit
     def survey(
@@ -152,30 +120,60 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def moments(
-        x_ptr, y_ptr, v_ptr, table_ptr, out_ptr, m, padded, per_split,
-        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-        STAGES: tl.constexpr,
+        x_ptr, y_ptr, v_ptr, w_ptr, table_ptr, first_ptr, second_ptr, m, padded, per_split,
+        PROGRAMS: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
+        WIDE: tl.constexpr, HAS_W: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Σ_t (y_a x_b)(t) v(t) of one split, for the features of one shared tile b and WIDE/16 tiles a."""
-        program, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-        i, e, t, wide = tl.arange(0, 16), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
-        shared = tl.load(table_ptr + 3 * program)
-        first = tl.load(table_ptr + 3 * program + 1)
-        second = tl.maximum(tl.load(table_ptr + 3 * program + 2), 0)
-        columns = tl.where(wide < 16, first * 16 + wide, second * 16 + wide - 16)
-        y_at = y_ptr + head * padded * D + columns[:, None] * padded
-        x_at = x_ptr + head * padded * D + (shared * 16 + i)[:, None] * padded
-        v_at = v_ptr + head * m * E + e[None, :]
-        sums = tl.zeros([WIDE * 16, E], tl.float32)
-        for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, padded), T, num_stages=STAGES):
-            r = start + t
-            y, x = tl.load(y_at + r[None, :]), tl.load(x_at + r[None, :])
-            v = tl.load(v_at + r[:, None] * E, mask=r[:, None] < m, other=0)
-            features = tl.reshape(y[:, None, :] * x[None, :, :], [WIDE * 16, T])
-            sums = tl.dot(features, v, sums, input_precision=PRECISION)
-        rows = tl.arange(0, WIDE * 16)
-        at = out_ptr + ((split * tl.num_programs(2) + head) * tl.num_programs(0) + program) * (512 * E)
-        tl.store(at + rows[:, None] * E + e[None, :], sums.to(out_ptr.dtype.element_ty))
+        """The sums of one split over its keys; x and y are [D, tokens].
+
+        A program makes Σ_t (y_a x_b)(t) v(t) for one shared tile b and WIDE/16 tiles a. Where FIRST, one more program,
+        started before these, makes the first moments: Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E], Σ w.
+        """
+        program, split, head = tl.program_id(0) - FIRST, tl.program_id(1), tl.program_id(2).to(tl.int64)
+        i, d, e, t, wide = tl.arange(0, 16), tl.arange(0, D), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
+        begin, end = split * per_split, tl.minimum((split + 1) * per_split, padded)
+        x_at, y_at, v_at = x_ptr + head * padded * D, y_ptr + head * padded * D, v_ptr + head * m * E + e[None, :]
+        part = split * tl.num_programs(2) + head
+        if program < 0:
+            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+            total, mean, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+            for start in range(begin, end, T):
+                r = start + t
+                here = r < m
+                laid = d[:, None] * padded + r[None, :]
+                x, y = tl.load(x_at + laid), tl.load(y_at + laid)
+                v = tl.load(v_at + r[:, None] * E, mask=here[:, None], other=0)
+                mixed = tl.dot(y, v, mixed, input_precision=PRECISION)
+                square = tl.dot(y, tl.trans(x), square, input_precision=PRECISION)
+                total += tl.sum(y.to(tl.float32), 1)
+                if HAS_W:
+                    w = tl.load(w_ptr + head * m + r, mask=here, other=0)
+                    mean += tl.sum(v.to(tl.float32) * w[:, None], 0)
+                    weight += tl.sum(w, 0)
+                else:
+                    mean += tl.sum(v.to(tl.float32), 0)
+                    weight += tl.sum(here.to(tl.float32), 0)
+            to = first_ptr + part * (D * E + D * D + D + E + 1)
+            tl.store(to + d[:, None] * E + e[None, :], mixed)
+            tl.store(to + D * E + d[:, None] * D + d[None, :], square)
+            tl.store(to + D * E + D * D + d, total)
+            tl.store(to + D * E + D * D + D + e, mean)
+            tl.store(to + D * E + D * D + D + E, weight)
+        elif PROGRAMS > 0:
+            shared, first = tl.load(table_ptr + 3 * program), tl.load(table_ptr + 3 * program + 1)
+            second = tl.maximum(tl.load(table_ptr + 3 * program + 2), 0)
+            columns = tl.where(wide < 16, first * 16 + wide, second * 16 + wide - 16)
+            y_tile, x_tile = y_at + columns[:, None] * padded, x_at + (shared * 16 + i)[:, None] * padded
+            sums = tl.zeros([WIDE * 16, E], tl.float32)
+            for start in tl.range(begin, end, T, num_stages=STAGES):
+                r = start + t
+                y, x = tl.load(y_tile + r[None, :]), tl.load(x_tile + r[None, :])
+                v = tl.load(v_at + r[:, None] * E, mask=r[:, None] < m, other=0)
+                features = tl.reshape(y[:, None, :] * x[None, :, :], [WIDE * 16, T])
+                sums = tl.dot(features, v, sums, input_precision=PRECISION)
+            rows = tl.arange(0, WIDE * 16)
+            place = second_ptr + (part * PROGRAMS + program) * (512 * E) + rows[:, None] * E + e[None, :]
+            tl.store(place, sums.to(second_ptr.dtype.element_ty))
 
     @triton.jit
     def finish(
@@ -328,5 +326,5 @@ def kernels() -> SimpleNamespace:
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
 
     return SimpleNamespace(
-        triton=triton, tl=tl, survey=survey, report=report, lay=lay, moments=moments, finish=finish, evaluate=evaluate,
+        triton=triton, tl=tl, transpose=transpose, survey=survey, moments=moments, finish=finish, evaluate=evaluate,
     )  # fmt: skip

@@ -87,23 +87,25 @@ def centred(spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | 
     return qt.to(q.dtype), kt.to(q.dtype), weights(spec, slice(None), k), 1.0
 
 
+def transposed(x: Tensor, padded: int) -> Tensor:
+    """[N, n, D] → [N, D, padded], zeros at the end."""
+    heads, n, d = x.shape
+    out = x.new_empty(heads, d, padded)
+    launches.transpose(heads, n, d, padded, 0, True, x.device)((x, x, out, x))
+    return out
+
+
+def tokens(k: Tensor, v: Tensor, w: Tensor | None) -> Tokens:
+    """Lay keys out for the sums."""
+    padded = padded_length(k.shape[1])
+    x = transposed(k, padded)
+    y = x if w is None else transposed((k.float() * w[..., None]).to(k.dtype), padded)
+    return Tokens(x, y, v.contiguous(), None if w is None else w.float().contiguous())
+
+
 def first_place(splits: int, heads: int, d: int, e: int, device: torch.device) -> Tensor:
     """Room for Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w of every split."""
     return torch.empty(splits, heads, d * e + d * d + d + e + 1, dtype=torch.float32, device=device)
-
-
-def tokens(k: Tensor, v: Tensor, w: Tensor | None, per_split: int, has_first: bool = True) -> tuple[Tokens, Tensor]:
-    """Keys laid out for the sums, and the first sums of every split, [splits, N, …] in float32, if asked for."""
-    k, v, w = k.contiguous(), v.contiguous(), None if w is None else w.float().contiguous()
-    (heads, m, d), e, device = k.shape, v.shape[2], k.device
-    padded = padded_length(m)
-    x = k.new_empty(heads, d, padded)
-    y = x if w is None else torch.empty_like(x)
-    first = first_place(math.ceil(padded / per_split), heads, d, e, device) if has_first else x
-    launches.lay(heads, m, padded, per_split, d, e, k.dtype, w is not None, has_first, device)(
-        (k, v, v if w is None else w, x, y, first)
-    )
-    return Tokens(x, y, v, w), first
 
 
 def second_place(splits: int, heads: int, d: int, e: int, is_causal: bool, like: Tensor) -> Tensor:
@@ -114,15 +116,25 @@ def second_place(splits: int, heads: int, d: int, e: int, is_causal: bool, like:
     return like.new_empty(splits, heads, len(programs(d)), 512, e, dtype=None if is_causal else torch.float32)
 
 
-def second_sums(t: Tokens, per_split: int, is_causal: bool) -> Tensor:
-    """Σ (y ⊗ x) v of every split: [splits, N, programs, 512, E]."""
+def split_sums(
+    t: Tokens, per_split: int, is_causal: bool, *, has_first: bool = True, has_second: bool = True
+) -> tuple[Tensor, Tensor]:
+    """The first and the second sums of every split, [splits, N, …]; in place of what is not asked for, the other."""
     (heads, d, padded), (m, e), device = t.x.shape, t.v.shape[1:], t.v.device
-    sums = second_place(math.ceil(padded / per_split), heads, d, e, is_causal, t.v)
-    found = launches.moments(heads, m, padded, per_split, d, e, t.v.dtype, device)
-    found[0]((t.x, t.y, t.v, program_table(d, device), sums))
-    for launch in found[1:]:
-        launch((t.x, t.y, t.v, second_table(d, device), sums[..., 256:, :]))
-    return sums
+    splits = math.ceil(padded / per_split)
+    second = second_place(splits, heads, d, e, is_causal, t.v) if has_second else None
+    first = first_place(splits, heads, d, e, device) if has_first else None
+    found = [place for place in (first, second) if place is not None]
+    first, second = found[0], found[-1]
+    given = t.x, t.y, t.v, t.v if t.w is None else t.w
+    for at, launch in enumerate(
+        launches.moments(
+            heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, has_first, has_second, device
+        )
+    ):  # fmt: skip
+        table = (second_table if at else program_table)(d, device)
+        launch((*given, table, first, second[..., 256:, :] if at else second))
+    return first, second
 
 
 def state_place(states: int, heads: int, parts: int, d: int, e: int, like: Tensor) -> State:
@@ -197,11 +209,11 @@ def forward(
     heads, groups, n, d = q.shape
     qt, kt, w, scale = centred(spec, q, k)
     shifted = uses_middle(v.dtype)
-    values = (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v
+    t = tokens(kt, (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v, w)
     per_split = splitting(heads, d, k.shape[1], spec.causal, q.device)
-    t, first = tokens(kt, values, w, per_split)
-    second = second_sums(t, per_split, spec.causal) if spec.degree > 1 else None
-    state = finished(t, first, second, scaled_coefficients(spec.coefficients, scale), spec.causal, not shifted)
+    first, second = split_sums(t, per_split, spec.causal, has_second=spec.degree > 1)
+    coefficients = scaled_coefficients(spec.coefficients, scale)
+    state = finished(t, first, second if spec.degree > 1 else None, coefficients, spec.causal, not shifted)
     causal = (t, per_split, scale * math.log2(math.e)) if spec.causal else None
     flat = qt.view(heads * groups, n, d)
     out, z = evaluate_rows(

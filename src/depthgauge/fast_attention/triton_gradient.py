@@ -24,7 +24,7 @@ from depthgauge.fast_attention.triton_backend import (
     finished,
     is_plain,
     scaled_coefficients,
-    second_sums,
+    split_sums,
     splitting,
     tokens,
     uses_middle,
@@ -92,9 +92,9 @@ def backward(
 
     queries, dn = rows.view(heads, groups * n, d), dn.view(heads, groups * n, e)
     length = splitting(heads, d, groups * n, False, q.device)
-    over, first_of = tokens(queries, dn, None, length)
-    second_of = second_sums(over, length, False) if degree > 1 else None
-    sums = finished(over, first_of, second_of, coefficients, False, False)
+    over = tokens(queries, dn, None)
+    first_of, second_of = split_sums(over, length, False, has_second=degree > 1)
+    sums = finished(over, first_of, second_of if degree > 1 else None, coefficients, False, False)
     dv, _ = evaluate_rows(kt, kt, sums, slot_table(d, q.device), e, is_forward=False, dtype=torch.float32)
     weighted = (queries * dz[..., None]).to(q.dtype)
     per_query = 1 / (groups * n)

@@ -29,40 +29,33 @@ def survey(heads: int, rows: int, m: int, d: int, e: int, device: torch.device) 
 
 
 @lru_cache(maxsize=_MOST)
-def report(heads: int, blocks: int, device: torch.device) -> Launch:
-    """Tensors: found [N, blocks, 6], and [N, 6] in the host's memory."""
-    return Launch(kernels().report, (heads, 1, 1), (blocks,), (), num_warps=1)
-
-
-@lru_cache(maxsize=_MOST)
-def lay(
-    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, has_w: bool, has_first: bool,
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """Tensors: k, v, w, x and y [N, d, padded], the first sums of every split."""
-    tune = tuning(dtype, max(d, e))
-    return Launch(
-        kernels().lay, (math.ceil(padded / per_split), heads, 1), (m, padded, per_split),
-        (d, e, tune.lay_tokens, has_w, has_first, precision(dtype), tune.lay_stages),
-        num_warps=4 if max(d, e) < 128 else 8,
-    )  # fmt: skip
+def transpose(heads: int, n: int, d: int, padded: int, blocks: int, lays: bool, device: torch.device) -> Launch:
+    """Tensors: x [N, n, d], found [N, blocks, 6], out [N, d, padded], report [N, 6]; blocks of 0 report nothing."""
+    grid = padded // BLOCK if lays else 1, heads, 1
+    return Launch(kernels().transpose, grid, (n, padded, blocks), (d, BLOCK, lays, blocks > 0), num_warps=4)
 
 
 @lru_cache(maxsize=_MOST)
 def moments(
-    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Launch, ...]:
-    """Tensors: x, y [N, d, padded], v, a table of programs, the second sums of every split.
+    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, has_w: bool,
+    has_first: bool, has_second: bool, device: torch.device,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """Tensors: x, y [N, d, padded], v, w, a table of programs, the first and the second sums of every split.
 
     Where a program holds one pair of tiles a second launch, with `second_table`, does the other ones.
     """
-    tune = tuning(dtype, max(d, e))
+    many, tune = len(programs(d)) if has_second else 0, tuning(dtype, max(d, e))
     wide = 32 if e <= 64 and d > TILE and dtype != torch.float32 else TILE
-    one = Launch(
-        kernels().moments, (len(programs(d)), math.ceil(padded / per_split), heads), (m, padded, per_split),
-        (d, e, tune.moments_tokens, wide, precision(dtype), tune.moments_stages), num_warps=tune.moments_warps,
+    warps = tune.moments_warps if has_second else 4 if d < 128 else 8
+    splits = math.ceil(padded / per_split)
+    return tuple(
+        Launch(
+            kernels().moments, (many + first, splits, heads), (m, padded, per_split),
+            (many, first, d, e, tune.moments_tokens, wide, has_w, precision(dtype), tune.moments_stages),
+            num_warps=warps,
+        )
+        for first in ([int(has_first), 0] if has_second and wide == TILE else [int(has_first)])
     )  # fmt: skip
-    return (one, one) if wide == TILE else (one,)
 
 
 @lru_cache(maxsize=_MOST)

@@ -50,9 +50,11 @@ class Route:
         self.largest = torch.finfo(torch.float32).max / (64 * m)
         self.smallest = torch.finfo(torch.float32).tiny * 2**40
         self.survey = launches.survey(heads, rows, m, d, e, device)
-        self.report = launches.report(heads, launches.survey_blocks(rows, m), device)
-        self.lay = launches.lay(heads, m, padded, per_split, d, e, dtype, False, True, device)
-        self.moments = launches.moments(heads, m, padded, per_split, d, e, dtype, device) if is_second else ()
+        blocks = launches.survey_blocks(rows, m)
+        self.transpose = launches.transpose(heads, m, d, padded, blocks, True, device)
+        self.moments = launches.moments(
+            heads, m, padded, per_split, d, e, dtype, False, True, is_second, device
+        )  # fmt: skip
         self.finish = launches.finish(heads, splits, d, e, is_second, is_causal, True, True, device)
         self.evaluate = launches.evaluate(
             heads * groups, n, heads, states, per_split if is_causal else 1, m if is_causal else 0,
@@ -67,13 +69,14 @@ class Route:
         centres, found = survey_places(heads, self.rows, self.m, d, device)
         report = report_place(heads, device)
         self.survey((q, k, v, centres, found))
-        self.report((found, report.numbers))
+        x = k.new_empty(heads, d, self.padded)
+        self.transpose((k, found, x, report.numbers))
         report.sent()
-        x, first = k.new_empty(heads, d, self.padded), first_place(self.splits, heads, d, e, device)
-        self.lay((k, v, v, x, x, first))
-        second = second_place(self.splits, heads, d, e, self.is_causal, k) if self.moments else first
-        for at, launch in enumerate(self.moments):
-            launch((x, x, v, programs if at == 0 else others, second if at == 0 else second[..., 256:, :]))
+        first = first_place(self.splits, heads, d, e, device)
+        second = second_place(self.splits, heads, d, e, self.is_causal, k) if self.degree > 1 else first
+        self.moments[0]((x, x, v, v, programs, first, second))
+        for launch in self.moments[1:]:
+            launch((x, x, v, v, others, first, second[..., 256:, :]))
         state = state_place(self.states, heads, self.parts, d, e, v)
         out = q.new_empty(*q.shape[:-1], e)
         coefficients = self.decided(report.read())

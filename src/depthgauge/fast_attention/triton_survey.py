@@ -61,7 +61,7 @@ def survey(problem: Problem) -> Survey:
     centres, found = survey_places(heads, rows, m, d, device)
     report = report_place(heads, device)
     launches.survey(heads, rows, m, d, e, device)((q, k, v, centres, found))
-    launches.report(heads, found.shape[1], device)((found, report.numbers))
+    launches.transpose(heads, m, d, 0, found.shape[1], False, device)((k, found, k, report.numbers))
     report.sent()
     up, lost = outward(d)
     q0, k0, q1, k1, values, mean = (list(column) for column in zip(*report.read(), strict=True))

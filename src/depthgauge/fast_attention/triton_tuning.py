@@ -25,10 +25,8 @@ CAUSAL_BLOCK = 1024
 
 @dataclass(frozen=True)
 class Tuning:
-    """Block sizes, stages and warps; rows_part of 16 coordinates make features at once."""
+    """Block sizes and warps of the two kernels that do the work; rows_part of 16 coordinates make features at once."""
 
-    lay_tokens: int
-    lay_stages: int
     moments_tokens: int
     moments_warps: int
     moments_stages: int
@@ -48,10 +46,10 @@ class Tuning:
 def tuning(dtype: torch.dtype, width: int) -> Tuning:
     """What was fastest on an H200 for heads of 64; wider values and float32 take smaller blocks."""
     if dtype == torch.float32:
-        return Tuning(32, 1, 32, 8 if width <= 64 else 16, 2, 64, 4 if width <= 64 else 8, 1, 4)
+        return Tuning(32, 8 if width <= 64 else 16, 2, 64, 4 if width <= 64 else 8, 1, 4)
     if width > 64:
-        return Tuning(64, 2, 64, 8, 2, 128, 8, 2, 16)
-    return Tuning(128, 3, 128, 16, 3, 128, 8, 2, 16, rows_registers=128)
+        return Tuning(64, 8, 2, 128, 8, 2, 16)
+    return Tuning(128, 16, 3, 128, 8, 2, 16, rows_registers=128)
 
 
 def precision(dtype: torch.dtype) -> str:
