@@ -134,10 +134,12 @@ def kernels() -> SimpleNamespace:
         begin, end = split * per_split, tl.minimum((split + 1) * per_split, padded)
         x_at, y_at, v_at = x_ptr + head * padded * D, y_ptr + head * padded * D, v_ptr + head * m * E + e[None, :]
         part = split * tl.num_programs(2) + head
-        if program < 0:
+        is_first = program < 0 if FIRST else False
+        if is_first:
             mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
-            total, mean, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
-            for start in range(begin, end, T):
+            total, mean, weight = tl.zeros([D, 16], tl.float32), tl.zeros([E, 16], tl.float32), 0.0
+            weighted, ones = tl.zeros([E], tl.float32), tl.full([T, 16], 1.0, x_ptr.dtype.element_ty)
+            for start in tl.range(begin, end, T, num_stages=STAGES):
                 r = start + t
                 here = r < m
                 laid = d[:, None] * padded + r[None, :]
@@ -145,19 +147,20 @@ def kernels() -> SimpleNamespace:
                 v = tl.load(v_at + r[:, None] * E, mask=here[:, None], other=0)
                 mixed = tl.dot(y, v, mixed, input_precision=PRECISION)
                 square = tl.dot(y, tl.trans(x), square, input_precision=PRECISION)
-                total += tl.sum(y.to(tl.float32), 1)
+                total = tl.dot(y, ones, total, input_precision=PRECISION)  # sums without an exchange between threads
                 if HAS_W:
                     w = tl.load(w_ptr + head * m + r, mask=here, other=0)
-                    mean += tl.sum(v.to(tl.float32) * w[:, None], 0)
+                    weighted += tl.sum(v.to(tl.float32) * w[:, None], 0)
                     weight += tl.sum(w, 0)
                 else:
-                    mean += tl.sum(v.to(tl.float32), 0)
-                    weight += tl.sum(here.to(tl.float32), 0)
+                    mean = tl.dot(tl.trans(v), ones, mean, input_precision=PRECISION)
+            if not HAS_W:
+                weighted, weight = tl.max(mean, 1), tl.maximum(tl.minimum(end, m) - begin, 0).to(tl.float32)
             to = first_ptr + part * (D * E + D * D + D + E + 1)
             tl.store(to + d[:, None] * E + e[None, :], mixed)
             tl.store(to + D * E + d[:, None] * D + d[None, :], square)
-            tl.store(to + D * E + D * D + d, total)
-            tl.store(to + D * E + D * D + D + e, mean)
+            tl.store(to + D * E + D * D + d, tl.max(total, 1))  # of 16 columns that are the same
+            tl.store(to + D * E + D * D + D + e, weighted)
             tl.store(to + D * E + D * D + D + E, weight)
         elif PROGRAMS > 0:
             shared, first = tl.load(table_ptr + 3 * program), tl.load(table_ptr + 3 * program + 1)

@@ -127,13 +127,11 @@ def split_sums(
     found = [place for place in (first, second) if place is not None]
     first, second = found[0], found[-1]
     given = t.x, t.y, t.v, t.v if t.w is None else t.w
-    for at, launch in enumerate(
-        launches.moments(
-            heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, has_first, has_second, device
-        )
+    for launch, is_other in launches.moments(
+        heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, has_first, has_second, device
     ):  # fmt: skip
-        table = (second_table if at else program_table)(d, device)
-        launch((*given, table, first, second[..., 256:, :] if at else second))
+        table = second_table(d, device) if is_other else program_table(d, device)
+        launch((*given, table, first, second[..., 256:, :] if is_other else second))
     return first, second
 
 

@@ -11,7 +11,7 @@ import torch
 
 from depthgauge.fast_attention.kernels import TILE, kernels, programs, slots
 from depthgauge.fast_attention.launch import Launch
-from depthgauge.fast_attention.triton_tuning import BLOCK, SURVEY_STEPS, precision, tuning
+from depthgauge.fast_attention.triton_tuning import BLOCK, SURVEY_STEPS, precision, processors, tuning
 
 _MOST = 1024
 
@@ -39,23 +39,30 @@ def transpose(heads: int, n: int, d: int, padded: int, blocks: int, lays: bool, 
 def moments(
     heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, has_w: bool,
     has_first: bool, has_second: bool, device: torch.device,
-) -> tuple[Launch, ...]:  # fmt: skip
+) -> tuple[tuple[Launch, bool], ...]:  # fmt: skip
     """Tensors: x, y [N, d, padded], v, w, a table of programs, the first and the second sums of every split.
 
-    Where a program holds one pair of tiles a second launch, with `second_table`, does the other ones.
+    First and second sums are made together where the first find multiprocessors that would be idle, otherwise by
+    programs of fewer warps. Where a program holds one pair of tiles another launch does the other ones, which is said
+    by True: it takes `second_table`, and the second half of the second sums.
     """
-    many, tune = len(programs(d)) if has_second else 0, tuning(dtype, max(d, e))
+    tune, splits = tuning(dtype, max(d, e)), math.ceil(padded / per_split)
     wide = 32 if e <= 64 and d > TILE and dtype != torch.float32 else TILE
-    warps = tune.moments_warps if has_second else 4 if d < 128 else 8
-    splits = math.ceil(padded / per_split)
-    return tuple(
-        Launch(
-            kernels().moments, (many + first, splits, heads), (m, padded, per_split),
-            (many, first, d, e, tune.moments_tokens, wide, has_w, precision(dtype), tune.moments_stages),
-            num_warps=warps,
-        )
-        for first in ([int(has_first), 0] if has_second and wide == TILE else [int(has_first)])
-    )  # fmt: skip
+
+    def launch(many: int, first: bool, warps: int) -> Launch:
+        constants = many, int(first), d, e, tune.moments_tokens, wide, has_w, precision(dtype), tune.moments_stages
+        grid = many + int(first), splits, heads
+        return Launch(kernels().moments, grid, (m, padded, per_split), constants, num_warps=warps)
+
+    is_together = has_first and has_second and splits * heads < processors(device)
+    found = []
+    if has_first and not is_together:
+        found.append((launch(0, True, 4 if d < 128 else 8), False))
+    if has_second:
+        found.append((launch(len(programs(d)), is_together, tune.moments_warps), False))
+        if wide == TILE:
+            found.append((launch(len(programs(d)), False, tune.moments_warps), True))
+    return tuple(found)
 
 
 @lru_cache(maxsize=_MOST)

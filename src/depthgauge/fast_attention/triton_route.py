@@ -74,9 +74,9 @@ class Route:
         report.sent()
         first = first_place(self.splits, heads, d, e, device)
         second = second_place(self.splits, heads, d, e, self.is_causal, k) if self.degree > 1 else first
-        self.moments[0]((x, x, v, v, programs, first, second))
-        for launch in self.moments[1:]:
-            launch((x, x, v, v, others, first, second[..., 256:, :]))
+        for launch, is_other in self.moments:
+            table, place = (others, second[..., 256:, :]) if is_other else (programs, second)
+            launch((x, x, v, v, table, first, place))
         state = state_place(self.states, heads, self.parts, d, e, v)
         out = q.new_empty(*q.shape[:-1], e)
         coefficients = self.decided(report.read())
