@@ -70,6 +70,8 @@ def test_a_second_call_repeats_the_first(
     wide = [x.repeat_interleave(groups, dim=1) for x in (k, v)]
     exact = F.scaled_dot_product_attention(q, *wide, is_causal=is_causal, scale=1.0)
     assert float((again - exact).abs().max()) <= 1e-2 * float((v.amax(-2) - v.amin(-2)).max())
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    torch.testing.assert_close(attention(*strided, **options), first, rtol=0, atol=0)
     # Other numbers that lead to the same B: rows and keys in another order.
     order = torch.randperm(m, generator=torch.Generator().manual_seed(1))
     moved = attention(q, k[..., order, :].contiguous(), v[..., order, :].contiguous(), **options)

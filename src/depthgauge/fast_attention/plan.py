@@ -202,8 +202,9 @@ class Decision:
         """The backend of a degree, its cost for a head without exact rows, and that of exact attention."""
         if degree not in self._backends:
             backend = backend_for(self.problem, degree)
-            costs = polynomial_cost(self.problem, degree, 0, backend.rates), exact_cost(self.problem, backend.rates)
-            self._backends[degree] = backend, *costs
+            is_repeatable = not self.gradients and triton_route.is_possible(self.problem)
+            cost = polynomial_cost(self.problem, degree, 0, backend.rates, is_repeatable)
+            self._backends[degree] = backend, cost, exact_cost(self.problem, backend.rates)
         return self._backends[degree]
 
     def least_degree(self, index: int) -> int | None:

@@ -66,6 +66,7 @@ class Route:
         """The output, shaped as the caller's [..., heads, n, e]; None where this must be decided anew."""
         heads, d, e, device = self.heads, self.d, self.e, self.device
         programs, others, slots = self.tables
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         centres, found = survey_places(heads, self.rows, self.m, d, device)
         report = report_place(heads, device)
         self.survey((q, k, v, centres, found))
@@ -116,7 +117,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Kind |
 
     `options` are the other arguments of `attention`; they are compared by value and type.
     """
-    if not (type(q) is type(k) is type(v) is Tensor and q.is_contiguous() and k.is_contiguous() and v.is_contiguous()):
+    if not type(q) is type(k) is type(v) is Tensor:
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None
@@ -131,9 +132,14 @@ def find(kind: Kind | None) -> Route | None:
     return None if kind is None else _routes.get(kind)
 
 
+def is_possible(problem: Problem) -> bool:
+    """Whether a Route can do problems like this: bfloat16, whose values need no centring beforehand, and no padding."""
+    return not uses_middle(problem.q.dtype) and problem.keep is None
+
+
 def learn(kind: Kind, problem: Problem, coefficients: tuple[float, ...], index: int, least: int) -> None:
     """Keep what was decided for B up to 2^(index/GRID): one polynomial for all heads, nothing centred."""
-    if uses_middle(problem.q.dtype) or problem.keep is not None:
+    if not is_possible(problem):
         return
     degree = len(coefficients) - 1
     route = _routes.get(kind)
