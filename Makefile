@@ -60,7 +60,9 @@ test: lint types $(VENV)/minilm.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models"
 
 test-kernels: $(VENV)/gpu.stamp
-	$(PIN) TRITON_INTERPRET=1 $(BIN)/pytest -n $(WORKERS) tests/fast_attention/test_kernels.py tests/fast_attention/test_route.py tests/contracts/test_attention_backends.py
+	$(PIN) TRITON_INTERPRET=1 $(BIN)/pytest -n $(WORKERS) tests/fast_attention/test_kernels.py \
+		tests/fast_attention/test_causal_gradients.py tests/fast_attention/test_route.py \
+		tests/contracts/test_attention_backends.py
 
 test-models: $(VENV)/smollm.stamp
 	$(PIN) $(BIN)/pytest -m models

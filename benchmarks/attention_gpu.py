@@ -27,7 +27,7 @@ from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import checked
 
 HEADS, WIDTH = 16, 64
-CLAIMS = {"forward": 40.0, "causal": 15.0, "forward and backward": 15.0}
+CLAIMS = {"forward": 40.0, "causal": 15.0, "forward and backward": 15.0, "causal forward and backward": 8.0}
 CROSSOVER = 8192
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 FEATURES = 10 * 256
@@ -110,21 +110,47 @@ def check_kinds(is_short: bool) -> Iterator[str]:
             yield f"{dtype}, {d} by {e}, causal {is_causal}, {kind or 'plain'}:\n{plan}"
 
 
-def check_gradients(n: int, bound: float) -> str | None:
+def check_gradients(
+    n: int, m: int, bound: float, is_causal: bool, groups: int = 1, widths: tuple[int, int] = (WIDTH, WIDTH),
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:  # fmt: skip
     """What is wrong with our gradients, against float64; None if nothing."""
-    q, k, v = draw(n, bound, requires_grad=True)
-    up = torch.randn_like(v)
-    plan = attention_plan(q, k, v, force="polynomial")
-    if any(head.degree != 2 for head in plan.heads):
-        return f"gradients not at degree 2:\n{plan}"
-    mine = torch.autograd.grad(attention(q, k, v, force="polynomial"), (q, k, v), up)  # type: ignore[arg-type]
-    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    true = torch.autograd.grad(softmax_attention(*exact, 1 / math.sqrt(WIDTH)), exact, up.double())
+    d, e = widths
+    q, k = (torch.randn(1, h, t, d, device="cuda") for h, t in ((HEADS, n), (HEADS // groups, m)))
+    longest = (0.97 * bound * math.sqrt(d)) ** 0.5
+    q, k = (x * (longest / x.norm(dim=-1).amax(dim=-1)[..., None, None]) for x in (q, k))
+    v = torch.randn(1, HEADS // groups, m, e, device="cuda")
+    given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+    how = {"is_causal": is_causal, "enable_gqa": groups > 1, "force": "polynomial"}
+    which = f"{dtype}, {d} by {e}, {n} by {m}, causal {is_causal}, {groups} query heads a key head"
+    plan = attention_plan(*given, **how)  # type: ignore[arg-type]
+    if any(head.degree != 2 or head.backend != "triton" for head in plan.heads):
+        return f"gradients not at degree 2 in Triton ({which}):\n{plan}"
+    out = attention(*given, **how)  # type: ignore[arg-type]
+    up = torch.randn_like(out)  # type: ignore[arg-type]
+    mine = torch.autograd.grad(out, given, up)  # type: ignore[arg-type]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    shared = (x.repeat_interleave(groups, dim=1) for x in exact[1:])
+    true = torch.autograd.grad(softmax_attention(exact[0], *shared, 1 / math.sqrt(d), is_causal), exact, up.double())
     for name, one, other in zip("qkv", mine, true, strict=True):
         gap = float((one.double() - other).norm() / other.norm())
         if not gap < 0.03:  # bf16 leaves 2⁻⁸ a rounding
-            return f"the gradient of {name} is off by {gap:.1%}"
+            return f"the gradient of {name} is off by {gap:.1%} ({which})"
     return None
+
+
+def check_all_gradients(bound: float, is_short: bool) -> Iterator[str]:
+    """What is wrong with the gradients of any kind of call."""
+    shapes = [(4000, 4000, False, 1), (4000, 4000, True, 1), (5000, 5000, True, 4), (3000, 2100, True, 1)]
+    shapes += [(2100, 3000, True, 1), (700, 700, True, 1)]
+    kinds: list[tuple[tuple[int, int], torch.dtype]] = [((WIDTH, WIDTH), torch.bfloat16)]
+    if not is_short:
+        others = itertools.product(((128, 64), (64, 128), (128, 128), (16, 32)), (torch.bfloat16, torch.float32))
+        kinds += [*others, ((WIDTH, WIDTH), torch.float16), ((WIDTH, WIDTH), torch.float32)]
+    for at, (widths, dtype) in enumerate(kinds):
+        for n, m, is_causal, groups in shapes if at == 0 else [(2100, 2100, True, 2)]:
+            if problem := check_gradients(n, m, bound, is_causal, groups, widths, dtype):
+                yield problem
 
 
 def exact_times(tensors: list[Tensor], is_causal: bool, seconds: float, with_backward: bool) -> dict[str, float]:
@@ -175,8 +201,8 @@ def main() -> int:
         if problem := check(n, options.bound, causal):
             print(f"refusing to time: {problem}")
             return 1
-    if problem := check_gradients(4000, options.gradient_bound):
-        print(f"refusing to time: {problem}")
+    if wrong := list(check_all_gradients(options.gradient_bound, options.short)):
+        print("refusing to time:", *wrong, sep="\n")
         return 1
     big = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     rate = 2 * 8192**3 / milliseconds(lambda: big @ big, options.seconds) / 1e9
@@ -184,10 +210,10 @@ def main() -> int:
     print(f"{name}, torch {torch.__version__}, bf16, {HEADS} heads of {WIDTH}, degree 2, B = {options.bound}")
     print(f"matrix products run at {rate:.0f} TFLOP/s; outputs and gradients checked against float64")
     rows = []
-    header = f"{'':21} {'n':>7} {'exact':>9} {'by':>6} {'ours':>9} {'times':>6} {'TFLOP/s':>8} {'share':>6}"
+    header = f"{'':28} {'n':>7} {'exact':>9} {'by':>6} {'ours':>9} {'times':>6} {'TFLOP/s':>8} {'share':>6}"
     print(header)
     for kind in CLAIMS:
-        is_causal, with_backward = kind == "causal", kind == "forward and backward"
+        is_causal, with_backward = kind.startswith("causal"), kind.endswith("backward")
         for n in options.tokens:
             bound = options.gradient_bound if with_backward else options.bound
             tensors = draw(n, bound, requires_grad=with_backward)
@@ -212,7 +238,7 @@ def main() -> int:
                 row["unfused_ms"] = unfused(n, options.bound, options.seconds)
             rows.append(row)
             print(
-                f"{kind:21} {n:7d} {theirs[peer]:9.3f} {peer:>6} {ours:9.3f} {row['times']:6.1f} {speed:8.0f} "
+                f"{kind:28} {n:7d} {theirs[peer]:9.3f} {peer:>6} {ours:9.3f} {row['times']:6.1f} {speed:8.0f} "
                 f"{speed / rate:6.0%}" + (f"   unfused torch {row['unfused_ms']:.2f}" if "unfused_ms" in row else "")
             )
     met = {}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend, triton_backend
+from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
 from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.backends import Backward, Forward
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
 from depthgauge.fast_attention.plan import Decision
 from depthgauge.fast_attention.problem import Problem, checked
@@ -37,16 +38,17 @@ def in_triton(spec: Spec, problem: Problem) -> Tensor:
     return triton_backend.forward(spec, problem.q, problem.k, problem.v)[0]
 
 
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
+)
 BACKENDS = [
     pytest.param(naive, id="naive"),
     pytest.param(in_torch, id="torch"),
-    pytest.param(
-        in_triton,
-        id="triton",
-        marks=pytest.mark.skipif(
-            os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
-        ),
-    ),
+    pytest.param(in_triton, id="triton", marks=needs_interpreter),
+]
+PASSES = [
+    pytest.param(torch_backend.forward, torch_backend.backward, id="torch"),
+    pytest.param(triton_backend.forward, triton_gradient.backward, id="triton", marks=needs_interpreter),
 ]
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
@@ -144,3 +146,20 @@ def test_causal_rows_see_nothing_later(run: Run) -> None:
     later = Problem(problem.q, problem.k, problem.v.clone(), 1.0, True, None)
     later.v[:, 140:] = 0.0
     torch.testing.assert_close(run(spec, later)[:, :, :140], out[:, :, :140], **CLOSE)
+
+
+@pytest.mark.parametrize(("forward", "backward"), PASSES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("n", "m", "groups", "shift"), [(150, 150, 1, 0.0), (300, 131, 2, 0.5)])
+def test_every_backend_has_the_gradients_of_the_definition(
+    forward: Forward, backward: Backward, causal: bool, n: int, m: int, groups: int, shift: float
+) -> None:
+    spec, problem, _ = settled(*draw(n, m, groups, shift), causal=causal)
+    given = problem.q, problem.k, problem.v
+    out, _, saved = forward(spec, *given, True)
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    leaves = [x.double().requires_grad_() for x in given]
+    exact = naive(spec, Problem(*leaves, problem.scale, causal, problem.keep))
+    true = torch.autograd.grad(exact, leaves, up.double())
+    for one, other in zip(backward(spec, *given, saved, up), true, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 2e-5

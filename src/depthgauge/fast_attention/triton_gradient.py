@@ -7,13 +7,13 @@ With dN = ∂out/Z′, dZ = −∂out·(out − mean)/Z′ (Z′ and all sums di
 
 where L, S, C, z1 are the forward's sums over keys, and the same sums over queries with dN for v give ∂v and ∂k. What is
 quadratic in one vector (∂v) is `evaluate` with both factors equal; what is bilinear (∂q, ∂k) takes S with its axes in
-another order. Causal attention goes back through the torch backend.
+another order. Causal gradients have a file of their own.
 """
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend
+from depthgauge.fast_attention import triton_causal_gradient
 from depthgauge.fast_attention.kernels import TILE, slots
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton_backend import (
@@ -69,8 +69,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     if spec.causal:
-        _, _, kept = torch_backend.forward(spec, q, k, v)
-        return torch_backend.backward(spec, q, k, v, kept, grad)
+        return triton_causal_gradient.backward(spec, q, k, v, saved, grad)
     (heads, groups, n, d), e, degree = q.shape, v.shape[-1], spec.degree
     out, z, big, small = saved
     forward = State(big, small, len(slots(d)) if degree > 1 else 0, d, e)

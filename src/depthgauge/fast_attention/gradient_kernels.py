@@ -1,0 +1,279 @@
+"""Triton kernels of causal gradients: sums over the queries after a block, exact blocks, rows read by one state each.
+
+Tiles, slots and layouts are those of `kernels`. Row tiles, and key tiles, never cross a block of `per_state` tokens.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
+
+from functools import lru_cache
+from types import SimpleNamespace
+
+
+@lru_cache(maxsize=1)
+def gradient_kernels() -> SimpleNamespace:
+    """The compiled-on-demand kernels; triton is imported here."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def query_moments(
+        q_ptr, grad_ptr, o_ptr, z_ptr, shift_ptr, floor_ptr, dn_ptr, level_ptr, out_ptr, n, groups, per_split,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """dN = ∂o ρ and level = −∂o·(o − shift) of a block's rows, with ρ = floor/Z ≤ 1, and the block's sums.
+
+        The sums: Σ q dNᵀ [D, E], Σ ρ level q qᵀ [D, D], Σ ρ level q [D], Σ dN [E], Σ ρ level.
+        """
+        split, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        head = row_head // groups
+        d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
+        floor = tl.load(floor_ptr + head * tl.num_programs(0) + split)
+        shift = tl.load(shift_ptr + head * E + e)
+        mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+        along, numerator, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+        for start in range(split * per_split, tl.minimum((split + 1) * per_split, n), T):
+            r = start + t
+            here = r < n
+            at = row_head * n + r
+            grad = tl.load(grad_ptr + at[:, None] * E + e[None, :], mask=here[:, None], other=0)
+            o = tl.load(o_ptr + at[:, None] * E + e[None, :], mask=here[:, None], other=0)
+            q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=here[:, None], other=0)
+            share = floor / tl.load(z_ptr + at, mask=here, other=float("inf"))
+            wide = grad.to(tl.float32)
+            level = -tl.sum(wide * (o.to(tl.float32) - shift[None, :]), 1)
+            dn = (wide * share[:, None]).to(q.dtype)
+            tl.store(dn_ptr + at[:, None] * E + e[None, :], dn, mask=here[:, None])
+            tl.store(level_ptr + at, level, mask=here)
+            level *= share
+            weighted = q.to(tl.float32) * level[:, None]
+            mixed = tl.dot(tl.trans(q), dn, mixed, input_precision=PRECISION)
+            if SQUARE:
+                square = tl.dot(tl.trans(weighted.to(q.dtype)), q, square, input_precision=PRECISION)
+            along += tl.sum(weighted, 0)
+            numerator += tl.sum(dn.to(tl.float32), 0)
+            weight += tl.sum(level, 0)
+        to = out_ptr + (split * tl.num_programs(1) + row_head) * (D * E + D * D + D + E + 1)
+        tl.store(to + d[:, None] * E + e[None, :], mixed)
+        tl.store(to + D * E + d[:, None] * D + d[None, :], square)
+        tl.store(to + D * E + D * D + d, along)
+        tl.store(to + D * E + D * D + D + e, numerator)
+        tl.store(to + D * E + D * D + D + E, weight)
+
+    @triton.jit
+    def suffixes(
+        sums_ptr, first_ptr, coefficients_ptr, floor_ptr, after_ptr, slot_ptr, big_ptr, small_ptr, blocks, states,
+        heads, groups,
+        PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    ):  # fmt: skip
+        """State b: the sums of all query heads over the blocks after b, with p's coefficients, over their weight.
+
+        A block's sums count 1/floor, and after[b] is what the rows after b weigh. big: S [SLOTS, 256, E], L as a sum
+        of two [2, D, E], C [D, D]; small: z1 [D], z0, n0 [E].
+        """
+        slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
+        size = D * E + D * D + D + E + 1
+        big_size, small_size = SLOTS * 256 * E + 2 * D * E + D * D, D + E + 1
+        a0 = tl.load(coefficients_ptr + head * 3)
+        a1 = tl.load(coefficients_ptr + head * 3 + 1)
+        a2 = tl.load(coefficients_ptr + head * 3 + 2)
+        if slot < SLOTS:
+            kept = tl.load(slot_ptr + 3 * slot)
+            first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
+            factor = a2 * tl.where(first == second, 1.0, 2.0)
+            sums = tl.zeros([256, E], tl.float32)
+            for step in range(blocks):
+                block = blocks - 1 - step
+                if block < states:
+                    target = big_ptr + (block * heads + head) * big_size + slot * 256 * E
+                    value = sums * (factor / tl.load(after_ptr + head * states + block))
+                    tl.store(target + rows[:, None] * E + e[None, :], value.to(big_ptr.dtype.element_ty))
+                over = 1.0 / tl.load(floor_ptr + head * blocks + block)
+                for group in range(groups):
+                    source = ((block * heads + head) * groups + group) * PROGRAMS * 2 + kept
+                    here = tl.load(sums_ptr + source * (256 * E) + rows[:, None] * E + e[None, :])
+                    sums += here.to(tl.float32) * over
+        else:
+            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+            z1, n0, z0 = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+            for step in range(blocks):
+                block = blocks - 1 - step
+                if block < states:
+                    each = 1.0 / tl.load(after_ptr + head * states + block)
+                    to = big_ptr + (block * heads + head) * big_size + SLOTS * 256 * E
+                    value = mixed * (a1 * each)
+                    high = value.to(big_ptr.dtype.element_ty)
+                    low = (value - high.to(tl.float32)).to(big_ptr.dtype.element_ty)
+                    tl.store(to + d[:, None] * E + e[None, :], high)
+                    tl.store(to + D * E + d[:, None] * E + e[None, :], low)
+                    rounded = (square * (a2 * each)).to(big_ptr.dtype.element_ty)
+                    tl.store(to + 2 * D * E + d[:, None] * D + d[None, :], rounded)
+                    small = small_ptr + (block * heads + head) * small_size
+                    tl.store(small + d, z1 * (a1 * each))
+                    tl.store(small + D, z0 * (a0 * each))
+                    tl.store(small + D + 1 + e, n0 * (a0 * each))
+                over = 1.0 / tl.load(floor_ptr + head * blocks + block)
+                for group in range(groups):
+                    source = first_ptr + ((block * heads + head) * groups + group) * size
+                    mixed += tl.load(source + d[:, None] * E + e[None, :]) * over
+                    square += tl.load(source + D * E + d[:, None] * D + d[None, :]) * over
+                    z1 += tl.load(source + D * E + D * D + d) * over
+                    n0 += tl.load(source + D * E + D * D + D + e) * over
+                    z0 += tl.load(source + D * E + D * D + D + E) * over
+
+    @triton.jit
+    def turn(big_ptr, pair_ptr, out_ptr, big_size, D: tl.constexpr, E: tl.constexpr):
+        """2 S_abc for all a and b, as slots of 256 products c·b (tile of c, tile of b) by D columns a.
+
+        pair[a, b]: where the tiles' sums are, and whether b comes first. Different tiles' sums are doubled already.
+        """
+        slot, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        tile_c, tile_b = slot // (D // 16), slot % (D // 16)
+        bc, a = tl.arange(0, 256), tl.arange(0, 16)
+        b, c = bc // 16, bc % 16
+        for tile_a in tl.static_range(D // 16):
+            pair = pair_ptr + (tile_a * (D // 16) + tile_b) * 2
+            kept, is_swapped = tl.load(pair), tl.load(pair + 1)
+            product = tl.where(is_swapped > 0, b[:, None] * 16 + a[None, :], a[None, :] * 16 + b[:, None])
+            source = big_ptr + state * big_size + (kept * 256 + product) * E + tile_c * 16 + c[:, None]
+            value = tl.load(source) * tl.where(tile_a == tile_b, 2.0, 1.0).to(out_ptr.dtype.element_ty)
+            target = out_ptr + (state * tl.num_programs(0) + slot) * (256 * D)
+            tl.store(target + (c * 16 + b)[:, None] * D + tile_a * 16 + a[None, :], value)
+
+    @triton.jit
+    def exact_queries(
+        q_ptr, grad_ptr, level_ptr, k_ptr, v_ptr, w_ptr, factor_ptr, out_ptr, n, m, groups, per_state, scale,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TK: tl.constexpr, HAS_W: tl.constexpr,
+        PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """factor Σ_j w_j e^t (∂o·ṽ_j + level) k_j over the keys j ≤ i of row i's block."""
+        block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        head = row_head // groups
+        r, d, e, tk = block * T + tl.arange(0, T), tl.arange(0, D), tl.arange(0, E), tl.arange(0, TK)
+        at = row_head * n + r
+        q = tl.load(q_ptr + at[:, None] * D + d[None, :], mask=r[:, None] < n, other=0)
+        grad = tl.load(grad_ptr + at[:, None] * E + e[None, :], mask=r[:, None] < n, other=0)
+        level = tl.load(level_ptr + at, mask=r < n, other=0)
+        total = tl.zeros([T, D], tl.float32)
+        first = block * T // per_state * per_state
+        for start in tl.range(first, tl.minimum(block * T + T, m), TK, num_stages=STAGES):
+            c = start + tk
+            k = tl.load(k_ptr + (head * m + c)[:, None] * D + d[None, :], mask=c[:, None] < m, other=0)
+            v = tl.load(v_ptr + (head * m + c)[:, None] * E + e[None, :], mask=c[:, None] < m, other=0)
+            p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale)
+            if HAS_W:
+                p *= tl.load(w_ptr + head * m + c, mask=c < m, other=0)[None, :]
+            p = tl.where((c[None, :] <= r[:, None]) & (c[None, :] < m), p, 0.0)
+            p *= tl.dot(grad, tl.trans(v), input_precision=PRECISION) + level[:, None]
+            total = tl.dot(p.to(k.dtype), k, total, input_precision=PRECISION)
+        total *= tl.load(factor_ptr + head)
+        tl.store(out_ptr + at[:, None] * D + d[None, :], total, mask=r[:, None] < n)
+
+    @triton.jit
+    def exact_keys(
+        q_ptr, grad_ptr, level_ptr, z_ptr, k_ptr, v_ptr, floor_ptr, factor_ptr, dk_ptr, dv_ptr, dw_ptr, n, m, groups,
+        blocks, states, per_state, scale, slope,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TQ: tl.constexpr, HAS_DW: tl.constexpr,
+        PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """factor Σ_i ρ_i e^t (…) over the rows i ≥ j of key j's block, ρ = floor/Z, of all its query heads.
+
+        (…) is slope (∂o·ṽ_j + level) q for dk, ∂o for dv, and level for dw.
+        """
+        block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        c, d, e, tq = block * T + tl.arange(0, T), tl.arange(0, D), tl.arange(0, E), tl.arange(0, TQ)
+        own = head * m + c
+        k = tl.load(k_ptr + own[:, None] * D + d[None, :], mask=c[:, None] < m, other=0)
+        v = tl.load(v_ptr + own[:, None] * E + e[None, :], mask=c[:, None] < m, other=0)
+        state = block * T // per_state
+        floor = tl.load(floor_ptr + head * blocks + state)
+        end = tl.minimum((state + 1) * per_state, n)
+        dk, dv, dw = tl.zeros([T, D], tl.float32), tl.zeros([T, E], tl.float32), tl.zeros([T], tl.float32)
+        for group in range(groups):
+            row = (head * groups + group) * n
+            for start in tl.range(block * T, end, TQ, num_stages=STAGES):
+                r = start + tq
+                here = r < end
+                q = tl.load(q_ptr + (row + r)[:, None] * D + d[None, :], mask=here[:, None], other=0)
+                grad = tl.load(grad_ptr + (row + r)[:, None] * E + e[None, :], mask=here[:, None], other=0)
+                level = tl.load(level_ptr + row + r, mask=here, other=0)
+                share = floor / tl.load(z_ptr + row + r, mask=here, other=float("inf"))
+                p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale) * share[None, :]
+                p = tl.where(c[:, None] <= r[None, :], p, 0.0)
+                dv = tl.dot(p.to(q.dtype), grad, dv, input_precision=PRECISION)
+                if HAS_DW:
+                    dw += tl.sum(p * level[None, :], 1)
+                p *= tl.dot(v, tl.trans(grad), input_precision=PRECISION) + level[None, :]
+                dk = tl.dot(p.to(q.dtype), q, dk, input_precision=PRECISION)
+        factor = tl.load(factor_ptr + head * states + state)
+        tl.store(dk_ptr + own[:, None] * D + d[None, :], dk * (factor * slope), mask=c[:, None] < m)
+        tl.store(dv_ptr + own[:, None] * E + e[None, :], dv * factor, mask=c[:, None] < m)
+        if HAS_DW:
+            tl.store(dw_ptr + own, dw * factor, mask=c < m)
+
+    @triton.jit(do_not_specialize=["first_state"])
+    def add_rows(
+        x_ptr, y_ptr, s_ptr, big_ptr, small_ptr, g_ptr, exact_ptr, factor_ptr, slot_ptr, out_ptr, z_ptr, n, groups,
+        heads, first_state, last_state, per_state, s_size, big_size, small_size, linear_at,
+        SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr,
+        TURNED: tl.constexpr, HAS_G: tl.constexpr, HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """factor (exact + Σ_slots (y ⊗ x) S + …) for T rows, with the state of their block, from first_state's on.
+
+        Turned (bilinear): … = y Lᵀ + g (2 x C + z1), and S comes from `turn`, whose first state is first_state.
+        Otherwise y = x and … = x L + n0; then x·(x C + z1) + z0 is added to z where that is wanted.
+        """
+        row_head = tl.program_id(1).to(tl.int64)
+        head = row_head // groups
+        start = first_state * per_state + tl.program_id(0) * T
+        r = start + tl.arange(0, T)
+        here = r[:, None] < n
+        cx, cy, co = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, OUT)
+        i, sub, rows = tl.arange(0, 16), tl.arange(0, SUB), tl.arange(0, SUB * 16)
+        state = tl.minimum(start // per_state, last_state)
+        s_at = s_ptr + ((state - first_state) * heads + head) * s_size
+        linear = big_ptr + (state * heads + head) * big_size + linear_at
+        small = small_ptr + (state * heads + head) * small_size
+        at = row_head * n + r
+        x_at, y_at = x_ptr + at[:, None] * X, y_ptr + at[:, None] * Y
+        x = tl.load(x_at + cx[None, :], mask=here, other=0)
+        y = tl.load(y_at + cy[None, :], mask=here, other=0)
+        total = tl.load(exact_ptr + at[:, None] * OUT + co[None, :], mask=here, other=0)
+        for part in tl.static_range(2):
+            if TURNED:
+                matrix = tl.load(linear + part * Y * OUT + co[None, :] * Y + cy[:, None])
+            else:
+                matrix = tl.load(linear + part * Y * OUT + cy[:, None] * OUT + co[None, :])
+            total = tl.dot(y, matrix, total, input_precision=PRECISION)
+        if not TURNED:
+            total += tl.load(small + X + 1 + co)[None, :]
+        if TURNED or HAS_Z:
+            along = tl.zeros([T, X], tl.float32)
+            if SLOTS > 0:
+                square = tl.load(linear + 2 * Y * OUT + cx[:, None] * X + cx[None, :])
+                along = tl.dot(x, square, along, input_precision=PRECISION)
+            z1 = tl.load(small + cx)[None, :]
+            if TURNED:
+                along = 2 * along + z1
+                if HAS_G:
+                    along *= tl.load(g_ptr + at, mask=r < n, other=0)[:, None]
+                total += along
+            else:
+                z = tl.load(z_ptr + at, mask=r < n, other=0) + tl.load(small + X)
+                tl.store(z_ptr + at, z + tl.sum(x.to(tl.float32) * (along + z1), 1), mask=r < n)
+        if SLOTS > 0:
+            for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
+                slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
+                first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
+                a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
+                b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
+                s = tl.load(s_at + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
+                features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
+                total = tl.dot(features, s, total, input_precision=PRECISION)
+        total *= tl.load(factor_ptr + at, mask=r < n, other=0)[:, None]
+        tl.store(out_ptr + at[:, None] * OUT + co[None, :], total.to(out_ptr.dtype.element_ty), mask=here)
+
+    return SimpleNamespace(
+        query_moments=query_moments, suffixes=suffixes, turn=turn, exact_queries=exact_queries, exact_keys=exact_keys,
+        add_rows=add_rows,
+    )  # fmt: skip
