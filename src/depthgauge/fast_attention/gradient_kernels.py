@@ -236,9 +236,19 @@ def gradient_kernels() -> SimpleNamespace:
         small = small_ptr + (state * heads + head) * small_size
         at = row_head * n + r
         x_at, y_at = x_ptr + at[:, None] * X, y_ptr + at[:, None] * Y
+        total = tl.zeros([T, OUT], tl.float32)
+        if SLOTS > 0:
+            for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
+                slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
+                first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
+                a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
+                b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
+                s = tl.load(s_at + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
+                features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
+                total = tl.dot(features, s, total, input_precision=PRECISION)
+        # After the loop: operands of products before it would keep their shared memory until it ends.
         x = tl.load(x_at + cx[None, :], mask=here, other=0)
         y = tl.load(y_at + cy[None, :], mask=here, other=0)
-        total = tl.load(exact_ptr + at[:, None] * OUT + co[None, :], mask=here, other=0)
         for part in tl.static_range(2):
             if TURNED:
                 matrix = tl.load(linear + part * Y * OUT + co[None, :] * Y + cy[:, None])
@@ -261,15 +271,7 @@ def gradient_kernels() -> SimpleNamespace:
             else:
                 z = tl.load(z_ptr + at, mask=r < n, other=0) + tl.load(small + X)
                 tl.store(z_ptr + at, z + tl.sum(x.to(tl.float32) * (along + z1), 1), mask=r < n)
-        if SLOTS > 0:
-            for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
-                slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
-                first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
-                a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
-                b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
-                s = tl.load(s_at + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
-                features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
-                total = tl.dot(features, s, total, input_precision=PRECISION)
+        total += tl.load(exact_ptr + at[:, None] * OUT + co[None, :], mask=here, other=0)
         total *= tl.load(factor_ptr + at, mask=r < n, other=0)[:, None]
         tl.store(out_ptr + at[:, None] * OUT + co[None, :], total.to(out_ptr.dtype.element_ty), mask=here)
 

@@ -42,24 +42,20 @@ TURNED_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens and warps of a program: the sums over queries; own tokens, others at once and warps of exact blocks.
-
-    `part` of 16 coordinates make features at once; a whole tile does not fit the shared memory where rows are wide.
-    """
+    """Tokens and warps of a program: the sums over queries; own tokens, others at once and warps of exact blocks."""
 
     moments: tuple[int, int]
     rows: tuple[int, int, int]
     keys: tuple[int, int, int]
-    part: int
 
 
 @lru_cache(maxsize=64)
 def tiles(dtype: torch.dtype, width: int) -> Tiles:
     """What fits the registers and the shared memory of an H200."""
     if dtype == torch.float32:
-        wide = Tiles((16, 8), (32, 32, 8), (32, 16, 8), 4)
-        return wide if width > 64 else Tiles((32, 8), (64, 32, 8), (64, 32, 8), 4)
-    return Tiles((32, 8), (128, 64, 8), (128, 32, 8), 8) if width > 64 else Tiles((32, 8), (64, 64, 4), (64, 64, 4), 16)
+        wide = Tiles((16, 8), (32, 32, 8), (32, 16, 8))
+        return wide if width > 64 else Tiles((32, 8), (64, 32, 8), (64, 32, 8))
+    return Tiles((32, 8), (128, 64, 8), (128, 32, 8)) if width > 64 else Tiles((32, 8), (64, 64, 4), (64, 64, 4))
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ def added(
     """
     (row_heads, n, d), heads, e = x.shape, state.big.shape[1], state.width
     count = min(math.ceil(n / block), state.big.shape[0])
-    tune, part, width = tuning(x.dtype, max(d, e)), tiles(x.dtype, max(d, e)).part, exact.shape[-1]
+    tune, width = tuning(x.dtype, max(d, e)), exact.shape[-1]
     out = torch.empty_like(exact, dtype=dtype)
     parts, table, s, at_once = state.slots, slot_table(d, x.device), state.big, count
     if is_turned and parts:
@@ -208,7 +204,7 @@ def added(
         gradient_kernels().add_rows[(math.ceil(rows / tune.rows), row_heads, 1)](
             x, y, s, state.big, state.small, x if g is None else g, exact, factor, table, out, out if z is None else z,
             n, row_heads // heads, heads, start, count - 1, block, s.shape[-1], state.big.shape[-1],
-            state.small.shape[-1], state.slots * 256 * e, parts, d, y.shape[-1], width, tune.rows, part,
+            state.small.shape[-1], state.slots * 256 * e, parts, d, y.shape[-1], width, tune.rows, tune.rows_part,
             is_turned, g is not None, z is not None, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps,
             **tune.rows_limit,
         )  # fmt: skip
