@@ -84,9 +84,11 @@ def evaluate(
 ) -> Launch:  # fmt: skip
     """Tensors: x, y, State.big, State.small, g, keys, v, w, table of slots, out, Z; one float, the scale of exp2."""
     tune = tuning(dtype, max(x, y, width))
+    # Of wide gradients half a tile at once: x, y and a whole tile of S would not fit the shared memory.
+    part = tune.rows_part if is_forward or max(x, y, width) <= 64 else min(tune.rows_part, 8)
     constants = (
-        parts, x, y, width, tune.rows, 64 if dtype != torch.float32 else 32, tune.rows_part, is_causal, has_w,
-        is_forward, has_g, needs_z, precision(dtype), tune.rows_stages,
+        parts, x, y, width, tune.rows, 64 if dtype != torch.float32 else 32, part, is_causal, has_w, is_forward, has_g,
+        needs_z, precision(dtype), tune.rows_stages,
     )  # fmt: skip
     return Launch(
         kernels().evaluate, (math.ceil(n / tune.rows), row_heads, 1),
