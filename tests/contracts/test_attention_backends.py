@@ -163,3 +163,24 @@ def test_every_backend_has_the_gradients_of_the_definition(
     true = torch.autograd.grad(exact, leaves, up.double())
     for one, other in zip(backward(spec, *given, saved, up), true, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 2e-5
+
+
+@pytest.mark.parametrize(("forward", "backward"), PASSES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_where_heads_and_tokens_lie_in_memory_does_not_matter(
+    forward: Forward, backward: Backward, causal: bool, padded: bool, dtype: torch.dtype
+) -> None:
+    given = [x.to(dtype) for x in draw(140, 140)]
+    padding = torch.arange(140)[None] % 5 == 3 if padded else None
+    found = []
+    for q, k, v in (given, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]):
+        spec, problem, _ = settled(q, k, v, causal=causal, padding=padding)
+        tensors = problem.q, problem.k, problem.v
+        out, _, saved = forward(spec, *tensors, True)
+        up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        up = up if q.is_contiguous() else up.transpose(0, 2).contiguous().transpose(0, 2)
+        found.append((out, *backward(spec, *tensors, saved, up)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

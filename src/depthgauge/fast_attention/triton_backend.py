@@ -84,7 +84,7 @@ def centred(spec: Spec, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor | 
         qt = qt.masked_fill(spec.exact_rows[..., None], 0)
     if spec.keep is not None:
         kt = kt.masked_fill(~spec.keep[..., None], 0)
-    return qt.to(q.dtype), kt.to(q.dtype), weights(spec, slice(None), k), 1.0
+    return qt.to(q.dtype).contiguous(), kt.to(q.dtype).contiguous(), weights(spec, slice(None), k), 1.0
 
 
 def transposed(x: Tensor, padded: int) -> Tensor:

@@ -109,7 +109,7 @@ def pair_table(dim: int, device: torch.device) -> Tensor:
 def normalised(grad: Tensor) -> tuple[Tensor, Tensor]:
     """∂out [N, G, n, e] times a power of two, and what takes it back [N]: float16 has few exponents, others enough."""
     if grad.dtype != torch.float16:
-        return grad.contiguous(), grad.new_ones(grad.shape[0], dtype=torch.float32)
+        return grad, grad.new_ones(grad.shape[0], dtype=torch.float32)
     exponent = torch.frexp(grad.abs().amax(dim=(1, 2, 3)).float()).exponent
     one = torch.ones_like(exponent, dtype=torch.float32)
     return (grad * torch.ldexp(one, -exponent)[:, None, None, None]).to(grad.dtype), torch.ldexp(one, exponent)
@@ -238,7 +238,7 @@ def backward(
 
     per_query = size[:, None, None] / z
     per_key = (after * (size[:, None] * share)).repeat_interleave(block, dim=1)[:, :m]
-    per_key = per_key.contiguous() if x.w is None else per_key * x.w
+    per_key = (per_key if x.w is None else per_key * x.w).contiguous()
     query_factor, key_factor = (None, None) if is_plain(spec) else (f.float() for f in spec.factors)
     own = exact_rows(x, share[:, 0] * scale)
     by_query = per_query if query_factor is None else per_query * query_factor[:, None, None]

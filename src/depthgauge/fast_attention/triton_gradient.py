@@ -68,6 +68,7 @@ def backward(
     spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
+    grad = grad.contiguous()
     if spec.causal:
         return triton_causal_gradient.backward(spec, q, k, v, saved, grad)
     (heads, groups, n, d), e, degree = q.shape, v.shape[-1], spec.degree
@@ -99,7 +100,7 @@ def backward(
     per_query = 1 / (groups * n)
     second = torch.bmm(weighted.transpose(1, 2), queries).float() * (a[:, 2] * per_query)[:, None, None]
     first = weighted.sum(1, dtype=torch.float32) * (a[:, 1] * per_query)[:, None]
-    vt = (v - shift[:, None]).to(v.dtype)
+    vt = (v - shift[:, None]).to(v.dtype).contiguous()
     ones = dz.new_ones(heads, k.shape[1])
     toward_keys = turned(sums, first, (2 * second).to(q.dtype))
     dk, _ = evaluate_rows(kt, vt, toward_keys, table, d, is_forward=False, g=ones, dtype=torch.float32)
