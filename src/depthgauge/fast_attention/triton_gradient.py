@@ -29,6 +29,7 @@ from depthgauge.fast_attention.triton_backend import (
     tokens,
     uses_middle,
 )
+from depthgauge.fast_attention.triton_causal_gradient import turned_table
 from depthgauge.fast_attention.triton_tuning import slot_table
 
 
@@ -55,13 +56,6 @@ def turned(state: State, z1: Tensor, square: Tensor) -> State:
     small = z1.new_zeros(heads, dim + 2 * dim + 2)
     small[:, :dim] = z1
     return State(torch.cat(parts, dim=1)[None], small[None], tiles * (width // TILE) if state.slots else 0, dim, dim)
-
-
-def turned_table(dim: int, width: int, device: torch.device) -> Tensor:
-    """The tiles of `turned`'s slots: (slot, tile of c, tile of b)."""
-    tiles, others = width // TILE, dim // TILE
-    rows = [(c * others + b, c, b) for c in range(tiles) for b in range(others)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
 
 
 def backward(
