@@ -240,9 +240,10 @@ def backward(
     per_key = (after * (size[:, None] * share)).repeat_interleave(block, dim=1)[:, :m]
     per_key = (per_key if x.w is None else per_key * x.w).contiguous()
     query_factor, key_factor = (None, None) if is_plain(spec) else (f.float() for f in spec.factors)
-    own = exact_rows(x, share[:, 0] * scale)
     by_query = per_query if query_factor is None else per_query * query_factor[:, None, None]
+    own = exact_rows(x, share[:, 0] * scale)
     dq = added(x.q, x.grad, before, own, by_query, block, q.dtype, is_turned=True, g=x.level)
+    del own
 
     wide = torch.float32 if spec.is_weighted else q.dtype
     dk, dv, dw = exact_keys(x, 1 / (after * x.floor[:, :states]), spec.is_weighted)
