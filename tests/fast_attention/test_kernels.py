@@ -8,10 +8,13 @@ import pytest
 import torch
 from kernel_settings import DTYPES, expected, needs_interpreter, setting
 
+from depthgauge.fast_attention import backends, triton_backend, triton_gradient, triton_survey
 from depthgauge.fast_attention import plan as plans
-from depthgauge.fast_attention import triton_backend, triton_gradient, triton_survey
+from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.bounds import survey
 from depthgauge.fast_attention.kernels import programs, slots
+from depthgauge.fast_attention.minimax import minimax, output_error
+from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import checked
 
 SETTINGS = [
@@ -112,8 +115,6 @@ def test_every_pair_of_tiles_is_summed_once(dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_allowance_of_the_kernels_grows_with_what_is_rounded(dtype: torch.dtype) -> None:
-    from depthgauge.fast_attention.minimax import minimax
-
     tensor = torch.zeros(1, 2, 1024, 64, dtype=dtype)
     problem = checked(tensor, tensor, tensor, None, 0.0, False, 1e-3, None, None, False, None).flat()
     small, large = (
@@ -123,3 +124,34 @@ def test_the_allowance_of_the_kernels_grows_with_what_is_rounded(dtype: torch.dt
     assert small == sorted(small)
     assert all(one < other for one, other in zip(small, large, strict=True))
     assert large[0] < {torch.bfloat16: 6e-3, torch.float16: 3e-3, torch.float32: 1e-3}[dtype]
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("shift", "is_weighed"), [(0.2, True), (0.3, True), (3.0, False)])
+def test_weights_that_float16_would_lose_are_not_used(
+    shift: float, is_weighed: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (backends, plans):
+        monkeypatch.setattr(module, "backend_for", lambda problem, degree: backends.TRITON)
+    generator = torch.Generator().manual_seed(5)
+    n, d = 300, 16
+    # log w falls along the sequence by the whole range that is allowed: causal rows see the smallest weights alone.
+    slope = torch.linspace(-0.3, 0.3, n)[:, None] * torch.ones(d) / 4 + 0.01 * torch.randn(n, d, generator=generator)
+    q = (0.01 * torch.randn(1, 1, n, d, generator=generator) + shift).half()
+    k, v = slope[None, None].half(), torch.randn(1, 1, n, d, generator=generator).half()
+    request = checked(q, k, v, None, 0.0, causal, 1e-2, 4.0, None, False, None if not is_weighed else "polynomial")
+    problem = request.flat()
+    decision = decide(request, problem)
+    (choice,) = decision.choices
+    assert decision.survey.spread[0] > (2.0 if is_weighed else 10.0)
+    assert (choice.polynomial is not None and choice.centring == 2) == is_weighed
+    if is_weighed and choice.polynomial is not None:
+        spec = make_spec(problem, decision, [0], choice.polynomial.degree)
+        out, _, _ = triton_backend.forward(spec, problem.q, problem.k, problem.v)
+        exact = softmax_attention(q.double(), k.double(), v.double(), 4.0, causal)
+        width = (v.amax(-2) - v.amin(-2)).double()
+        allowed = (output_error(choice.polynomial.error) + decision.rounding(0)) * width + 2.0**-9 * exact.abs()
+        assert bool(((out.double() - exact).abs() <= allowed).all())
+        assert decision.rounding(0) < 0.1

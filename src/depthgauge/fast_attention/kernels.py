@@ -119,64 +119,81 @@ def kernels() -> SimpleNamespace:
                 tl.store(at + 5, tl.sum(centre * centre, 0))
 
     @triton.jit
-    def moments(
-        x_ptr, y_ptr, v_ptr, w_ptr, table_ptr, first_ptr, second_ptr, m, padded, per_split,
-        PROGRAMS: tl.constexpr, FIRST: tl.constexpr, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-        WIDE: tl.constexpr, HAS_W: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    def first_moments(
+        x_ptr, y_ptr, v_ptr, w_ptr, out_ptr, m, padded, per_split,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, HAS_W: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+        PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """The sums of one split over its keys; x and y are [D, tokens].
+        """Of one split: Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E], Σ w; x and y are [D, tokens].
 
-        A program makes Σ_t (y_a x_b)(t) v(t) for one shared tile b and WIDE/16 tiles a. Where FIRST, one more program,
-        started before these, makes the first moments: Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E], Σ w.
+        BY_PRODUCTS sums in the matrix unit, as products with ones, so that threads need not exchange anything.
         """
-        program, split, head = tl.program_id(0) - FIRST, tl.program_id(1), tl.program_id(2).to(tl.int64)
-        i, d, e, t, wide = tl.arange(0, 16), tl.arange(0, D), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
+        split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+        d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
+        x_at, y_at = x_ptr + head * padded * D, y_ptr + head * padded * D
+        mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
+        total, mean, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+        ones = tl.full([T, 16], 1.0, x_ptr.dtype.element_ty)
+        totals, means = tl.zeros([D, 16], tl.float32), tl.zeros([E, 16], tl.float32)
         begin, end = split * per_split, tl.minimum((split + 1) * per_split, padded)
-        x_at, y_at, v_at = x_ptr + head * padded * D, y_ptr + head * padded * D, v_ptr + head * m * E + e[None, :]
-        part = split * tl.num_programs(2) + head
-        is_first = program < 0 if FIRST else False
-        if is_first:
-            mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
-            total, mean, weight = tl.zeros([D, 16], tl.float32), tl.zeros([E, 16], tl.float32), 0.0
-            weighted, ones = tl.zeros([E], tl.float32), tl.full([T, 16], 1.0, x_ptr.dtype.element_ty)
-            for start in tl.range(begin, end, T, num_stages=STAGES):
-                r = start + t
-                here = r < m
-                laid = d[:, None] * padded + r[None, :]
-                x, y = tl.load(x_at + laid), tl.load(y_at + laid)
-                v = tl.load(v_at + r[:, None] * E, mask=here[:, None], other=0)
-                mixed = tl.dot(y, v, mixed, input_precision=PRECISION)
-                square = tl.dot(y, tl.trans(x), square, input_precision=PRECISION)
-                total = tl.dot(y, ones, total, input_precision=PRECISION)  # sums without an exchange between threads
-                if HAS_W:
-                    w = tl.load(w_ptr + head * m + r, mask=here, other=0)
-                    weighted += tl.sum(v.to(tl.float32) * w[:, None], 0)
-                    weight += tl.sum(w, 0)
-                else:
-                    mean = tl.dot(tl.trans(v), ones, mean, input_precision=PRECISION)
+        for start in tl.range(begin, end, T, num_stages=STAGES):
+            r = start + t
+            here, laid = r < m, d[:, None] * padded + r[None, :]
+            x, y = tl.load(x_at + laid), tl.load(y_at + laid)
+            v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=here[:, None], other=0)
+            mixed = tl.dot(y, v, mixed, input_precision=PRECISION)
+            square = tl.dot(y, tl.trans(x), square, input_precision=PRECISION)
+            if BY_PRODUCTS:
+                totals = tl.dot(y, ones, totals, input_precision=PRECISION)
+            else:
+                total += tl.sum(y.to(tl.float32), 1)
+            if HAS_W:
+                w = tl.load(w_ptr + head * m + r, mask=here, other=0)
+                mean += tl.sum(v.to(tl.float32) * w[:, None], 0)
+                weight += tl.sum(w, 0)
+            elif BY_PRODUCTS:
+                means = tl.dot(tl.trans(v), ones, means, input_precision=PRECISION)
+            else:
+                mean += tl.sum(v.to(tl.float32), 0)
+        if BY_PRODUCTS:  # of 16 columns that are the same
+            total = tl.max(totals, 1)
             if not HAS_W:
-                weighted, weight = tl.max(mean, 1), tl.maximum(tl.minimum(end, m) - begin, 0).to(tl.float32)
-            to = first_ptr + part * (D * E + D * D + D + E + 1)
-            tl.store(to + d[:, None] * E + e[None, :], mixed)
-            tl.store(to + D * E + d[:, None] * D + d[None, :], square)
-            tl.store(to + D * E + D * D + d, tl.max(total, 1))  # of 16 columns that are the same
-            tl.store(to + D * E + D * D + D + e, weighted)
-            tl.store(to + D * E + D * D + D + E, weight)
-        elif PROGRAMS > 0:
-            shared, first = tl.load(table_ptr + 3 * program), tl.load(table_ptr + 3 * program + 1)
-            second = tl.maximum(tl.load(table_ptr + 3 * program + 2), 0)
-            columns = tl.where(wide < 16, first * 16 + wide, second * 16 + wide - 16)
-            y_tile, x_tile = y_at + columns[:, None] * padded, x_at + (shared * 16 + i)[:, None] * padded
-            sums = tl.zeros([WIDE * 16, E], tl.float32)
-            for start in tl.range(begin, end, T, num_stages=STAGES):
-                r = start + t
-                y, x = tl.load(y_tile + r[None, :]), tl.load(x_tile + r[None, :])
-                v = tl.load(v_at + r[:, None] * E, mask=r[:, None] < m, other=0)
-                features = tl.reshape(y[:, None, :] * x[None, :, :], [WIDE * 16, T])
-                sums = tl.dot(features, v, sums, input_precision=PRECISION)
-            rows = tl.arange(0, WIDE * 16)
-            place = second_ptr + (part * PROGRAMS + program) * (512 * E) + rows[:, None] * E + e[None, :]
-            tl.store(place, sums.to(second_ptr.dtype.element_ty))
+                mean = tl.max(means, 1)
+        if not HAS_W:
+            weight = tl.maximum(tl.minimum(end, m) - begin, 0).to(tl.float32)
+        to = out_ptr + (split * tl.num_programs(1) + head) * (D * E + D * D + D + E + 1)
+        tl.store(to + d[:, None] * E + e[None, :], mixed)
+        tl.store(to + D * E + d[:, None] * D + d[None, :], square)
+        tl.store(to + D * E + D * D + d, total)
+        tl.store(to + D * E + D * D + D + e, mean)
+        tl.store(to + D * E + D * D + D + E, weight)
+
+    @triton.jit
+    def second_moments(
+        x_ptr, y_ptr, v_ptr, table_ptr, out_ptr, m, padded, per_split,
+        D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+        STAGES: tl.constexpr,
+    ):  # fmt: skip
+        """Σ_t (y_a x_b)(t) v(t) of one split, for the features of one shared tile b and WIDE/16 tiles a."""
+        program, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+        i, e, t, wide = tl.arange(0, 16), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
+        shared = tl.load(table_ptr + 3 * program)
+        first = tl.load(table_ptr + 3 * program + 1)
+        second = tl.maximum(tl.load(table_ptr + 3 * program + 2), 0)
+        columns = tl.where(wide < 16, first * 16 + wide, second * 16 + wide - 16)
+        y_at = y_ptr + head * padded * D + columns[:, None] * padded
+        x_at = x_ptr + head * padded * D + (shared * 16 + i)[:, None] * padded
+        v_at = v_ptr + head * m * E + e[None, :]
+        sums = tl.zeros([WIDE * 16, E], tl.float32)
+        for start in tl.range(split * per_split, tl.minimum((split + 1) * per_split, padded), T, num_stages=STAGES):
+            r = start + t
+            y, x = tl.load(y_at + r[None, :]), tl.load(x_at + r[None, :])
+            v = tl.load(v_at + r[:, None] * E, mask=r[:, None] < m, other=0)
+            features = tl.reshape(y[:, None, :] * x[None, :, :], [WIDE * 16, T])
+            sums = tl.dot(features, v, sums, input_precision=PRECISION)
+        rows = tl.arange(0, WIDE * 16)
+        at = out_ptr + ((split * tl.num_programs(2) + head) * tl.num_programs(0) + program) * (512 * E)
+        tl.store(at + rows[:, None] * E + e[None, :], sums.to(out_ptr.dtype.element_ty))
 
     @triton.jit
     def finish(
@@ -329,5 +346,6 @@ def kernels() -> SimpleNamespace:
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
 
     return SimpleNamespace(
-        triton=triton, tl=tl, transpose=transpose, survey=survey, moments=moments, finish=finish, evaluate=evaluate,
+        triton=triton, tl=tl, transpose=transpose, survey=survey, first_moments=first_moments,
+        second_moments=second_moments, finish=finish, evaluate=evaluate,
     )  # fmt: skip

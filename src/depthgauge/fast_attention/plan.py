@@ -13,7 +13,14 @@ from torch import Tensor
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import Backend, backend_for
-from depthgauge.fast_attention.bounds import LARGEST_LOG_RANGE, Survey, norm_up, score_bound, unit
+from depthgauge.fast_attention.bounds import (
+    LARGEST_LOG_RANGE,
+    LARGEST_LOG_RANGE_FLOAT16,
+    Survey,
+    norm_up,
+    score_bound,
+    unit,
+)
 from depthgauge.fast_attention.cost import exact_cost, polynomial_cost
 from depthgauge.fast_attention.features import feature_count
 from depthgauge.fast_attention.minimax import (
@@ -218,7 +225,7 @@ class Decision:
         if not self.survey.is_usable[head]:
             return Choice(None, 0, math.inf, 0, math.inf, "q, k or v is not finite, or its sums would not be")
         bounds = self.bounds(head)
-        may_weigh = not self.problem.causal or self.survey.spread[head] <= LARGEST_LOG_RANGE
+        may_weigh = self.survey.spread[head] <= self._largest_log_range()
         indices = tuple(grid_index(bound) for bound in (bounds if may_weigh else bounds[:2]))
         if indices not in self._whole:  # heads alike are decided once
             self._whole[indices] = self._without_exact_rows(indices)
@@ -231,6 +238,12 @@ class Decision:
         if not found:
             return self._none_fits(head, min(bounds[: len(indices)]))
         return self._if_worth_it(min(found, key=lambda choice: choice.cost))
+
+    def _largest_log_range(self) -> float:
+        """How far log w may range: sums in float32 lose small weights only where a causal row sees no others."""
+        if self.problem.q.dtype == torch.float16 and self.backend(2).name == "triton":
+            return LARGEST_LOG_RANGE_FLOAT16
+        return LARGEST_LOG_RANGE if self.problem.causal else math.inf
 
     def _without_exact_rows(self, indices: tuple[int, ...]) -> Choice | None:
         """The least degree for all rows, or a higher one that costs little more, with the least centring for it."""

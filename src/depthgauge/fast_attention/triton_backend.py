@@ -116,23 +116,24 @@ def second_place(splits: int, heads: int, d: int, e: int, is_causal: bool, like:
     return like.new_empty(splits, heads, len(programs(d)), 512, e, dtype=None if is_causal else torch.float32)
 
 
-def split_sums(
-    t: Tokens, per_split: int, is_causal: bool, *, has_first: bool = True, has_second: bool = True
-) -> tuple[Tensor, Tensor]:
-    """The first and the second sums of every split, [splits, N, …]; in place of what is not asked for, the other."""
+def first_sums(t: Tokens, per_split: int) -> Tensor:
+    """Σ y vᵀ, Σ y xᵀ, Σ y, Σ w v and Σ w of every split: [splits, N, …] in float32."""
     (heads, d, padded), (m, e), device = t.x.shape, t.v.shape[1:], t.v.device
-    splits = math.ceil(padded / per_split)
-    second = second_place(splits, heads, d, e, is_causal, t.v) if has_second else None
-    first = first_place(splits, heads, d, e, device) if has_first else None
-    found = [place for place in (first, second) if place is not None]
-    first, second = found[0], found[-1]
-    given = t.x, t.y, t.v, t.v if t.w is None else t.w
-    for launch, is_other in launches.moments(
-        heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, has_first, has_second, device
-    ):  # fmt: skip
-        table = second_table(d, device) if is_other else program_table(d, device)
-        launch((*given, table, first, second[..., 256:, :] if is_other else second))
-    return first, second
+    first = first_place(math.ceil(padded / per_split), heads, d, e, device)
+    launch = launches.first_moments(heads, m, padded, per_split, d, e, t.v.dtype, t.w is not None, device)
+    launch((t.x, t.y, t.v, t.v if t.w is None else t.w, first))
+    return first
+
+
+def second_sums(t: Tokens, per_split: int, is_causal: bool) -> Tensor:
+    """Σ (y ⊗ x) v of every split: [splits, N, programs, 512, E]."""
+    (heads, d, padded), (m, e), device = t.x.shape, t.v.shape[1:], t.v.device
+    sums = second_place(math.ceil(padded / per_split), heads, d, e, is_causal, t.v)
+    ours, *others = launches.second_moments(heads, m, padded, per_split, d, e, t.v.dtype, device)
+    ours((t.x, t.y, t.v, program_table(d, device), sums))
+    for launch in others:
+        launch((t.x, t.y, t.v, second_table(d, device), sums[..., 256:, :]))
+    return sums
 
 
 def state_place(states: int, heads: int, parts: int, d: int, e: int, like: Tensor) -> State:
@@ -209,9 +210,10 @@ def forward(
     shifted = uses_middle(v.dtype)
     t = tokens(kt, (v.to(spec.problem.working) - spec.middle[:, None]).to(v.dtype) if shifted else v, w)
     per_split = splitting(heads, d, k.shape[1], spec.causal, q.device)
-    first, second = split_sums(t, per_split, spec.causal, has_second=spec.degree > 1)
+    first = first_sums(t, per_split)
+    second = second_sums(t, per_split, spec.causal) if spec.degree > 1 else None
     coefficients = scaled_coefficients(spec.coefficients, scale)
-    state = finished(t, first, second if spec.degree > 1 else None, coefficients, spec.causal, not shifted)
+    state = finished(t, first, second, coefficients, spec.causal, not shifted)
     causal = (t, per_split, scale * math.log2(math.e)) if spec.causal else None
     flat = qt.view(heads * groups, n, d)
     out, z = evaluate_rows(
@@ -246,7 +248,8 @@ def rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: 
     weight = 2 if centring == 2 else 0
     a = [abs(c) * bound**g for g, c in enumerate(p.coefficients)] + [0.0]
     sums = (LONGEST_SPLIT / 8 + problem.k.shape[1] / LONGEST_SPLIT + d * d / 8 + 32) * 2.0**-23 * sum(a)
-    small = d * 2.0**-22 if dtype == torch.float16 else 0.0
+    # Below its normal range float16 is off by 2⁻²⁵ a number: coordinates, their products, and these times w.
+    small = d * 2.0**-22 * math.exp(spread if centring == 2 else 0.0) if dtype == torch.float16 else 0.0
     log_error = math.expm1(min(1.0, (d + 6) * 2.0**-53 * spread))
     linear, square = u * a[1], u * a[2]
     above = linear * (key + weight + query + 4 * u) + square * (2 * key + weight + 2 * query + 5) + sums + small

@@ -29,7 +29,7 @@ from depthgauge.fast_attention.triton_backend import (
     coefficient_table,
     is_plain,
     scaled_coefficients,
-    split_sums,
+    second_sums,
     splitting,
     tokens,
     uses_middle,
@@ -142,7 +142,7 @@ def query_sums(x: Given, out: Tensor, shift: Tensor, after: Tensor, coefficients
         x.q, x.grad, out, x.z, shift, x.floor, dn, x.level, first, n, x.groups, x.block, d, e, tile,
         degree > 1, precision(x.q.dtype), num_warps=warps,
     )  # fmt: skip
-    second = split_sums(tokens(x.q, dn, None), x.block, True, has_first=False)[1] if degree > 1 else first
+    second = second_sums(tokens(x.q, dn, None), x.block, True) if degree > 1 else first
     parts = len(slots(d)) if degree > 1 else 0
     big = x.q.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
     small = torch.empty(states, heads, d + e + 1, dtype=torch.float32, device=out.device)

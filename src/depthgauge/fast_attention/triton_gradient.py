@@ -22,9 +22,10 @@ from depthgauge.fast_attention.triton_backend import (
     coefficient_table,
     evaluate_rows,
     finished,
+    first_sums,
     is_plain,
     scaled_coefficients,
-    split_sums,
+    second_sums,
     splitting,
     tokens,
     uses_middle,
@@ -87,8 +88,8 @@ def backward(
     queries, dn = rows.view(heads, groups * n, d), dn.view(heads, groups * n, e)
     length = splitting(heads, d, groups * n, False, q.device)
     over = tokens(queries, dn, None)
-    first_of, second_of = split_sums(over, length, False, has_second=degree > 1)
-    sums = finished(over, first_of, second_of if degree > 1 else None, coefficients, False, False)
+    second_of = second_sums(over, length, False) if degree > 1 else None
+    sums = finished(over, first_sums(over, length), second_of, coefficients, False, False)
     dv, _ = evaluate_rows(kt, kt, sums, slot_table(d, q.device), e, is_forward=False, dtype=torch.float32)
     weighted = (queries * dz[..., None]).to(q.dtype)
     per_query = 1 / (groups * n)

@@ -11,7 +11,7 @@ import torch
 
 from depthgauge.fast_attention.kernels import TILE, kernels, programs, slots
 from depthgauge.fast_attention.launch import Launch
-from depthgauge.fast_attention.triton_tuning import BLOCK, SURVEY_STEPS, precision, processors, tuning
+from depthgauge.fast_attention.triton_tuning import BLOCK, SURVEY_STEPS, precision, tuning
 
 _MOST = 1024
 
@@ -36,33 +36,37 @@ def transpose(heads: int, n: int, d: int, padded: int, blocks: int, lays: bool, 
 
 
 @lru_cache(maxsize=_MOST)
-def moments(
+def first_moments(
     heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, has_w: bool,
-    has_first: bool, has_second: bool, device: torch.device,
-) -> tuple[tuple[Launch, bool], ...]:  # fmt: skip
-    """Tensors: x, y [N, d, padded], v, w, a table of programs, the first and the second sums of every split.
+    device: torch.device,
+) -> Launch:  # fmt: skip
+    """Tensors: x, y [N, d, padded], v, w, the first sums of every split."""
+    is_short = dtype != torch.float32
+    by_products = is_short and min(d, e) >= 64
+    constants = (
+        d, e, tuning(dtype, max(d, e)).moments_tokens, has_w, by_products, precision(dtype), 3 if by_products else 1
+    )  # fmt: skip
+    grid = math.ceil(padded / per_split), heads, 1
+    warps = 4 if d < 128 else 8
+    return Launch(kernels().first_moments, grid, (m, padded, per_split), constants, num_warps=warps)
 
-    First and second sums are made together where the first find multiprocessors that would be idle, otherwise by
-    programs of fewer warps. Where a program holds one pair of tiles another launch does the other ones, which is said
-    by True: it takes `second_table`, and the second half of the second sums.
+
+@lru_cache(maxsize=_MOST)
+def second_moments(
+    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Launch, ...]:
+    """Tensors: x, y [N, d, padded], v, a table of programs, the second sums of every split.
+
+    Where a program holds one pair of tiles a second launch does the other ones: it takes `second_table`, and the second
+    half of the sums.
     """
-    tune, splits = tuning(dtype, max(d, e)), math.ceil(padded / per_split)
+    tune = tuning(dtype, max(d, e))
     wide = 32 if e <= 64 and d > TILE and dtype != torch.float32 else TILE
-
-    def launch(many: int, first: bool, warps: int) -> Launch:
-        constants = many, int(first), d, e, tune.moments_tokens, wide, has_w, precision(dtype), tune.moments_stages
-        grid = many + int(first), splits, heads
-        return Launch(kernels().moments, grid, (m, padded, per_split), constants, num_warps=warps)
-
-    is_together = has_first and has_second and splits * heads < processors(device)
-    found = []
-    if has_first and not is_together:
-        found.append((launch(0, True, 4 if d < 128 else 8), False))
-    if has_second:
-        found.append((launch(len(programs(d)), is_together, tune.moments_warps), False))
-        if wide == TILE:
-            found.append((launch(len(programs(d)), False, tune.moments_warps), True))
-    return tuple(found)
+    one = Launch(
+        kernels().second_moments, (len(programs(d)), math.ceil(padded / per_split), heads), (m, padded, per_split),
+        (d, e, tune.moments_tokens, wide, precision(dtype), tune.moments_stages), num_warps=tune.moments_warps,
+    )  # fmt: skip
+    return (one, one) if wide == TILE else (one,)
 
 
 @lru_cache(maxsize=_MOST)

@@ -52,9 +52,9 @@ class Route:
         self.survey = launches.survey(heads, rows, m, d, e, device)
         blocks = launches.survey_blocks(rows, m)
         self.transpose = launches.transpose(heads, m, d, padded, blocks, True, device)
-        self.moments = launches.moments(
-            heads, m, padded, per_split, d, e, dtype, False, True, is_second, device
-        )  # fmt: skip
+        sizes = heads, m, padded, per_split, d, e, dtype
+        self.first = launches.first_moments(*sizes, False, device)
+        self.second = launches.second_moments(*sizes, device) if is_second else ()
         self.finish = launches.finish(heads, splits, d, e, is_second, is_causal, True, True, device)
         self.evaluate = launches.evaluate(
             heads * groups, n, heads, states, per_split if is_causal else 1, m if is_causal else 0,
@@ -74,10 +74,11 @@ class Route:
         self.transpose((k, found, x, report.numbers))
         report.sent()
         first = first_place(self.splits, heads, d, e, device)
-        second = second_place(self.splits, heads, d, e, self.is_causal, k) if self.degree > 1 else first
-        for launch, is_other in self.moments:
-            table, place = (others, second[..., 256:, :]) if is_other else (programs, second)
-            launch((x, x, v, v, table, first, place))
+        self.first((x, x, v, v, first))
+        second = second_place(self.splits, heads, d, e, self.is_causal, k) if self.second else first
+        for at, launch in enumerate(self.second):
+            table, place = (others, second[..., 256:, :]) if at else (programs, second)
+            launch((x, x, v, table, place))
         state = state_place(self.states, heads, self.parts, d, e, v)
         out = q.new_empty(*q.shape[:-1], e)
         coefficients = self.decided(report.read())
