@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_settings import DTYPES, expected, needs_interpreter, setting
 
+from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends, triton_backend, triton_gradient, triton_survey
 from depthgauge.fast_attention import plan as plans
 from depthgauge.fast_attention.attention import decide, make_spec
@@ -155,3 +156,20 @@ def test_weights_that_float16_would_lose_are_not_used(
         allowed = (output_error(choice.polynomial.error) + decision.rounding(0)) * width + 2.0**-9 * exact.abs()
         assert bool(((out.double() - exact).abs() <= allowed).all())
         assert decision.rounding(0) < 0.1
+
+
+def test_a_guarantee_that_rounding_would_eat_up_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (backends, plans):
+        monkeypatch.setattr(module, "backend_for", lambda _, g: backends.TRITON if g in (1, 2) else backends.TORCH_GPU)
+    monkeypatch.setattr(room, "survey_of", survey)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 64, 64, generator=generator).bfloat16() for _ in range(3))
+    fine, coarse = (0.5 / float(q.norm(dim=-1).max()) ** 2, 2.2 / float(q.norm(dim=-1).max()) ** 2)
+    kept = room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=fine, force="polynomial")
+    assert kept.path == "polynomial"
+    assert kept.rounding <= plans.LARGEST_ROUNDING
+    refused = room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse)
+    assert refused.path == "exact"
+    assert "rounding in bfloat16" in refused.heads[0].why
+    with pytest.raises(plans.GuaranteeError, match="longer dtype"):
+        room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse, force="polynomial")

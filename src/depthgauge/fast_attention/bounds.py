@@ -20,7 +20,7 @@ from depthgauge.fast_attention.problem import Problem
 
 LARGEST_LOG_RANGE = 40.0
 """Causal rows see few keys: log weights must not differ by more than this, or theirs would be lost below 1e-38."""
-LARGEST_LOG_RANGE_FLOAT16 = 4.0
+LARGEST_LOG_RANGE_FLOAT16 = 6.0
 """The kernels hold w k and w e^t in the tensors' dtype, and float16 loses what is below 6e-5."""
 
 

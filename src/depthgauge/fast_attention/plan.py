@@ -46,6 +46,8 @@ MOST_EXACT_ROWS = 1 / 8
 """The share of rows that may be done exactly beside a polynomial; with more the whole head is exact."""
 NEARLY = 1.25
 """A higher degree is taken where it costs no more than this many times the cheapest."""
+LARGEST_ROUNDING = 0.25
+"""Where rounding may add more than this share of range(v), a guarantee would be worth nothing."""
 CENTRINGS = ("none", "keys", "keys, queries")
 
 
@@ -232,12 +234,12 @@ class Decision:
         whole = self._whole[indices]
         least = HIGHEST_DEGREE + 1 if whole is None else self.least_degree(min(indices))
         if whole is not None and least is not None and least <= 2:
-            return self._if_worth_it(whole)
+            return self._if_worth_it(whole, self.survey.spread[head])
         found = self._with_exact_rows(head, len(indices) - 1, HIGHEST_DEGREE + 1 if least is None else least)
         found += [] if whole is None else [whole]
         if not found:
             return self._none_fits(head, min(bounds[: len(indices)]))
-        return self._if_worth_it(min(found, key=lambda choice: choice.cost))
+        return self._if_worth_it(min(found, key=lambda choice: choice.cost), self.survey.spread[head])
 
     def _largest_log_range(self) -> float:
         """How far log w may range: sums in float32 lose small weights only where a causal row sees no others."""
@@ -269,7 +271,15 @@ class Decision:
         costs = {degree: self._with_costs(degree)[1] for degree in fits}
         return max(degree for degree in fits if costs[degree] <= NEARLY * min(costs.values()))
 
-    def _if_worth_it(self, choice: Choice) -> Choice:
+    def _if_worth_it(self, choice: Choice, spread: float = 0.0) -> Choice:
+        """The choice, or exact attention where this is cheaper or rounding would leave nothing of the guarantee."""
+        allowance = self._allowance(choice, spread)
+        if not allowance <= LARGEST_ROUNDING:
+            dtype = str(self.problem.q.dtype).removeprefix("torch.")
+            why = f"rounding in {dtype} may add {allowance:.2g} of range(v) at degree {_degree(choice)}"
+            if self.force == "polynomial":
+                raise GuaranteeError(f"the polynomial cannot be forced here: {why}; use a longer dtype")
+            return Choice(None, choice.centring, choice.bound, choice.exact_rows, choice.cost, why)
         if self.force == "polynomial" or choice.cost <= self._with_costs(_degree(choice))[2]:
             return choice
         why = f"degree {_degree(choice)} would meet the tolerance, but exact is predicted to be cheaper"
@@ -322,12 +332,15 @@ class Decision:
 
     def rounding(self, head: int) -> float:
         """The rounding allowance of a head on the fast path, as a share of range(v)."""
-        choice = self.choices[head]
+        return self._allowance(self.choices[head], self.survey.spread[head])
+
+    def _allowance(self, choice: Choice, spread: float) -> float:
+        """The same for a choice, where log w ranges over `spread`."""
         if choice.polynomial is None:
             return 0.0
-        spread = self.survey.spread[head] if choice.centring == 2 else 0.0
         rounding = self.backend(choice.polynomial.degree).rounding
-        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
+        log_range = spread if choice.centring == 2 else 0.0
+        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, log_range)
 
     def plan(self, request: Request, notes: Sequence[str]) -> Plan:
         """The choices as a Plan."""
