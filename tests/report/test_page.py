@@ -6,10 +6,12 @@ import json
 import re
 import shlex
 import sys
+from html import unescape
 
 import pytest
 
 import depthgauge as dg
+from depthgauge.cli.main import main
 from depthgauge.errors import InputError, OutputError
 from depthgauge.report.page import render
 from depthgauge.report.report import MissingExtraError
@@ -91,6 +93,30 @@ def test_the_command_can_be_typed():
         "--",
         "-x",
     ]
+
+
+def test_a_network_in_memory_has_no_command_until_it_is_saved(tmp_path, monkeypatch):
+    """What the page says to type, typed: the sentence saves the network, the command gauges the file."""
+    monkeypatch.chdir(tmp_path)
+    network = dg.random_network(layers=2, heads=1, dim=3, eta=0.1, norm="pre", seed=2)
+    document = dg.gauge(network, samples=2, tokens=5, radius=0.5, seed=3).to_json()
+    page = render(document, "")
+    assert "a network in memory" in page
+    assert f">{network.name}</code>" not in page
+    saving = unescape(re.search(r"<p>[^\n]*<code>(.*?)</code>", page).group(1))
+    exec(saving, {"depthgauge": dg, "network": network})
+    typed = unescape(re.search(r'<code id="command">(.*?)</code>', page).group(1))
+    monkeypatch.setattr(sys, "argv", [*shlex.split(typed), "--json", "--out", "again.json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    again = json.loads((tmp_path / "again.json").read_text(encoding="utf-8"))
+    assert again["subjects"][0]["layers"] == document["subjects"][0]["layers"]
+
+
+def test_a_file_needs_no_saving(document):
+    assert "with depthgauge 0.1.0 and the same target at hand:" in render(document, "")
+    assert "in memory" not in render(document, "")
 
 
 def test_characters_that_steer_are_replaced():

@@ -1,6 +1,7 @@
 """Gauging from end to end, and the document that comes of it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import depthgauge as dg
+from depthgauge.digits import number
 from depthgauge.errors import InputError, InputFileError, NetworkFileError, OutputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.studies import gauge as module
@@ -45,14 +47,14 @@ def network_file(tmp_path: Path, network: dg.SelfAttentionNetwork) -> Path:
 
 def test_a_network_and_its_file_give_the_same_result(network: dg.SelfAttentionNetwork, network_file: Path) -> None:
     from_object, from_file = gauge(network, **SMALL).to_json(), gauge(network_file, **SMALL).to_json()
-    assert from_object["settings"]["target"] == network.name
-    assert from_file["settings"]["target"] == str(network_file)
+    asked = [(found["settings"]["target"], found["settings"]["in_memory"]) for found in (from_object, from_file)]
+    assert asked == [(network.name, True), (str(network_file), False)]
     assert untimed(from_object["subjects"]) == untimed(from_file["subjects"])
 
 
 def test_the_result_is_the_measure_of_the_inputs_it_says(network: dg.SelfAttentionNetwork) -> None:
     result = gauge(network, samples=3, tokens=6, radius=0.5, seed=7)
-    assert result.settings == Settings(network.name, 3, 6, 0.5, 7, None)
+    assert result.settings == Settings(network.name, 3, 6, 0.5, 7, None, in_memory=True)
     x = uniform_inputs(3, 6, 4, radius=0.5, seed=7)
     expected = dg.measure(network, x)
     assert result.to_json()["subjects"][0]["layers"] == expected.layers_to_json()
@@ -61,7 +63,7 @@ def test_the_result_is_the_measure_of_the_inputs_it_says(network: dg.SelfAttenti
 
 def test_the_settings_reproduce_the_result(network: dg.SelfAttentionNetwork) -> None:
     first = gauge(network, **SMALL, seed=3).to_json()
-    asked = {k: v for k, v in first["settings"].items() if k not in ("target", "input")}
+    asked = {k: v for k, v in first["settings"].items() if k not in ("target", "input", "in_memory")}
     assert untimed(gauge(network, **asked).to_json()) == untimed(first)
     assert gauge(network, **SMALL, seed=4).to_json()["subjects"][0]["layers"] != first["subjects"][0]["layers"]
 
@@ -72,7 +74,7 @@ def test_inputs_from_a_file(network: dg.SelfAttentionNetwork, tmp_path: Path) ->
     result = gauge(network, input=tmp_path / "x.safetensors")
     assert result.settings.to_json() == {
         "target": network.name, "samples": None, "tokens": None, "radius": None, "seed": None,
-        "input": str(tmp_path / "x.safetensors"),
+        "input": str(tmp_path / "x.safetensors"), "in_memory": True,
     }  # fmt: skip
     drawn = gauge(network, samples=2, tokens=5, seed=9)
     assert result.subjects[0].profile.layers_to_json() == drawn.subjects[0].profile.layers_to_json()
@@ -125,6 +127,7 @@ def test_with_no_target_the_pair_is_gauged(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(module, "built_in_pair", lambda: pair)
     result = gauge(**SMALL)
     assert result.settings.target is None
+    assert not result.settings.in_memory
     assert [subject.network for subject in result.subjects] == list(pair)
 
 
@@ -167,3 +170,12 @@ def test_the_sandwich_is_one() -> None:
     assert all(0 <= row["lower"] <= row["upper"] for row in proved)
     assert [row["tolerance"] for row in subject["depth"]] == [0.1, 0.1]
     assert "1 is enough" in subject["verdict"]
+
+
+def test_the_verdict_says_its_numbers_as_the_tables_do() -> None:
+    network = dg.random_network(layers=2, heads=1, dim=2, eta=0.001, seed=1)
+    (subject,) = gauge(network, **SMALL, radius=1e-5).to_json()["subjects"]
+    error = min(depth["error"] for depth in subject["depth"] if depth["certified"])
+    assert error < 1e-4  # so that it needs an exponent
+    assert subject["verdict"] == f"2 layers; 1 is enough within {number(error)} for every input up to 1e-5"
+    assert not re.search(r"e[+-]?0", subject["verdict"])

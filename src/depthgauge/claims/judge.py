@@ -6,6 +6,7 @@ from depthgauge.claims.arithmetic import precise, to_exact, to_float
 from depthgauge.claims.claim import Claim, Inequality, Instance, Misprint, Observed
 from depthgauge.claims.search import EVALUATIONS, StoppedError, search
 from depthgauge.claims.witness import entries, worked
+from depthgauge.digits import number
 
 
 def judge(claim: Claim, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Observed:
@@ -44,7 +45,7 @@ def _judge_misprint(check: Misprint, name: str, evaluations: int, deadline: floa
     proved = judge_inequality(check.proved, f"{name}/proved", evaluations, deadline)
     seen = printed.evaluations + proved.evaluations
     if proved.verdict == "holds":
-        reached = "" if proved.ratio is None else f" (largest ratio seen {proved.ratio:.6g})"
+        reached = "" if proved.ratio is None else f" (largest ratio seen {number(proved.ratio, 6)})"
         words = f"As its proof has it, it holds: {check.proved.text()}{reached}."
         return replace(printed, verdict="misprint", evaluations=seen, words=(*printed.words, words))
     words = f"As its proof has it, it {proved.verdict} too: {check.proved.text()}."

@@ -5,6 +5,7 @@ from typing import Any
 
 from depthgauge.claims.claim import Claim, Finding, Inequality, Misprint, Witness
 from depthgauge.claims.ledger import PAPERS, registry
+from depthgauge.digits import number
 
 PAPER_NAMES = {
     "A": "paper A, Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse",
@@ -29,7 +30,7 @@ def story(finding: Finding) -> str:
         lines.append(f"Tested as   {tested}")
     if claim.note:
         lines.append(f"Note        {claim.note}")
-    ratio = "" if observed.ratio is None else f"; {_ratio_name(finding)} {observed.ratio:.6g}"
+    ratio = "" if observed.ratio is None else f"; {_ratio_name(finding)} {number(observed.ratio, 6)}"
     lines.append(f"Search      {observed.evaluations} evaluations{ratio}")
     lines += [f"            {sentence}" for sentence in observed.words]
     if observed.witness is not None:
@@ -99,7 +100,7 @@ def ratio_text(ratio: float | None) -> str:
     """Four digits; a ratio below 1 never shows as 1."""
     if ratio is None:
         return "–"
-    shown = f"{ratio:.4g}"
+    shown = number(ratio, 4)
     return "1⁻" if ratio < 1 and float(shown) >= 1 else shown
 
 

@@ -181,6 +181,7 @@ def _print_tables(result: "Gauge") -> None:
 
     from depthgauge.cli.model_tables import model_tables
     from depthgauge.cli.tables import depth_table, profile_table, sandwich_table
+    from depthgauge.digits import number
 
     console = Console()
     for subject in result.to_json()["subjects"]:
@@ -190,7 +191,8 @@ def _print_tables(result: "Gauge") -> None:
             console.print(f"→ {subject['verdict']}\n", style="bold", markup=False, highlight=False)
             continue
         console.print(profile_table(subject))
-        title = f"How far one layer can be from all of them, for every input with |entries| ≤ {subject['radius']:g}"
+        reach = number(subject["radius"], 6)
+        title = f"How far one layer can be from all of them, for every input with |entries| ≤ {reach}"
         rows = [{**row, **subject["printed"]} for row in subject["collapse"]]
         console.print(sandwich_table(rows, title))
         if subject["depth"]:

@@ -7,7 +7,8 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from depthgauge.cli.tables import number, printable, spread
+from depthgauge.cli.tables import printable, spread
+from depthgauge.digits import number
 
 _SCORES = {
     "block_influence": "block influence (ShortGPT)",
@@ -133,7 +134,7 @@ def depth_line(depth: dict[str, Any], layers: int) -> str:
     }[depth["stopped"]]
     removed = f", without {', '.join(map(str, depth['removed']))}" if depth["removed"] else ""
     cost = f" at {_interval(depth)}" if depth["removed"] else ""
-    enough = f"{depth['layers']} of {layers} layers keep it within {depth['increase']:g}"
+    enough = f"{depth['layers']} of {layers} layers keep it within {number(depth['increase'], 6)}"
     return f"effective depth: {enough}{removed}{cost}; {why}"
 
 
@@ -141,7 +142,7 @@ def regime_line(regime: dict[str, Any]) -> str:
     """How far the weights are from small."""
     return (
         f"weights: η = {number(regime['eta'])}; all would have to be 10^{regime['corrected_orders']:.1f} times smaller "
-        f"for the attention layers to be provably one averaging layer within {regime['tolerance']:g}, "
+        f"for the attention layers to be provably one averaging layer within {number(regime['tolerance'], 6)}, "
         f"10^{regime['printed_orders']:.1f} times by Theorem D.1 as printed"
     )
 

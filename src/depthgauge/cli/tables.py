@@ -1,10 +1,11 @@
 """Result documents as tables for a person."""
 
-import re
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+
+from depthgauge.digits import number
 
 
 def profile_table(subject: dict[str, Any]) -> Table:
@@ -13,7 +14,7 @@ def profile_table(subject: dict[str, Any]) -> Table:
     heads = sorted(set(network["heads"]))
     title = (
         f"{escape(printable(subject['name']))}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
-        f"dim {network['dim']}, η = {network['eta']:.4g}, {'skip' if network['skip'] else 'no skip'}"
+        f"dim {network['dim']}, η = {number(network['eta'], 4)}, {'skip' if network['skip'] else 'no skip'}"
         f"{', causal' if network['causal'] else ''}"
     )
     table = Table(title=title, title_justify="left", caption_justify="left", caption=_CAPTION)
@@ -92,7 +93,7 @@ def depth_table(depths: list[dict[str, Any]], layers: int) -> Table:
     for depth in depths:
         rows.setdefault(depth["tolerance"], {})[depth["certified"]] = f"{depth['layers']} of {layers}"
     for tolerance, found in rows.items():
-        table.add_row(f"{tolerance:g}", found.get(True, "–"), found.get(False, "–"))
+        table.add_row(number(tolerance, 6), found.get(True, "–"), found.get(False, "–"))
     return table
 
 
@@ -112,8 +113,3 @@ def spread(heads: list[dict[str, Any]], name: str) -> str:
 def _largest(heads: list[dict[str, Any]], name: str) -> str:
     values = [head[name] for head in heads if head[name] is not None]
     return number(max(values)) if values else "–"
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A few digits, and no zero in an exponent that eighty columns have no room for: 5.1e-8."""
-    return "–" if value is None else re.sub(r"e([+-])0(?=\d)", r"e\1", f"{value:.{digits}g}")

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from depthgauge.digits import number
 from depthgauge.errors import require_positive
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.plan import Plan
@@ -89,7 +90,7 @@ class LayerPlan:
     def line(self) -> str:
         """One line for a reader."""
         which = f"heads {', '.join(map(str, self.heads))}" if self.heads else "no head"
-        sizes = f"B from {min(self.bounds):.3g} to {max(self.bounds):.3g}" if self.bounds else ""
+        sizes = f"B from {number(min(self.bounds))} to {number(max(self.bounds))}" if self.bounds else ""
         others = "; ".join(part for part in (sizes, self.why) if part)
         return f"layer {self.layer}: {which} of {self.total}" + (f" ({others})" if others else "")
 

@@ -4,6 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge.digits import number
 from depthgauge.models.interface import Session, attending
 from depthgauge.models.layers import Stack
 from depthgauge.models.library import CheckpointError, quiet
@@ -38,7 +39,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         if seen > checkpoint.layers or off > _tolerance(stock.dtype):
             raise CheckpointError(
                 f"{name} attends in a way that is not understood: {seen} attention calls in {checkpoint.layers} "
-                f"layers, and outputs off by {off:.1g} of their size"
+                f"layers, and outputs off by {number(off, 1)} of their size"
             )
         if not len(stack):
             return "its blocks are not kept in one list"

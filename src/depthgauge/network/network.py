@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge.digits import number
 from depthgauge.errors import InputError, require_positive, unknown_name
 from depthgauge.linalg.rounding import largest_not_above
 from depthgauge.network.trace import LayerTrace
@@ -338,7 +339,7 @@ class SelfAttentionNetwork(nn.Module):
             *([f"{self.norm}-norm"] if self.norm != "none" else []),
         ]
         return (
-            f"{len(self)} layers × {head_text} heads, dim {self.dim}, largest weight η = {self.eta:.4g}, "
+            f"{len(self)} layers × {head_text} heads, dim {self.dim}, largest weight η = {number(self.eta, 4)}, "
             f"{', '.join(switches)}"
         )
 

@@ -111,7 +111,7 @@ _SUBJECTS = {
 }  # fmt: skip
 _SETTINGS = {
     "target?": TEXT_OR_NULL, "input?": TEXT_OR_NULL, "samples?": COUNT_OR_NULL, "tokens?": COUNT_OR_NULL,
-    "radius?": MEASURED, "seed?": COUNT_OR_NULL,
+    "radius?": MEASURED, "seed?": COUNT_OR_NULL, "in_memory?": FLAG,
 }  # fmt: skip
 _DOCUMENT = {"schema": TEXT, "version": TEXT, "settings": _SETTINGS, "subjects": [OBJECT]}
 

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from depthgauge.digits import number
 from depthgauge.report import charts
 from depthgauge.report.charts import Chart, Choice, Figure, Measure, heat_map, layout
 from depthgauge.report.sections import Part, Subject, residual_part
-from depthgauge.report.text import Table, counted, number, percent
+from depthgauge.report.text import Table, counted, percent
 
 KINDS = {
     "block": ("skip the block", "The layer hands on what it was given."),

@@ -11,7 +11,7 @@ from typing import Any
 
 from depthgauge.report.charts import Chart, Choice
 from depthgauge.report.sections import Part, Section, section
-from depthgauge.report.text import Cell, Table, command_line, counted, escape, sentence
+from depthgauge.report.text import SAVED, Cell, Table, command_line, counted, escape, sentence
 
 
 def render(document: Mapping[str, Any], plotly: str) -> str:
@@ -36,6 +36,7 @@ def render(document: Mapping[str, Any], plotly: str) -> str:
         description=escape("; ".join(f"{found.name}: {found.verdict}" for found in sections)),
         overview=_overview(sections),
         sections="\n".join(_section(k, found) for k, found in enumerate(sections)),
+        how=_how(document),
         command=escape(command_line(settings)),
         settings=_settings(settings).html("settings"),
         data=_for_data(data),
@@ -49,6 +50,18 @@ def _lead(document: Mapping[str, Any]) -> str:
     count = counted(len(document["subjects"]), kinds.pop() if len(kinds) == 1 else "subject")
     proved = ", and what is proved for all of them" if any(s.get("collapse") for s in document["subjects"]) else ""
     return escape(f"{count} gauged with depthgauge {document['version']}: what was measured on inputs{proved}.")
+
+
+def _how(document: Mapping[str, Any]) -> str:
+    """What to have at hand before the command is typed, as HTML."""
+    version = f"depthgauge {escape(document['version'])}"
+    if not document["settings"].get("in_memory"):
+        return f"The command that gives this result, with {version} and the same target at hand:"
+    return (
+        "This was a network in memory, gauged from Python, so there is no file to name. Save it first, "
+        f"<code>depthgauge.save_network(network, &quot;{SAVED}&quot;)</code>; "
+        f"then this command gives the same result, with {version}:"
+    )
 
 
 def _asset(name: str) -> str:

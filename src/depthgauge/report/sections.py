@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from depthgauge.digits import DASH, number
 from depthgauge.report import charts
 from depthgauge.report.charts import Chart
 from depthgauge.report.document import CENTERS, NORMS
-from depthgauge.report.text import DASH, Cell, Table, counted, number, runs, span
+from depthgauge.report.text import Cell, Table, counted, runs, span
 
 Subject = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""Words and numbers on their way into a page: one format for numbers, and nothing from a file is ever markup."""
+"""Words and numbers on their way into a page: nothing from a file is ever markup."""
 
 import html
 import re
@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DASH = "–"
+from depthgauge.digits import DASH, number
+
+SAVED = "network.safetensors"
+"""Where a page asks its reader to save a network that was gauged in memory."""
 
 
 def printable(text: str) -> str:
@@ -36,21 +39,6 @@ def short(text: str, most: int = 20) -> str:
 def sentence(text: str) -> str:
     """A sentence as HTML, its numbers kept from breaking at the minus of an exponent."""
     return re.sub(r"\d[\d.]*e[+-]\d+", r'<span class="whole">\g<0></span>', escape(text))
-
-
-def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits; whole numbers, and what is left of the point below 100000, in full.
-
-    >>> number(5.1234e-8), number(2997.95), number(2.99e10), number(2048), number(None)
-    ('5.12e-8', '2998', '2.99e10', '2048', '–')
-    """
-    if value is None:
-        return DASH
-    if isinstance(value, int):
-        return str(value)
-    if 10**digits <= abs(value) < 1e5:
-        return f"{value:.0f}"
-    return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
 
 
 def percent(value: float | None) -> str:
@@ -99,20 +87,24 @@ def runs(indices: Sequence[int]) -> str:
 def command_line(settings: Mapping[str, Any]) -> str:
     """The command that reproduces a result, every word quoted for a shell.
 
+    A network that was gauged in memory has no file; the command names the one it has to be saved to first.
+
     >>> command_line({"target": "my net.st", "tokens": 8, "input": None})
     "depthgauge gauge --tokens 8 'my net.st'"
+    >>> command_line({"target": "some name", "tokens": 8, "in_memory": True})
+    'depthgauge gauge --tokens 8 network.safetensors'
     """
     words = ["depthgauge", "gauge"]
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        if name == "target" or value is None:
+        if name in ("target", "in_memory") or value is None:
             continue
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             plain = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
             words += [f"--{flag}={plain}"] if plain.startswith("-") else [f"--{flag}", plain]
-    target = settings.get("target")
+    target = SAVED if settings.get("in_memory") else settings.get("target")
     if target is not None:
         words += ["--", str(target)] if str(target).startswith("-") else [str(target)]
     return " ".join(shlex.quote(printable(word)) for word in words)

@@ -15,6 +15,7 @@ from depthgauge.collapse.certificate import Certificate, certify
 from depthgauge.collapse.depth import Depth, FoldBounds, certified_depth, effective_depth
 from depthgauge.collapse.printed import PrintedBound, printed_bound
 from depthgauge.collapse.surrogates import CLOSED_FORMS, closed_form, refusal
+from depthgauge.digits import number
 from depthgauge.errors import InputError
 from depthgauge.measures.profile import Profile, measure
 from depthgauge.models.load import is_checkpoint
@@ -40,7 +41,8 @@ class Settings:
     """What a gauging was asked to do; together with the target it reproduces the result.
 
     Inputs are `samples` matrices of `tokens` rows, uniform in the box of `radius` φ, drawn from `seed` — or the
-    tensor `x` of the file `input`, and then the other four are None.
+    tensor `x` of the file `input`, and then the other four are None. `target` is a file, or None for the built-in pair;
+    where `in_memory` is true it is only the name of a network that was handed over as an object.
     """
 
     target: str | None = None
@@ -49,6 +51,7 @@ class Settings:
     radius: float | None = 1.0
     seed: int | None = 0
     input: str | None = None
+    in_memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As in the result JSON."""
@@ -85,15 +88,15 @@ class Subject:
 
     def verdict(self) -> str:
         """One sentence: how many layers are enough, within what, for which inputs."""
-        L, inputs = len(self.network), f"for every input up to {self.radius:g}"
+        L, inputs = len(self.network), f"for every input up to {number(self.radius, 6)}"
         shallow = [depth for depth in self.depths if depth.certified and depth.layers < L]
         if not self.depths:
             return f"{L} layers; effective depth is not defined for this kind of network"
         if not shallow:
-            return f"{L} layers; none can be folded away within {max(TOLERANCES):g} {inputs}"
+            return f"{L} layers; none can be folded away within {number(max(TOLERANCES), 6)} {inputs}"
         best = min(shallow, key=lambda depth: (depth.layers, depth.error))
         enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
-        return f"{L} layers; {enough} within {best.error:.2g} {inputs}"
+        return f"{L} layers; {enough} within {number(best.error)} {inputs}"
 
     def to_json(self) -> dict[str, Any]:
         """As in the result JSON."""
@@ -172,11 +175,12 @@ def gauge(
     if input is not None and given:
         raise InputError(f"{next(iter(given))} draws random inputs and cannot go with an input file; leave one out")
     networks = _networks(target)
+    in_memory = isinstance(target, SelfAttentionNetwork)
     described = None if target is None else (target.name if isinstance(target, SelfAttentionNetwork) else str(target))
     if input is not None:
-        settings = Settings(described, None, None, None, None, str(input))
+        settings = Settings(described, None, None, None, None, str(input), in_memory)
     else:
-        settings = Settings(described, **given)  # type: ignore[arg-type]
+        settings = Settings(described, in_memory=in_memory, **given)  # type: ignore[arg-type]
     inputs = [_inputs(settings, network) for network in networks]
     subjects = [_subject(network, x, settings, progress) for network, x in zip(networks, inputs, strict=True)]
     return Gauge(settings, tuple(subjects))
@@ -203,7 +207,7 @@ def _subject(
     depths: list[Depth] = []
     for index, tolerance in enumerate(TOLERANCES if bounds is not None else ()):
         assert bounds is not None
-        progress(index, len(TOLERANCES), f"effective depth within {tolerance:g}")
+        progress(index, len(TOLERANCES), f"effective depth within {number(tolerance, 6)}")
         depths.append(certified_depth(bounds, tolerance))
         depths.append(effective_depth(network, tolerance=tolerance, certified=False, x=x))
     return Subject(network, profile, radius, tuple(collapsed), tuple(depths), printed_bound(network, radius))

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from depthgauge.digits import number as digits
 from depthgauge.measures.profile import number
 from depthgauge.models.depth import MeasuredDepth
 from depthgauge.models.heads import STATIC, HeadStatistics, combine
@@ -78,14 +79,14 @@ class ModelSubject:
         if "block" in self.kinds:
             means = [interval.mean for layer in range(L) if (interval := self.what_if("block", layer)) is not None]
             least, most = min(range(L), key=means.__getitem__), max(range(L), key=means.__getitem__)
-            named = f"layer {least} is missed least ({means[least]:.2g} {unit}), layer {most} most ({means[most]:.2g})"
-            parts.append(named)
+            low, high = digits(means[least], 2), digits(means[most], 2)
+            parts.append(f"layer {least} is missed least ({low} {unit}), layer {most} most ({high})")
         ranked = [row for row in self.trust() if row["spearman"] is not None]
         if ranked:
             best = max(ranked, key=lambda row: row["spearman"])
             parts.append(f"of the cheap scores {best['score']} ranks best (correlation {best['spearman']:.2f})")
         if self.measured is not None:
-            parts.append(f"{self.measured.layers} keep it within {self.measured.increase:g}")
+            parts.append(f"{self.measured.layers} keep it within {digits(self.measured.increase, 6)}")
         known = self.regime()
         if not parts and known is not None:
             parts.append(f"the weights are {known.corrected_orders:.1f} orders of magnitude from provably one layer")

@@ -10,6 +10,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge.digits import number
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.measures.residuals import residual_sizes
 from depthgauge.models import depth as removal
@@ -251,7 +252,7 @@ class _Work:
             most = self.settings.max_removed or L - 1
             further = removal.passes(L, min(most, L - 1), known=1 if "block" in kinds else 0)
             line = _cost("effective depth: at most ", further, seconds * windows, windows * tokens)
-            self.say(f"{line}, fewer once the loss has grown by {self.settings.depth:g}")
+            self.say(f"{line}, fewer once the loss has grown by {number(self.settings.depth, 6)}")
 
     def _depth(self, stack: Stack, texts: list[Int[Tensor, "1 n"]]) -> removal.MeasuredDepth:
         """Greedy removal, every step kept as it is found."""

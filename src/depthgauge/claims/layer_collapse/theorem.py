@@ -15,6 +15,7 @@ from depthgauge.claims.draws import matrix
 from depthgauge.claims.formulas import attention, depth, layer, max_norm
 from depthgauge.claims.layer_collapse.attention import growth
 from depthgauge.claims.layer_collapse.networks import epsilon, largest_weight
+from depthgauge.digits import number
 
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
@@ -90,7 +91,7 @@ def _order_of_the_best(dims: tuple[int, ...] = (2, 8, 32)) -> list[tuple[int, fl
 
 def _informal() -> Observed:
     seen = _order_of_the_best()
-    table = ", ".join(f"{value:.3g} at d = {d}" for d, value in seen)
+    table = ", ".join(f"{number(value)} at d = {d}" for d, value in seen)
     return Observed(
         "undecided",
         None,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from flint import arb, ctx, fmpz
 
+from depthgauge.digits import number
 from depthgauge.separation.attention import Attention, parse_attention
 from depthgauge.separation.decisions import decision_table
 from depthgauge.separation.exact import exact
@@ -43,7 +44,9 @@ class Case:
     def text(self, dataset: Dataset | None) -> str:
         """The same in words."""
         letters = {"a0": "a₀", "a1": "a₁"}
-        return ", ".join(f"{letters.get(name, name)} = {value:.6g}" for name, value in self.used(dataset).items())
+        return ", ".join(
+            f"{letters.get(name, name)} = {number(value, 6)}" for name, value in self.used(dataset).items()
+        )
 
 
 def self_case(x: str = "ones", *, a0: float = 0.01, a1: float = 1.2, b: float = 0.2, c: float = 0.8) -> Case:
@@ -91,7 +94,7 @@ class RowChance:
         _, worst = self._worst(setting)
         with ctx.workprec(_PRECISION):
             first, own, others, turn, last = (
-                f"{float(v.mid()):.7g}" for v in worst.coefficients(parse_attention(self.kind), setting.n)
+                number(float(v.mid()), 7) for v in worst.coefficients(parse_attention(self.kind), setting.n)
             )
         unit = " over √(log n)" if isinstance(setting, SelfAttention) else ""
         named = [("σ₁", first), ("the sign of j₃'s class", own), ("the sum of the other classes' signs", others)]
@@ -122,7 +125,7 @@ class NetworkChance:
     def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
         """What the chance is made of."""
         chance = fires(setting, self.dataset, parse_attention(self.kind))
-        return (("m = ⌈8 log(n/δ)⌉", str(width(setting.n))), ("the chance that one y makes F > 0", f"{chance:.7g}"))
+        return (("m = ⌈8 log(n/δ)⌉", str(width(setting.n))), ("the chance that one y makes F > 0", number(chance, 7)))
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class SuccessChance:
         """The chances of the four conditions."""
         parts = exact(replace(setting, m=width(setting.n))).parts
         names = ("F_exp(D₁) > 0", "F_lin(D₁) = 0", "F_exp(D₀) = 0", "F_lin(D₀) = 0")
-        return tuple((f"Pr[{name}]", f"{part:.7g}") for name, part in zip(names, parts, strict=True))
+        return tuple((f"Pr[{name}]", number(part, 7)) for name, part in zip(names, parts, strict=True))
 
 
 def width(n: int, factor: int = WIDTH) -> int:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from depthgauge.claims.claim import Observed, Witness
 from depthgauge.claims.softmax_linear.chance import DELTA, Case, NetworkChance, fires, width
+from depthgauge.digits import number
 from depthgauge.separation.attention import parse_attention
 from depthgauge.separation.settings import AttentionSetting, Dataset, decimal
 
@@ -86,7 +87,7 @@ class Curve:
         """From which n on, or where it ends."""
         last = f"at n = {LADDER[-1] ** 2:,} the contrary has probability {shown(self.contrary[-1])}"
         if self.start is None:
-            return f"{self.case.text(self.dataset)}: not for large n; {last} where {self.limit[-1]:.3g} is allowed."
+            return f"{self.case.text(self.dataset)}: not for large n; {last} where {number(self.limit[-1])} is allowed."
         return f"{self.case.text(self.dataset)}: from n = {self.start**2:,} on; {last}."
 
 
@@ -117,7 +118,7 @@ def _start(good: Callable[[int], bool], bad: int, top: int) -> int:
 
 def shown(probability: float) -> str:
     """A probability in short; what rounded to nought is said to be small."""
-    return f"{probability:.3g}" if probability > 0 else "below 1e-15"
+    return number(probability) if probability > 0 else "below 1e-15"
 
 
 def tenth(n: int) -> float:
@@ -149,8 +150,8 @@ def _witness(chance: Chance, curve: Curve) -> Witness:
     asked, there = 1 - curve.limit[-1], 1 - curve.contrary[-1]
     return Witness(
         instance=_instance(chance, curve.case, LADDER[-1]),
-        left=f"{asked:.10g}, the probability that is claimed at least",
-        right=f"{there:.7g}, the probability that there is" if there > 0 else "a probability below 1e-15",
+        left=f"{number(asked, 10)}, the probability that is claimed at least",
+        right=f"{number(there, 7)}, the probability that there is" if there > 0 else "a probability below 1e-15",
         ratio=asked / there if there > 0 else None,
         steps=chance.steps(curve.case.build(LADDER[-1])),
     )
@@ -183,12 +184,12 @@ def never_equal(chance: Chance, case: Case) -> Observed:
     name = "log(δ/Pr[contrary])/log n"
     if not all(0 < x < y / 2 for x, y in itertools.pairwise(degrees)):
         return Observed("undecided", None, len(steps), (f"{name} was not seen to grow.",))
-    sizes = " and ".join(f"{degree:.3g} at n = {k * k:,}" for degree, k in zip(degrees, steps, strict=True))
+    sizes = " and ".join(f"{number(degree)} at n = {k * k:,}" for degree, k in zip(degrees, steps, strict=True))
     words = f"“=” asks that poly(n) be δ/Pr[contrary], but {name} grows, {sizes}: no polynomial does that."
     witness = Witness(
         instance=_instance(chance, case, steps[-1]),
-        left=f"{degrees[-1]:.7g}, {name}",
-        right=f"{degrees[0]:.7g}, the same at n = {steps[0] ** 2:,}; of a polynomial it tends to the degree",
+        left=f"{number(degrees[-1], 7)}, {name}",
+        right=f"{number(degrees[0], 7)}, the same at n = {steps[0] ** 2:,}; of a polynomial it tends to the degree",
         ratio=degrees[-1] / degrees[0],
         steps=chance.steps(case.build(steps[-1])),
     )

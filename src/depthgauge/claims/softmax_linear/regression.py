@@ -15,6 +15,7 @@ import numpy as np
 from depthgauge.claims.arithmetic import Arithmetic, Value
 from depthgauge.claims.claim import Claim, Inequality, Instance, Observed, Relation, Size, Study
 from depthgauge.claims.softmax_linear.chance import DELTA
+from depthgauge.digits import number
 from depthgauge.separation.attention import EXP, LIN, Attention
 from depthgauge.separation.settings import Dataset
 
@@ -66,7 +67,7 @@ def _deviation(kind: Attention, dataset: Dataset, rate: float) -> Observed:
         since, share = _since(bound(half / 2))
         if since == LADDER[0]:
             words = (
-                f"C = {half / 2:g} is sufficiently large, for every A allowed and every n of the ladder.",
+                f"C = {number(half / 2, 6)} is sufficiently large, for every A allowed and every n of the ladder.",
                 _READING,
             )
             return Observed("holds", share, len(LADDER) * (half - 1), words)
@@ -97,7 +98,7 @@ def _loud() -> Observed:
     margin = min(1 - 2 / (1 + n**2.6 / (n - 1)) for n in LADDER)  # f_j − Σ_{i≠j} f_i with all others at their top
     least = 1 / math.log(2)
     words = (
-        f"f_j exceeds the others together by {margin:.3g} or more, so ⟨f, y⟩ > τ = {TAU} exactly when y_j = +: "
+        f"f_j exceeds the others together by {number(margin)} or more, so ⟨f, y⟩ > τ = {TAU} exactly when y_j = +: "
         "Pr[F = 0] = 2^(−m).",
         f"That is within δ/n for m = C log(n/δ) exactly when C ≥ 1/log 2 = {least:.4f}; “some C > 1” is not enough, "
         f"C = {_WIDTH} is.",
