@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import time
 from fractions import Fraction
 from functools import cache
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import depthgauge as dg
+from depthgauge.claims.claim import Claim, Observed, Study
 from depthgauge.claims.judge import judge
 from depthgauge.claims.ledger import registry, run, select
 from depthgauge.claims.story import ratio_text, short, story
@@ -133,11 +135,34 @@ def test_wrong_names():
         run(select(id="A.4.1"), budget=0)
 
 
+def test_a_spent_budget_begins_no_study_and_no_search():
+    begun = []
+
+    def study():
+        begun.append("study")
+        return Observed("holds", None, 1)
+
+    claim = Claim("ours.x", "nowhere", "1 ≤ 1", Study(study))
+    assert judge(claim, deadline=time.monotonic() - 1).verdict == "undecided"
+    assert begun == []
+    assert judge(claim, deadline=time.monotonic() + 60).verdict == "holds"
+    assert begun == ["study"]
+    findings = run(select(id="ours.corrected"), budget=1e-9)
+    assert [finding.observed.verdict for finding in findings] == ["undecided"]
+    assert "spent before this one was begun" in short(findings[0], 80)
+
+
 def test_a_deadline_leaves_claims_undecided():
     findings = run(select(paper="A"), budget=1e-9, processes=1)
-    searched = [f for f in findings if f.observed.words == ("The search was stopped before its end.",)]
-    assert len(searched) > 20
-    assert {f.observed.verdict for f in searched} == {"undecided"}
+    assert {f.observed.verdict for f in findings} == {"undecided"}
+    assert {f.observed.words for f in findings} == {("The budget was spent before this one was begun.",)}
+
+
+def test_a_deadline_ends_a_search_that_has_begun():
+    begun = time.monotonic()
+    observed = judge(registry()["A.3.2"], evaluations=10**8, deadline=begun + 0.2)
+    assert (observed.verdict, observed.words) == ("undecided", ("The search was stopped before its end.",))
+    assert 0.2 <= time.monotonic() - begun < 20
 
 
 def test_a_story_has_everything():

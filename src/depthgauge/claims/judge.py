@@ -1,5 +1,6 @@
 """From a claim to its verdict, by running its check."""
 
+import time
 from dataclasses import replace
 
 from depthgauge.claims.arithmetic import precise, to_exact, to_float
@@ -10,7 +11,12 @@ from depthgauge.digits import number
 
 
 def judge(claim: Claim, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Observed:
-    """Decide one claim; `deadline` (of `time.monotonic`) turns an unfinished search into `undecided`."""
+    """Decide one claim; after `deadline` (of `time.monotonic`) none is begun and searches end `undecided`.
+
+    A study, and the proof of a witness that a search has found, are finished once begun.
+    """
+    if deadline is not None and time.monotonic() > deadline:
+        return Observed("undecided", None, 0, ("The budget was spent before this one was begun.",))
     try:
         if isinstance(claim.check, Inequality):
             return judge_inequality(claim.check, claim.id, evaluations, deadline)

@@ -50,8 +50,9 @@ def run(
 ) -> list[Finding]:
     """Decide the chosen claims, in their order.
 
-    `budget` is a number of seconds after which the searches that are not done are left `undecided`; without it the
-    same findings come every time. `processes` is the number of processes, all cores by default.
+    After `budget` seconds searches stop and nothing is begun; what is not done is left `undecided`, and studies and
+    proofs of witnesses that have begun are finished. Without it the same findings come every time. `processes` is the
+    number of processes, all cores by default.
     """
     deadline = None if budget is None else time.monotonic() + require_positive("budget", budget, "seconds to search")
     if len(chosen) == 1:

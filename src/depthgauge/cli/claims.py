@@ -26,7 +26,11 @@ def command(
     id: Annotated[str | None, typer.Option("--id", help="Only this one, such as A.4.1.", show_default=False)] = None,
     budget: Annotated[
         float | None,
-        typer.Option(help="Stop searching after so many seconds; what is not done is undecided.", show_default=False),
+        typer.Option(
+            help="Begin nothing after so many seconds, and stop searching; what is not done is undecided. What is "
+            "being computed or proved then is finished first, a few seconds at most.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write the ledger as a Markdown page.", show_default=False)
