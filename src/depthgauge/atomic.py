@@ -17,7 +17,10 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.touch()
+        mode = temporary.stat().st_mode
         write(temporary)
+        os.chmod(temporary, mode)  # some writers make their files private; ours are as readable as the user's others
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(temporary, target)

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import stat
 import struct
 import sys
 import zipfile
@@ -407,6 +408,17 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
     write_atomically(path, write)
     assert path.read_text() == "new"
+
+
+def test_a_network_file_is_as_readable_as_any_other_file(tmp_path: Path) -> None:
+    """safetensors makes its files private; what the user's umask allows to others stays allowed."""
+    before = os.umask(0o027)
+    try:
+        save_network(drawn(), tmp_path / "net")
+        write_text(tmp_path / "text", "x")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("net", "text")] == [0o640, 0o640]
 
 
 def test_two_files_of_one_network_are_equal_bytes(tmp_path: Path) -> None:

@@ -27,7 +27,9 @@ def command(
         str, typer.Option(help="uniform, sign (±η), normal (clipped at η) or aligned (every entry +η).")
     ] = "uniform",
     skip: Annotated[bool, typer.Option("--skip/--no-skip", help="Skip connections.")] = True,
-    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Tokens see only earlier ones.")] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal/--no-causal", help="Tokens see only themselves and earlier ones.")
+    ] = False,
     mlp: Annotated[int | None, typer.Option(help="Hidden width of an MLP per layer  [default: no MLP].")] = None,
     activation: Annotated[str, typer.Option(help="The MLP's activation: relu or gelu.")] = "relu",
     norm: Annotated[str, typer.Option(help="LayerNorm: none, pre or post.")] = "none",

@@ -30,7 +30,7 @@ def command(
     figures: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FIGURE]...",
+            metavar="FIGURE",
             help="A1–A5, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all]; D2.",
         ),
     ] = None,

@@ -27,7 +27,7 @@ Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attenti
 
 
 def command(
-    grid: Annotated[Path | None, typer.Argument(metavar="[GRID.toml]", help="The grid.", show_default=False)] = None,
+    grid: Annotated[Path | None, typer.Argument(metavar="GRID.toml", help="The grid.", show_default=False)] = None,
     store: Annotated[Path | None, typer.Option(help="The file that keeps the rows; made where there is none.")] = None,
     status: Annotated[Path | None, typer.Option(metavar="STORE", help="Say how far a store is.")] = None,
     export: Annotated[Path | None, typer.Option(metavar="CSV", help="Write the rows as CSV.")] = None,
