@@ -1,6 +1,6 @@
 """Claim: on an H200 (bf16, 16 heads of 64, degree 2) ours is 40 times the fastest exact attention at n = 131072.
 
-Causal 15 times, forward and backward 15 times, ahead from n = 8192. Peers are torch's exact backends (flash, cuDNN) and
+Causal 15 times, forward and backward 15 times (causal 8), ahead from n = 8192. Peers are torch's exact backends (flash, cuDNN) and
 our own torch backend, an unfused polynomial. Every time includes the proof of B and the decision. Before anything is
 timed the outputs are checked against exact attention in float64 on some rows, and against the guarantee that was given.
 """
@@ -247,8 +247,8 @@ def main() -> int:
     for kind, claim in CLAIMS.items():
         last = [row for row in rows if row["kind"] == kind][-1]
         met[f"{kind} at least {claim:g} times at {last['n']}"] = last["times"] >= claim
-    ahead = [row["n"] for row in rows if row["kind"] == "forward" and row["times"] > 1]
-    met[f"ahead from {CROSSOVER}"] = bool(ahead) and min(ahead) <= CROSSOVER
+    from_there = [row["times"] > 1 for row in rows if row["kind"] == "forward" and row["n"] >= CROSSOVER]
+    met[f"ahead from {CROSSOVER}"] = bool(from_there) and all(from_there)
     for claim_text, is_met in met.items():
         print(f"{claim_text}: {'met' if is_met else 'NOT MET'}")
     options.out.parent.mkdir(parents=True, exist_ok=True)

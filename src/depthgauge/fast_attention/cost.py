@@ -14,8 +14,8 @@ from depthgauge.fast_attention.problem import Problem
 class Rates:
     """`exponential`: multiply-adds an exp is worth; `product`, `build`: a multiply-add of the feature products and the
     making of one feature, against one of the exact kernel; `token`: proving B, centring and laying out, for every
-    coordinate; `call`: what one call costs beyond that, `repeated` where it can follow a Route; `block`: the size of
-    the exact blocks on a causal diagonal."""
+    coordinate; `call`: what one call costs beyond that, `repeated` where it can follow a Route, `trained` with a
+    backward pass; `block`: the size of the exact blocks on a causal diagonal."""
 
     exponential: float
     product: float
@@ -23,12 +23,15 @@ class Rates:
     token: float
     call: float
     repeated: float
+    trained: float
     block: int
 
 
-CPU = Rates(exponential=12, product=2, build=37, token=300, call=6e7, repeated=6e7, block=256)
-GPU_TORCH = Rates(exponential=8, product=150, build=500, token=2000, call=2e12, repeated=2e12, block=256)
-GPU_TRITON = Rates(exponential=8, product=1.05, build=4, token=400, call=2.2e11, repeated=5e10, block=1024)
+CPU = Rates(exponential=12, product=2, build=37, token=300, call=6e7, repeated=6e7, trained=6e7, block=256)
+GPU_TORCH = Rates(exponential=8, product=150, build=500, token=2000, call=2e12, repeated=2e12, trained=2e12, block=256)
+GPU_TRITON = Rates(
+    exponential=8, product=1.05, build=4, token=400, call=2.2e11, repeated=5e10, trained=3.3e11, block=1024
+)  # fmt: skip
 
 
 def exact_cost(problem: Problem, rates: Rates) -> float:
@@ -38,8 +41,11 @@ def exact_cost(problem: Problem, rates: Rates) -> float:
     return 2.0 * groups * n * m * (d + e + rates.exponential) * (0.5 if problem.causal else 1.0)
 
 
-def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates, is_repeatable: bool = False) -> float:
-    """Operations of the fast path for one key head: both feature products, diagonal blocks, rows done exactly."""
+def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates, call: float) -> float:
+    """Operations of the fast path for one key head: both feature products, diagonal blocks, rows done exactly.
+
+    `call` is what a call of this sort costs besides, one of the three in `rates`.
+    """
     groups, n, d = problem.q.shape[1:]
     m, e = problem.v.shape[1:]
     f = feature_count(d, degree)
@@ -49,4 +55,4 @@ def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates
     if problem.causal:
         cost += 2.0 * groups * n * min(n, rates.block) * (d + e + rates.exponential)
     cost += 2.0 * exact_rows * m * (d + e + rates.exponential)
-    return cost + (rates.repeated if is_repeatable else rates.call) / problem.heads
+    return cost + call / problem.heads

@@ -211,9 +211,10 @@ class Decision:
         """The backend of a degree, its cost for a head without exact rows, and that of exact attention."""
         if degree not in self._backends:
             backend = backend_for(self.problem, degree)
-            is_repeatable = not self.gradients and triton_route.is_possible(self.problem)
-            cost = polynomial_cost(self.problem, degree, 0, backend.rates, is_repeatable)
-            self._backends[degree] = backend, cost, exact_cost(self.problem, backend.rates)
+            rates = backend.rates
+            repeated = rates.repeated if triton_route.is_possible(self.problem) else rates.call
+            cost = polynomial_cost(self.problem, degree, 0, rates, rates.trained if self.gradients else repeated)
+            self._backends[degree] = backend, cost, exact_cost(self.problem, rates)
         return self._backends[degree]
 
     def least_degree(self, index: int) -> int | None:
@@ -325,7 +326,9 @@ class Decision:
             p = at_index(degree, index)
             beyond = int((~(rows <= p.bound)).sum())
             if 0 < beyond <= MOST_EXACT_ROWS * rows.numel():
-                cost = polynomial_cost(self.problem, degree, beyond, self.backend(degree).rates)
+                rates = self.backend(degree).rates
+                call = rates.trained if self.gradients else rates.call
+                cost = polynomial_cost(self.problem, degree, beyond, rates, call)
                 why = f"{beyond} of {rows.numel()} rows beyond B = {p.bound:.3g} are done exactly"
                 choices.append(Choice(p, centring, p.bound, beyond, cost, why))
         return choices
