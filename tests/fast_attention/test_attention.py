@@ -3,16 +3,21 @@
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthgauge as dg
 from depthgauge.errors import InputError
+from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.plan import GuaranteeError
+from depthgauge.fast_attention.plan import Decision, GuaranteeError
+from depthgauge.fast_attention.problem import Problem
 
 
 def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
@@ -254,6 +259,75 @@ def test_the_room_imports_with_torch_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "torch.Size([4, 4])", done.stderr
+
+
+# --- around torch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_autocast_does_not_round_what_was_promised(causal: bool) -> None:
+    q, k, v = draw(n=600, d=8)
+    how = {"is_causal": causal, "force": "polynomial"}
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    plain, wanted = dg.attention(q, k, v, **how), dg.attention(*leaves, **how)
+    gradients = torch.autograd.grad(wanted.square().sum(), leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(dg.attention(q, k, v, **how), plain, rtol=0, atol=0)
+        again = dg.attention(*leaves, **how)
+        for one, other in zip(torch.autograd.grad(again.square().sum(), leaves), gradients, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own formulas for tangents
+def test_forward_mode_derivatives_are_exact_or_refused() -> None:
+    q, k, v = draw(n=100, d=8)
+    tangent = torch.ones_like(q)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, tangent)
+        with sdpa_kernel(SDPBackend.MATH):
+            found = forward_ad.unpack_dual(dg.attention(dual, k, v)).tangent
+            true = forward_ad.unpack_dual(F.scaled_dot_product_attention(dual, k, v)).tangent
+        torch.testing.assert_close(found, true)
+        with pytest.raises(InputError, match="forward-mode"):
+            dg.attention(dual, k, v, force="polynomial")
+
+
+def test_compiled_code_decides_between_its_graphs() -> None:
+    q, k, v = draw(n=100, d=8)
+    compiled = torch.compile(lambda x: 2 * dg.attention(x + 1, k, v, force="polynomial"), backend="eager")
+    for factor in (1.0, 0.5):
+        torch.testing.assert_close(compiled(factor * q), 2 * dg.attention(factor * q + 1, k, v, force="polynomial"))
+
+
+def test_heads_that_are_changed_do_not_change_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(n=300, d=8, size=0.02)
+    q[:, 1] += 1.0
+    done: list[list[int]] = []
+    original = room.polynomial_heads
+
+    def watched(problem: Problem, decision: Decision, members: list[int], *others: Any) -> tuple[Tensor, Tensor | None]:
+        done.append([decision.choices[head].centring for head in members])
+        return original(problem, decision, members, *others)
+
+    monkeypatch.setattr(room, "polynomial_heads", watched)
+    out = dg.attention(q, k, v, scale=1.0, force="polynomial")
+    assert len({tuple(centrings) for centrings in done}) > 1
+    assert all(len(set(centrings)) == 1 for centrings in done)
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=1.0)
+    assert float((out - exact).abs().max()) < 1e-3 * float((v.amax(-2) - v.amin(-2)).max())
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_of_exact_rows_are_made_in_blocks(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(n=400, d=8, size=0.05)
+    q[:, :, 5::40] *= 40
+    padding = (torch.arange(400) % 7 == 3)[None].expand(q.shape[0], -1) if padded else None
+    how = {"is_causal": causal, "key_padding": padding, "scale": 1.0, "force": "polynomial"}
+    whole = dg.attention(q, k, v, **how)
+    assert dg.attention_plan(q, k, v, **how).heads[0].exact_rows > 0
+    monkeypatch.setattr(room, "MASK_ENTRIES", 3000)
+    torch.testing.assert_close(dg.attention(q, k, v, **how), whole)
 
 
 # --- in use -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ TWISTS = [
     "lopsided",
     "one value sticks out",
     "tiny",
+    "small values",
+    "large values",
+    "far scale",
+    "near scale",
 ]
 
 
@@ -56,6 +60,19 @@ class Case:
     padded: bool
     tolerance: float
     scale: float | None
+
+    @property
+    def stretch(self) -> float:
+        """What q and k are multiplied by, and the scale divided by, twice."""
+        power = {"far scale": 40, "near scale": -40}.get(self.twist, 0)
+        return 2.0**power if self.dtype != torch.float16 else 1.0
+
+    @property
+    def used_scale(self) -> float | None:
+        """The scale that is given to `attention`."""
+        if self.stretch == 1:
+            return self.scale
+        return (self.scale if self.scale is not None else 1 / math.sqrt(self.d)) / self.stretch**2
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         generator = torch.Generator().manual_seed(self.seed)
@@ -87,6 +104,9 @@ class Case:
             v[..., 0, :] = 50
         if self.twist == "tiny" and self.dtype != torch.float16:
             v = v * 1e-30
+        if self.twist in ("small values", "large values"):
+            v = v * (1e-5 if self.twist == "small values" else 400)
+        q, k = q * self.stretch, k * self.stretch
         padding = None
         if self.padded and self.m > 1:
             padding = torch.rand(2, self.m, generator=generator) < 0.4
@@ -127,7 +147,7 @@ def spread(v: Tensor, padding: Tensor | None) -> Tensor:
 def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
     """Exact attention in float64, and what float64 itself may have lost (as a share of range(v))."""
     q, k, v = q.double(), k.double(), v.double()
-    scale = case.scale if case.scale is not None else 1 / math.sqrt(case.d)
+    scale = case.used_scale if case.used_scale is not None else 1 / math.sqrt(case.d)
     k, v = (x.repeat_interleave(case.groups, dim=1) for x in (k, v))
     keep = None if padding is None else ~padding[:, None, :]
     out = softmax_attention(q, k, v, scale, case.causal, keep)
@@ -145,7 +165,7 @@ def promised(plan: Plan, case: Case) -> tuple[Tensor, Tensor]:
 def check(case: Case, force: str | None) -> Plan:
     q, k, v, padding = case.tensors()
     arguments = {
-        "is_causal": case.causal, "tolerance": case.tolerance, "scale": case.scale, "key_padding": padding,
+        "is_causal": case.causal, "tolerance": case.tolerance, "scale": case.used_scale, "key_padding": padding,
         "enable_gqa": case.groups > 1,
     }  # fmt: skip
     try:
@@ -160,7 +180,7 @@ def check(case: Case, force: str | None) -> Plan:
     expected, lost = reference(case, q, k, v, padding)
     share, fast = promised(plan, case)
     width = spread(v, padding).repeat_interleave(case.groups, dim=1)
-    stored = plan.output_unit * expected.abs() + torch.finfo(q.dtype).tiny
+    stored = plan.output_unit * expected.abs() + plan.output_floor
     error = (out.double() - expected).abs()
     ours = fast & (bound[..., None] > 0)
     assert bool(((error <= (share + lost) * width + stored) | ~ours).all())
@@ -179,7 +199,7 @@ def check(case: Case, force: str | None) -> Plan:
         else:
             causal = case.causal
         same = F.scaled_dot_product_attention(
-            q, k, v, keep, is_causal=causal, scale=case.scale, enable_gqa=case.groups > 1
+            q, k, v, keep, is_causal=causal, scale=case.used_scale, enable_gqa=case.groups > 1
         )
         torch.testing.assert_close(out, same, equal_nan=True)
     return plan

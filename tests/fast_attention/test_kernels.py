@@ -173,3 +173,24 @@ def test_a_guarantee_that_rounding_would_eat_up_is_not_given(monkeypatch: pytest
     assert "rounding in bfloat16" in refused.heads[0].why
     with pytest.raises(plans.GuaranteeError, match="longer dtype"):
         room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse, force="polynomial")
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("small_blocks")
+def test_causal_sums_of_large_values_fit_float16() -> None:
+    # All keys of a block along one axis, values far beyond what 128 of them leave room for in float16.
+    signs = 1 - 2 * (torch.arange(500) % 2).float()
+    q = torch.zeros(1, 1, 500, 16).index_fill_(-1, torch.tensor([0]), 0.3) * signs[:, None]
+    k = torch.zeros(1, 1, 500, 16).index_fill_(-1, torch.tensor([0]), 0.3) * signs.roll(1)[:, None]
+    v = torch.where(torch.arange(500) % 10 == 3, -8000.0, 8000.0)[:, None].expand(1, 1, 500, 16)
+    q, k, v = q.half(), k.half(), v.half().contiguous()
+    request = checked(q, k, v, None, 0.0, True, 1e-2, 5.0, None, False, "polynomial")
+    problem = request.flat()
+    decision = decide(request, problem)
+    polynomial = decision.choices[0].polynomial
+    assert polynomial is not None
+    assert polynomial.degree == 2
+    out, _, _ = triton_backend.forward(make_spec(problem, decision, [0], 2), problem.q, problem.k, problem.v)
+    exact = softmax_attention(q.double(), k.double(), v.double(), 5.0, True)
+    allowed = (output_error(polynomial.error) + triton_backend.rounding(problem, polynomial, 0.46, 1, 0.0)) * 16000
+    assert float((out.double() - exact).abs().max()) <= allowed + 2.0**-9 * 8000

@@ -16,9 +16,9 @@ from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends, plan, triton_backend, triton_route
 from depthgauge.fast_attention.attention import attention
 from depthgauge.fast_attention.backends import TRITON
-from depthgauge.fast_attention.minimax import grid_index
+from depthgauge.fast_attention.minimax import grid_bound, grid_index
 from depthgauge.fast_attention.plan import GuaranteeError
-from depthgauge.fast_attention.triton_survey import outward
+from depthgauge.fast_attention.triton_survey import outward, report_place
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
@@ -79,6 +79,7 @@ def test_a_second_call_repeats_the_first(
         torch.testing.assert_close(moved, first, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the spoilt inputs, in the interpreter's numpy
 def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
@@ -91,11 +92,16 @@ def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch)
     assert len(route.known) == len(before) + 1
     with pytest.raises(GuaranteeError):
         attention(100 * q, k, v, **OPTIONS)
-    spoilt = q.clone()
-    spoilt[0, 0, 3, 3] = math.nan
-    options = {**OPTIONS, "force": None}
-    attention(q, k, v, **options)
-    assert bool(attention(spoilt, k, v, **options)[0, 0, 3].isnan().all())  # type: ignore[index]
+    for bad in (math.nan, math.inf):
+        for tensor in (q, k, v):
+            spoilt = tensor.clone()
+            spoilt[0, 0, 3, 3] = bad
+            given = [spoilt if x is tensor else x for x in (q, k, v)]
+            assert route(*given) is None
+            exact = F.scaled_dot_product_attention(*given, scale=1.0)
+            torch.testing.assert_close(attention(*given, **OPTIONS), exact, rtol=0, atol=1e-2, equal_nan=True)
+    for factors in ((1e9, 1e-9, 1.0), (1e-9, 1e9, 1.0), (1.0, 1.0, 1e-20), (1.0, 1.0, 1e20)):  # sums would be lost
+        assert route(*(x * factor for x, factor in zip((q, k, v), factors, strict=True))) is None
     forbid_decisions(monkeypatch)
     attention(q, k, v, **OPTIONS)
     for other in ({"tolerance": 2e-2}, {"scale": 0.5}, {"is_causal": True}, {"return_bound": True}, {"scale": 1}):
@@ -120,14 +126,54 @@ def test_a_route_never_assumes_less_than_the_survey_proves() -> None:
 
     route.known = Everything()
     for step in range(300):
-        exponents = 20 * torch.rand(2, 6, generator=generator, dtype=torch.float64) - 10 - 60 * (step % 3 == 0)
-        rows = [[*row[:4], 1.0, row[5]] for row in (10.0**exponents).tolist()]
+        sizes = (10.0 ** (14 * torch.rand(2, 6, generator=generator, dtype=torch.float64) - 8)).tolist()
+        rows = [[*row[:4], 1.0, row[5]] for row in sizes]
+        if step % 2:  # just below an edge of the grid, where rounding up decides
+            edge = grid_bound(grid_index(math.sqrt(rows[0][0] * rows[0][1]))) * (1 - 1e-7)
+            rows[0][1] = edge**2 / rows[0][0]
+            rows[1][:2] = [rows[0][0] / 4, rows[0][1] / 4]
         assert route.decided(rows) is not None
         longest = [(math.sqrt(row[0]) * up + lost) * (math.sqrt(row[1]) * up + lost) for row in rows]
         assert asked[-1] >= grid_index(max(longest))
+        assert asked[-1] <= grid_index(max(longest) * (1 + 1e-6))
     for column in range(6):
         for bad in (math.inf, math.nan):
             rows = [[1.0] * 6, [1.0] * 6]
             rows[1][column] = bad
             assert route.decided(rows) is None
-    assert route.decided([[1.0] * 6, [*[1.0] * 4, 1e38, 1.0]]) is None
+    for column in (0, 1, 4):
+        for bad in (1e13, 1e-13):
+            rows = [[1.0] * 6, [1.0] * 6]
+            rows[1][column] = bad
+            assert route.decided(rows) is None
+            rows[1][column] = 0.0
+            assert route.decided(rows) is not None
+
+
+def test_a_route_gives_up_where_centring_would_lower_the_degree() -> None:
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    (route,) = triton_route._routes.values()
+    ((index, (coefficients, least)),) = route.known.items()
+    square = 0.999 * grid_bound(index)  # of the norms of q and of k, so that their product is just below B
+    rows = [[square, square, square, square, 1.0, 0.0]] * 2
+    assert route.decided(rows) == coefficients
+    for column in (2, 3):
+        centred = [list(row) for row in rows]
+        centred[1][column] = (0.9 * grid_bound(least - 1)) ** 2 / square
+        assert route.decided(centred) is None
+
+
+def test_an_error_on_the_way_leaves_no_numbers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    (route,) = triton_route._routes.values()
+    before = report_place(2, q.device)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(triton_route, "first_place", fail)
+    with pytest.raises(MemoryError):
+        route(q, k, v)
+    assert report_place(2, q.device) is not before

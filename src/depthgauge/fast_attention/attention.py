@@ -1,5 +1,6 @@
 """`attention` and `attention_plan`: scaled_dot_product_attention with a guarantee, fast where the scores are small."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,12 +11,15 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import notes, survey_of
 from depthgauge.fast_attention.certificate import row_certificate
-from depthgauge.fast_attention.gradient import PolynomialAttention
+from depthgauge.fast_attention.gradient import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Decision, Plan, exact_plan
 from depthgauge.fast_attention.problem import Problem, Request, checked
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton_route import Kind
+
+MASK_ENTRIES = 2**27
+"""How large a mask is made at once."""
 
 
 def attention(
@@ -46,6 +50,11 @@ def attention(
     >>> bool((attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-3)
     True
     """
+    if torch.compiler.is_compiling():
+        return outside_graphs()(
+            q, k, v, attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
+            enable_gqa=enable_gqa, force=force, return_bound=return_bound,
+        )  # fmt: skip
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
     with on_device(q):
         kind = None if return_bound else triton_route.kind_of(q, k, v, options)
@@ -61,14 +70,26 @@ def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Te
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
     problem = request.flat()
-    decision = decide(request, problem)
+    with without_autocast(problem.q.device):
+        decision = decide(request, problem)
     if all(choice.polynomial is None for choice in decision.choices):
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
     if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
         decision.teach(kind)
-    flat, bound = run(problem, decision, return_bound)
+    with without_autocast(problem.q.device):
+        flat, bound = run(problem, decision, return_bound)
     return (request.shaped(flat), request.shaped(bound)) if bound is not None else request.shaped(flat)
+
+
+_outside_graphs: list[Callable[..., Tensor | tuple[Tensor, Tensor]]] = []
+
+
+def outside_graphs() -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """`attention` for code that torch compiles: a decision depends on numbers, so it is made between two graphs."""
+    if not _outside_graphs:  # made late, for it imports the compiler
+        _outside_graphs.append(torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
+    return _outside_graphs[0]
 
 
 def on_device(tensor: object) -> AbstractContextManager[object]:
@@ -100,7 +121,7 @@ def attention_plan(
     if reason is not None:
         return exact_plan(request, reason)
     problem = request.flat()
-    with on_device(q):
+    with on_device(q), without_autocast(problem.q.device):
         return decide(request, problem).plan(request, notes(problem.q.device))
 
 
@@ -115,6 +136,8 @@ def exact_reason(request: Request) -> str | None:
         reason = "a batch has no key that is not padding"
     elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
         reason = "there is nothing to compute"
+    elif triton_route.is_dual(request.q, request.k, request.v):
+        reason = "forward-mode derivatives have no polynomial path"
     elif request.is_causal and request.key_padding is not None and bool(request.key_padding[..., 0].any()):
         reason = "a first key that is padding leaves causal rows without any key"
     if reason is not None and request.force == "polynomial":
@@ -127,8 +150,8 @@ def exact(request: Request) -> Tensor:
     mask, is_causal = request.attn_mask, request.is_causal
     if request.key_padding is not None:
         keep = ~request.key_padding[..., None, None, :] if request.k.ndim > 2 else ~request.key_padding[None]
-        n, m = request.q.shape[-2], request.k.shape[-2]
-        keep = keep & visible(n, m, is_causal, None, keep.device)
+        if is_causal:
+            keep = keep & visible(request.q.shape[-2], request.k.shape[-2], True, None, keep.device)
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
         mask, is_causal = keep, False
@@ -147,21 +170,25 @@ def decide(request: Request, problem: Problem) -> Decision:
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
-    """out [N, G, n, e] and, if asked for, the rows' bounds [N, G, n]: heads of one degree together."""
-    degrees = [None if c.polynomial is None else c.polynomial.degree for c in decision.choices]
-    kinds = sorted(set(degrees), key=lambda degree: -1 if degree is None else degree)
+    """out [N, G, n, e] and, if asked for, the rows' bounds [N, G, n].
+
+    Heads of one degree are done together, those that are taken as they come apart from those that are changed first.
+    """
+    sorts = [c.sort() for c in decision.choices]
+    kinds = sorted(set(sorts))
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
     for kind in kinds:
-        members = [head for head, degree in enumerate(degrees) if degree == kind]
-        if len(kinds) == 1 and kind is not None:
-            return polynomial_heads(problem, decision, members, kind, return_bound)
+        members = [head for head, sort in enumerate(sorts) if sort == kind]
+        degree, _ = kind
+        if len(kinds) == 1 and degree >= 0:
+            return polynomial_heads(problem, decision, members, degree, return_bound)
         at = torch.tensor(members, device=problem.q.device)
         part = problem.select(at)
-        if kind is None:
+        if degree < 0:
             out = exact_heads(part)
             parts.append((at, out, out.new_zeros(out.shape[:-1], dtype=torch.float64)))
         else:
-            parts.append((at, *polynomial_heads(part, decision, members, kind, return_bound)))
+            parts.append((at, *polynomial_heads(part, decision, members, degree, return_bound)))
     order = torch.cat([at for at, _, _ in parts]).argsort()
     out = torch.cat([part for _, part, _ in parts])[order]
     bounds = [bound for _, _, bound in parts if bound is not None]
@@ -174,8 +201,27 @@ def exact_heads(problem: Problem) -> Tensor:
     k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
     if problem.keep is None:
         return F.scaled_dot_product_attention(problem.q, k, v, is_causal=problem.causal, scale=problem.scale)
-    seen = visible(n, k.shape[-2], problem.causal, problem.keep, k.device).unsqueeze(1)
-    return F.scaled_dot_product_attention(problem.q, k, v, seen, scale=problem.scale)
+    positions = torch.arange(n, device=k.device).repeat(problem.heads, groups)
+    return exactly(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
+
+
+def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
+    """Exact attention of some rows of every head, q [N, R, d] at positions [N, R]: [N, R, e].
+
+    Masks are made for a block of rows at a time.
+    """
+    k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
+    is_masked = problem.causal or problem.keep is not None
+    size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
+    parts = []
+    for start in range(0, q.shape[1], size):
+        rows, at = q[:, None, start : start + size], positions[:, start : start + size, None]
+        seen = torch.arange(m, device=q.device) <= at if problem.causal else None
+        if problem.keep is not None:
+            seen = problem.keep[:, None] if seen is None else seen & problem.keep[:, None]
+        mask = None if seen is None else seen[:, None]
+        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=problem.scale)[:, 0])
+    return torch.cat(parts, dim=1)
 
 
 def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
@@ -184,18 +230,7 @@ def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
     most = int(flat.sum(dim=1).max())
     chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # the marked ones come first
     heads = torch.arange(problem.heads, device=out.device)[:, None]
-    q = problem.q.flatten(1, 2)[heads, chosen]
-    seen = None
-    if problem.causal or problem.keep is not None:
-        m = problem.k.shape[1]
-        seen = torch.ones(*chosen.shape, m, dtype=torch.bool, device=out.device)
-        if problem.causal:
-            seen &= torch.arange(m, device=out.device) <= (chosen % n)[..., None]
-        if problem.keep is not None:
-            seen &= problem.keep[:, None]
-        seen = seen[:, None]
-    k, v = problem.k[:, None], problem.v[:, None]
-    found = F.scaled_dot_product_attention(q[:, None], k, v, seen, scale=problem.scale)[:, 0]
+    found = exactly(problem, problem.q.flatten(1, 2)[heads, chosen], chosen % n)
     kept = flat[heads, chosen].nonzero(as_tuple=True)
     places = kept[0], chosen[kept]
     return out.flatten(1, 2).index_put(places, found[kept]).view_as(out)

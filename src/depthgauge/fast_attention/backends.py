@@ -26,7 +26,8 @@ class Backend:
 
     `forward` is told whether Z, and what `backward` keeps, will be needed.
 
-    `rounding` takes the problem, p, B, what is centred (0, 1, 2) and the range of log w.
+    `rounding` takes the problem, p, B, what is centred (0, 1, 2) and the range of log w. `holds` says whether a head's
+    sums stay in range, for the scale, the longest query and key, and the largest value.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Backend:
     forward: Forward
     backward: Backward
     rounding: Callable[[Problem, Minimax, float, int, float], float]
+    holds: Callable[[float, float, float, float], bool]
 
 
 def torch_rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
@@ -44,7 +46,12 @@ def torch_rounding(problem: Problem, p: Minimax, bound: float, centring: int, sp
     return rounding_share(p, bound, torch_backend.roundings(d, p.degree) * unit(work), coarse, log_error)
 
 
-_TORCH = torch_backend.forward, torch_backend.backward, torch_rounding
+def always_holds(scale: float, query: float, key: float, value: float) -> bool:
+    """The torch backend balances q and k before it sums anything."""
+    return True
+
+
+_TORCH = torch_backend.forward, torch_backend.backward, torch_rounding, always_holds
 TORCH_CPU = Backend("torch", CPU, *_TORCH)
 TORCH_GPU = Backend("torch", GPU_TORCH, *_TORCH)
 TRITON = Backend(
@@ -53,6 +60,7 @@ TRITON = Backend(
     triton_backend.forward,
     triton_gradient.backward,
     triton_backend.rounding,
+    triton_backend.holds,
 )
 
 
@@ -66,7 +74,9 @@ def backend_for(problem: Problem, degree: int) -> Backend:
     """triton for what its kernels do on a GPU, torch for the rest."""
     if not problem.q.is_cuda:
         return TORCH_CPU
-    is_known = triton_tuning.is_supported(problem.q.dtype, problem.q.shape[-1], problem.v.shape[-1], degree)
+    (heads, groups, n, d), (m, e) = problem.q.shape, problem.v.shape[1:]
+    is_known = triton_tuning.is_supported(problem.q.dtype, d, e, degree)
+    is_known = is_known and triton_tuning.is_addressable(heads * groups, max(groups * n, m), max(d, e))
     return TRITON if is_known and has_triton() else TORCH_GPU
 
 

@@ -30,7 +30,8 @@ class Survey:
 
     Norms are upper bounds: of the longest query and key as given, and after centring at `query_centre` (μ) and
     `key_centre` (c), both [N, d]. `spread` bounds log w_i − log w_j. `is_usable`: all finite, and sums cannot overflow.
-    `values` are the least and largest entries of the value columns, two [N, e], where they were looked at.
+    `value_size` is at least the largest |v|; `values` are the least and largest entries of the value columns, two
+    [N, e], where they were looked at.
     """
 
     query: list[float]
@@ -39,6 +40,7 @@ class Survey:
     key_centred: list[float]
     spread: list[float]
     is_usable: list[bool]
+    value_size: list[float]
     query_centre: Tensor
     key_centre: Tensor
     values: tuple[Tensor, Tensor] | None
@@ -107,6 +109,7 @@ def survey(problem: Problem) -> Survey:
         norm_up(mu),
         width,
         finite.to(work),
+        torch.maximum(low.abs(), high.abs()).amax(dim=-1),
     ]
     return summed_up(problem, torch.stack(columns).tolist(), mu, c, (low, high))
 
@@ -118,22 +121,24 @@ def summed_up(
     c: Tensor,
     values: tuple[Tensor, Tensor] | None,
 ) -> Survey:
-    """A Survey from what was found, a number per head: norms of q, k, q−μ, k−c and μ, size of the values, 1 if finite.
+    """A Survey from what was found, a number per head.
+
+    These are norms of q, k, q−μ, k−c and μ, the range of the values or more, 1 if all is finite, and `value_size`.
 
     >>> q = torch.ones(1, 1, 2, 4)
-    >>> columns = [[2.0], [2.0], [0.0], [0.0], [2.0], [1.0], [1.0]]
+    >>> columns = [[2.0], [2.0], [0.0], [0.0], [2.0], [1.0], [1.0], [1.0]]
     >>> summed_up(Problem(q, q[0], q[0], 0.5, False, None), columns, q[0, 0, :1], q[0, 0, :1], None).is_usable
     [True]
     """
     largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
     smallest = torch.finfo(problem.working).tiny * 2**40
-    query, key, query_centred, key_centred, middle, size, finite = columns
+    query, key, query_centred, key_centred, middle, size, finite, value_size = columns
     is_usable = [
         one == 1 and math.isfinite(total) and (value == 0 or smallest < value < largest)
         for one, value, total in zip(finite, size, map(sum, zip(*columns, strict=True)), strict=True)
     ]
     spread = [2 * score_bound(problem.scale, a, b) for a, b in zip(middle, key_centred, strict=True)]
-    return Survey(query, key, query_centred, key_centred, spread, is_usable, mu, c, values)
+    return Survey(query, key, query_centred, key_centred, spread, is_usable, value_size, mu, c, values)
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

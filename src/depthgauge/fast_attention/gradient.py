@@ -1,5 +1,6 @@
 """Gradients through the fast path: one function of autograd, and a second that refuses to be differentiated again."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,13 @@ from depthgauge.fast_attention.spec import Spec
 
 class DoubleBackwardError(DepthgaugeError, RuntimeError):
     """A gradient of the fast path was differentiated; it has a bound of its own, and second derivatives have none."""
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Where products are done in the dtype they are given in: autocast would round them, and no allowance counts it."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 class PolynomialAttention(torch.autograd.Function):
@@ -29,7 +37,8 @@ class PolynomialAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The backend's gradients of q, k and v."""
         q, k, v, *saved = ctx.saved_tensors
-        gradients = _Gradient.apply(q, k, v, grads[0], ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
+        with without_autocast(q.device):
+            gradients = _Gradient.apply(q, k, v, grads[0], ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
         return (*gradients, None, None)
 
 

@@ -49,7 +49,7 @@ def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
 
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
-    """The compiled-on-demand kernels; triton is imported here and nowhere else."""
+    """The compiled-on-demand kernels; triton is imported when they are first asked for."""
     import triton
     import triton.language as tl
 
@@ -346,6 +346,6 @@ def kernels() -> SimpleNamespace:
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
 
     return SimpleNamespace(
-        triton=triton, tl=tl, transpose=transpose, survey=survey, first_moments=first_moments,
+        transpose=transpose, survey=survey, first_moments=first_moments,
         second_moments=second_moments, finish=finish, evaluate=evaluate,
     )  # fmt: skip

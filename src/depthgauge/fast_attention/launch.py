@@ -36,8 +36,9 @@ class Launch:
             addresses |= tensor.data_ptr()
             dtypes.append(tensor.dtype)
         is_aligned = addresses % ALIGNMENT == 0
-        if is_aligned and self._compiled is not None and self._compiled[0] == dtypes:
-            self._compiled[1](*tensors, *self.integers, *floats, *self.constants)
+        known = self._compiled
+        if is_aligned and known is not None and known[0] == dtypes:
+            known[1](*tensors, *self.integers, *floats, *self.constants)
             return
         compiled = self.kernel[self.grid](*tensors, *self.integers, *floats, *self.constants, **self.options)
         if is_aligned and compiled is not None:  # the interpreter compiles nothing

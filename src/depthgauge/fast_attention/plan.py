@@ -80,8 +80,9 @@ class HeadPlan:
 class Plan:
     """What `attention` does with these arguments; `str(plan)` is a table.
 
-    Every output entry of head h is within (guarantee + rounding) × range(v column) + output_unit × |entry| of exact
-    attention. Costs are predicted operations. `bound_before` and `bound_after` are B without and with centring.
+    Every output entry of head h is within (guarantee + rounding) × range(v column) + output_unit × |entry| +
+    output_floor of exact attention. Costs are predicted operations. `bound_before` and `bound_after` are B without and
+    with centring.
     """
 
     tolerance: float
@@ -109,6 +110,11 @@ class Plan:
     def output_unit(self) -> float:
         """What storing an entry, and values with a mean, may cost in their dtype, as a share of the entry."""
         return 4 * unit(self.dtype)
+
+    @property
+    def output_floor(self) -> float:
+        """What is lost where values are so small that their dtype has no digits left: its smallest normal number."""
+        return float(torch.finfo(self.dtype).tiny)
 
     def __str__(self) -> str:
         rows = [
@@ -138,6 +144,11 @@ class Choice:
     exact_rows: int
     cost: float
     why: str
+
+    def sort(self) -> tuple[int, bool]:
+        """The degree, −1 for exact attention, and whether q and k are changed before the polynomial sees them."""
+        is_changed = self.centring > 0 or self.exact_rows > 0
+        return (-1, False) if self.polynomial is None else (self.polynomial.degree, is_changed)
 
 
 @lru_cache(maxsize=1024)
@@ -177,7 +188,8 @@ class Decision:
         if self.problem.q.is_cuda:  # one polynomial for all, which then needs no table on the device
             bounds = [max(bounds)] * len(bounds)
         whole = {bound: self._without_exact_rows((grid_index(bound),)) for bound in set(bounds)}
-        worth = {bound: self._if_worth_it(choice) for bound, choice in whole.items() if choice is not None}
+        heads = range(len(bounds))
+        worth = {bound: self._if_worth_it(choice, heads) for bound, choice in whole.items() if choice is not None}
         return [worth[bound] for bound in bounds]
 
     def teach(self, kind: Kind) -> None:
@@ -211,11 +223,14 @@ class Decision:
         """The backend of a degree, its cost for a head without exact rows, and that of exact attention."""
         if degree not in self._backends:
             backend = backend_for(self.problem, degree)
-            rates = backend.rates
-            repeated = rates.repeated if triton_route.is_possible(self.problem) else rates.call
-            cost = polynomial_cost(self.problem, degree, 0, rates, rates.trained if self.gradients else repeated)
-            self._backends[degree] = backend, cost, exact_cost(self.problem, rates)
+            cost = self._cost(degree, 0, triton_route.is_possible(self.problem))
+            self._backends[degree] = backend, cost, exact_cost(self.problem, backend.rates)
         return self._backends[degree]
+
+    def _cost(self, degree: int, exact_rows: int, is_repeatable: bool = False) -> float:
+        rates = backend_for(self.problem, degree).rates
+        call = rates.trained if self.gradients else rates.repeated if is_repeatable else rates.call
+        return polynomial_cost(self.problem, degree, exact_rows, rates, call)
 
     def least_degree(self, index: int) -> int | None:
         """The least degree that meets the tolerance for scores up to 2^(index/GRID)."""
@@ -235,12 +250,12 @@ class Decision:
         whole = self._whole[indices]
         least = HIGHEST_DEGREE + 1 if whole is None else self.least_degree(min(indices))
         if whole is not None and least is not None and least <= 2:
-            return self._if_worth_it(whole, self.survey.spread[head])
+            return self._if_worth_it(whole, [head])
         found = self._with_exact_rows(head, len(indices) - 1, HIGHEST_DEGREE + 1 if least is None else least)
         found += [] if whole is None else [whole]
         if not found:
             return self._none_fits(head, min(bounds[: len(indices)]))
-        return self._if_worth_it(min(found, key=lambda choice: choice.cost), self.survey.spread[head])
+        return self._if_worth_it(min(found, key=lambda choice: choice.cost), [head])
 
     def _largest_log_range(self) -> float:
         """How far log w may range: sums in float32 lose small weights only where a causal row sees no others."""
@@ -260,7 +275,8 @@ class Decision:
         degree = self._nearly_free(least, index)
         p = suited(degree, index, self.dim, self.tolerance, self.gradients)
         assert guarantee(p, self.gradients) <= self.tolerance
-        return Choice(p, centring, p.bound, 0, self._with_costs(degree)[1], "meets the tolerance at this degree")
+        cost = self._with_costs(degree)[1] if centring == 0 else self._cost(degree, 0)
+        return Choice(p, centring, p.bound, 0, cost, "meets the tolerance at this degree")
 
     def _nearly_free(self, least: int, index: int) -> int:
         """The highest degree that costs little more than the cheapest that meets the tolerance."""
@@ -272,14 +288,18 @@ class Decision:
         costs = {degree: self._with_costs(degree)[1] for degree in fits}
         return max(degree for degree in fits if costs[degree] <= NEARLY * min(costs.values()))
 
-    def _if_worth_it(self, choice: Choice, spread: float = 0.0) -> Choice:
+    def _if_worth_it(self, choice: Choice, heads: Sequence[int]) -> Choice:
         """The choice, or exact attention where this is cheaper or rounding would leave nothing of the guarantee."""
-        allowance = self._allowance(choice, spread)
+        allowance = self._allowance(choice, heads)
         if not allowance <= LARGEST_ROUNDING:
             dtype = str(self.problem.q.dtype).removeprefix("torch.")
             why = f"rounding in {dtype} may add {allowance:.2g} of range(v) at degree {_degree(choice)}"
+            advice = "use a longer dtype"
+            if not all(self._holds(choice, head) for head in heads):
+                why = f"sums of degree {_degree(choice)} may leave the range of float32"
+                advice = "bring q, k, v and the scale nearer to 1"
             if self.force == "polynomial":
-                raise GuaranteeError(f"the polynomial cannot be forced here: {why}; use a longer dtype")
+                raise GuaranteeError(f"the polynomial cannot be forced here: {why}; {advice}, or leave force unset")
             return Choice(None, choice.centring, choice.bound, choice.exact_rows, choice.cost, why)
         if self.force == "polynomial" or choice.cost <= self._with_costs(_degree(choice))[2]:
             return choice
@@ -326,24 +346,28 @@ class Decision:
             p = at_index(degree, index)
             beyond = int((~(rows <= p.bound)).sum())
             if 0 < beyond <= MOST_EXACT_ROWS * rows.numel():
-                rates = self.backend(degree).rates
-                call = rates.trained if self.gradients else rates.call
-                cost = polynomial_cost(self.problem, degree, beyond, rates, call)
+                cost = self._cost(degree, beyond)
                 why = f"{beyond} of {rows.numel()} rows beyond B = {p.bound:.3g} are done exactly"
                 choices.append(Choice(p, centring, p.bound, beyond, cost, why))
         return choices
 
     def rounding(self, head: int) -> float:
         """The rounding allowance of a head on the fast path, as a share of range(v)."""
-        return self._allowance(self.choices[head], self.survey.spread[head])
+        return self._allowance(self.choices[head], [head])
 
-    def _allowance(self, choice: Choice, spread: float) -> float:
-        """The same for a choice, where log w ranges over `spread`."""
+    def _allowance(self, choice: Choice, heads: Sequence[int]) -> float:
+        """The same for a choice that some heads share; infinite where sums leave their range."""
         if choice.polynomial is None:
             return 0.0
+        if not all(self._holds(choice, head) for head in heads):
+            return math.inf
         rounding = self.backend(choice.polynomial.degree).rounding
-        log_range = spread if choice.centring == 2 else 0.0
-        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, log_range)
+        spread = max(self.survey.spread[head] for head in heads) if choice.centring == 2 else 0.0
+        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
+
+    def _holds(self, choice: Choice, head: int) -> bool:
+        s = self.survey
+        return self.backend(_degree(choice)).holds(self.problem.scale, s.query[head], s.key[head], s.value_size[head])
 
     def plan(self, request: Request, notes: Sequence[str]) -> Plan:
         """The choices as a Plan."""

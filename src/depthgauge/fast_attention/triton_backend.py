@@ -1,4 +1,4 @@
-"""The fast path on the GPU: degrees 1 and 2 in fused Triton kernels (the extra `gpu`), forward and backward.
+"""The fast path on the GPU: degrees 1 and 2 in fused Triton kernels (the extra `gpu`).
 
 Where nothing is centred, padded or done exactly, the kernels read q, k and v as they are, and the scale goes into p's
 coefficients. Otherwise q̃ and k̃ are made first, in the tensors' own dtype, and w multiplies one of the two factors of
@@ -111,9 +111,10 @@ def first_place(splits: int, heads: int, d: int, e: int, device: torch.device) -
 def second_place(splits: int, heads: int, d: int, e: int, is_causal: bool, like: Tensor) -> Tensor:
     """Room for Σ (y ⊗ x) v of every split, by programs.
 
-    Causal sums are many; kept in the tensors' own dtype they cost half, and one more rounding.
+    Causal sums are many; kept in bfloat16 they cost half, and one more rounding. float16 could not hold them.
     """
-    return like.new_empty(splits, heads, len(programs(d)), 512, e, dtype=None if is_causal else torch.float32)
+    dtype = torch.bfloat16 if is_causal and like.dtype == torch.bfloat16 else torch.float32
+    return like.new_empty(splits, heads, len(programs(d)), 512, e, dtype=dtype)
 
 
 def first_sums(t: Tokens, per_split: int) -> Tensor:
@@ -239,6 +240,20 @@ def uses_middle(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16
 
 
+def holds(scale: float, query: float, key: float, value: float) -> bool:
+    """Whether s² k k v and q q, which the kernels form of what they are given, stay far inside the range of float32.
+
+    >>> holds(0.125, 8.0, 8.0, 1.0), holds(1e-24, 1e12, 1e12, 1.0), holds(1.0, 0.0, 8.0, 1.0)
+    (True, False, True)
+    """
+    sizes = [(abs(scale), 20), (query, 20), (key, 20), (value, 40)]
+    return all(size < _NOTHING or 2.0**-power <= size <= 2.0**power for size, power in sizes)
+
+
+_NOTHING = 2.0**-58
+"""A norm this short was zero before it was rounded up."""
+
+
 def rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
     """What rounding may add to an entry, as a share of its values' range (README, Rounding)."""
     dtype, d = problem.q.dtype, problem.q.shape[-1]
@@ -247,7 +262,8 @@ def rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: 
     query = 1 if key or dtype == torch.float16 else 0
     weight = 2 if centring == 2 else 0
     a = [abs(c) * bound**g for g, c in enumerate(p.coefficients)] + [0.0]
-    sums = (LONGEST_SPLIT / 8 + problem.k.shape[1] / LONGEST_SPLIT + d * d / 8 + 32) * 2.0**-23 * sum(a)
+    per_split = CAUSAL_BLOCK if problem.causal else LONGEST_SPLIT
+    sums = (LONGEST_SPLIT / 8 + problem.k.shape[1] / per_split + d * d / 8 + 32) * 2.0**-23 * sum(a)
     # Below its normal range float16 is off by 2⁻²⁵ a number: coordinates, their products, and these times w.
     small = d * 2.0**-22 * math.exp(spread if centring == 2 else 0.0) if dtype == torch.float16 else 0.0
     log_error = math.expm1(min(1.0, (d + 6) * 2.0**-53 * spread))

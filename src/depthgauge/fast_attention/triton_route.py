@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from depthgauge.fast_attention import triton_launches as launches
 from depthgauge.fast_attention.kernels import slots
@@ -25,7 +26,7 @@ from depthgauge.fast_attention.triton_backend import (
     state_place,
     uses_middle,
 )
-from depthgauge.fast_attention.triton_survey import outward, report_place, survey_places
+from depthgauge.fast_attention.triton_survey import forget_reports, outward, report_place, survey_places
 from depthgauge.fast_attention.triton_tuning import padded_length, program_table, second_table, slot_table
 
 
@@ -47,8 +48,6 @@ class Route:
         self.heads, self.rows, self.m, self.d, self.e, self.device = heads, rows, m, d, e, device
         self.padded, self.splits, self.states, self.parts, self.is_causal = padded, splits, states, parts, is_causal
         self.scale = problem.scale
-        self.largest = torch.finfo(torch.float32).max / (64 * m)
-        self.smallest = torch.finfo(torch.float32).tiny * 2**40
         self.survey = launches.survey(heads, rows, m, d, e, device)
         blocks = launches.survey_blocks(rows, m)
         self.transpose = launches.transpose(heads, m, d, padded, blocks, True, device)
@@ -64,6 +63,13 @@ class Route:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """The output, shaped as the caller's [..., heads, n, e]; None where this must be decided anew."""
+        try:
+            return self._follow(q, k, v)
+        except BaseException:  # numbers may be on their way still: nobody else must wait for them in their place
+            forget_reports()
+            raise
+
+    def _follow(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         heads, d, e, device = self.heads, self.d, self.e, self.device
         programs, others, slots = self.tables
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -98,7 +104,7 @@ class Route:
         q0, k0, q1, k1, values, mean = zip(*rows, strict=True)
         if not math.isfinite(sum(map(sum, (q0, k0, q1, k1, mean)))):
             return None
-        if not all(value == 0 or self.smallest < value < self.largest for value in values):
+        if not all(size == 0 or 2.0**-40 <= size <= 2.0**40 for size in (*q0, *k0, *values)):  # `holds`, in squares
             return None
         up, lost = outward(self.d)
         longest = math.sqrt(max(q0)) + math.sqrt(max(k0))
@@ -113,12 +119,20 @@ _routes: dict[Kind, Route] = {}
 _MOST_ROUTES = 1024
 
 
+def is_dual(*tensors: Tensor) -> bool:
+    """Whether a tensor carries a tangent of forward-mode differentiation, which no kernel passes on."""
+    return forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
+        for x in tensors
+    )
+
+
 def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Kind | None:
     """What calls of one kind have in common, or None where no Route can do this one.
 
     `options` are the other arguments of `attention`; they are compared by value and type.
     """
-    if not type(q) is type(k) is type(v) is Tensor:
+    if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None

@@ -48,6 +48,11 @@ def report_place(heads: int, device: torch.device) -> Report:
     return _report(heads, device, threading.get_ident())
 
 
+def forget_reports() -> None:
+    """Let no later call use the Reports of now."""
+    _report.cache_clear()
+
+
 def survey_places(heads: int, rows: int, m: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for the centres [2, N, d] and for what every block of tokens finds [N, blocks, 6]."""
     centres = torch.empty(2, heads, d, dtype=torch.float32, device=device)
@@ -66,4 +71,4 @@ def survey(problem: Problem) -> Survey:
     up, lost = outward(d)
     q0, k0, q1, k1, values, mean = (list(column) for column in zip(*report.read(), strict=True))
     norms = [[math.sqrt(x) * up + lost for x in column] for column in (q0, k0, q1, k1, mean)]
-    return summed_up(problem, [*norms, values, [1.0] * heads], centres[0], centres[1], None)
+    return summed_up(problem, [*norms, values, [1.0] * heads, values], centres[0], centres[1], None)

@@ -92,6 +92,15 @@ def split_length(length: int, heads: int, per_head: int, device: torch.device) -
     return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(padded_length(length) / wanted))))
 
 
+def is_addressable(heads: int, tokens: int, width: int) -> bool:
+    """Whether offsets within a head fit 32 bits, and the heads one axis of a grid.
+
+    >>> is_addressable(16, 2**20, 64), is_addressable(16, 2**25, 64), is_addressable(2**16, 49, 32)
+    (True, False, False)
+    """
+    return (tokens + BLOCK * SURVEY_STEPS) * width < 2**31 and heads < 2**16
+
+
 def is_supported(dtype: torch.dtype, dim: int, width: int, degree: int) -> bool:
     """Whether the kernels know these shapes."""
     return dtype in DTYPES and dim in WIDTHS and width in WIDTHS and degree in (1, 2)
