@@ -13,8 +13,8 @@ from torch import Tensor
 from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
 from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.backends import Backward, Forward
+from depthgauge.fast_attention.decision import Decision
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
-from depthgauge.fast_attention.plan import Decision
 from depthgauge.fast_attention.problem import Problem, checked
 from depthgauge.fast_attention.spec import Spec
 

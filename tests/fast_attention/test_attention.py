@@ -16,7 +16,7 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.plan import Decision, GuaranteeError
+from depthgauge.fast_attention.decision import Decision, GuaranteeError
 from depthgauge.fast_attention.problem import Problem
 
 

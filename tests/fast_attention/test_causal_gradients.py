@@ -7,7 +7,7 @@ import torch
 from kernel_settings import DTYPES, expected, needs_interpreter, setting
 from torch import Tensor
 
-from depthgauge.fast_attention import plan as plans
+from depthgauge.fast_attention import decision as decisions
 from depthgauge.fast_attention import triton_backend, triton_causal_gradient, triton_gradient
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
@@ -28,7 +28,7 @@ WIDE = {"n": 130, "m": 130, "d": 128, "e": 16, "degree": 2, "size": 0.5}
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "NEARLY", 1.0)
+    monkeypatch.setattr(decisions, "NEARLY", 1.0)
 
 
 @pytest.fixture

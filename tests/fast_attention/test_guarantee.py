@@ -14,11 +14,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.fast_attention import plan as plans
+from depthgauge.fast_attention import decision
 from depthgauge.fast_attention.attention import attention, attention_plan
+from depthgauge.fast_attention.decision import GuaranteeError
 from depthgauge.fast_attention.minimax import at_index, grid_index, output_error
 from depthgauge.fast_attention.naive import softmax_attention
-from depthgauge.fast_attention.plan import GuaranteeError, Plan
+from depthgauge.fast_attention.plan import Plan
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"
@@ -237,13 +238,13 @@ def test_every_twist_is_met(twist: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("size", "degree"), [(1e-6, 0), (0.01, 1), (0.08, 2), (0.2, 3), (0.35, 4)])
 def test_every_degree_is_reached(size: float, degree: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "NEARLY", 1.0)  # and none beyond it
+    monkeypatch.setattr(decision, "NEARLY", 1.0)  # and none beyond it
     plan = check(Case(3, 300, 300, 8, 3, 1, size, torch.float32, "none", False, False, 1e-3, None), "polynomial")
     assert max(head.degree or 0 for head in plan.heads) == degree
 
 
 def test_the_worst_case_is_nearly_attained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "NEARLY", 1.0)
+    monkeypatch.setattr(decision, "NEARLY", 1.0)
     # One coordinate, scores at the extrema of the error, values at the two ends of their range: the bound is no slack.
     bound = 0.35
     p = at_index(2, grid_index(bound))

@@ -10,7 +10,7 @@ from kernel_settings import DTYPES, expected, needs_interpreter, setting
 
 from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends, triton_backend, triton_gradient, triton_survey
-from depthgauge.fast_attention import plan as plans
+from depthgauge.fast_attention import decision as decisions
 from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.bounds import survey
 from depthgauge.fast_attention.kernels import programs, slots
@@ -36,7 +36,7 @@ CAUSAL = [
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "NEARLY", 1.0)
+    monkeypatch.setattr(decisions, "NEARLY", 1.0)
 
 
 @pytest.fixture
@@ -134,7 +134,7 @@ def test_the_allowance_of_the_kernels_grows_with_what_is_rounded(dtype: torch.dt
 def test_weights_that_float16_would_lose_are_not_used(
     shift: float, is_weighed: bool, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (backends, plans):
+    for module in (backends, decisions):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: backends.TRITON)
     generator = torch.Generator().manual_seed(5)
     n, d = 300, 16
@@ -159,7 +159,7 @@ def test_weights_that_float16_would_lose_are_not_used(
 
 
 def test_a_guarantee_that_rounding_would_eat_up_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backends, plans):
+    for module in (backends, decisions):
         monkeypatch.setattr(module, "backend_for", lambda _, g: backends.TRITON if g in (1, 2) else backends.TORCH_GPU)
     monkeypatch.setattr(room, "survey_of", survey)
     generator = torch.Generator().manual_seed(0)
@@ -167,11 +167,11 @@ def test_a_guarantee_that_rounding_would_eat_up_is_not_given(monkeypatch: pytest
     fine, coarse = (0.5 / float(q.norm(dim=-1).max()) ** 2, 2.2 / float(q.norm(dim=-1).max()) ** 2)
     kept = room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=fine, force="polynomial")
     assert kept.path == "polynomial"
-    assert kept.rounding <= plans.LARGEST_ROUNDING
+    assert kept.rounding <= decisions.LARGEST_ROUNDING
     refused = room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse)
     assert refused.path == "exact"
     assert "rounding in bfloat16" in refused.heads[0].why
-    with pytest.raises(plans.GuaranteeError, match="longer dtype"):
+    with pytest.raises(decisions.GuaranteeError, match="longer dtype"):
         room.attention_plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse, force="polynomial")
 
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.fast_attention import attention as room
-from depthgauge.fast_attention import backends, plan, triton_backend, triton_route
+from depthgauge.fast_attention import backends, decision, triton_backend, triton_route
 from depthgauge.fast_attention.attention import attention
 from depthgauge.fast_attention.backends import TRITON
+from depthgauge.fast_attention.decision import GuaranteeError
 from depthgauge.fast_attention.minimax import grid_bound, grid_index
-from depthgauge.fast_attention.plan import GuaranteeError
 from depthgauge.fast_attention.triton_survey import outward, report_place
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"scale": 1.0, "tolerance": 1e-2, "force": "polynomial
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backends, plan):
+    for module in (backends, decision):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: TRITON)
     for module in (triton_backend, triton_route):
         monkeypatch.setattr(module, "uses_middle", lambda dtype: False)

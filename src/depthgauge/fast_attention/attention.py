@@ -11,9 +11,10 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import notes, survey_of
 from depthgauge.fast_attention.certificate import row_certificate
+from depthgauge.fast_attention.decision import Decision
 from depthgauge.fast_attention.gradient import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.naive import visible
-from depthgauge.fast_attention.plan import Decision, Plan, exact_plan
+from depthgauge.fast_attention.plan import Plan, exact_plan
 from depthgauge.fast_attention.problem import Problem, Request, checked
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton_route import Kind

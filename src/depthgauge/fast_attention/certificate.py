@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.bounds import moment_certificate, moment_terms
+from depthgauge.fast_attention.decision import Decision
 from depthgauge.fast_attention.minimax import output_error
-from depthgauge.fast_attention.plan import Decision
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.torch_backend import CAUSAL_CHUNK, by_group, prepare
