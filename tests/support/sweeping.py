@@ -1,6 +1,7 @@
 """A grid to sweep in tests, the command run as a process of its own, and what an undisturbed run gives."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,8 +51,14 @@ def rows_done(store: Path) -> int:
         return opened.count().done
 
 
+def heed_interrupts() -> None:
+    """As in a terminal: a shell lets what it starts in the background ignore Ctrl-C, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def sweep(*words: object, **options: object) -> "subprocess.Popen[str]":
     """`depthgauge sweep …` as a process and a group of its own."""
+    options.setdefault("preexec_fn", heed_interrupts)
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [sys.executable, "-m", "depthgauge", "sweep", *map(str, words)],
         stdout=subprocess.PIPE,

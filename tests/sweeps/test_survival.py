@@ -86,7 +86,7 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
 
 def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
     """A second run is refused by name, status reads on, and Ctrl-C, which reaches the whole group, ends it cleanly."""
-    grid, store, total = write_grid(tmp_path, 120), tmp_path / "s.db", 720  # far from done when it is stopped
+    grid, store, total = write_grid(tmp_path, 50), tmp_path / "s.db", 300
     process = sweep(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
     os.kill(process.pid, signal.SIGSTOP)  # it holds the store for as long as this takes
