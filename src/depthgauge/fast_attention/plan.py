@@ -6,6 +6,7 @@ from itertools import product as every
 
 import torch
 
+from depthgauge.digits import number
 from depthgauge.fast_attention.bounds import unit
 from depthgauge.fast_attention.problem import Request
 
@@ -79,10 +80,10 @@ class Plan:
             is_fast = h.path == "polynomial"
             rows.append((
                 ",".join(map(str, h.index)), f"{h.path} ({h.backend})" if is_fast else h.path,
-                f"{h.bound_before:.3g}", f"{h.bound_after:.3g}", "-" if h.degree is None else str(h.degree),
+                number(h.bound_before), number(h.bound_after), "-" if h.degree is None else str(h.degree),
                 str(h.features) if is_fast else "-", str(h.exact_rows) if is_fast else "-",
-                f"{h.cost_polynomial:.2g}", f"{h.cost_exact:.2g}",
-                f"{h.guarantee:.2g}+{h.rounding:.1g}" if is_fast else "0", h.why,
+                number(h.cost_polynomial, 2), number(h.cost_exact, 2),
+                f"{number(h.guarantee, 2)} + {number(h.rounding, 1)}" if is_fast else "0", h.why,
             ))  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
