@@ -16,8 +16,9 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.decision import Decision, GuaranteeError
-from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.decision import Decision, GuaranteeError, is_never_worth_it
+from depthgauge.fast_attention.problem import Problem, checked
 
 
 def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
@@ -259,6 +260,38 @@ def test_the_room_imports_with_torch_alone() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "torch.Size([4, 4])", done.stderr
+
+
+def test_nothing_is_surveyed_where_exact_attention_is_cheaper_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    surveyed: list[int] = []
+    original = room.survey_of
+
+    def watched(problem: Problem) -> Survey:
+        surveyed.append(problem.q.shape[2])
+        return original(problem)
+
+    monkeypatch.setattr(room, "survey_of", watched)
+    few, many = draw(n=64, d=8), draw(n=20000, d=4, size=1e-4, heads=1)
+    assert dg.attention_plan(*few).path == "exact"
+    assert surveyed == [64]  # a plan says B in any case
+    torch.testing.assert_close(dg.attention(*few), F.scaled_dot_product_attention(*few), rtol=0, atol=0)
+    out, bound = dg.attention(*few, return_bound=True)
+    assert float(bound.abs().max()) == 0
+    assert surveyed == [64]
+    dg.attention(*few, force="polynomial")
+    dg.attention(*many)
+    assert surveyed == [64, 64, 20000]
+
+
+@pytest.mark.parametrize("n", [64, 256, 1024, 4096])
+@pytest.mark.parametrize("gradients", [False, True])
+def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None:
+    for d, size in ((2, 1e-9), (8, 1e-4), (16, 1e-2)):
+        tensors = draw(n=n, d=d, size=size, heads=1)
+        problem = checked(*tensors, None, 0.0, False, 1e-3, None, None, False, None).flat()
+        tensors[0].requires_grad_(gradients)
+        if is_never_worth_it(problem, gradients):
+            assert dg.attention_plan(*tensors).path == "exact"
 
 
 # --- around torch -----------------------------------------------------------------------------------------------------

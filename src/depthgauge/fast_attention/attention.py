@@ -11,7 +11,7 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import triton_route
 from depthgauge.fast_attention.backends import notes, survey_of
 from depthgauge.fast_attention.certificate import row_certificate
-from depthgauge.fast_attention.decision import Decision
+from depthgauge.fast_attention.decision import Decision, is_never_worth_it
 from depthgauge.fast_attention.gradient import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Plan, exact_plan
@@ -67,20 +67,20 @@ def attention(
 
 def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Tensor | tuple[Tensor, Tensor]:
     """`attention` from the start; what is decided is kept for calls of the same kind."""
-    if exact_reason(request) is not None:
-        out = exact(request)
-        return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
-    problem = request.flat()
-    with without_autocast(problem.q.device):
-        decision = decide(request, problem)
-    if all(choice.polynomial is None for choice in decision.choices):
-        out = exact(request)
-        return (out, out.new_zeros(out.shape[:-1])) if return_bound else out
-    if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
-        decision.teach(kind)
-    with without_autocast(problem.q.device):
-        flat, bound = run(problem, decision, return_bound)
-    return (request.shaped(flat), request.shaped(bound)) if bound is not None else request.shaped(flat)
+    flat = bound = None
+    if exact_reason(request) is None:
+        problem = request.flat()
+        if request.force == "polynomial" or not is_never_worth_it(problem, needs_gradients(request)):
+            with without_autocast(problem.q.device):
+                decision = decide(request, problem)
+                if any(choice.polynomial is not None for choice in decision.choices):
+                    if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
+                        decision.teach(kind)
+                    flat, bound = run(problem, decision, return_bound)
+    out = exact(request) if flat is None else request.shaped(flat)
+    if not return_bound:
+        return out
+    return out, out.new_zeros(out.shape[:-1]) if bound is None else request.shaped(bound)
 
 
 _outside_graphs: list[Callable[..., Tensor | tuple[Tensor, Tensor]]] = []
@@ -164,10 +164,14 @@ def exact(request: Request) -> Tensor:
 
 def decide(request: Request, problem: Problem) -> Decision:
     """Survey the problem and choose for every head."""
-    needs_gradients = torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
     with torch.no_grad():
         bare = problem.detach()
-        return Decision(bare, survey_of(bare), request, needs_gradients)
+        return Decision(bare, survey_of(bare), request, needs_gradients(request))
+
+
+def needs_gradients(request: Request) -> bool:
+    """Whether the tolerance must hold for the gradients of q and k too."""
+    return torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:

@@ -82,6 +82,26 @@ def limit(degree: int, dim: int, tolerance: float, gradients: bool) -> int:
     return SMALLEST_INDEX - 1 if index is None else index
 
 
+def call_cost(problem: Problem, degree: int, exact_rows: int, gradients: bool, is_repeatable: bool) -> float:
+    """What a degree costs for one key head, on the backend that would compute it."""
+    rates = backend_for(problem, degree).rates
+    call = rates.trained if gradients else rates.repeated if is_repeatable else rates.call
+    return polynomial_cost(problem, degree, exact_rows, rates, call)
+
+
+def is_never_worth_it(problem: Problem, gradients: bool) -> bool:
+    """Whether exact attention is predicted to be cheaper than any degree, so that nothing needs to be surveyed.
+
+    Higher degrees cost more; degree 0 and the others may have different backends.
+    """
+    is_repeatable = triton_route.is_possible(problem)
+    return all(
+        call_cost(problem, degree, 0, gradients, is_repeatable)
+        > exact_cost(problem, backend_for(problem, degree).rates)
+        for degree in (0, 1)
+    )
+
+
 class Decision:
     """The choices for all heads of a problem, and what was surveyed to make them."""
 
@@ -150,9 +170,7 @@ class Decision:
         return self._backends[degree]
 
     def _cost(self, degree: int, exact_rows: int, is_repeatable: bool = False) -> float:
-        rates = backend_for(self.problem, degree).rates
-        call = rates.trained if self.gradients else rates.repeated if is_repeatable else rates.call
-        return polynomial_cost(self.problem, degree, exact_rows, rates, call)
+        return call_cost(self.problem, degree, exact_rows, self.gradients, is_repeatable)
 
     def least_degree(self, index: int) -> int | None:
         """The least degree that meets the tolerance for scores up to 2^(index/GRID)."""
