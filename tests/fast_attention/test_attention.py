@@ -275,7 +275,7 @@ def test_nothing_is_surveyed_where_exact_attention_is_cheaper_anyway(monkeypatch
     assert dg.attention_plan(*few).path == "exact"
     assert surveyed == [64]  # a plan says B in any case
     torch.testing.assert_close(dg.attention(*few), F.scaled_dot_product_attention(*few), rtol=0, atol=0)
-    out, bound = dg.attention(*few, return_bound=True)
+    _, bound = dg.attention(*few, return_bound=True)
     assert float(bound.abs().max()) == 0
     assert surveyed == [64]
     dg.attention(*few, force="polynomial")
