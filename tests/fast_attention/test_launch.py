@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 
+from depthgauge.errors import InputError
 from depthgauge.fast_attention.launch import ALIGNMENT, Launch
+from depthgauge.fast_attention.triton_survey import report_place
 
 
 class Kernel:
@@ -60,3 +63,10 @@ def test_other_dtypes_and_addresses_are_left_to_triton() -> None:
     launch((aligned.half(),))
     launch((aligned,))
     assert who(kernel) == ["triton", "triton", "triton", "compiled", "triton", "triton", "compiled", "triton"]
+
+
+def test_a_graph_that_is_being_captured_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InputError, match='force="exact" inside graphs'):
+        report_place(2, torch.device("cuda"))
+    assert report_place(2, torch.device("cpu")).numbers.shape == (2, 6)

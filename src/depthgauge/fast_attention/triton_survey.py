@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from depthgauge.errors import InputError
 from depthgauge.fast_attention import triton_launches as launches
 from depthgauge.fast_attention.bounds import Survey, summed_up
 from depthgauge.fast_attention.problem import Problem
@@ -45,6 +46,11 @@ def _report(heads: int, device: torch.device, thread: int) -> Report:
 
 def report_place(heads: int, device: torch.device) -> Report:
     """The Report of this thread: it waits for one before it asks for another."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InputError(
+            "attention decides by numbers that are not known while a CUDA graph is captured; "
+            'use force="exact" inside graphs, or capture what is around it'
+        )
     return _report(heads, device, threading.get_ident())
 
 
