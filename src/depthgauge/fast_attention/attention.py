@@ -164,9 +164,10 @@ def exact(request: Request) -> Tensor:
 
 def decide(request: Request, problem: Problem) -> Decision:
     """Survey the problem and choose for every head."""
+    gradients = needs_gradients(request)  # asked before they are switched off
     with torch.no_grad():
         bare = problem.detach()
-        return Decision(bare, survey_of(bare), request, needs_gradients(request))
+        return Decision(bare, survey_of(bare), request, gradients)
 
 
 def needs_gradients(request: Request) -> bool:
