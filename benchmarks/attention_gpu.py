@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from depthgauge.fast_attention import torch_backend
 from depthgauge.fast_attention.attention import attention, attention_plan, decide, make_spec
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import checked
+from depthgauge.fast_attention.torch import backend as torch_backend
 
 HEADS, WIDTH = 16, 64
 CLAIMS = {"forward": 40.0, "causal": 15.0, "forward and backward": 15.0, "causal forward and backward": 8.0}

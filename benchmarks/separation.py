@@ -20,14 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from depthgauge.atomic import write_text
-from depthgauge.separation import naive, structured
+from depthgauge._io import write_text
+from depthgauge.separation import dense as naive
+from depthgauge.separation import structured
 from depthgauge.separation.decisions import tables
-from depthgauge.separation.draws import draw_attention
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.panels import PAPER_PANELS, SHEETS
+from depthgauge.separation.sampling import draw_attention
 from depthgauge.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
-from depthgauge.studies.reproduce import reproduce
+from depthgauge.workflows.reproduce.draw import reproduce
 
 NAIVE_MODELS, AT_ONCE, MANY = 24, 4, 20_000
 LEAST_RATIO, MOST_PANEL_SECONDS, MOST_LARGE_SECONDS = 100.0, 60.0, 1.0

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from depthgauge.atomic import write_text
+from depthgauge._io import write_text
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import Grid

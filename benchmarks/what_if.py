@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from depthgauge.models.interface import Session, attending
-from depthgauge.models.layers import Stack, changed
-from depthgauge.models.load import Checkpoint, Placement, find, load_config, load_model, wrap
-from depthgauge.models.what_if import KINDS, cross_entropy, layers_of, objective, passes, what_if
+from depthgauge.checkpoints.interface import Session, attending
+from depthgauge.checkpoints.layers import Stack, changed
+from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, wrap
+from depthgauge.checkpoints.what_if import KINDS, cross_entropy, layers_of, objective, passes, what_if
 
 MEMORY = 1.5
 AGREE = 1e-4

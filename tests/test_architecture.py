@@ -1,8 +1,9 @@
-"""The house rules: imports go down only, files stay small, heavy extras stay out of module level, no stray words."""
+"""Architecture rules: imports point to lower levels, no cycles between files, unique file names, small files."""
 
 import ast
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -10,25 +11,34 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src"
 
-# From the ground up; a room may import what is on a lower step, never its own step or above.
-STEPS: list[set[str]] = [
-    {"errors", "atomic", "progress", "digits", "_version"},
-    {"linalg"},
-    {"network"},
-    {"measures", "collapse", "separation", "fast_attention"},
-    {"claims", "models"},
+# Packages by level, as CONTRIBUTING.md lists them. A package imports lower levels only.
+LEVELS: list[set[str]] = [
+    {"errors", "progress", "_io", "_format", "_version"},
+    {"results", "linalg", "fast_attention"},
+    {"network", "separation"},
+    {"measures", "surrogates"},
+    {"certificates"},
+    {"depth", "ledger", "checkpoints"},
+    {"surgery", "training"},
     {"sweeps"},
     {"figures", "report"},
-    {"studies"},
+    {"workflows"},
     {"cli"},
-    {"", "__main__"},  # the package itself: its public names live in the rooms
+    {"", "__main__"},  # the package itself: it re-exports names from every level
 ]
-STEP = {room: step for step, rooms in enumerate(STEPS) for room in rooms}
-# On the lowest step the small files may use one another, without a cycle.
-MAY_USE_ITS_STEP = {0}
-NO_NETWORK = {"separation", "fast_attention"}
-HEAVY = {"transformers", "gguf", "accelerate", "dask", "distributed", "plotly", "triton"}
+LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
+# The modules of the lowest level may import each other.
+MAY_IMPORT_ITS_LEVEL = {0}
+HEAVY = {"transformers", "gguf", "accelerate", "dask", "distributed", "plotly", "triton", "pandas"}
 LONGEST = 450
+# A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
+# a workflow, a bound has a proof and its verification, both backends have the same parts.
+DELIBERATE_PAIRS = [
+    {"cli", "workflows"},
+    {"certificates", "certificates/verify"},
+    {"surrogates", "certificates/verify"},
+    {"fast_attention/torch", "fast_attention/triton"},
+]
 
 
 def module_name(path: Path, src: Path) -> str:
@@ -37,7 +47,7 @@ def module_name(path: Path, src: Path) -> str:
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[str, int, bool]]:
-    """Every module imported anywhere in a file: (name, line, whether it runs when the file is imported)."""
+    """Yield every import in a file: (imported name, line, whether it runs when the file is imported)."""
     tree = ast.parse(source)
     lazy = {
         id(inner)
@@ -72,66 +82,79 @@ def _is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING"
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """`depthgauge.linalg.norms` → `linalg`; the package itself is ''."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else ""
 
 
 def edges(src: Path) -> Iterator[tuple[str, str, str]]:
-    """(room, imported room, where) for every import of ours, including those inside functions."""
+    """Yield (importing module, imported module, place) for every import of ours, lazy and type-only ones included."""
     files = {module_name(p, src): p for p in sorted(src.rglob("*.py"))}
-    top_level = {room_of(name) for name in files}
+    known = {".".join(name.split(".")[:k]) for name in files for k in range(1, name.count(".") + 2)}
     for module, path in files.items():
         source = path.read_text(encoding="utf-8")
         for name, line, _ in imports_of(source, module, path.name == "__init__.py"):
             if name == "depthgauge" or name.startswith("depthgauge."):
-                target = room_of(name)
-                # `from depthgauge import measure` names no room, it goes through the package.
-                yield room_of(module), target if target in top_level else "", f"{path.relative_to(src)}:{line}"
+                while name not in known:  # drop the names of functions and classes
+                    name = name.rpartition(".")[0]
+                yield module, name, f"{path.relative_to(src)}:{line}"
 
 
 def violations(src: Path) -> list[str]:
-    """Every import that is not allowed, and every cycle between rooms."""
-    found, graph = [], {}
-    for room, target, where in edges(src):
-        if room == target and room:
+    """List every import that does not point to a lower level, and the first cycle between files."""
+    found, graph = [], defaultdict(set)
+    for module, imported, where in edges(src):
+        package, target = package_of(module), package_of(imported)
+        if module != imported:
+            graph[module].add(imported)
+        if package == target and package:
             continue
-        graph.setdefault(room, set()).add(target)
-        for name in (room, target):
-            if name not in STEP:
-                found.append(f"{where}: the room {name!r} has no step; add it to STEPS")
+        for name in (package, target):
+            if name not in LEVEL:
+                found.append(f"{where}: the package {name!r} has no level; add it to LEVELS")
                 break
         else:
-            same = STEP[room] == STEP[target]
-            if STEP[target] > STEP[room] or (same and STEP[room] not in MAY_USE_ITS_STEP):
-                found.append(f"{where}: {room or 'depthgauge'} imports {target or 'depthgauge'}, which is not below it")
-            if room in NO_NETWORK and target == "network":
-                found.append(f"{where}: {room} needs no network")
+            same = LEVEL[package] == LEVEL[target]
+            if LEVEL[target] > LEVEL[package] or (same and LEVEL[package] not in MAY_IMPORT_ITS_LEVEL):
+                found.append(f"{where}: {package or 'depthgauge'} imports {target or 'depthgauge'}, not a lower level")
     cycle = find_cycle(graph)
     return found + ([f"a cycle: {' → '.join(cycle)}"] if cycle else [])
 
 
-def find_cycle(graph: dict[str, set[str]]) -> list[str]:
-    """A cycle between rooms, or nothing."""
+def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Return one cycle of a directed graph, or an empty list."""
     done: set[str] = set()
 
-    def walk(room: str, path: list[str]) -> list[str]:
-        if room in path:
-            return [*path[path.index(room) :], room]
-        if room in done:
+    def walk(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
             return []
-        for target in sorted(graph.get(room, ())):
-            if cycle := walk(target, [*path, room]):
+        for target in sorted(graph.get(node, ())):
+            if cycle := walk(target, [*path, node]):
                 return cycle
-        done.add(room)
+        done.add(node)
         return []
 
-    return next((cycle for room in sorted(graph) if (cycle := walk(room, []))), [])
+    return next((cycle for node in sorted(graph) if (cycle := walk(node, []))), [])
+
+
+def repeated_names(src: Path) -> list[str]:
+    """List file names that occur more than once outside the deliberate pairs."""
+    folders = defaultdict(set)
+    for path in src.rglob("*.py"):
+        if path.name != "__init__.py":
+            folders[path.name].add(path.parent.relative_to(src / "depthgauge").as_posix())
+    return [
+        f"{name}: {sorted(places)}"
+        for name, places in sorted(folders.items())
+        if len(places) > 1 and places not in DELIBERATE_PAIRS
+    ]
 
 
 def heavy_imports(src: Path) -> list[str]:
-    """Extras imported when a module of ours is, instead of when they are needed."""
+    """List optional packages that are imported at module level instead of where they are needed."""
     return [
         f"{path.relative_to(src)}:{line}: {name}"
         for path in sorted(src.rglob("*.py"))
@@ -142,17 +165,29 @@ def heavy_imports(src: Path) -> list[str]:
     ]
 
 
-def test_imports_go_down_only() -> None:
+def test_imports_point_to_lower_levels_without_cycles() -> None:
     assert violations(SRC) == []
-    assert len(list(edges(SRC))) > 50  # and they were found
+    assert len(list(edges(SRC))) > 50  # the imports were found at all
 
 
-def test_heavy_extras_are_imported_where_they_are_needed() -> None:
+def test_file_names_are_unique() -> None:
+    assert repeated_names(SRC) == []
+
+
+def test_no_package_shares_its_name_with_a_public_function() -> None:
+    import depthgauge
+
+    packages = {path.stem for path in (SRC / "depthgauge").iterdir()}
+    assert packages & set(depthgauge.__all__) == set()
+    assert {"linalg", "errors"} <= packages
+
+
+def test_optional_packages_are_imported_where_they_are_needed() -> None:
     assert heavy_imports(SRC) == []
 
 
 def test_files_stay_small_enough_to_read() -> None:
-    places = [SRC, ROOT / "tests", ROOT / "benchmarks"]
+    places = [SRC, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples"]
     long = {
         str(path.relative_to(ROOT)): lines
         for place in places
@@ -196,7 +231,7 @@ def test_nothing_speaks_of_where_it_was_made() -> None:
     assert found == {}
 
 
-# --- the checker itself is shown to fail ------------------------------------------------------------------------------
+# --- the checks find planted violations -------------------------------------------------------------------------------
 
 
 def planted(tmp_path: Path, **files: str) -> Path:
@@ -222,18 +257,25 @@ def planted(tmp_path: Path, **files: str) -> Path:
         ({"linalg__a": "from depthgauge import network", "network__b": ""}, "linalg imports network"),
         ({"linalg__a": "from depthgauge import measure"}, "linalg imports depthgauge"),
         ({"linalg__a": "import depthgauge"}, "linalg imports depthgauge"),
-        ({"measures__a": "import depthgauge.collapse.b", "collapse__b": ""}, "measures imports collapse"),
+        ({"measures__a": "import depthgauge.surrogates.b", "surrogates__b": ""}, "measures imports surrogates"),
         ({"figures__a": "import depthgauge.report.b", "report__b": ""}, "figures imports report"),
-        ({"studies__a": "import depthgauge.cli.b", "cli__b": ""}, "studies imports cli"),
+        ({"workflows__a": "import depthgauge.cli.b", "cli__b": ""}, "workflows imports cli"),
         ({"linalg__a": "import_module('depthgauge.cli.b')", "cli__b": ""}, "linalg imports cli"),
         ({"linalg__a": "importlib.import_module('depthgauge.cli.b')", "cli__b": ""}, "linalg imports cli"),
-        ({"separation__a": "import depthgauge.network.b", "network__b": ""}, "separation needs no network"),
-        ({"cellar__a": "import depthgauge.errors", "errors": ""}, "the room 'cellar' has no step"),
+        ({"separation__a": "import depthgauge.network.b", "network__b": ""}, "separation imports network"),
+        ({"cellar__a": "import depthgauge.errors", "errors": ""}, "the package 'cellar' has no level"),
         (
             {"linalg__a": "import depthgauge.network.b", "network__b": "import depthgauge.linalg.a"},
-            "a cycle: linalg → network → linalg",
+            "a cycle: depthgauge.linalg.a → depthgauge.network.b → depthgauge.linalg.a",
         ),
-        ({"errors": "import depthgauge.atomic", "atomic": "import depthgauge.errors"}, "a cycle: atomic → errors"),
+        (
+            {"errors": "import depthgauge._io", "_io": "import depthgauge.errors"},
+            "a cycle: depthgauge._io → depthgauge.errors",
+        ),
+        (
+            {"linalg__a": "from .b import x", "linalg__b": "def f():\n    from .a import y"},
+            "a cycle: depthgauge.linalg.a → depthgauge.linalg.b",
+        ),
     ],
 )
 def test_planted_violations_are_found(tmp_path: Path, files: dict[str, str], complaint: str) -> None:
@@ -244,13 +286,18 @@ def test_planted_innocence_is_left_alone(tmp_path: Path) -> None:
     src = planted(
         tmp_path,
         errors="import torch",
-        atomic="from depthgauge.errors import E",
+        _io="from depthgauge.errors import E",
         linalg__a="from depthgauge.linalg import b\nfrom . import b\nfrom .b import x\nfrom ..errors import E",
         linalg__b="",
-        cli__c="import depthgauge.linalg.a\nfrom depthgauge import atomic",
+        cli__c="import depthgauge.linalg.a\nfrom depthgauge import _io",
     )
     (src / "depthgauge" / "__init__.py").write_text("from depthgauge.cli.c import x")
     assert violations(src) == []
+
+
+def test_planted_repeated_names_are_found(tmp_path: Path) -> None:
+    assert repeated_names(planted(tmp_path / "a", linalg__x="", network__x="")) == ["x.py: ['linalg', 'network']"]
+    assert repeated_names(planted(tmp_path / "b", cli__x="", workflows__x="", linalg__y="")) == []
 
 
 @pytest.mark.parametrize(

@@ -10,36 +10,36 @@ from typing import TYPE_CHECKING, Any
 from depthgauge._version import __version__
 
 if TYPE_CHECKING:
-    from depthgauge.claims.ledger import claims
-    from depthgauge.collapse.certificate import Certificate, certify
-    from depthgauge.collapse.collapse import collapse
-    from depthgauge.collapse.depth import effective_depth
+    from depthgauge.certificates.certificate import Certificate, certify
+    from depthgauge.depth.effective import effective_depth
+    from depthgauge.depth.methods import collapse
     from depthgauge.errors import DepthgaugeError
     from depthgauge.fast_attention.attention import attention, attention_plan
+    from depthgauge.ledger.registry import claims
     from depthgauge.measures.profile import Profile, measure
     from depthgauge.network.files import load_network, save_network
     from depthgauge.network.network import SelfAttentionNetwork
-    from depthgauge.network.random import random_network
-    from depthgauge.report.report import write_report
-    from depthgauge.studies.gauge import gauge
+    from depthgauge.network.random_networks import random_network
+    from depthgauge.report.write import write_report
+    from depthgauge.workflows.gauge_network import gauge
 
 _HOME = {
-    "Certificate": "depthgauge.collapse.certificate",
+    "Certificate": "depthgauge.certificates.certificate",
     "DepthgaugeError": "depthgauge.errors",
     "Profile": "depthgauge.measures.profile",
     "attention": "depthgauge.fast_attention.attention",
     "attention_plan": "depthgauge.fast_attention.attention",
-    "certify": "depthgauge.collapse.certificate",
-    "claims": "depthgauge.claims.ledger",
-    "collapse": "depthgauge.collapse.collapse",
-    "effective_depth": "depthgauge.collapse.depth",
+    "certify": "depthgauge.certificates.certificate",
+    "claims": "depthgauge.ledger.registry",
+    "collapse": "depthgauge.depth.methods",
+    "effective_depth": "depthgauge.depth.effective",
     "SelfAttentionNetwork": "depthgauge.network.network",
-    "gauge": "depthgauge.studies.gauge",
+    "gauge": "depthgauge.workflows.gauge_network",
     "load_network": "depthgauge.network.files",
     "measure": "depthgauge.measures.profile",
-    "random_network": "depthgauge.network.random",
+    "random_network": "depthgauge.network.random_networks",
     "save_network": "depthgauge.network.files",
-    "write_report": "depthgauge.report.report",
+    "write_report": "depthgauge.report.write",
 }
 
 __all__ = [

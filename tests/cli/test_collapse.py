@@ -7,10 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from depthgauge.certificates.evaluate import difference_below
 from depthgauge.cli.main import main
-from depthgauge.collapse.evaluate import difference_below
 from depthgauge.network.files import load_network, save_network
-from depthgauge.network.random import random_network
+from depthgauge.network.random_networks import random_network
 
 KEYS = {
     "method",

@@ -15,9 +15,9 @@ import pytest
 from rich.console import Console
 
 import depthgauge as dg
-import depthgauge.studies.gauge
+import depthgauge.workflows.gauge_network
 from depthgauge.cli.main import main
-from depthgauge.cli.tables import profile_table
+from depthgauge.cli.network_tables import profile_table
 from depthgauge.network.inputs import uniform_inputs
 
 ROOT = Path(__file__).parents[2]
@@ -51,9 +51,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     """Run the command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     # What is proved and attacked has tests of its own; here it is only carried along.
-    monkeypatch.setattr(depthgauge.studies.gauge, "ATTACK", {"starts": 1, "steps": 1})
-    monkeypatch.setattr(depthgauge.studies.gauge, "TOLERANCES", (1e-1,))
-    monkeypatch.setattr(depthgauge.studies.gauge, "built_in_pair", little_pair)
+    monkeypatch.setattr(depthgauge.workflows.gauge_network, "ATTACK", {"starts": 1, "steps": 1})
+    monkeypatch.setattr(depthgauge.workflows.gauge_network, "TOLERANCES", (1e-1,))
+    monkeypatch.setattr(depthgauge.workflows.gauge_network, "built_in_pair", little_pair)
     monkeypatch.delenv("DEPTHGAUGE_DEBUG", raising=False)
 
     def command(*arguments: str) -> Outcome:
@@ -186,7 +186,7 @@ def test_the_table_of_a_network_with_nothing_to_show(run: Run) -> None:
 
 def test_the_built_in_profiles_fit_eighty_columns() -> None:
     lines: list[str] = []
-    for network in depthgauge.studies.gauge.built_in_pair():
+    for network in depthgauge.workflows.gauge_network.built_in_pair():
         profile = dg.measure(network, uniform_inputs(1, 32, network.dim))
         table = profile_table(
             {"name": network.name, "network": network.describe(), "input": profile.input_to_json(),
@@ -280,7 +280,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[BaseException]
         def measure(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(depthgauge.studies.gauge, "measure", measure)
+        monkeypatch.setattr(depthgauge.workflows.gauge_network, "measure", measure)
 
     return breaks
 

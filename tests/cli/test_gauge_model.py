@@ -15,7 +15,7 @@ import pytest
 from tiny_checkpoints import save_checkpoint, text_of
 
 from depthgauge.cli.main import main
-from depthgauge.studies.model_partial import partial_path
+from depthgauge.workflows.partial import partial_path
 
 
 class Outcome(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 
 from depthgauge.cli.main import main
 from depthgauge.network.files import save_network
-from depthgauge.network.random import random_network
+from depthgauge.network.random_networks import random_network
 
 
 @pytest.fixture

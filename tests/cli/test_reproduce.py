@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge.studies.reproduce import FIGURES
+from depthgauge.workflows.reproduce.draw import FIGURES
 
 
 def run(*words: str) -> tuple[int, str, str]:

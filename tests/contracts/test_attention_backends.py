@@ -10,13 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient
 from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.backends import Backward, Forward
-from depthgauge.fast_attention.decision import Decision
+from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
 from depthgauge.fast_attention.problem import Problem, checked
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.torch import backend as torch_backend
+from depthgauge.fast_attention.triton import backend as triton_backend
+from depthgauge.fast_attention.triton import gradient as triton_gradient
 
 Run = Callable[[Spec, Problem], Tensor]
 BLOCK = 128

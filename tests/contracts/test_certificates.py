@@ -12,11 +12,11 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.collapse.attack import InputSet
-from depthgauge.collapse.certificate import Certificate, certify
-from depthgauge.collapse.evaluate import difference_below
-from depthgauge.collapse.surrogates import closed_form
-from depthgauge.network.random import random_network
+from depthgauge.certificates.attack import InputSet
+from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.evaluate import difference_below
+from depthgauge.network.random_networks import random_network
+from depthgauge.surrogates.closed_forms import closed_form
 
 SMALL = st.integers(1, 4)
 FAMILIES = {

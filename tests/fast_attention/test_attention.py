@@ -16,8 +16,8 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import attention as room
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.bounds import Survey
-from depthgauge.fast_attention.decision import Decision, GuaranteeError, is_never_worth_it
+from depthgauge.fast_attention.decide.bounds import Survey
+from depthgauge.fast_attention.decide.decision import Decision, GuaranteeError, is_never_worth_it
 from depthgauge.fast_attention.problem import Problem, checked
 
 

@@ -7,10 +7,12 @@ import torch
 from kernel_settings import DTYPES, expected, needs_interpreter, setting
 from torch import Tensor
 
-from depthgauge.fast_attention import decision as decisions
-from depthgauge.fast_attention import triton_backend, triton_causal_gradient, triton_gradient
+from depthgauge.fast_attention.decide import decision as decisions
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.triton import backend as triton_backend
+from depthgauge.fast_attention.triton import causal_gradient as triton_causal_gradient
+from depthgauge.fast_attention.triton import gradient as triton_gradient
 
 SETTINGS = {
     "some blocks": {"n": 300, "m": 300, "d": 16, "e": 16, "degree": 2},

@@ -14,10 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.fast_attention import decision
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decision import GuaranteeError
-from depthgauge.fast_attention.minimax import at_index, grid_index, output_error
+from depthgauge.fast_attention.decide import decision
+from depthgauge.fast_attention.decide.decision import GuaranteeError
+from depthgauge.fast_attention.decide.minimax import at_index, grid_index, output_error
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.plan import Plan
 

@@ -9,14 +9,17 @@ import torch
 from kernel_settings import DTYPES, expected, needs_interpreter, setting
 
 from depthgauge.fast_attention import attention as room
-from depthgauge.fast_attention import backends, triton_backend, triton_gradient, triton_survey
-from depthgauge.fast_attention import decision as decisions
+from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import decide, make_spec
-from depthgauge.fast_attention.bounds import survey
-from depthgauge.fast_attention.kernels import programs, slots
-from depthgauge.fast_attention.minimax import minimax, output_error
+from depthgauge.fast_attention.decide import decision as decisions
+from depthgauge.fast_attention.decide.bounds import survey
+from depthgauge.fast_attention.decide.minimax import minimax, output_error
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import checked
+from depthgauge.fast_attention.triton import backend as triton_backend
+from depthgauge.fast_attention.triton import gradient as triton_gradient
+from depthgauge.fast_attention.triton import survey as triton_survey
+from depthgauge.fast_attention.triton.kernels import programs, slots
 
 SETTINGS = [
     {"n": 70, "m": 70, "d": 16, "e": 16, "degree": 2},

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.launch import ALIGNMENT, Launch
-from depthgauge.fast_attention.triton_survey import report_place
+from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
+from depthgauge.fast_attention.triton.survey import report_place
 
 
 class Kernel:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthgauge.fast_attention.minimax import (
+from depthgauge.fast_attention.decide.minimax import (
     SMALLEST_INDEX,
     _error_by_cells,
     at_index,

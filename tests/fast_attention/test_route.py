@@ -13,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.fast_attention import attention as room
-from depthgauge.fast_attention import backends, decision, triton_backend, triton_route
+from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention
 from depthgauge.fast_attention.backends import TRITON
-from depthgauge.fast_attention.decision import GuaranteeError
-from depthgauge.fast_attention.minimax import grid_bound, grid_index
-from depthgauge.fast_attention.triton_survey import outward, report_place
+from depthgauge.fast_attention.decide import decision
+from depthgauge.fast_attention.decide.decision import GuaranteeError
+from depthgauge.fast_attention.decide.minimax import grid_bound, grid_index
+from depthgauge.fast_attention.triton import backend as triton_backend
+from depthgauge.fast_attention.triton import route as triton_route
+from depthgauge.fast_attention.triton.survey import outward, report_place
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"

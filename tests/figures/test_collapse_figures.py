@@ -9,10 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from depthgauge.figures.depth import PhaseDiagram, draw_phases
-from depthgauge.figures.rank import CollapsePanel, RankCurve, Spread, draw_collapse, draw_rank
+from depthgauge.figures.depth_map import PhaseDiagram, draw_phases
+from depthgauge.figures.layer_curves import CollapsePanel, RankCurve, Spread, draw_collapse, draw_rank
 from depthgauge.figures.style import FIVE, save
-from depthgauge.figures.surrogates import Band, PrintedCurve, draw_orders
+from depthgauge.figures.surrogate_errors import Band, PrintedCurve, draw_orders
 
 FALLING = RankCurve(
     "η = 0.01", [0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0], [0.0, -1.0, -9.0], [0, 2, 5]

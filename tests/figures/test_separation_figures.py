@@ -11,8 +11,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from depthgauge.errors import OutputError
-from depthgauge.figures.separation import Curve, PanelDrawing, draw_panel, draw_sheet
 from depthgauge.figures.style import BLUE, ORDERED, VERMILION, save
+from depthgauge.figures.success_ratio import Curve, PanelDrawing, draw_panel, draw_sheet
 
 CURVE = Curve("", [1, 2, 3], [0.1, 0.5, 0.9], [0.2, 0.4, 0.8], [0.05, 0.3, 0.7], [0.3, 0.6, 0.95])
 DRAWN_ONLY = Curve("", [1, 2, 3], None, [0.2, 0.4, 0.8], [0.05, 0.3, 0.7], [0.3, 0.6, 0.95])

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 import depthgauge.network.files
 from depthgauge import SelfAttentionNetwork, load_network, random_network, save_network
-from depthgauge.atomic import write_atomically, write_text
+from depthgauge._io import write_atomically, write_text
 from depthgauge.errors import InputError, NetworkFileError, OutputError
 from depthgauge.network.network import Layer
 

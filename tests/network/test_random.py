@@ -12,7 +12,7 @@ from torch import Tensor
 from depthgauge import SelfAttentionNetwork, random_network
 from depthgauge.errors import InputError, InputFileError
 from depthgauge.network.inputs import load_inputs, uniform_inputs
-from depthgauge.network.random import DISTRIBUTIONS
+from depthgauge.network.random_networks import DISTRIBUTIONS
 
 DTYPES = [torch.float64, torch.float32]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from depthgauge.report.report import write_report
+from depthgauge.report.write import write_report
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 BREAKING = "</script><script>alert(3)</script><!-- \"'&amp; $title %{x} @blue"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from depthgauge.report import charts
+from depthgauge.report.markup import number
 from depthgauge.report.sections import section
-from depthgauge.report.text import number
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.report.document import SCHEMA, ResultError, check_result, read_result
 from depthgauge.report.page import render
-from depthgauge.studies import gauge as study
+from depthgauge.workflows import gauge_network as study
 
 # Keys that may be missing: the page does without them.
 OPTIONAL = {

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from depthgauge.errors import InputError
+from depthgauge.report.checkpoint_section import KINDS, SCORES, model_facts, model_parts
 from depthgauge.report.document import check_result
-from depthgauge.report.model import KINDS, SCORES, model_facts, model_parts
 from depthgauge.report.page import render
-from depthgauge.report.report import write_report
+from depthgauge.report.write import write_report
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -13,10 +13,10 @@ import pytest
 import depthgauge as dg
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError, OutputError
+from depthgauge.report.markup import Table, command_line, escape, printable
 from depthgauge.report.page import render
-from depthgauge.report.report import MissingExtraError
 from depthgauge.report.sections import section
-from depthgauge.report.text import Table, command_line, escape, printable
+from depthgauge.report.write import MissingExtraError
 
 
 def test_nothing_from_the_document_is_markup(document):

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
-from depthgauge.separation import decisions, naive, regression, structured
-from depthgauge.separation.attention import EXP, LIN, Attention
+from depthgauge.separation import decisions, regression, structured
+from depthgauge.separation import dense as naive
 from depthgauge.separation.datasets import inputs, rational_inputs, threshold
 from depthgauge.separation.decisions import decision_table
-from depthgauge.separation.draws import AttentionDraws, draw_attention, draw_regression, unpack
 from depthgauge.separation.rows import rows
+from depthgauge.separation.sampling import AttentionDraws, draw_attention, draw_regression, unpack
+from depthgauge.separation.score_maps import EXP, LIN, Attention
 from depthgauge.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention, strong
 
 KINDS = ("exp", "exp", "lin", "poly:1", "poly:2", "poly:6")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.separation import naive
-from depthgauge.separation.draws import AttentionDraws
+from depthgauge.separation import dense as naive
 from depthgauge.separation.exact import exact
+from depthgauge.separation.sampling import AttentionDraws
 from depthgauge.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
 
 

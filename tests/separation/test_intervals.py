@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
-from depthgauge.separation.intervals import wilson
+from depthgauge.separation.counted_ratio import wilson
 
 Z = NormalDist().inv_cdf(0.975)
 

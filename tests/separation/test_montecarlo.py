@@ -7,10 +7,10 @@ import pytest
 
 from depthgauge.errors import InputError
 from depthgauge.separation import montecarlo
-from depthgauge.separation.draws import draw_attention, draw_regression, stream_key, unpack
+from depthgauge.separation.counted_ratio import wilson
 from depthgauge.separation.exact import exact
-from depthgauge.separation.intervals import wilson
 from depthgauge.separation.montecarlo import conditions, estimate
+from depthgauge.separation.sampling import draw_attention, draw_regression, stream_key, unpack
 from depthgauge.separation.settings import CrossAttention, Regression, SelfAttention, Setting, build_setting
 
 SETTINGS: list[Setting] = [

@@ -4,7 +4,7 @@ from fractions import Fraction
 import pytest
 
 from depthgauge.errors import InputError
-from depthgauge.separation.attention import parse_attention
+from depthgauge.separation.score_maps import parse_attention
 from depthgauge.separation.settings import (
     CrossAttention,
     Regression,

@@ -8,7 +8,7 @@ from flint import arb, ctx, fmpq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.separation.attention import EXP, LIN, Attention
+from depthgauge.separation.score_maps import EXP, LIN, Attention
 from depthgauge.separation.settle import sign_of_sum
 
 F = Fraction

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import triton_backend
 from depthgauge.fast_attention.attention import decide, make_spec
 from depthgauge.fast_attention.naive import polynomial_attention
 from depthgauge.fast_attention.problem import Problem, checked
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.triton import backend as triton_backend
 
 needs_interpreter = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from depthgauge.collapse.certificate import certify
-from depthgauge.collapse.collapse import collapse
-from depthgauge.collapse.depth import effective_depth
+from depthgauge.certificates.certificate import certify
+from depthgauge.depth.effective import effective_depth
+from depthgauge.depth.methods import collapse
 from depthgauge.linalg.norms import max_norm, residual
 from depthgauge.measures.profile import measure
 from depthgauge.network.inputs import uniform_inputs
-from depthgauge.network.random import random_network
+from depthgauge.network.random_networks import random_network
 from depthgauge.separation.exact import exact
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import CrossAttention
 from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.fast import plans_of
+from depthgauge.sweeps.fast_attention_task import plans_of
 from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.rank import SplitState, log_contraction_bounds, split_states, split_step
+from depthgauge.sweeps.rank_collapse import SplitState, log_contraction_bounds, split_states, split_step
 from depthgauge.sweeps.tasks import TASKS
 
 NETWORK = {"eta": 0.05, "layers": 3, "heads": 2, "dim": 4}

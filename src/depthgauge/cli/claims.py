@@ -8,7 +8,7 @@ import typer
 from depthgauge.cli.output import print_json, progress_bar, talk
 
 if TYPE_CHECKING:
-    from depthgauge.claims.claim import Finding
+    from depthgauge.ledger.claim import Finding
 
 _EXAMPLES = """
 **Examples**
@@ -38,9 +38,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of findings instead of a table.")] = False,
 ) -> None:
     """Which statements of the papers hold? Each is decided by a search for what breaks it."""
-    from depthgauge.atomic import write_text
-    from depthgauge.claims.ledger import run, select
-    from depthgauge.claims.story import page, story
+    from depthgauge._io import write_text
+    from depthgauge.ledger.registry import run, select
+    from depthgauge.ledger.story import page, story
 
     chosen = select(paper, id)
     with progress_bar("searching") as progress:
@@ -65,8 +65,8 @@ def _print_table(findings: "list[Finding]") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from depthgauge.claims.claim import VERDICTS
-    from depthgauge.claims.story import ratio_text, short
+    from depthgauge.ledger.claim import VERDICTS
+    from depthgauge.ledger.story import ratio_text, short
 
     colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
     table = Table(title="The ledger of claims", title_justify="left", expand=True)

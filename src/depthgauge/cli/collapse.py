@@ -8,7 +8,7 @@ import typer
 from depthgauge.cli.output import print_json, progress_bar, talk
 
 if TYPE_CHECKING:
-    from depthgauge.studies.collapse import CollapseResult
+    from depthgauge.workflows.collapse import CollapseResult
 
 _EXAMPLES = """
 **Examples**
@@ -45,7 +45,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replace a network by a shallower one, with a proof of how far apart they can be."""
-    from depthgauge.studies.collapse import collapse_file
+    from depthgauge.workflows.collapse import collapse_file
 
     with progress_bar("collapsing") as progress:
         result = collapse_file(
@@ -75,7 +75,7 @@ command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 def _print(result: "CollapseResult") -> None:
     from rich.console import Console
 
-    from depthgauge.cli.tables import sandwich_table
+    from depthgauge.cli.network_tables import sandwich_table
 
     console = Console()
     document = result.to_json()

@@ -8,8 +8,8 @@ import typer
 from depthgauge.cli.output import print_json, progress_bar, talk
 
 if TYPE_CHECKING:
-    from depthgauge.studies.gauge import Gauge
-    from depthgauge.studies.models import ModelOptions
+    from depthgauge.workflows.gauge_checkpoint import ModelOptions
+    from depthgauge.workflows.gauge_network import Gauge
 
 _MODELS = "Checkpoints"
 _EXAMPLES = """
@@ -92,7 +92,7 @@ def command(
     ] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does work."""
-    from depthgauge.studies.gauge import gauge
+    from depthgauge.workflows.gauge_network import gauge
 
     with progress_bar("measuring") as progress:
         options = _model_options(
@@ -141,7 +141,7 @@ command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 def _write_page(result: "Gauge", page: Path, saved: Path | None) -> None:
     """Write the page; without its extra, keep the result and say how to get the page from it."""
-    from depthgauge.report.report import MissingExtraError, write_report
+    from depthgauge.report.write import MissingExtraError, write_report
 
     try:
         write_report(result, page)
@@ -157,9 +157,9 @@ def _write_page(result: "Gauge", page: Path, saved: Path | None) -> None:
 
 def _model_options(target: Path | None, given: dict[str, Any], out: Path | None) -> "ModelOptions | None":
     """The flags for checkpoints, gathered; with any other target the first of them is refused."""
+    from depthgauge.checkpoints.load import Placement, is_checkpoint
     from depthgauge.errors import InputError
-    from depthgauge.models.load import Placement, is_checkpoint
-    from depthgauge.studies.models import ModelOptions
+    from depthgauge.workflows.gauge_checkpoint import ModelOptions
 
     asked = {name: value for name, value in given.items() if value is not None}
     if target is None or not is_checkpoint(target):
@@ -179,9 +179,9 @@ def _model_options(target: Path | None, given: dict[str, Any], out: Path | None)
 def _print_tables(result: "Gauge") -> None:
     from rich.console import Console
 
-    from depthgauge.cli.model_tables import model_tables
-    from depthgauge.cli.tables import depth_table, profile_table, sandwich_table
-    from depthgauge.digits import number
+    from depthgauge._format import number
+    from depthgauge.cli.checkpoint_tables import model_tables
+    from depthgauge.cli.network_tables import depth_table, profile_table, sandwich_table
 
     console = Console()
     for subject in result.to_json()["subjects"]:

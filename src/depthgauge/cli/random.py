@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """Write a network with random weights, every one of them at most η in size."""
     from depthgauge.network.files import save_network
-    from depthgauge.network.random import random_network
+    from depthgauge.network.random_networks import random_network
 
     network = random_network(
         layers,

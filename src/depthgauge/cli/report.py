@@ -27,7 +27,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print where the page is and its size as JSON.")] = False,
 ) -> None:
     """Make a page of a saved result: charts, tables, and how to reproduce it."""
-    from depthgauge.report.report import write_report
+    from depthgauge.report.write import write_report
 
     page = write_report(result, result.parent / f"{result.stem}.html" if out is None else out)
     if as_json:

@@ -46,8 +46,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
 ) -> None:
     """Draw figures: of layer collapse (A1–A5), and of the softmax-against-linear paper (B3–B7)."""
-    from depthgauge.studies.reproduce import reproduce_all
     from depthgauge.sweeps.engines import choose_engine
+    from depthgauge.workflows.reproduce.draw import reproduce_all
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:

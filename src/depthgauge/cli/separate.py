@@ -38,7 +38,7 @@ def command(
 ) -> None:
     """The probability that softmax attention tells D₁ from D₀ where linear attention does not."""
     from depthgauge.separation.settings import build_setting
-    from depthgauge.studies.figures_separation import separate
+    from depthgauge.workflows.reproduce.separation_figures import separate
 
     setting = build_setting(kind, attention=attention, x=x, n=n, d=d, m=m, a0=a0, a1=a1, b=b, c=c)
     with progress_bar("drawing") as step:

@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention import triton_route
+from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.backends import notes, survey_of
-from depthgauge.fast_attention.certificate import row_certificate
-from depthgauge.fast_attention.decision import Decision, is_never_worth_it
-from depthgauge.fast_attention.gradient import PolynomialAttention, without_autocast
+from depthgauge.fast_attention.decide.decision import Decision, is_never_worth_it
+from depthgauge.fast_attention.decide.row_bounds import row_certificate
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Plan, exact_plan
 from depthgauge.fast_attention.problem import Problem, Request, checked
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton_route import Kind
+from depthgauge.fast_attention.triton import route as triton_route
+from depthgauge.fast_attention.triton.route import Kind
 
 MASK_ENTRIES = 2**27
 """How large a mask is made at once."""

@@ -8,12 +8,16 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention import torch_backend, triton_backend, triton_gradient, triton_survey, triton_tuning
-from depthgauge.fast_attention.bounds import Survey, product_unit, rounding_share, survey, unit
-from depthgauge.fast_attention.cost import CPU, GPU_TORCH, GPU_TRITON, Rates
-from depthgauge.fast_attention.minimax import Minimax
+from depthgauge.fast_attention.decide.bounds import Survey, product_unit, rounding_share, survey, unit
+from depthgauge.fast_attention.decide.cost import CPU, GPU_TORCH, GPU_TRITON, Rates
+from depthgauge.fast_attention.decide.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.torch import backend as torch_backend
+from depthgauge.fast_attention.triton import backend as triton_backend
+from depthgauge.fast_attention.triton import gradient as triton_gradient
+from depthgauge.fast_attention.triton import survey as triton_survey
+from depthgauge.fast_attention.triton import tuning as triton_tuning
 
 Saved = tuple[Tensor, ...]
 Forward = Callable[[Spec, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Saved]]

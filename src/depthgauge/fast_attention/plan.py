@@ -6,8 +6,8 @@ from itertools import product as every
 
 import torch
 
-from depthgauge.digits import number
-from depthgauge.fast_attention.bounds import unit
+from depthgauge._format import number
+from depthgauge.fast_attention.decide.bounds import unit
 from depthgauge.fast_attention.problem import Request
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.bounds import Survey
+from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.problem import Problem
 
 

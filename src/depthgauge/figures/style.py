@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from depthgauge.atomic import write_atomically
+from depthgauge._io import write_atomically
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 """From the palette of Okabe and Ito, told apart with every common kind of colour vision."""

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from depthgauge.atomic import write_atomically
+from depthgauge._io import write_atomically
 from depthgauge.errors import InputError, NetworkFileError, OutputError
 from depthgauge.network.network import ACTIVATIONS, NORMS, Layer, Mlp, SelfAttentionNetwork
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge.digits import number
+from depthgauge._format import number
 from depthgauge.errors import InputError, require_positive, unknown_name
 from depthgauge.linalg.rounding import largest_not_above
 from depthgauge.network.trace import LayerTrace

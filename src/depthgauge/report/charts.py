@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge.digits import number
+from depthgauge._format import number
 from depthgauge.report.document import CENTERS, HEAD_MEASURES, NORMS
-from depthgauge.report.text import percent, printable, short
+from depthgauge.report.markup import percent, printable, short
 
 Figure = dict[str, Any]
 

@@ -10,8 +10,8 @@ from string import Template
 from typing import Any
 
 from depthgauge.report.charts import Chart, Choice
+from depthgauge.report.markup import SAVED, Cell, Table, command_line, counted, escape, sentence
 from depthgauge.report.sections import Part, Section, section
-from depthgauge.report.text import SAVED, Cell, Table, command_line, counted, escape, sentence
 
 
 def render(document: Mapping[str, Any], plotly: str) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge.digits import DASH, number
+from depthgauge._format import DASH, number
 from depthgauge.report import charts
 from depthgauge.report.charts import Chart
 from depthgauge.report.document import CENTERS, NORMS
-from depthgauge.report.text import Cell, Table, counted, runs, span
+from depthgauge.report.markup import Cell, Table, counted, runs, span
 
 Subject = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def section(subject: Subject, settings: Mapping[str, Any]) -> Section:
 
 def _facts(subject: Subject, settings: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     if "model" in subject:
-        from depthgauge.report.model import model_facts
+        from depthgauge.report.checkpoint_section import model_facts
 
         return model_facts(subject)
     facts = _network_facts(subject) if "network" in subject else (("layers", str(len(subject["layers"]))),)
@@ -194,7 +194,7 @@ def network_parts(subject: Subject) -> tuple[Part, ...]:
 
 def model_parts(subject: Subject) -> tuple[Part, ...]:
     """A checkpoint: everything, in a file of its own."""
-    from depthgauge.report import model
+    from depthgauge.report import checkpoint_section as model
 
     return model.model_parts(subject)
 

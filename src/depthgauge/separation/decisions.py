@@ -6,8 +6,8 @@ import numpy as np
 from flint import ctx
 from jaxtyping import Bool, Float
 
-from depthgauge.separation.attention import LIN, Attention
 from depthgauge.separation.rows import Row, Signs, rows
+from depthgauge.separation.score_maps import LIN, Attention
 from depthgauge.separation.settings import AttentionSetting, Dataset, strong
 from depthgauge.separation.settle import sign_of_sum
 

@@ -8,8 +8,8 @@ from jaxtyping import Bool
 from depthgauge.errors import require_count
 from depthgauge.progress import Step, silent
 from depthgauge.separation import regression, structured
-from depthgauge.separation.draws import draw_attention, draw_regression
-from depthgauge.separation.intervals import wilson
+from depthgauge.separation.counted_ratio import wilson
+from depthgauge.separation.sampling import draw_attention, draw_regression
 from depthgauge.separation.settings import Regression, Setting
 
 _ENTRIES_AT_ONCE = 2**20

@@ -6,8 +6,8 @@ from math import log
 import numpy as np
 from jaxtyping import Bool, Float, Int8
 
-from depthgauge.separation.attention import LIN, Attention
-from depthgauge.separation.draws import RegressionDraws, unpack
+from depthgauge.separation.sampling import RegressionDraws, unpack
+from depthgauge.separation.score_maps import LIN, Attention
 from depthgauge.separation.settings import Dataset, Regression, strong
 from depthgauge.separation.settle import sign_of_sum
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from flint import arb
 
-from depthgauge.separation.attention import Attention, ball, weights
+from depthgauge.separation.score_maps import Attention, ball, weights
 from depthgauge.separation.settings import (
     AttentionSetting,
     CrossAttention,

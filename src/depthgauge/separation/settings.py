@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal
 
 from depthgauge.errors import InputError, require_count, unknown_name
-from depthgauge.separation.attention import Attention, parse_attention
+from depthgauge.separation.score_maps import Attention, parse_attention
 
 Dataset = Literal[0, 1]
 DELTA = 0.01

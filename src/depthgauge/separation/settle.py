@@ -20,7 +20,7 @@ from typing import Any
 
 from flint import arb, ctx, fmpz
 
-from depthgauge.separation.attention import Attention, ball, weights
+from depthgauge.separation.score_maps import Attention, ball, weights
 
 _FIRST_PRECISION = 128
 _MODERATE_BITS = 10_000
@@ -29,7 +29,7 @@ _MODERATE_BITS = 10_000
 def sign_of_sum(kind: Attention, n: int, terms: Iterable[tuple[Fraction, Fraction]]) -> int:
     """The sign (−1, 0 or 1) of Σ r·k(q·log n) over the (r, q) of `terms`, with all q ≥ 0 and n ≥ 2.
 
-    >>> from depthgauge.separation.attention import EXP
+    >>> from depthgauge.separation.score_maps import EXP
     >>> sign_of_sum(EXP, 4, [(Fraction(2), Fraction(0)), (Fraction(-1), Fraction(1, 2))])  # 2·4⁰ − 4^½
     0
     """

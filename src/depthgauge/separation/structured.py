@@ -4,7 +4,7 @@ import numpy as np
 from jaxtyping import Bool, Int, UInt64
 
 from depthgauge.separation.decisions import tables
-from depthgauge.separation.draws import AttentionDraws
+from depthgauge.separation.sampling import AttentionDraws
 from depthgauge.separation.settings import AttentionSetting
 
 _ONES_IN_OCTET = np.array([octet.bit_count() for octet in range(256)], dtype=np.uint8)

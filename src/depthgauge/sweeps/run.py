@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge.atomic import write_text
+from depthgauge._io import write_text
 from depthgauge.errors import DepthgaugeError
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.cells import Cell, canonical_json

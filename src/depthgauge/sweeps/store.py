@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from depthgauge.atomic import write_atomically
+from depthgauge._io import write_atomically
 from depthgauge.errors import InputError, OutputError
 from depthgauge.sweeps.cells import Cell, Outcome, canonical_json
 

@@ -12,24 +12,24 @@ from typing import Any
 
 import torch
 
-from depthgauge.collapse.certificate import EFFORTS, certify
-from depthgauge.collapse.collapse import collapse
-from depthgauge.collapse.depth import effective_depth
-from depthgauge.collapse.printed import log_dong_rate, printed_bound
-from depthgauge.collapse.surrogates import METHODS, drift_matrix, refusal
+from depthgauge.certificates.certificate import EFFORTS, certify
+from depthgauge.certificates.printed import log_dong_rate, printed_bound
+from depthgauge.depth.effective import effective_depth
+from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.linalg.norms import Center, composite_norm, max_norm
 from depthgauge.measures.weights import weight_sizes
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.network.random import DISTRIBUTIONS, random_network
+from depthgauge.network.random_networks import DISTRIBUTIONS, random_network
 from depthgauge.separation.exact import exact
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import Regression, Setting, build_setting
+from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.fast import plans_of, summary
+from depthgauge.sweeps.fast_attention_task import plans_of, summary
 from depthgauge.sweeps.parameters import SEED, Parameter, choice, count, flag, number, or_word, positive, text
-from depthgauge.sweeps.rank import SplitState, log_contraction_bounds, split_states
+from depthgauge.sweeps.rank_collapse import SplitState, log_contraction_bounds, split_states
 
 Values = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""Proved upper bounds, attacked lower bounds, and the independent verification of both."""

@@ -1,0 +1,208 @@
+"""What a network can do to inputs in the box ‖X‖max ≤ φ, layer by layer (docs/math.md §3.2–3.4).
+
+All vectors bound |·| coordinate by coordinate, for any number of tokens:
+
+    own_ℓ    what layers k < ℓ add to one token beyond their averages: |Σ_k E_k|
+    err_ℓ    the same with what it makes of the common part:            |Σ_k E_k + 1·mean(E_k)·Z_{k+1:ℓ}|
+    state_ℓ  |x_i|        spread_ℓ  half the range over tokens (the common part cancels)
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
+from depthgauge.linalg.rounding import Ball, add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
+from depthgauge.linalg.signs import SignBound, sign_norm_up
+from depthgauge.linalg.softmax import LINEAR_REMAINDER
+from depthgauge.surrogates.expansion import Expansion
+
+Vector = Float[Tensor, " d"]
+PerHead = Float[Tensor, " heads"]
+HeadVectors = Float[Tensor, "heads d"]
+PartsByLayer = tuple[Float[Tensor, "_ d"], ...]
+"""One vector per head, layer by layer; layers differ in their number of heads."""
+RHO = float(up(up(LINEAR_REMAINDER)))
+"""ρ = 1/(12√3), rounded up."""
+JOINT_LIMIT = 64
+"""The widest network whose leading term is bounded jointly; its tensor has d⁴ entries."""
+
+PREFIX_STEPS = 10
+"""Steps spent on the scalings of a state on the way, where the last few per cent do not count."""
+
+
+@dataclass
+class Norms:
+    """Sign norms of diag(left) M diag(right), with the scalings that prove them kept under a name each."""
+
+    record: dict[str, SignBound] = field(default_factory=dict)
+
+    def __call__(self, name: str, left: Float[Tensor, " m"], M: Ball, right: Float[Tensor, " n"]) -> PerHead:
+        """At least ‖diag(left) M_h diag(right)‖_{∞→1} for every head."""
+        bound = sign_norm_up(M * left[:, None] * right)
+        self.record[name] = bound
+        return bound.value
+
+
+@dataclass(frozen=True)
+class LayerBounds:
+    """One layer: what enters it, and what its heads can do with that.
+
+    `theta` bounds the row ranges of the scores, `gap` (G) bounds |(P_h − U) X|, and `rest` bounds what is left of
+    (P_h − U) X beyond the leading term.
+    """
+
+    own: Vector
+    err: Vector
+    state: Vector
+    spread: Vector
+    theta: PerHead
+    gap: HeadVectors
+    rest: HeadVectors | None
+
+
+def weighted(g: HeadVectors, M: Ball) -> Vector:
+    """Σ_h g_h |M_h|, rounded up."""
+    return nonnegative_sum_up(weighted_per_head(g, M), 0)
+
+
+def weighted_per_head(g: HeadVectors, M: Ball) -> HeadVectors:
+    """g_h |M_h| for every head, rounded up."""
+    return nonnegative_matmul_up(g[:, None, :], M.abs_up())[:, 0, :]
+
+
+def column_sums(M: Ball, radius: float) -> Vector:
+    """φ1|M|, rounded up; `radius` is φ."""
+    return mul_up(nonnegative_sum_up(M.abs_up(), 0), radius)
+
+
+def total(*terms: Tensor) -> Tensor:
+    """The sum, rounded up."""
+    result = terms[0]
+    for term in terms[1:]:
+        result = add_up(result, term)
+    return result
+
+
+def gap_of(theta: PerHead, spread: Vector) -> HeadVectors:
+    """G = 2 tanh(θ/4) · spread: |Σ_j (p_j − 1/n) x_j| ≤ TV · range."""
+    return mul_up(2.0 * tanh_up(theta / 4.0)[:, None], spread)
+
+
+class BoxBounds:
+    """The bounds of every layer of a network on the box of radius φ; `layers[L]` is the output (it has no heads)."""
+
+    def __init__(self, expansion: Expansion, radius: float, *, joint: bool, prefixes: bool = False) -> None:
+        """`joint` prepares what a joint bound of the output needs; `prefixes` bounds every state jointly on the way.
+
+        The second costs two leading terms a layer and sharpens only what lies beyond the leading term of the output.
+        """
+        self.expansion, self.radius, self.prefixes = expansion, radius, prefixes
+        self.joint = joint and expansion.skip
+        self.norms = Norms()
+        self.leads: dict[str, LeadBound] = {}
+        self.layers: list[LayerBounds] = []
+        for index in range(expansion.depth + 1):
+            self.layers.append(self._layer(index))
+
+    @property
+    def output(self) -> LayerBounds:
+        """The bounds of X_L."""
+        return self.layers[-1]
+
+    def _layer(self, index: int) -> LayerBounds:
+        own, err = self._own_and_err(index)
+        drift = column_sums(self.expansion.drift(0, index), self.radius)
+        phi = torch.full_like(drift, self.radius)
+        if self.expansion.skip:
+            state, spread = total(phi, drift, err), add_up(phi, own)
+        else:
+            state, spread = (add_up(drift, err), own) if index else (phi, phi)
+        if index:
+            state = torch.minimum(state, self._grown_state(index - 1))
+        spread = torch.minimum(spread, state)
+        if index == self.expansion.depth:
+            none = torch.zeros(0, dtype=torch.float64)
+            return LayerBounds(own, err, state, spread, none, none[:, None].expand(0, len(own)), None)
+        return self._heads(index, own, err, state, spread)
+
+    def _grown_state(self, k: int) -> Vector:
+        """state + Σ_h state |V_h|: what holds whatever attention does; the smaller at large weights."""
+        before, V = self.layers[k].state, self.expansion.V[k]
+        grown = weighted(before.expand(V.shape[0], -1), V)
+        return add_up(before, grown) if self.expansion.skip else grown
+
+    def _heads(self, k: int, own: Vector, err: Vector, state: Vector, spread: Vector) -> LayerBounds:
+        W = self.expansion.W[k]
+        theta = 2.0 * self.norms(f"{k}.theta", state, W, spread)
+        if not self.joint:
+            return LayerBounds(own, err, state, spread, theta, gap_of(theta, spread), None)
+        # lin stacks what multiplies x and what multiplies m in the score of a query: [W; Z_{0:k} W].
+        lin = _stack_rows(W, self.expansion.drift(0, k) @ W)
+        phi, phi2 = torch.full_like(own, self.radius), torch.full((2 * len(own),), self.radius, dtype=torch.float64)
+        e1 = self.norms(f"{k}.e1", err, W, spread)
+        lin_spread = self.norms(f"{k}.lin_spread", phi2, lin, spread)
+        theta = torch.minimum(theta, 2.0 * add_up(lin_spread, e1))
+        lin_phi = self.norms(f"{k}.lin_phi", phi2, lin, phi)
+        lin_own = self.norms(f"{k}.lin_own", phi2, lin, own)
+        rest = total(
+            mul_up(mul_up(mul_up(2.0 * RHO, theta), theta)[:, None], spread),
+            mul_up(e1[:, None], spread),
+            mul_up(lin_phi[:, None], own),
+            mul_up(lin_own[:, None], spread),
+        )
+        return LayerBounds(own, err, state, spread, theta, gap_of(theta, spread), rest)
+
+    def _own_and_err(self, end: int) -> tuple[Vector, Vector]:
+        zero = torch.zeros(self.expansion.dim, dtype=torch.float64)
+        if end == 0:
+            return zero, zero
+        V = self.expansion.V
+        carried = [self.expansion.carried(k, end) for k in range(end)]
+        if self.expansion.skip:
+            own = total(zero, *(weighted(self.layers[k].gap, V[k]) for k in range(end)))
+            err = total(own, *(weighted(self.layers[k].gap, carried[k]) for k in range(end)))
+        else:
+            # Without skips only the last layer's deviations are a token's own; earlier ones arrive as a common part.
+            own = weighted(self.layers[end - 1].gap, V[end - 1])
+            err = total(own, *(weighted(self.layers[k].gap, carried[k]) for k in range(end - 1)))
+        if not (self.joint and self.prefixes):
+            return own, err
+        rest_own = total(zero, *(weighted(self._rest(k), V[k]) for k in range(end)))
+        rest_err = total(rest_own, *(weighted(self._rest(k), carried[k]) for k in range(end)))
+        T = head_tensor(self.expansion, range(end))
+        early = [drift_in_query(self.expansion, k) for k in range(end)]
+        late = [drift_of_output(self.expansion, k, end) for k in range(end)]
+        own_lead = lead_bound(T, Rank1Sum.join(*early), self.radius, steps=PREFIX_STEPS)
+        err_lead = lead_bound(T, Rank1Sum.join(*early, *late), self.radius, steps=PREFIX_STEPS)
+        self.leads[f"{end}.own"], self.leads[f"{end}.err"] = own_lead, err_lead
+        own = torch.fmin(own, add_up(own_lead.value, rest_own))
+        err = torch.fmin(err, add_up(err_lead.value, rest_err))
+        return own, err
+
+    def _rest(self, k: int) -> HeadVectors:
+        rest = self.layers[k].rest
+        assert rest is not None
+        return rest
+
+
+def head_tensor(expansion: Expansion, layers: range | list[int]) -> Rank1Sum:
+    """T_a[b; c, e] = Σ_kh W[b, c] V[e, a] over the layers given (β is in W)."""
+    return Rank1Sum.join(*(Rank1Sum(expansion.W[k], expansion.V[k]) for k in layers))
+
+
+def drift_in_query(expansion: Expansion, k: int) -> Rank1Sum:
+    """Σ_h (Z_{0:k} W)[b, c] V[e, a]: the query's common part has drifted from x to x + m Z_{0:k}."""
+    return Rank1Sum(expansion.drift(0, k) @ expansion.W[k], expansion.V[k])
+
+
+def drift_of_output(expansion: Expansion, k: int, end: int) -> Rank1Sum:
+    """Σ_h (N_{0:k} W)[b, c] (V Z_{k+1:ℓ})[e, a]: what layer k adds to the mean is carried on by later layers."""
+    W = expansion.W[k]
+    return Rank1Sum(W + expansion.drift(0, k) @ W, expansion.carried(k, end))
+
+
+def _stack_rows(upper: Ball, lower: Ball) -> Ball:
+    return Ball(torch.cat([upper.mid, lower.mid], dim=-2), torch.cat([upper.rad, lower.rad], dim=-2))

@@ -1,0 +1,205 @@
+"""How far two networks can be apart on the box, from the bounds of each (docs/math.md §3.6).
+
+With X_k the states of S and Y_k' those of S', both expanded about uniform attention,
+
+    S(X) − S'(X) = 1·mean(X)·(Z_{0:L} − Z'_{0:L'}) + Σ (what the heads of S add) − Σ (what the heads of S' add),
+
+and a head that stands in both adds only the difference of its two effects.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from depthgauge.certificates.box import (
+    RHO,
+    BoxBounds,
+    HeadVectors,
+    Norms,
+    PartsByLayer,
+    Vector,
+    column_sums,
+    drift_in_query,
+    drift_of_output,
+    gap_of,
+    total,
+    weighted,
+    weighted_per_head,
+)
+from depthgauge.certificates.lead import Rank1Sum
+from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up, tanh_up
+from depthgauge.surrogates.matching import LayerMatch
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An upper bound per output coordinate.
+
+    `head_parts[k][h]` bounds what head h of layer k of S contributes to it, taken alone: the shares of the whole.
+    """
+
+    value: Vector
+    head_parts: PartsByLayer
+
+
+class BoxDifference:
+    """Upper bounds on |S − S'| over the box, per output coordinate."""
+
+    def __init__(self, S: BoxBounds, other: BoxBounds, matches: Sequence[LayerMatch]) -> None:
+        self.S, self.other, self.matches, self.norms = S, other, matches, Norms()
+        self.L, self.L_other = S.expansion.depth, other.expansion.depth
+        self.linear = column_sums(S.expansion.drift(0, self.L) - other.expansion.drift(0, self.L_other), S.radius)
+        self._gaps: dict[tuple[int, int], HeadVectors] = {}
+        for match in matches:
+            self._gaps[match.k, match.other] = self._matched_gap(match)
+
+    # --- matched heads ------------------------------------------------------------------------------------------
+
+    def _matched_gap(self, match: LayerMatch) -> HeadVectors:
+        """g bounds |(P(X) − U) X − (P(Y) − U) Y| for a head that stands in both.
+
+        g = min(2 tanh(δθ/4)·spread_X + 2 tanh(θ_Y/4)·dOwn, G_X + G_Y),
+        δθ = 2(‖diag(dErr) W diag(spread_X)‖ + ‖diag(state_Y) W diag(dOwn)‖), β in W.
+        """
+        X, Y = self.S.layers[match.k], self.other.layers[match.other]
+        heads, others = list(match.heads), list(match.others)
+        W = self.S.expansion.W[match.k].at(heads)
+        d_own, d_err = self._apart(match)
+        norms, name = self.norms, f"{match.k}~{match.other}"
+        d_theta = 2.0 * add_up(norms(f"{name}.dErr", d_err, W, X.spread), norms(f"{name}.dOwn", Y.state, W, d_own))
+        moved = mul_up(2.0 * tanh_up(Y.theta[others] / 4.0)[:, None], d_own)
+        return torch.fmin(add_up(gap_of(d_theta, X.spread), moved), add_up(X.gap[heads], Y.gap[others]))
+
+    def _apart(self, match: LayerMatch) -> tuple[Vector, Vector]:
+        """dOwn and dErr: how far X_k and Y_k' are apart, in a token's own part and in all.
+
+        Heads before both and matched contribute their g, all others their G.
+        """
+        k, other = match.k, match.other
+        X, Y = self.S.expansion, self.other.expansion
+        drift = column_sums(X.drift(0, k) - Y.drift(0, other), self.S.radius)
+        own, err = torch.zeros_like(drift), drift
+        for j in range(k):
+            gap = self._unmatched_gap(j, before=other)
+            own = add_up(own, weighted(gap, X.V[j]))
+            err = total(err, weighted(gap, X.V[j]), weighted(gap, X.carried(j, k)))
+        for j in range(other):
+            gap = self._unmatched_gap_of_other(j, before=k)
+            own = add_up(own, weighted(gap, Y.V[j]))
+            err = total(err, weighted(gap, Y.V[j]), weighted(gap, Y.carried(j, other)))
+        for earlier in self.matches:
+            if earlier.k < k and earlier.other < other:
+                V = X.V[earlier.k].at(earlier.heads)
+                added = weighted(self._gaps[earlier.k, earlier.other], V)
+                own, err = add_up(own, added), total(err, added, self._carried_apart(earlier, k, other))
+        own = torch.fmin(own, add_up(self.S.layers[k].own, self.other.layers[other].own))
+        err = torch.fmin(err, total(drift, self.S.layers[k].err, self.other.layers[other].err))
+        return own, err
+
+    def _carried_apart(self, match: LayerMatch, end: int, end_other: int) -> Vector:
+        """What the common parts of a matched head, carried to X_end and Y_end', can differ by."""
+        heads, others = list(match.heads), list(match.others)
+        mine = self.S.expansion.carried(match.k, end).at(heads)
+        theirs = self.other.expansion.carried(match.other, end_other).at(others)
+        Y_gap = self.other.layers[match.other].gap[others]
+        together = add_up(weighted(self._gaps[match.k, match.other], mine), weighted(Y_gap, mine - theirs))
+        apart = add_up(weighted(self.S.layers[match.k].gap[heads], mine), weighted(Y_gap, theirs))
+        return torch.fmin(together, apart)
+
+    def _unmatched_gap(self, k: int, before: int | None = None) -> HeadVectors:
+        """G of layer k of S, zero for heads matched (to a surrogate's layer before `before`)."""
+        gap = self.S.layers[k].gap.clone()
+        for match in self.matches:
+            if match.k == k and (before is None or match.other < before):
+                gap[list(match.heads)] = 0.0
+        return gap
+
+    def _unmatched_gap_of_other(self, other: int, before: int | None = None) -> HeadVectors:
+        gap = self.other.layers[other].gap.clone()
+        for match in self.matches:
+            if match.other == other and (before is None or match.k < before):
+                gap[list(match.others)] = 0.0
+        return gap
+
+    # --- the bounds ---------------------------------------------------------------------------------------------
+
+    def plain(self) -> Bound:
+        """Every head by its own worst input."""
+        parts = [_added(self.S, k, self._unmatched_gap(k)) for k in range(self.L)]
+        value = total(self.linear, nonnegative_sum_up(torch.cat(parts), 0), self._other_part())
+        for match, own, added in self._matched_parts():
+            value = add_up(value, added)
+            parts[match.k][list(match.heads)] = own
+        # Whatever attention does, neither output leaves the bound of its own state.
+        return Bound(torch.fmin(value, add_up(self.S.output.state, self.other.output.state)), tuple(parts))
+
+    def _matched_parts(self) -> Iterator[tuple[LayerMatch, HeadVectors, Vector]]:
+        """Per match what its heads can differ by: g|V| head by head, and with the common parts in sum."""
+        for match in self.matches:
+            V = self.S.expansion.V[match.k].at(match.heads)
+            own = weighted_per_head(self._gaps[match.k, match.other], V)
+            carried = self._carried_apart(match, self.L, self.L_other)
+            yield match, own, add_up(nonnegative_sum_up(own, 0), carried)
+
+    def _other_part(self) -> Vector:
+        """What the surrogate's unmatched heads can add."""
+        parts = [torch.zeros_like(self.linear)]
+        for other in range(self.L_other):
+            parts.append(nonnegative_sum_up(_added(self.other, other, self._unmatched_gap_of_other(other)), 0))
+        return total(*parts)
+
+    def joint(self) -> "JointParts":
+        """The unmatched heads of S by their common leading term, the rest head by head.
+
+        Where S' has one layer its input is X itself, so its heads have a leading term in X too: theirs is
+        subtracted, and a matched head cancels in T for good (its drift in Tᵐ and its rest remain).
+        Otherwise matched heads are bounded by their g and the surrogate's other heads by their G.
+        """
+        X, Y = self.S.expansion, self.other.expansion
+        free = [self._free_heads(k) for k in range(self.L)]
+        T = [Rank1Sum(X.W[k], X.V[k]).heads(free[k]) for k in range(self.L)]
+        if self.L_other == 1:
+            drifting = [list(range(len(X.W[k].mid))) for k in range(self.L)]
+            taken = {h for match in self.matches for h in match.others}
+            theirs = [h for h in range(len(Y.W[0].mid)) if h not in taken]
+            T.append(Rank1Sum(Y.W[0], Y.V[0]).heads(theirs).negated())
+            theta = self.other.layers[0].theta
+            second_order = mul_up(mul_up(mul_up(2.0 * RHO, theta), theta)[:, None], self.other.layers[0].spread)
+            beyond = add_up(self.linear, weighted(second_order, Y.V[0]))
+        else:
+            drifting = free
+            beyond = total(self.linear, *(vector for _, _, vector in self._matched_parts()), self._other_part())
+        Tm = [drift_in_query(X, k).heads(drifting[k]) for k in range(self.L)]
+        Tm += [drift_of_output(X, k, self.L).heads(drifting[k]) for k in range(self.L)]
+        for k in range(self.L):
+            rest = self.S.layers[k].rest
+            assert rest is not None
+            chosen = torch.zeros_like(rest)
+            chosen[drifting[k]] = rest[drifting[k]]
+            beyond = total(beyond, weighted(chosen, X.V[k]), weighted(chosen, X.carried(k, self.L)))
+        return JointParts(Rank1Sum.join(*T), Rank1Sum.join(*Tm), beyond)
+
+    def _free_heads(self, k: int) -> list[int]:
+        taken = {h for match in self.matches if match.k == k for h in match.heads}
+        return [h for h in range(len(self.S.expansion.W[k].mid)) if h not in taken]
+
+
+def _added(bounds: BoxBounds, k: int, gap: HeadVectors) -> HeadVectors:
+    """What heads with |(P − U) X| ≤ gap in layer k can add to the output: gap|V|, and gap|V Z| through the mean.
+
+    Without skips only the last layer's own part arrives, and of the others only what went through the mean.
+    """
+    X = bounds.expansion
+    if X.skip:
+        return add_up(weighted_per_head(gap, X.V[k]), weighted_per_head(gap, X.carried(k, X.depth)))
+    return weighted_per_head(gap, X.V[k] if k == X.depth - 1 else X.carried(k, X.depth))
+
+
+@dataclass(frozen=True)
+class JointParts:
+    """A joint bound before its leading term is bounded: lead(T, Tᵐ) + beyond."""
+
+    T: Rank1Sum
+    Tm: Rank1Sum
+    beyond: Vector

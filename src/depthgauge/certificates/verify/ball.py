@@ -1,0 +1,88 @@
+"""Tokens in a ball, in balls (docs/math.md §3.8): every bound is a number, and lengths take the place of entries."""
+
+from dataclasses import dataclass
+
+from flint import arb
+from torch import Tensor
+
+from depthgauge.certificates.ball import BallBounds
+from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, smaller, spectral_norm, times
+from depthgauge.certificates.verify.box import refuse, rho
+from depthgauge.certificates.verify.expansion import Expansion, zeros
+from depthgauge.errors import VerificationError
+
+
+@dataclass(frozen=True)
+class BallLayer:
+    """One layer: what follows from the proved claims own and err for each head; `curved` is 2ρθ²·spread."""
+
+    state: arb
+    gap: list[arb]
+    rest: list[arb]
+    curved: list[arb]
+
+
+class BallLayers:
+    """All layers of a network with skips on tokens of length at most r."""
+
+    def __init__(self, who: str, X: Expansion, claims: BallBounds, radius: arb) -> None:
+        if not X.skip:
+            raise VerificationError(f"{who}: the recursion on the ball needs skip connections")
+        if len(claims.layers) != X.depth:
+            raise VerificationError(f"{who}: {len(claims.layers)} layers are claimed, {X.depth} expected")
+        self.who, self.X, self.claims, self.radius = who, X, claims, radius
+        self.layers: list[BallLayer] = []
+        for index in range(X.depth):
+            self.layers.append(self._layer(index))
+
+    def _layer(self, k: int) -> BallLayer:
+        X, r = self.X, self.radius
+        own, err = self._proved(k, "own", self.claims.layers[k].own), self._proved(k, "err", self.claims.layers[k].err)
+        state, spread = (r + r * spectral_norm(X.drift(0, k)) + err).upper(), (r + own).upper()
+        if k:
+            growth = sum((spectral_norm(V) for V in X.V[k - 1]), arb(1))
+            state = smaller(state, (self.layers[k - 1].state * growth).upper())
+        spread = smaller(spread, state)
+        gaps, rest, curved = [], [], []
+        for W in X.W[k]:
+            size = spectral_norm(W)
+            lin = (r * (size + spectral_norm(X.drift(0, k) * W))).upper()
+            e1 = (err * size * spread).upper()
+            theta = smaller((2 * state * size * spread).upper(), (2 * (lin * spread + e1)).upper())
+            gaps.append((2 * (theta / 4).tanh() * spread).upper())
+            curved.append((2 * rho() * theta**2 * spread).upper())
+            rest.append((curved[-1] + e1 * spread + lin * r * own + lin * own * spread).upper())
+        return BallLayer(state, gaps, rest, curved)
+
+    def _proved(self, end: int, name: str, claimed: Tensor) -> arb:
+        """own = Σ G‖V‖ and err = own + Σ G‖V Z‖ over the heads before, each at most its claim."""
+        total = arb(0)
+        for k in range(end):
+            for h, G in enumerate(self.layers[k].gap):
+                total += G * spectral_norm(self.X.V[k][h])
+                if name == "err":
+                    total += G * spectral_norm(self.X.carried(k, end)[h])
+        claim = arb(float(claimed))
+        if not total.upper() <= claim:
+            raise refuse(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
+        return claim
+
+    def added(self, per_head: list[list[arb]]) -> Vector:
+        """Σ_kh g(‖V e_a‖ + ‖V Z_{k+1:L} e_a‖)."""
+        parts = [zeros(self.X.dim)]
+        for k, numbers in enumerate(per_head):
+            for h, g in enumerate(numbers):
+                parts += [times(g, column_lengths(M)) for M in (self.X.V[k][h], self.X.carried(k, self.X.depth)[h])]
+        return add(*parts)
+
+    def gaps(self) -> list[list[arb]]:
+        """G of every head, by layers."""
+        return [layer.gap for layer in self.layers]
+
+    def rests(self) -> list[list[arb]]:
+        """What is left of every head beyond the leading term, by layers."""
+        return [layer.rest for layer in self.layers]
+
+    def curvatures(self) -> list[list[arb]]:
+        """2ρθ²·spread of every head, by layers."""
+        return [layer.curved for layer in self.layers]

@@ -1,0 +1,163 @@
+"""The recursion on the box in balls (docs/math.md §3.2–3.3): every claimed own_ℓ, err_ℓ from the claims before it."""
+
+from dataclasses import dataclass
+
+from flint import arb, arb_mat
+from torch import Tensor
+
+from depthgauge.certificates.box import BoxBounds
+from depthgauge.certificates.verify.arb_vectors import (
+    Vector,
+    add,
+    column_sums,
+    exact,
+    sign_norms,
+    smaller,
+    smaller_of,
+    through,
+    times,
+)
+from depthgauge.certificates.verify.expansion import Expansion, zeros
+from depthgauge.certificates.verify.lead import Lead
+from depthgauge.errors import VerificationError
+
+
+def rho() -> arb:
+    """ρ = 1/(12√3), the constant of the linearised softmax (§2.7)."""
+    return (1 / (12 * arb(3).sqrt())).upper()
+
+
+def gap(theta: arb, spread: Vector) -> Vector:
+    """G = 2 tanh(θ/4)·spread."""
+    return times((2 * (theta / 4).tanh()).upper(), spread)
+
+
+def refuse(step: str, coordinate: int, value: arb, claim: arb) -> VerificationError:
+    """The error for a claim that is below what could be proved."""
+    claimed, proved = claim.str(17, radius=False), value.str(17, radius=False)
+    return VerificationError(f"{step}, coordinate {coordinate}: {claimed} is claimed, only {proved} could be proved")
+
+
+@dataclass(frozen=True)
+class BoxLayer:
+    """One layer: the claims own and err, now proved, and what follows from them for each head."""
+
+    own: Vector
+    err: Vector
+    state: Vector
+    spread: Vector
+    theta: list[arb]
+    gap: list[Vector]
+    rest: list[Vector]
+
+
+class BoxLayers:
+    """All layers of a network on the box of radius φ; the last one is the output and has no heads."""
+
+    def __init__(self, who: str, X: Expansion, claims: BoxBounds, radius: arb) -> None:
+        self.who, self.X, self.claims, self.radius = who, X, claims, radius
+        self.joint = claims.joint and X.skip
+        self.layers: list[BoxLayer] = []
+        if len(claims.layers) != X.depth + 1:
+            raise VerificationError(f"{who}: {len(claims.layers)} layers are claimed, {X.depth + 1} expected")
+        for index in range(X.depth + 1):
+            self.layers.append(self._layer(index))
+
+    def _layer(self, index: int) -> BoxLayer:
+        """state = φ1 + φ1|Z_{0:ℓ}| + err, or what holds whatever attention does; spread = φ1 + own (§3.2)."""
+        own = self._claim(index, "own", self.claims.layers[index].own)
+        err = self._claim(index, "err", self.claims.layers[index].err)
+        self._prove(index, own, err)
+        phi, drift = [self.radius] * self.X.dim, times(self.radius, column_sums(self.X.drift(0, index)))
+        if index == 0:
+            state, spread = phi, phi
+        elif self.X.skip:
+            state, spread = add(phi, drift, err), add(phi, own)
+        else:
+            state, spread = add(drift, err), own
+        if index:
+            state = smaller_of(state, self._grown(index - 1))
+        spread = smaller_of(spread, state)
+        if index == self.X.depth:
+            return BoxLayer(own, err, state, spread, [], [], [])
+        return self._heads(index, own, err, state, spread)
+
+    def _grown(self, k: int) -> Vector:
+        """state_k + Σ_h state_k|V_kh|."""
+        before = self.layers[k].state
+        mixed = add(*(through(before, size) for size in self.X.V_size[k]))
+        return add(before, mixed) if self.X.skip else mixed
+
+    def _heads(self, k: int, own: Vector, err: Vector, state: Vector, spread: Vector) -> BoxLayer:
+        """θ, G and, where heads are bounded jointly, the rest of (3.3)."""
+        W, record = self.X.W[k], self.claims.norms.record
+        theta = [(2 * t).upper() for t in sign_norms(record, f"{k}.theta", state, W, spread)]
+        rest: list[Vector] = []
+        if self.joint:
+            lin = [_stacked(w, self.X.drift(0, k) * w) for w in W]
+            phi, phi2 = [self.radius] * self.X.dim, [self.radius] * (2 * self.X.dim)
+            e1 = sign_norms(record, f"{k}.e1", err, W, spread)
+            lin_spread = sign_norms(record, f"{k}.lin_spread", phi2, lin, spread)
+            lin_phi = sign_norms(record, f"{k}.lin_phi", phi2, lin, phi)
+            lin_own = sign_norms(record, f"{k}.lin_own", phi2, lin, own)
+            theta = [smaller(t, (2 * (a + b)).upper()) for t, a, b in zip(theta, lin_spread, e1, strict=True)]
+            for h in self.X.heads(k):
+                curved = (2 * rho() * theta[h] ** 2 + e1[h] + lin_own[h]).upper()
+                rest.append(add(times(curved, spread), times(lin_phi[h], own)))
+        return BoxLayer(own, err, state, spread, theta, [gap(t, spread) for t in theta], rest)
+
+    # --- claims ---------------------------------------------------------------------------------------------------
+
+    def _claim(self, index: int, name: str, values: Tensor) -> Vector:
+        claim = exact(values.tolist())
+        if len(claim) != self.X.dim or not all(value >= 0 for value in claim):
+            raise VerificationError(
+                f"{self.who}, layer {index}: {name} is not {self.X.dim} numbers that are not negative"
+            )
+        return claim
+
+    def _prove(self, end: int, own: Vector, err: Vector) -> None:
+        """own_ℓ and err_ℓ from the layers before: every head by its G, or all of them by their leading term."""
+        own_plain, err_plain = self.plain(end)
+        for name, plain, claim in (("own", own_plain, own), ("err", err_plain, err)):
+            open_ones = [a for a in range(self.X.dim) if not plain[a] <= claim[a]]
+            if open_ones and self.joint and f"{end}.{name}" in self.claims.leads:
+                open_ones = self._prove_jointly(end, name, open_ones, claim)
+            if open_ones:
+                a = open_ones[0]
+                raise refuse(f"{self.who}, {name} at layer {end}", a, plain[a], claim[a])
+
+    def plain(self, end: int) -> tuple[Vector, Vector]:
+        """own = Σ G|V| and err = own + Σ G|V Z_{k+1:ℓ}| over the heads before; without skips the last layer's G|V|."""
+        X, nothing = self.X, zeros(self.X.dim)
+        if end == 0:
+            return nothing, nothing
+        own_layers = range(end) if X.skip else [end - 1]
+        carried_layers = range(end) if X.skip else range(end - 1)
+        own = add(nothing, *(self._sum(self.layers[k].gap, X.V_size[k]) for k in own_layers))
+        return own, add(own, *(self._sum(self.layers[k].gap, X.carried_size(k, end)) for k in carried_layers))
+
+    def _prove_jointly(self, end: int, name: str, coordinates: list[int], claim: Vector) -> list[int]:
+        """The coordinates for which lead + Σ rest(|V| + |V Z|) is above the claim too; own has no part in Z."""
+        X, before = self.X, range(end)
+        T = [term for k in before for term in X.plain_terms(k, X.heads(k))]
+        Tm = [term for k in before for term in X.drift_terms(k, X.heads(k))]
+        rest = add(zeros(X.dim), *(self._sum(self.layers[k].rest, X.V_size[k]) for k in before))
+        if name == "err":
+            Tm += [term for k in before for term in X.output_terms(k, end, X.heads(k))]
+            rest = add(rest, *(self._sum(self.layers[k].rest, X.carried_size(k, end)) for k in before))
+        lead, step = Lead(T, Tm, X.dim, self.radius, "box"), f"{end}.{name}"
+        kept = self.claims.leads.get(step)
+        return [
+            a
+            for a in coordinates
+            if not any((bound + rest[a]).upper() <= claim[a] for bound in lead.bounds(step, a, kept))
+        ]
+
+    def _sum(self, per_head: list[Vector], sizes: list[arb_mat]) -> Vector:
+        """Σ_h g_h|M_h|."""
+        return add(zeros(self.X.dim), *(through(g, size) for g, size in zip(per_head, sizes, strict=True)))
+
+
+def _stacked(upper: arb_mat, lower: arb_mat) -> arb_mat:
+    return arb_mat([*upper.tolist(), *lower.tolist()])

@@ -1,0 +1,151 @@
+"""What the weights alone say: the circuits of every head, without a word of text.
+
+A head reads tokens x (rows) through query Q and key K, `[d, k]`, and writes x V with V = W_V W_O, `[d, d]`. The gain of
+the norm before attention is part of all three. Rotary positions turn Q and K by the distance of two tokens; the sizes
+here are those at distance 0. Biases are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.families import Family, Fused, Separate
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.linalg.norms import entry_sum_norm
+from depthgauge.measures.weights import weight_sizes
+from depthgauge.network.network import Layer
+
+
+@dataclass(frozen=True)
+class HeadWeights:
+    """Q, K `[d, k]`, W_V `[d, v]` and W_O `[v, d]` of one head, and the scale β of its scores."""
+
+    query: Float[Tensor, "d k"]
+    key: Float[Tensor, "d k"]
+    value: Float[Tensor, "d v"]
+    output: Float[Tensor, "v d"]
+    scale: float
+
+
+@dataclass(frozen=True)
+class CircuitSizes:
+    """Sizes of one head.
+
+    - `eta`: η, the largest |entry| of Q, K and V
+    - `value_col`: ‖V‖col, by which values can grow
+    - `dong_beta`: ‖QKᵀ‖col · ‖V‖₁,∞, the β of Dong et al.
+    - `qk_norm`, `ov_norm`: spectral norms of QKᵀ and of V
+    - `qk_stable_rank`, `ov_stable_rank`: ‖·‖F²/‖·‖₂²
+    - `score_norm`: β·min(Σ|QKᵀ|, d·‖QKᵀ‖₂), which bounds |β x QKᵀ yᵀ| for tokens with entries up to 1
+    """
+
+    eta: float
+    value_col: float
+    dong_beta: float
+    qk_norm: float
+    qk_stable_rank: float
+    ov_norm: float
+    ov_stable_rank: float
+    score_norm: float
+
+    def to_json(self) -> dict[str, float]:
+        """As in the result JSON; `score_norm` only serves the regime."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "score_norm"}
+
+
+def circuit_sizes(head: HeadWeights) -> CircuitSizes:
+    """The sizes of one head's circuits."""
+    qk = head.query @ head.key.mT
+    sizes = weight_sizes(Layer(head.query[None], head.key[None], (head.value @ head.output)[None]))
+    qk_values = product_singular_values(head.query, head.key.mT)
+    ov_values = product_singular_values(head.value, head.output)
+    bound = min(float(entry_sum_norm(qk)), len(qk) * float(qk_values[0]))
+    return CircuitSizes(
+        eta=float(sizes.eta[0]),
+        value_col=float(sizes.value_col[0]),
+        dong_beta=float(sizes.dong_beta[0]),
+        qk_norm=float(qk_values[0]),
+        qk_stable_rank=stable_rank(qk_values),
+        ov_norm=float(ov_values[0]),
+        ov_stable_rank=stable_rank(ov_values),
+        score_norm=head.scale * bound,
+    )
+
+
+def product_singular_values(A: Float[Tensor, "d k"], B: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
+    """The singular values of AB for thin A and flat B: those of R_A R_Bᵀ, both k×k."""
+    values: Tensor = torch.linalg.svdvals(torch.linalg.qr(A)[1] @ torch.linalg.qr(B.mT)[1].mT)
+    return values
+
+
+def stable_rank(singular_values: Float[Tensor, " k"]) -> float:
+    """‖A‖F²/‖A‖₂², between 1 and the rank; 0 for A = 0."""
+    largest = float(singular_values[0])
+    return float((singular_values / largest).square().sum()) if largest > 0 else 0.0
+
+
+@torch.no_grad()
+def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeights]:
+    """The heads of a block, in order; a key–value head that serves several query heads comes once for each."""
+    family = checkpoint.family
+    assert family is not None
+    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
+    query, key, value, output = _projections(block, family, heads)
+    gain = _gain(block, family, query)
+    k, v = query.shape[1] // heads, value.shape[1] // kv_heads
+    attention = next((m for m in block.modules() if hasattr(m, "scaling")), None)
+    scale = float(getattr(attention, "scaling", k**-0.5))
+    for h in range(heads):
+        shared = h * kv_heads // heads
+        yield HeadWeights(
+            query=gain * query[:, h * k : (h + 1) * k],
+            key=gain * key[:, shared * k : (shared + 1) * k],
+            value=gain * value[:, shared * v : (shared + 1) * v],
+            output=output[h * v : (h + 1) * v],
+            scale=scale,
+        )
+
+
+def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value as maps `[d, width]` and output as `[width, d]`, heads side by side."""
+    paths = family.projections
+    if isinstance(paths, Separate):
+        names = (paths.query, paths.key, paths.value, paths.output)
+        query, key, value, output = (_matrix(block.get_submodule(name)) for name in names)
+        return query, key, value, output
+    together, output = _matrix(block.get_submodule(paths.all)), _matrix(block.get_submodule(paths.output))
+    query, key, value = split_fused(together, paths, heads)
+    return query, key, value, output
+
+
+def split_fused(
+    together: Float[Tensor, "d all"], paths: Fused, heads: int
+) -> tuple[Float[Tensor, "d width"], Float[Tensor, "d width"], Float[Tensor, "d width"]]:
+    """Query, key and value out of one map: `thirds` is q|k|v, `heads` is q|k|v of head 0, of head 1, …"""
+    d, width = together.shape
+    if paths.order == "thirds":
+        query, key, value = together.chunk(3, dim=1)
+    else:
+        parts = together.reshape(d, heads, 3, width // (3 * heads)).permute(2, 0, 1, 3).reshape(3, d, -1)
+        query, key, value = parts
+    return query, key, value
+
+
+def _matrix(module: Any) -> Tensor:
+    """A module's weight as it acts on rows, x·W: Linear keeps the transpose, Conv1D does not."""
+    weight: Tensor = module.weight.detach()
+    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    return weight.mT if isinstance(module, nn.Linear) else weight
+
+
+def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
+    """The weight of the norm before attention as a column, or ones."""
+    if family.gain is None:
+        return torch.ones(like.shape[0], 1, dtype=like.dtype, device=like.device)
+    weight = block.get_submodule(family.gain).weight
+    assert isinstance(weight, Tensor)
+    return (weight.detach().to(like) + family.gain_offset)[:, None]

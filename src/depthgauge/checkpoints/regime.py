@@ -1,0 +1,87 @@
+"""How far a model is from the regime of small weights, in orders of magnitude.
+
+Both bounds are about the attention layers alone, with their skip connections, on tokens whose entries are at most 1;
+norms keep tokens at about that size. MLPs are left out, so that the true distance can only be larger.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from depthgauge.certificates.printed import log_C, log_epsilon, log_final_bound
+from depthgauge.checkpoints.circuits import CircuitSizes
+
+TOLERANCE = 0.1
+_LEAST = -300.0
+
+
+@dataclass(frozen=True)
+class Regime:
+    """By how many orders of magnitude all weights would have to shrink until a bound of `tolerance` is reached.
+
+    - `printed_orders`: Theorem D.1's explicit bound, with its conditions, as printed
+    - `corrected_orders`: ours, of the distance to one averaging layer
+    - `eta`: the model's η; `printed_eta`, `corrected_eta`: what it would have to be
+    """
+
+    tolerance: float
+    eta: float
+    printed_orders: float
+    printed_eta: float
+    corrected_orders: float
+    corrected_eta: float
+
+    def to_json(self) -> dict[str, float]:
+        """As in the result JSON."""
+        return asdict(self)
+
+
+def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANCE) -> Regime:
+    """The distance of a model, given the sizes of every head of every layer."""
+    eta = max(head.eta for heads in layers for head in heads)
+    heads = max(len(heads) for heads in layers)
+    printed = _orders(lambda scale: _printed_holds(scale * eta, heads, len(layers), tolerance))
+    corrected = _orders(lambda scale: corrected_bound(layers, scale) <= tolerance)
+    return Regime(tolerance, eta, printed, eta * 10**-printed, corrected, eta * 10**-corrected)
+
+
+def corrected_bound(layers: Sequence[Sequence[CircuitSizes]], scale: float) -> float:
+    """A bound on ‖S(X) − S'(X)‖max, S' the mean-field layer, ‖X‖max ≤ 1, when all of Q, K, V are multiplied by `scale`.
+
+    The certificate of docs/math.md with every vector replaced by its largest entry and every matrix by its column norm:
+
+        own_ℓ = Σ_{k<ℓ,h} G_kh v_kh,   err_ℓ = Σ_{k<ℓ,h} G_kh v_kh Π_{k<j<ℓ}(1 + Σ_h v_jh),   v = ‖V‖col
+        θ_ℓh = 2w_ℓh (Π_{j<ℓ}(1 + Σ_h v_jh) + err_ℓ)(1 + own_ℓ),   G_ℓh = 2 tanh(θ_ℓh/4)(1 + own_ℓ).
+    """
+    own = error = 0.0
+    growth = 1.0
+    for heads in layers:
+        state, spread = growth + error, 1.0 + own
+        step = 0.0
+        for head in heads:
+            theta = 2.0 * scale**2 * head.score_norm * state * spread
+            step += 2.0 * math.tanh(theta / 4.0) * spread * scale * head.value_col
+        value = 1.0 + scale * sum(head.value_col for head in heads)
+        own, error, growth = own + step, error * value + step, growth * value
+    return error
+
+
+def _printed_holds(eta: float, heads: int, layers: int, tolerance: float) -> bool:
+    """Whether Theorem D.1's conditions hold for ‖X‖max ≤ 1, and its bound is at most the tolerance."""
+    conditions = (
+        eta <= 1.0,
+        math.log(2.0 * heads) + log_epsilon(eta, 1.0, heads, layers) < math.log(0.5),
+        log_C(eta, 1.0, heads, layers) < math.log(0.5),
+    )
+    return all(conditions) and log_final_bound(eta, 1.0, heads, layers) <= math.log(tolerance)
+
+
+def _orders(holds: Callable[[float], bool]) -> float:
+    """The least s ≥ 0 such that `holds(10^−s)`, to three digits after the point."""
+    if holds(1.0):
+        return 0.0
+    low, high = _LEAST, 0.0
+    while high - low > 1e-4:
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(10.0**middle) else (low, middle)
+    return round(-low, 3)

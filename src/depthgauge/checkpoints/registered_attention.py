@@ -1,0 +1,134 @@
+"""Attention with a guarantee inside transformers: `model.set_attn_implementation("depthgauge")` after `register_fast`.
+
+Where a layer attends to everything, or causally, every head whose scores are proved small enough runs on a polynomial;
+padding, windows and capped scores are computed exactly. `fast_plans` says, layer by layer, which heads those are.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from depthgauge._format import number
+from depthgauge.checkpoints.interface import AttentionCall, attending, attention_call
+from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.library import CheckpointError, transformers
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.errors import require_positive
+from depthgauge.fast_attention.attention import attention, attention_plan
+from depthgauge.fast_attention.plan import Plan
+
+NAME = "depthgauge"
+TOLERANCE = 1e-3
+_NOT_UNDERSTOOD = ("position_bias", "s_aux", "head_mask")
+
+
+def register_fast(tolerance: float = TOLERANCE) -> None:
+    """Make attention within `tolerance` × range(v) known to transformers as `depthgauge`."""
+    require_positive(
+        "tolerance", tolerance, "the largest error of an output entry, as a share of the range of its values"
+    )
+    library = transformers()
+    from transformers.masking_utils import sdpa_mask
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        unknown = [name for name in _NOT_UNDERSTOOD if others.get(name) is not None]
+        if unknown:
+            raise CheckpointError(f"attention that is given {unknown[0]} has no implementation {NAME!r}; use another")
+        # As with torch's own attention, no mask means causal or everything, whichever the module says.
+        asks = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(asks) and attention_mask is None and query.shape[2] > 1
+        if softcap is not None:
+            out = _capped(query, key, value, attention_mask, scaling, softcap, causal)
+        else:
+            found = attention(
+                query, key, value, attention_mask, dropout, causal,
+                tolerance=tolerance, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+            )  # fmt: skip
+            assert isinstance(found, Tensor)
+            out = found
+        return out.transpose(1, 2).contiguous(), None
+
+    library.AttentionInterface.register(NAME, forward)
+    library.AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _capped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float, causal: bool
+) -> Tensor:
+    """Capped scores are no polynomial of the products: exactly, in blocks."""
+    if causal:
+        n, m = query.shape[2], key.shape[2]
+        mask = torch.ones(1, 1, n, m, dtype=torch.bool, device=query.device).tril()
+    return attention_call(query, key, value, mask, scaling, softcap).output()
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Which `heads` of a layer could run fast, the proved `bounds` B on the scores of all, and why others cannot."""
+
+    layer: int
+    total: int
+    heads: tuple[int, ...]
+    bounds: tuple[float, ...]
+    why: str
+
+    def line(self) -> str:
+        """One line for a reader."""
+        which = f"heads {', '.join(map(str, self.heads))}" if self.heads else "no head"
+        sizes = f"B from {number(min(self.bounds))} to {number(max(self.bounds))}" if self.bounds else ""
+        others = "; ".join(part for part in (sizes, self.why) if part)
+        return f"layer {self.layer}: {which} of {self.total}" + (f" ({others})" if others else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As in the result JSON."""
+        return {"heads": list(self.heads), "bounds": list(self.bounds), "line": self.line()}
+
+
+def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> LayerPlan:
+    """What fast attention would do with a layer's heads; of a batch, the first."""
+    heads = call.query.shape[1]
+    causal = call.mask is not None and _is_causal(call.mask)
+    if call.softcap is not None or (call.mask is not None and not causal):
+        reason = "its scores are capped" if call.softcap is not None else "its mask is neither causal nor empty"
+        return LayerPlan(call.layer, heads, (), (), reason)
+    q, k, v = (x[0].contiguous() for x in (call.query, call.key, call.value))
+    plan: Plan = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale)
+    fast = tuple(h for h, head in enumerate(plan.heads) if head.path == "polynomial")
+    reasons = Counter(head.why for head in plan.heads if head.path != "polynomial")
+    why = reasons.most_common(1)[0][0] if reasons else ""
+    return LayerPlan(call.layer, heads, fast, tuple(head.bound_after for head in plan.heads), why)
+
+
+def _is_causal(mask: Tensor) -> bool:
+    n, m = mask.shape[-2:]
+    seen = mask > torch.finfo(mask.dtype).min / 2
+    return n == m and bool((seen == torch.ones(n, m, dtype=torch.bool, device=mask.device).tril()).all())
+
+
+@torch.no_grad()
+def fast_plans(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], tolerance: float = TOLERANCE) -> list[LayerPlan]:
+    """Layer by layer, which heads could run fast on these tokens."""
+    plans: list[LayerPlan] = []
+
+    def watch(call: AttentionCall) -> Tensor:
+        plans.append(layer_plan(call, tolerance))
+        return call.output()
+
+    with attending(checkpoint.model) as session:
+        Stack(checkpoint, session).run(ids, watch=watch)
+    return plans

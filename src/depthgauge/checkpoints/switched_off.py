@@ -1,0 +1,83 @@
+"""Rank by depth of a real architecture with parts of it switched off, as Dong et al. (2021) drew it.
+
+Without skips only the residual connection around attention is cut; LayerNorm and the connection around the MLP stay, as
+theirs do. The states are those before the final norm.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.layers import Stack, changed, hidden_in
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.measures.residuals import residual_size
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Which parts of every block are on beside the attention."""
+
+    skip: bool
+    mlp: bool
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "attention only": Variant(skip=False, mlp=False),
+    "+ MLP": Variant(skip=False, mlp=True),
+    "+ skip": Variant(skip=True, mlp=False),
+    "full": Variant(skip=True, mlp=True),
+}
+
+
+@torch.no_grad()
+def residual_by_depth(
+    checkpoint: Checkpoint, samples: Int[Tensor, "samples n"], variant: Variant
+) -> Float[Tensor, "samples states"]:
+    """‖X_ℓ − 1x̄ᵀ‖/‖X_ℓ‖ in the composite norm about the token mean, ℓ = 0 … L, for every sample."""
+    with attending(checkpoint.model) as session:
+        stack = Stack(checkpoint, session)
+        if checkpoint.family is None or not len(stack):
+            raise CheckpointError(f"the family {checkpoint.config.model_type!r} is not in the table of sublayers")
+        with switched(stack, variant):
+            curves = []
+            for ids in samples:
+                states = stack.full(ids[None]).states
+                curves.append(torch.cat([residual_size(state, "composite", "mean").ratio for state in states]))
+    return torch.stack(curves).cpu()
+
+
+@contextmanager
+def switched(stack: Stack, variant: Variant) -> Iterator[None]:
+    """While this lasts, every block runs as the variant says."""
+    family = stack.checkpoint.family
+    assert family is not None
+    with ExitStack() as hooks:
+        for block in stack.blocks:
+            if not variant.mlp:
+                hooks.enter_context(changed(block.get_submodule(family.mlp), torch.zeros_like))
+            if not variant.skip:
+                hooks.enter_context(_without_skip(block, family.attention))
+        yield
+
+
+@contextmanager
+def _without_skip(block: nn.Module, attention: str) -> Iterator[None]:
+    """Let attention give a − x, so that the block's x + (a − x) is a."""
+    read: list[Tensor] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        read[:] = [hidden_in(args, kwargs)]
+
+    handle = block.register_forward_pre_hook(before, with_kwargs=True)
+    try:
+        with changed(block.get_submodule(attention), lambda added: added - read[0].to(added.device)):
+            yield
+    finally:
+        handle.remove()

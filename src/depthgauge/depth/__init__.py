@@ -1,0 +1,1 @@
+"""Collapse a network to fewer layers, and find its effective depth."""

@@ -1,0 +1,132 @@
+"""`fitted`: a one-layer network trained against the attack, from the best closed form on."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from depthgauge.certificates.attack import InputSet, difference, multiset_attention, search
+from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
+from depthgauge.progress import Step, silent
+from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
+
+ROUNDS, STEPS = 3, 50
+"""Rounds of training, each judged by a fresh attack, and steps in each."""
+STARTS, CLIMB = 16, 20
+SHARPNESS = 12.0
+"""The exponent of the norm over hard inputs that stands in for their maximum while training."""
+
+
+@dataclass(frozen=True)
+class HardInputs:
+    """Inputs on which an attack ended, all with the same counts of distinct tokens."""
+
+    tokens: Float[Tensor, "many r d"]
+    counts: Int64[Tensor, " r"]
+
+    def errors(self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> Float[Tensor, " many"]:
+        """max|S − S'| on each."""
+        with torch.no_grad():
+            return difference(network, surrogate, self.tokens, self.counts).abs().amax(dim=(-2, -1))
+
+
+def attacked(
+    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, inputs: InputSet, seed: int
+) -> list[HardInputs]:
+    """Where a fresh attack on the surrogate ends."""
+    paths = search(network, surrogate, inputs, None, STARTS, CLIMB, seed)
+    return [HardInputs(points, counts) for points, counts, _ in paths]
+
+
+def worst_error(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, hard: list[HardInputs]) -> float:
+    """The largest difference on the hard inputs."""
+    return max(float(group.errors(network, surrogate).amax()) for group in hard)
+
+
+def fit(
+    network: SelfAttentionNetwork, inputs: InputSet, *, seed: int = 0, progress: Step = silent
+) -> SelfAttentionNetwork:
+    """Adversarial training from the best closed form: inputs climb while the surrogate's weights descend.
+
+    Every round ends with a fresh attack. The network returned is the one with the smallest worst error, the start
+    among them, on everything that any attack has found.
+    """
+    names = [name for name in CLOSED_FORMS if refusal(network, name) is None]
+    forms = {name: closed_form(network, name) for name in names}
+    errors = {name: worst_error(network, forms[name], attacked(network, forms[name], inputs, seed)) for name in names}
+    begun_from = min(errors, key=errors.__getitem__)
+    candidates, hard = [forms[begun_from]], attacked(network, forms[begun_from], inputs, seed)
+    # A step should move outputs by a fraction of the error that is left; weights act on outputs as a whole.
+    rate = 0.2 * min(1.0, errors[begun_from] / max(max(errors.values()), 1e-300)) * 1e-2
+    for index in range(ROUNDS):
+        progress(index, ROUNDS, "fitting")
+        candidates.append(_train(network, candidates[-1], inputs, hard, rate, seed + index))
+        hard = hard + attacked(network, candidates[-1], inputs, seed + 1 + index)
+    for candidate in candidates:
+        hard = hard + attacked(network, candidate, inputs, seed + 1000)
+    final = [worst_error(network, candidate, hard) for candidate in candidates]
+    winner = min(range(len(final)), key=final.__getitem__)
+    progress(ROUNDS, ROUNDS, "")
+    best = candidates[winner].copy()
+    best.name = f"{network.name} (fitted)"
+    best.provenance = {
+        "made_by": "collapse",
+        "method": "fitted",
+        "of": {"name": network.name, "layers": len(network), "eta": network.eta},
+        "from": begun_from,
+        "error_of_start": final[0],
+        "error": final[winner],
+        "radius": inputs.radius,
+        "seed": seed,
+    }
+    return best
+
+
+def _train(
+    network: SelfAttentionNetwork,
+    surrogate: SelfAttentionNetwork,
+    inputs: InputSet,
+    hard: list[HardInputs],
+    rate: float,
+    seed: int,
+) -> SelfAttentionNetwork:
+    """Turn by turn, one climb of the hard inputs and one step of Adam, in units of each weight's own size."""
+    generator = torch.Generator().manual_seed(seed)
+    trained = surrogate.copy()
+    begin = {name: getattr(trained[0], name).detach().clone() for name in ("query", "key", "value")}
+    sizes = {name: float(weight.abs().amax()) or 1e-3 * network.eta for name, weight in begin.items()}
+    offsets = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in begin.items()}
+    optimiser = torch.optim.Adam(list(offsets.values()), lr=rate)
+    pool = [group.tokens for group in hard]
+    attentions = [multiset_attention(group.counts.to(network.dtype)) for group in hard]
+    scale = worst_error(network, surrogate, hard) or 1.0
+
+    def output(weights: dict[str, Tensor], x: Tensor, attend: AttentionFunction) -> Tensor:
+        named = {f"layers.0.{name}": weight for name, weight in weights.items()}
+        result: Tensor = torch.func.functional_call(trained, named, (x, attend))
+        return result
+
+    for step in range(STEPS):
+        weights = {name: begin[name] + sizes[name] * offset for name, offset in offsets.items()}
+        fixed = {name: weight.detach() for name, weight in weights.items()}
+        errors = []
+        for index, attend in enumerate(attentions):
+            x = pool[index].detach().requires_grad_(True)
+            size = (output(fixed, x, attend) - network(x, attend)).abs().flatten(1).amax(1)
+            (gradient,) = torch.autograd.grad(size.sum(), x)
+            x = inputs.project(x.detach() + 0.1 * inputs.radius * inputs.steepest(gradient))
+            fresh = torch.rand(len(x), generator=generator) < 0.03
+            corner = inputs.extreme(torch.randn(x.shape, generator=generator, dtype=x.dtype))
+            pool[index] = torch.where(fresh[:, None, None], corner, x)
+            with torch.no_grad():
+                truth = network(pool[index], attend)
+            errors.append(((output(weights, pool[index], attend) - truth) / scale).abs().flatten())
+        optimiser.param_groups[0]["lr"] = rate * (1 - step / STEPS)
+        optimiser.zero_grad()
+        ((torch.cat(errors) ** SHARPNESS).mean() ** (1 / SHARPNESS)).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+    with torch.no_grad():
+        for name, offset in offsets.items():
+            getattr(trained[0], name).copy_(begin[name] + sizes[name] * offset)
+    return trained

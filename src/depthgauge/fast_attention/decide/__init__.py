@@ -1,0 +1,1 @@
+"""Decide how each head is computed: score bounds, polynomials, costs."""

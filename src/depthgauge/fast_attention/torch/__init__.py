@@ -1,0 +1,1 @@
+"""Polynomial attention in plain torch."""

@@ -1,0 +1,1 @@
+"""Polynomial attention in fused Triton kernels (extra `gpu`)."""

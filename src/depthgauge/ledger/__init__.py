@@ -1,0 +1,1 @@
+"""The ledger: every numbered statement of both papers, decided by a search for a counterexample."""

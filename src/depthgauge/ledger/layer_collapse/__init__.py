@@ -1,0 +1,16 @@
+"""Paper A, Only Large Weights Can Prevent the Perils of Rank Collapse: its numbered statements, in its order."""
+
+from depthgauge.ledger.claim import Claim
+from depthgauge.ledger.layer_collapse.attention_layers import CLAIMS as ATTENTION
+from depthgauge.ledger.layer_collapse.main_theorem import CLAIMS as THEOREM
+from depthgauge.ledger.layer_collapse.norms_and_softmax import CLAIMS as SOFTMAX
+from depthgauge.ledger.layer_collapse.small_weight_networks import CLAIMS as NETWORKS
+
+
+def _number(claim: Claim) -> tuple[str, int]:
+    """`A.4.2.3` → ("4", 2): sections 1 to 5 stand before the appendices B to D."""
+    _, section, number, *_ = claim.id.split(".")
+    return section, int(number)
+
+
+CLAIMS: tuple[Claim, ...] = tuple(sorted((*SOFTMAX, *ATTENTION, *NETWORKS, *THEOREM), key=_number))

@@ -1,0 +1,159 @@
+"""Words and numbers on their way into a page: nothing from a file is ever markup."""
+
+import html
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from depthgauge._format import DASH, number
+
+SAVED = "network.safetensors"
+"""Where a page asks its reader to save a network that was gauged in memory."""
+
+
+def printable(text: str) -> str:
+    """A text from a file without the characters that steer a page or a terminal, line breaks and bidi marks too."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def escape(text: str) -> str:
+    """A text as HTML that shows it, in an element or in a quoted attribute.
+
+    >>> escape('<b title="x">')
+    '&lt;b title=&quot;x&quot;&gt;'
+    """
+    return html.escape(printable(text), quote=True)
+
+
+def short(text: str, most: int = 20) -> str:
+    """A text that fits beside a chart.
+
+    >>> short("mean-field"), short("a name that goes on and on")
+    ('mean-field', 'a name that goes on…')
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def sentence(text: str) -> str:
+    """A sentence as HTML, its numbers kept from breaking at the minus of an exponent."""
+    return re.sub(r"\d[\d.]*e[+-]\d+", r'<span class="whole">\g<0></span>', escape(text))
+
+
+def percent(value: float | None) -> str:
+    """A share of 1 in percent, with one decimal.
+
+    >>> percent(0.0433), percent(1e-9)
+    ('4.3 %', '< 0.1 %')
+    """
+    if value is None:
+        return DASH
+    return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
+
+
+def counted(count: int, thing: str) -> str:
+    """`1 layer`, `12 layers`."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def span(values: Sequence[int]) -> str:
+    """The least and the largest of a few counts.
+
+    >>> span([2, 2]), span([2, 4, 3])
+    ('2', '2–4')
+    """
+    if not values:
+        return DASH
+    least, largest = min(values), max(values)
+    return str(least) if least == largest else f"{least}–{largest}"
+
+
+def runs(indices: Sequence[int]) -> str:
+    """Indices with neighbours drawn together.
+
+    >>> runs([0, 1, 2, 5]), runs([])
+    ('0–2, 5', 'none')
+    """
+    found: list[list[int]] = []
+    for index in sorted(indices):
+        if found and index == found[-1][-1] + 1:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return ", ".join(span(run) for run in found) or "none"
+
+
+def command_line(settings: Mapping[str, Any]) -> str:
+    """The command that reproduces a result, every word quoted for a shell.
+
+    A network that was gauged in memory has no file; the command names the one it has to be saved to first.
+
+    >>> command_line({"target": "my net.st", "tokens": 8, "input": None})
+    "depthgauge gauge --tokens 8 'my net.st'"
+    >>> command_line({"target": "some name", "tokens": 8, "in_memory": True})
+    'depthgauge gauge --tokens 8 network.safetensors'
+    """
+    words = ["depthgauge", "gauge"]
+    for name, value in settings.items():
+        flag = name.replace("_", "-")
+        if name in ("target", "in_memory") or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            plain = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+            words += [f"--{flag}={plain}"] if plain.startswith("-") else [f"--{flag}", plain]
+    target = SAVED if settings.get("in_memory") else settings.get("target")
+    if target is not None:
+        words += ["--", str(target)] if str(target).startswith("-") else [str(target)]
+    return " ".join(shlex.quote(printable(word)) for word in words)
+
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of words and numbers; the first cell of a row names it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def html(self, name: str) -> str:
+        """As HTML; what is copied keeps every digit, what is seen keeps three."""
+        numeric = [
+            any(_is_number(row[k]) for row in self.rows) and all(not isinstance(row[k], str) for row in self.rows)
+            for k in range(len(self.columns))
+        ]
+        head = "".join(
+            f'<th scope="col"{_class(is_numeric)}>{escape(title)}</th>'
+            for title, is_numeric in zip(self.columns, numeric, strict=True)
+        )
+        body = "\n".join(
+            "<tr>" + "".join(_cell(cell, k == 0, numeric[k]) for k, cell in enumerate(row)) + "</tr>"
+            for row in self.rows
+        )
+        return (
+            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}">'
+            f'<table id="{escape(name)}"><caption class="unseen">{escape(self.title)}</caption>\n'
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+
+def _is_number(cell: Cell) -> bool:
+    return isinstance(cell, int | float) and not isinstance(cell, bool)
+
+
+def _class(is_numeric: bool) -> str:
+    return ' class="number"' if is_numeric else ""
+
+
+def _cell(cell: Cell, names_row: bool, is_numeric: bool) -> str:
+    tag, scope = ("th", ' scope="row"') if names_row else ("td", "")
+    if cell is None:
+        return f'<{tag}{scope}{_class(is_numeric)} data-value="">{DASH}</{tag}>'
+    if isinstance(cell, str):
+        return f"<{tag}{scope}{_class(is_numeric)}>{escape(cell)}</{tag}>"
+    return f'<{tag}{scope}{_class(is_numeric)} data-value="{cell!r}">{number(cell)}</{tag}>'

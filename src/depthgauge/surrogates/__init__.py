@@ -1,0 +1,1 @@
+"""Closed-form shallower networks, the expansion they come from, and head matching."""

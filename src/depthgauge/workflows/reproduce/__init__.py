@@ -1,0 +1,1 @@
+"""Draw the figures of both papers and our own."""

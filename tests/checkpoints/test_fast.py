@@ -1,0 +1,93 @@
+"""Fast attention as an implementation of transformers: within its tolerance, exact where it must be, and planned."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MODELS, tiny_model, tokens
+
+from depthgauge.checkpoints import registered_attention as fast
+from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.registered_attention import NAME, fast_plans, layer_plan, register_fast
+from depthgauge.errors import InputError
+
+
+def final(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(input_ids=ids, attention_mask=mask)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_implementation_is_the_models_own_attention(name: str, padded: bool) -> None:
+    """At these sizes exact is cheapest, so that nothing but rounding may differ."""
+    model, ids = tiny_model(name), tokens()
+    mask = None
+    if padded:
+        mask = torch.ones(2, 11, dtype=torch.long)
+        mask[1, :3] = 0
+    model.set_attn_implementation("eager")
+    stock = final(model, ids, mask)
+    register_fast(1e-6)
+    model.set_attn_implementation(NAME)
+    ours = final(model, ids, mask)
+    real = slice(None) if mask is None else mask.bool()
+    assert (ours - stock)[real].abs().max() < 3e-5 * stock[real].abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_small_scores_run_on_a_polynomial_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model(name, spread=0.08), tokens(32, batch=1)
+    outputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    real = fast.attention
+
+    def forced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
+        exact = real(q, k, v, *rest, **keywords | {"force": "exact"})
+        rough = real(q, k, v, *rest, **keywords | {"force": "polynomial"})
+        outputs.append((exact, rough, v))
+        return rough
+
+    monkeypatch.setattr(fast, "attention", forced)
+    register_fast(1e-2)
+    model.set_attn_implementation(NAME)
+    final(model, ids)
+    assert len(outputs) == 3
+    for exact, rough, v in outputs:
+        spread = (v.amax(dim=-2) - v.amin(dim=-2)).repeat_interleave(exact.shape[1] // v.shape[1], dim=1)
+        share = ((exact - rough).abs().amax(dim=-2) / spread).max()
+        assert 0 < share <= 1e-2 + 1e-5
+
+
+def test_what_is_not_understood_is_refused() -> None:
+    model = tiny_model("llama")
+    register_fast()
+    model.set_attn_implementation(NAME)
+    with pytest.raises(InputError, match="attention that is given s_aux has no implementation 'depthgauge'"):
+        model(input_ids=tokens(), s_aux=torch.zeros(4))
+    with pytest.raises(InputError, match="tolerance must be a positive number"):
+        register_fast(0.0)
+
+
+def test_plans_say_which_heads_could() -> None:
+    small, large = wrap(tiny_model("llama", spread=0.05)), wrap(tiny_model("llama", spread=2.0))
+    ids = tokens(24, batch=1)
+    for layer in fast_plans(large, ids):
+        assert layer.heads == ()
+        assert layer.line().startswith(f"layer {layer.layer}: no head of 4 (B from ")
+        assert len(layer.bounds) == 4
+    assert max(fast_plans(small, ids)[0].bounds) < min(fast_plans(large, ids)[0].bounds)
+    (window, *_) = fast_plans(wrap(tiny_model("mistral")), ids)
+    assert window.line() == "layer 0: no head of 4 (its mask is neither causal nor empty)"
+    assert fast_plans(wrap(tiny_model("gemma2")), ids)[1].why == "its scores are capped"
+
+
+def test_long_and_small_is_where_heads_run_fast() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.05 * torch.randn(1, 2, 4096, 8, generator=generator) for _ in range(3))
+    q[:, 1] *= 400
+    plan = layer_plan(AttentionCall(3, q, k, v, None, 1.0))
+    assert plan.heads == (0,)
+    assert plan.line().startswith("layer 3: heads 0 of 2 (B from ")
+    assert plan.to_json()["heads"] == [0]

@@ -1,0 +1,108 @@
+"""Attention computed here is the model's own: padded, windowed, capped, grouped, watched or not."""
+
+import pytest
+import torch
+from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
+
+from depthgauge.checkpoints.head_statistics import HeadWatch
+from depthgauge.checkpoints.interface import AttentionCall, attending, register
+from depthgauge.checkpoints.library import quiet
+
+
+def final(model: object, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    with torch.no_grad(), quiet():
+        out = model(input_ids=ids, attention_mask=mask)  # type: ignore[operator]
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def padding(side: str) -> torch.Tensor | None:
+    if side == "none":
+        return None
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[1, :3] = 0
+    return mask if side == "left" else mask.flip(1)
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_outputs_equal_stock_eager(name: str, side: str) -> None:
+    model, ids, mask = tiny_model(name), tokens(), padding(side)
+    own = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    stock = final(model, ids, mask)
+    model.set_attn_implementation(own)
+    real = slice(None) if mask is None else mask.bool()
+    with attending(model) as session:
+        session.begin()
+        unwatched = final(model, ids, mask)
+        assert session.calls == 3
+        watch = HeadWatch(None if mask is None else mask.bool())
+        session.begin(watch=watch)
+        watched = final(model, ids, mask)
+    assert model.config._attn_implementation == own
+    assert len(watch.layers) == 3
+    scale = stock[real].abs().max()
+    assert scale > 0.1
+    assert (unwatched - stock)[real].abs().max() < 2e-5 * scale
+    assert (watched - stock)[real].abs().max() < 2e-5 * scale
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama", "bert"])
+def test_the_mask_function_is_what_makes_it_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered without it, the same attention is off by far: the test above can fail."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    from depthgauge.checkpoints import interface
+
+    model, ids, mask = tiny_model(name), tokens(), padding("left")
+    model.set_attn_implementation("eager")
+    stock = final(model, ids, mask)
+    register()
+    monkeypatch.setattr(interface, "register", lambda: None)
+    monkeypatch.delitem(type(ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping, interface.NAME)
+    with attending(model) as session:
+        session.begin()
+        maskless = final(model, ids, mask)
+    assert (maskless - stock)[mask.bool()].abs().max() > 0.05  # type: ignore[union-attr]
+
+
+def test_uniform_attention_is_the_average_of_what_is_seen() -> None:
+    model, ids = tiny_model("llama"), tokens(batch=1)
+    seen: list[AttentionCall] = []
+
+    def watch(call: AttentionCall) -> torch.Tensor:
+        seen.append(call)
+        return call.output()
+
+    with attending(model) as session:
+        session.begin(watch=watch, uniform=1)
+        final(model, ids, None)
+    values = seen[1].value
+    average = values.cumsum(dim=-2) / torch.arange(1, 12)[:, None]
+    assert torch.allclose(seen[1].output(), average, atol=1e-6)
+    assert not torch.allclose(seen[0].output(), seen[0].value.cumsum(dim=-2) / torch.arange(1, 12)[:, None], atol=1e-2)
+
+
+def test_blocks_of_rows_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 4, generator=generator) for _ in range(3))
+    mask = torch.zeros(2, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), torch.finfo(torch.float32).min)
+    call = AttentionCall(0, q, k, v, mask, 0.7, softcap=1.5)
+    scores = torch.tanh(0.7 * q @ k.mT / 1.5) * 1.5 + mask
+    for entries in (1, 100, 10**6):
+        blocks = list(call.blocks(entries))
+        assert torch.allclose(torch.cat([b.p for b in blocks], dim=-2), scores.softmax(-1), atol=1e-7)
+        assert all(b.p.numel() <= max(entries, 42) for b in blocks)
+    assert torch.allclose(call.output(), scores.softmax(-1) @ v, atol=1e-6)
+
+
+def test_half_precision_is_softmaxed_in_float32() -> None:
+    q, k, v = (torch.randn(1, 1, 5, 4, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3))
+    (block,) = AttentionCall(0, q, k, v, None, 1.0).blocks()
+    assert block.p.dtype == torch.bfloat16
+    assert torch.equal(block.p, torch.softmax((q @ k.mT).float(), -1).bfloat16())
+
+
+def test_the_tiny_models_cover_both_kinds() -> None:
+    assert len(DECODERS) >= 9
+    assert len(ENCODERS) >= 4

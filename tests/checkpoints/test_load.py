@@ -1,0 +1,311 @@
+"""Checkpoints from disk: what loads, what is refused and in which words, and text as windows."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import save_checkpoint, text_of
+from tiny_models import OTHERS, tiny_model, tokens
+
+from depthgauge.checkpoints import load
+from depthgauge.checkpoints import windows as text
+from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.load import (
+    Placement,
+    check_memory,
+    context_length,
+    count_parameters,
+    find,
+    free_memory,
+    is_checkpoint,
+    load_config,
+    load_model,
+    load_tokenizer,
+    wrap,
+)
+from depthgauge.checkpoints.probe import probe
+from depthgauge.checkpoints.what_if import ALL_KINDS, what_if
+from depthgauge.checkpoints.windows import read_windows, special_tokens
+from depthgauge.errors import InputError
+
+HERE = Placement(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    save_checkpoint(folder, "llama")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    save_checkpoint(folder, "bert")
+    return folder
+
+
+def loaded(folder: Path, placement: Placement = HERE) -> Any:
+    source = find(folder)
+    return load_model(source, load_config(source, placement), placement)
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_directory_loads_as_it_was_saved(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    checkpoint = loaded(folder)
+    original = tiny_model(name)
+    assert checkpoint.objective == ("loss" if name == "llama" else "states")
+    assert checkpoint.name == folder.name
+    for key, value in original.state_dict().items():
+        assert torch.equal(checkpoint.model.state_dict()[key], value)
+    described = checkpoint.describe()
+    assert described["layers"] == 3
+    assert described["heads"] == 4
+    assert described["kv_heads"] == (2 if name == "llama" else 4)
+    assert described["dtype"] == "float32"
+    assert described["parameters"] == sum(p.numel() for p in original.parameters())
+    assert not checkpoint.model.training
+
+
+def test_the_number_type_is_as_asked(llama: Path) -> None:
+    assert loaded(llama, Placement("float64", "cpu")).describe()["dtype"] == "float64"
+    with pytest.raises(InputError, match="dtype must be one of auto, float32"):
+        loaded(llama, Placement("float31", "cpu"))
+    with pytest.raises(InputError, match="device 'cuda:77' cannot be used"):
+        loaded(llama, Placement(device="cuda:77"))
+
+
+def test_a_device_map_is_passed_through(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    given: dict[str, Any] = {}
+    real = transformers.AutoModelForCausalLM.from_pretrained
+
+    def watched(*args: Any, **keywords: Any) -> Any:
+        given.update(keywords)
+        return real(*args, **keywords)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
+    monkeypatch.setattr(load, "free_memory", lambda: 0)  # what is spread need not fit in one place
+    assert probe(loaded(llama, Placement(device_map="cpu")), tokens(batch=1)) is None
+    assert given["device_map"] == "cpu"
+    assert given["trust_remote_code"] is False
+    assert given["local_files_only"] is True
+
+
+def test_a_model_spread_by_accelerate_gives_the_same_what_ifs() -> None:
+    """There every block has a forward of its own that brings the weights in."""
+    from accelerate import cpu_offload
+
+    model, ids = tiny_model("llama"), tokens(batch=1)
+    outputs = []
+    for spread in (False, True):
+        if spread:
+            cpu_offload(model, execution_device=torch.device("cpu"))
+            assert "forward" in model.model.layers[0].self_attn.q_proj.__dict__
+        with attending(model) as session:
+            stack = Stack(wrap(model), session)
+            base = stack.full(ids)
+            outputs.append([what_if(stack, ids, base.states, kind, 1) for kind in ALL_KINDS])
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
+
+
+def test_a_decoder_without_its_head_is_measured_by_its_states(tmp_path: Path) -> None:
+    from transformers import LlamaModel
+
+    model = tiny_model("llama").model
+    assert isinstance(model, LlamaModel)
+    model.save_pretrained(tmp_path)
+    checkpoint = loaded(tmp_path)
+    assert checkpoint.objective == "states"
+    assert isinstance(checkpoint.model, LlamaModel)
+    assert probe(checkpoint, tokens(batch=1)) is None
+    with attending(checkpoint.model) as session, torch.no_grad():
+        output = Stack(checkpoint, session).run(tokens(batch=1))
+        assert torch.allclose(output, model(tokens(batch=1)).last_hidden_state, atol=1e-5)
+
+
+def test_code_that_comes_along_is_not_run_unasked(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    with pytest.raises(InputError, match="needs Python code that comes with it; read that code"):
+        load_config(find(tmp_path), HERE)
+
+
+def test_missing_weights_are_noticed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    save_checkpoint(tmp_path, "llama", tokenizer=False)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj\.weight among them"):
+        loaded(tmp_path)
+
+
+def test_what_is_no_checkpoint_is_said_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such directory"):
+        find(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"holds no config\.json"):
+        find(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"holds no weights, expected \*\.safetensors; copy it whole"):
+        find(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(InputError, match="its pickled weights are not opened"):
+        find(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    with pytest.raises(InputError, match="cannot load the configuration of"):
+        load_config(find(tmp_path), HERE)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(InputError, match="is an encoder–decoder model"):
+        load_config(find(tmp_path), HERE)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(InputError, match=r"holds no tokenizer, expected one of tokenizer\.json"):
+        load_tokenizer(find(tmp_path), HERE)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(InputError, match="cannot load the tokenizer of"):
+        load_tokenizer(find(tmp_path), HERE)
+    with pytest.raises(InputError, match="cannot load the weights of"):
+        load_model(find(tmp_path), load_config(find(tmp_path), HERE), HERE)
+
+
+def test_gguf_files_are_recognised(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        find(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(b"GGML1234")
+    with pytest.raises(InputError, match="is not a GGUF file"):
+        find(tmp_path / "m.gguf")
+    assert is_checkpoint(tmp_path / "m.gguf")
+    assert is_checkpoint(tmp_path)
+    assert not is_checkpoint(tmp_path / "n.safetensors")
+
+
+def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = find(llama)
+    count, stored = count_parameters(source)
+    assert count == sum(p.numel() for p in tiny_model("llama").parameters())
+    assert stored == 4 * count
+    check_memory(source, HERE)
+    monkeypatch.setattr(load, "free_memory", lambda: 4 * count)
+    with pytest.raises(InputError, match=r"is too large: 0\.0 billion parameters need .* use --dtype bfloat16"):
+        load_model(source, load_config(source, HERE), HERE)
+    check_memory(source, Placement("bfloat16", "cpu"))
+
+
+def test_free_memory_is_some() -> None:
+    assert 10**6 < free_memory() < 10**15
+
+
+def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, llama: Path) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match=r'the extra `models`; install it with `pip install "depthgauge\[models\]"`'):
+        load_config(find(llama), HERE)
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_bypasses_the_interface_is_refused() -> None:
+    with pytest.raises(InputError, match="MPNetModel bypasses transformers' attention interface: 0 of its 3 layers"):
+        probe(wrap(tiny_model("mpnet")), tokens(batch=1))
+
+
+def test_a_model_that_attends_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from depthgauge.checkpoints import interface
+
+    plain = interface.attention_call
+    monkeypatch.setattr(interface, "attention_call", lambda q, *rest: plain(1.5 * q, *rest))
+    with pytest.raises(InputError, match="LlamaForCausalLM attends in a way that is not understood"):
+        probe(wrap(tiny_model("llama")), tokens(batch=1))
+
+
+def test_families_outside_the_table_are_probed_all_the_same() -> None:
+    assert wrap(tiny_model("olmo")).family is None
+    assert probe(wrap(tiny_model("olmo")), tokens(batch=1)) is None
+    assert probe(wrap(tiny_model("albert")), tokens(batch=1)) == "its blocks are not kept in one list"
+    assert set(OTHERS) == {"olmo", "albert", "mpnet"}
+
+
+def test_the_probe_leaves_the_model_as_it_was() -> None:
+    model = tiny_model("mistral")
+    before = model.config._attn_implementation
+    probe(wrap(model), tokens(batch=1))
+    assert model.config._attn_implementation == before
+
+
+# --- text ------------------------------------------------------------------------------------------------------------
+
+
+def windows_of(folder: Path, path: Path | None, **asked: Any) -> torch.Tensor:
+    tokenizer = load_tokenizer(find(folder), HERE)
+    settings = {"tokens": 64, "window": 16, "context": 64, "seed": 0} | asked
+    return read_windows(tokenizer, path, **settings).ids
+
+
+def test_windows_are_pieces_of_the_text(llama: Path, bert: Path, tmp_path: Path) -> None:
+    (tmp_path / "t").write_text(text_of(100), encoding="utf-8")
+    tokenizer = load_tokenizer(find(llama), HERE)
+    ids = torch.tensor(tokenizer(text_of(100))["input_ids"])
+    assert torch.equal(windows_of(llama, tmp_path / "t", tokens=96), ids[:96].reshape(6, 16))
+    chosen = windows_of(llama, tmp_path / "t", tokens=40)
+    assert chosen.shape == (2, 16)
+    assert all(any(torch.equal(row, one) for one in ids[:96].reshape(6, 16)) for row in chosen)
+    assert not torch.equal(chosen, windows_of(llama, tmp_path / "t", tokens=40, seed=1))
+    assert windows_of(llama, tmp_path / "t", tokens=10**6).shape == (6, 16)
+    wrapped = windows_of(bert, tmp_path / "t")
+    assert special_tokens(load_tokenizer(find(bert), HERE)) == ([1], [2])
+    assert wrapped.shape == (4, 16)
+    assert set(wrapped[:, 0].tolist()) == {1}
+    assert set(wrapped[:, -1].tolist()) == {2}
+
+
+def test_windows_by_default(llama: Path) -> None:
+    assert windows_of(llama, None, tokens=2048, window=None, context=2048).shape[1] == 512
+    assert windows_of(llama, None, tokens=2048, window=None, context=64).shape == (32, 64)
+    assert windows_of(llama, None, tokens=32, window=None).shape == (1, 32)
+
+
+def test_bad_text_is_said(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with pytest.raises(InputError, match="cannot read text"):
+        windows_of(llama, path)
+    path.write_text(text_of(15))
+    with pytest.raises(InputError, match=r"has 15 tokens, one window has 16; give more text, or a smaller --window"):
+        windows_of(llama, path)
+    path.write_bytes(b"w1 \xff w2")
+    with pytest.raises(InputError, match="is not UTF-8 text: invalid start byte at byte 3"):
+        windows_of(llama, path)
+    with pytest.raises(InputError, match="window must be at most 64 for this model, got 65"):
+        windows_of(llama, path, window=65)
+    with pytest.raises(InputError, match="tokens must be a whole number of at least 2, got 1"):
+        windows_of(llama, path, tokens=1)
+
+
+def test_large_texts_are_read_in_pieces(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    (tmp_path / "t").write_text("é " + text_of(30_000), encoding="utf-8")
+    found = windows_of(llama, tmp_path / "t", tokens=80)
+    assert found.shape == (5, 16)
+    assert (found > 3).all()  # no word was cut
+    assert not torch.equal(found, windows_of(llama, tmp_path / "t", tokens=80, seed=5))
+    (tmp_path / "t").write_text("é" * 5000, encoding="utf-8")
+    with pytest.raises(InputError, match="one window has 16"):
+        windows_of(llama, tmp_path / "t", tokens=80)
+    (tmp_path / "t").write_bytes(b"\xff\xfe\x00" * 3000)
+    with pytest.raises(InputError, match="is not UTF-8 text"):
+        windows_of(llama, tmp_path / "t", tokens=80)
+
+
+def test_context_of_families_whose_positions_start_late() -> None:
+    assert context_length(tiny_model("llama").config) == 64
+    assert context_length(tiny_model("roberta").config) == 63
+    assert context_length(tiny_model("gpt2").config) == 64

@@ -1,0 +1,302 @@
+"""Every what-if against a plain reimplementation with hooks on a whole pass, and suffix passes against whole ones."""
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
+from torch import Tensor, nn
+
+from depthgauge.checkpoints import what_if as what_ifs
+from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.layers import Stack, find_blocks
+from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.removal import measured_depth, next_removal, passes, remove_greedily
+from depthgauge.checkpoints.what_if import (
+    ALL_KINDS,
+    KINDS,
+    available,
+    chosen_kinds,
+    cross_entropy,
+    layers_of,
+    objective,
+    what_if,
+)
+from depthgauge.checkpoints.what_if import passes as kind_passes
+from depthgauge.errors import InputError
+
+# What each family's sublayers are called, written down apart from the table that is tested.
+SUBLAYERS = {
+    "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gpt2": ("attn", "mlp"),
+    "gpt_neox": ("attention", "mlp"),
+    "gpt_neox-sequential": ("attention", "mlp"),
+    "bert": ("attention.output.dense", "output.dense"),
+    "roberta": ("attention.output.dense", "output.dense"),
+    "electra": ("attention.output.dense", "output.dense"),
+    "distilbert": ("attention", "ffn"),
+}
+
+
+def final(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        out = model(input_ids=ids)
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state
+
+
+def hooked(module: nn.Module, change: Callable[[tuple[Any, ...], dict[str, Any], Tensor], Tensor]) -> Any:
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        first = out[0] if isinstance(out, tuple) else out
+        made = change(args, kwargs, first)
+        return (made, *out[1:]) if isinstance(out, tuple) else made
+
+    return module.register_forward_hook(after, with_kwargs=True)
+
+
+def plainly(name: str, model: Any, ids: Tensor, kind: str, layer: int) -> Tensor:
+    """One what-if by hooks on the stock eager model, nothing cached."""
+    model.set_attn_implementation("eager")
+    blocks = find_blocks(model, 3)
+    attention, mlp = SUBLAYERS.get(name, ("self_attn", "mlp"))
+    with ExitStack() as hooks:
+        if kind == "block":
+            hooks.callback(hooked(blocks[layer], lambda args, kwargs, out: args[0]).remove)
+        elif kind in ("attention", "mlp"):
+            path = attention if kind == "attention" else mlp
+            hooks.callback(hooked(blocks[layer].get_submodule(path), lambda args, kwargs, out: 0 * out).remove)
+        elif kind == "parallel":
+            kept: dict[str, Tensor] = {}
+
+            def keep(args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor:
+                kept["x"], kept["y"] = args[0], out
+                return args[0]
+
+            hooks.callback(hooked(blocks[layer], keep).remove)
+            hooks.callback(hooked(blocks[layer + 1], lambda a, k, out: out + kept["y"] - kept["x"]).remove)
+        return final(model, ids)
+
+
+@pytest.mark.parametrize("kind", ["block", "attention", "mlp", "parallel"])
+@pytest.mark.parametrize("name", MODELS)
+def test_what_ifs_equal_hooks_on_whole_passes(name: str, kind: str) -> None:
+    model, ids = tiny_model(name), tokens(batch=1)
+    checkpoint = wrap(model)
+    assert checkpoint.objective == ("loss" if name in DECODERS else "states")
+    with attending(model) as session:
+        stack = Stack(checkpoint, session)
+        base = stack.full(ids)
+        found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, 3)]
+        assert torch.equal(final(model, ids), base.output)  # every patch is gone
+    for layer, output in enumerate(found):
+        expected = plainly(name, model, ids, kind, layer)
+        scale = base.output.abs().max()
+        assert (output - expected).abs().max() < 3e-5 * scale
+        assert (expected - base.output).abs().max() > 1e-3 * scale  # something was at stake
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bert"])
+def test_uniform_attention_equals_zeroed_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against stock eager attention whose softmax is given zeros in place of scores in one layer."""
+    model, ids = tiny_model(name), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        base = stack.full(ids)
+        found = [what_if(stack, ids, base.states, "uniform", layer) for layer in range(3)]
+    model.set_attn_implementation("eager")
+    softmax = torch.nn.functional.softmax
+    for layer in range(3):
+        order = iter(range(3))
+
+        def flat(x: Tensor, *args: Any, at: int = layer, calls: Any = order, **kwargs: Any) -> Tensor:
+            even = torch.where(x > torch.finfo(x.dtype).min / 2, 0.0, torch.finfo(x.dtype).min)
+            return softmax(even if next(calls) == at else x, *args, **kwargs)
+
+        monkeypatch.setattr(torch.nn.functional, "softmax", flat)
+        expected = final(model, ids)
+        monkeypatch.undo()
+        assert next(order, None) is None
+        assert (found[layer] - expected).abs().max() < 3e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_suffix_passes_equal_whole_passes(name: str) -> None:
+    model, ids = tiny_model(name), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        base = stack.full(ids)
+        assert len(base.states) == 4
+        for start in range(4):
+            assert torch.equal(stack.run(ids, start=start, state=base.states[start]), base.output)
+        assert stack.evaluations == 3 + 3 + 2 + 1 + 0
+
+
+def test_states_are_those_before_the_final_norm() -> None:
+    model, ids = tiny_model("llama"), tokens(batch=1)
+    with attending(model) as session, torch.no_grad():
+        base = Stack(wrap(model), session).full(ids)
+        assert torch.equal(base.states[0], model.model.embed_tokens(ids))
+        assert torch.allclose(model.lm_head(model.model.norm(base.states[-1])), base.output)
+
+
+def test_skipped_layers_in_the_middle() -> None:
+    model, ids = tiny_model("qwen3"), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        gone = frozenset({1})
+        base = stack.full(ids, skipped=gone)
+        both = stack.run(ids, start=1, state=base.states[0], skipped=gone)
+    model.set_attn_implementation("eager")
+    blocks = find_blocks(model, 3)
+    handles = [hooked(blocks[layer], lambda args, kwargs, out: args[0]) for layer in (0, 1)]
+    assert torch.allclose(both, final(model, ids), atol=1e-5)
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "distilbert"])
+def test_a_silent_sublayer_is_not_computed_twice(name: str) -> None:
+    """The first time shows what it returns; from then on it does not run."""
+    model, ids = tiny_model(name), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        states = stack.full(ids).states
+        for kind, calls in (("attention", [3, 3 - 1 - 1, 3 - 2 - 1]), ("mlp", [3, 2, 1])):
+            for layer in range(3):
+                what_if(stack, ids, states, kind, layer)
+                assert session.calls - layer == calls[layer]
+
+
+def test_patches_survive_an_error_and_a_forward_put_there_by_others() -> None:
+    model, ids = tiny_model("llama"), tokens(batch=1)
+    block = model.model.layers[0]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs)  # as accelerate does
+    theirs = block.forward
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        base = stack.full(ids)
+        with pytest.raises(RuntimeError):
+            stack.run(ids, start=1, state=base.states[1][..., :3])
+        assert block.forward is theirs
+        assert "forward" not in model.model.layers[1].__dict__
+        assert torch.equal(stack.run(ids), base.output)
+
+
+def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = tiny_model("llama"), tokens(200, batch=1) % 40
+    with torch.no_grad():
+        out = model(input_ids=ids[:, :60], labels=ids[:, :60])
+    for entries in (1, 300, 10**6):
+        monkeypatch.setattr(what_ifs, "_ENTRIES", entries)
+        assert cross_entropy(out.logits, ids[:, :60]) == pytest.approx(float(out.loss), rel=1e-5)
+
+
+def test_objectives() -> None:
+    ids = tokens(5, batch=1)
+    logits = torch.randn(1, 5, 40, generator=torch.Generator().manual_seed(1))
+    lost = objective("loss", ids, logits)
+    assert lost(logits) == 0.0
+    assert lost(0 * logits) == pytest.approx(math.log(40) - cross_entropy(logits, ids))
+    moved = objective("states", ids, logits)
+    assert moved(logits) == 0.0
+    assert moved(1.5 * logits) == pytest.approx(0.5)
+
+
+def test_kinds_are_chosen_by_name() -> None:
+    assert chosen_kinds("default") == KINDS
+    assert chosen_kinds("all") == ALL_KINDS
+    assert chosen_kinds("none") == ()
+    assert chosen_kinds("parallel, block") == ("block", "parallel")
+    with pytest.raises(InputError, match=r"what-if must be one of .* got 'blok'; did you mean 'block'"):
+        chosen_kinds("blok")
+    assert available(ALL_KINDS, None) == ("block", "uniform", "parallel")
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
+    model, ids = tiny_model(name), tokens(batch=1)
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        base = stack.full(ids)
+        for kind in ALL_KINDS:
+            before = stack.evaluations
+            for layer in layers_of(kind, 3):
+                what_if(stack, ids, base.states, kind, layer)
+            assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, 3))
+            assert kind_passes(kind, 30) <= 30 / 2 + 0.5
+
+
+# --- greedy removal --------------------------------------------------------------------------------------------------
+
+
+def removed_plainly(model: Any, ids: Tensor, gone: set[int]) -> Tensor:
+    blocks = find_blocks(model, 3)
+    handles = [hooked(blocks[layer], lambda args, kwargs, out: args[0]) for layer in gone]
+    try:
+        return final(model, ids)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bert"])
+def test_removal_is_greedy_and_remeasured(name: str) -> None:
+    model, windows = tiny_model(name), [tokens(batch=1, seed=seed) for seed in (0, 1)]
+    checkpoint = wrap(model)
+    with attending(model) as session:
+        stack = Stack(checkpoint, session)
+        steps = list(remove_greedily(stack, windows, math.inf))
+    lost = [objective(checkpoint.objective, ids, final(model, ids)) for ids in windows]
+    gone: set[int] = set()
+    for step in steps:
+        losses = {
+            layer: [lost[w](removed_plainly(model, ids, gone | {layer})) for w, ids in enumerate(windows)]
+            for layer in range(3)
+            if layer not in gone
+        }
+        assert step.layer == min(losses, key=lambda layer: sum(losses[layer]))
+        assert step.losses == pytest.approx(tuple(losses[step.layer]), abs=1e-4)
+        gone.add(step.layer)
+    assert len(steps) == 2
+
+
+def test_removal_stops_and_goes_on_where_it_was() -> None:
+    model, windows = tiny_model("llama"), [tokens(batch=1)]
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        steps = list(remove_greedily(stack, windows, math.inf))
+        before = stack.evaluations
+        assert list(remove_greedily(stack, windows, math.inf, known=steps)) == steps
+        assert stack.evaluations == before  # nothing was measured again
+        assert list(remove_greedily(stack, windows, math.inf, max_removed=1)) == steps[:1]
+        never = list(remove_greedily(stack, windows, -1e9))
+    assert never == steps[:1]
+    depth = measured_depth(never, 3, -1e9)
+    assert (depth.layers, depth.steps, depth.stopped) == (3, (), "increase")
+    depth = measured_depth(steps, 3, math.inf)
+    assert (depth.layers, depth.stopped) == (1, "one layer left")
+    document = measured_depth(steps[:1], 3, 1e9).to_json(seed=0)
+    assert document["stopped"] == "max_removed"
+    assert document["removed"] == [steps[0].layer]
+    assert document["loss"] == steps[0].losses[0]
+    assert document["low"] is None
+
+
+def test_removal_costs_what_it_says() -> None:
+    model, windows = tiny_model("llama"), [tokens(batch=1)]
+    with attending(model) as session:
+        stack = Stack(wrap(model), session)
+        list(remove_greedily(stack, windows, math.inf))
+        assert stack.evaluations / 3 <= passes(3, 2)
+        stack.evaluations = 0
+        next_removal(stack, windows, [lambda out: 0.0], [])
+        assert stack.evaluations == 3 + 2 + 1 + 0
+    assert passes(30, 5, known=1) < passes(30, 5)
+
+
+def test_encoders_and_decoders_are_both_here() -> None:
+    assert set(SUBLAYERS) <= set(MODELS)
+    assert set(ENCODERS) <= set(SUBLAYERS)

