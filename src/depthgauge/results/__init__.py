@@ -1,0 +1,1 @@
+"""Typed records of what each verb returns, with the labels shown to people."""
