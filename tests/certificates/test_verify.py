@@ -14,7 +14,7 @@ from torch import Tensor
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.deletion import STEEPEST as FIRST_STEEPEST
-from depthgauge.certificates.evaluate import precision, to_balls
+from depthgauge.certificates.evaluate import precision, to_arb
 from depthgauge.certificates.verify.arb_vectors import largest, largest_eigenvalue, smaller, spectral_norm
 from depthgauge.certificates.verify.check import verify
 from depthgauge.certificates.verify.deletion import STEEPEST
@@ -294,7 +294,7 @@ def test_a_surrogate_with_an_mlp_of_its_own_is_no_deletion() -> None:
 def test_norms_are_above_the_truth_and_close_to_it(seed: int, m: int, n: int, size: float) -> None:
     M = torch.randn(m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     with precision(128):
-        bound = float(spectral_norm(to_balls(M) * arb(size)) / arb(size))
+        bound = float(spectral_norm(to_arb(M) * arb(size)) / arb(size))
     truth = torch.linalg.matrix_norm(M, 2).item()
     assert truth * (1 - 1e-13) <= bound <= truth * (1 + 1e-12)
 
@@ -330,7 +330,7 @@ def test_the_form_of_squares_is_what_it_says(seed: int, d: int, alpha: float, nu
     index = torch.tensor(pairs).T
     S = T[:, index[0], index[1]] * weight
     form = torch.tensor(
-        [[float(x) for x in row] for row in quadratic_form(to_balls(S), d, arb(alpha), arb(nu)).tolist()],
+        [[float(x) for x in row] for row in quadratic_form(to_arb(S), d, arb(alpha), arb(nu)).tolist()],
         dtype=torch.float64,
     )
     symmetric = torch.randn(d, d, generator=generator, dtype=torch.float64)

@@ -1,11 +1,11 @@
-"""Every bound of `linalg.rounding` against real arithmetic: exact rationals, or balls of 200 bits."""
+"""Every bound of `linalg.rounding` against real arithmetic: exact rationals, or arb numbers of 200 bits."""
 
 import math
 from fractions import Fraction
 
 import pytest
 import torch
-from balls import at_200_bits, is_lower, is_upper
+from arb_bounds import at_200_bits, is_lower, is_upper
 from drawn import AWKWARD, LARGEST, TINY, floats, matrices, ulps_between, vectors
 from flint import arb
 from hypothesis import assume, example, given
@@ -46,9 +46,9 @@ def test_one_operation_encloses_the_exact_result_within_two_steps(name: str, a: 
     exact = exactly(Fraction(a), Fraction(b))
     assert at_least(high, exact)
     assert at_most(low, exact)
-    ball = at_200_bits(lambda: exactly(arb(a), arb(b)))
-    assert is_upper(high, ball)
-    assert is_lower(low, ball)
+    enclosed = at_200_bits(lambda: exactly(arb(a), arb(b)))
+    assert is_upper(high, enclosed)
+    assert is_lower(low, enclosed)
     if math.isfinite(high) and math.isfinite(low):
         assert ulps_between(low, high) <= 2
 
@@ -211,38 +211,40 @@ def test_products_in_the_subnormals_are_bounded() -> None:
     assert at_least(r.nonnegative_matmul_up(A, A.mT).min().item(), exact)
 
 
-# --- balls -----------------------------------------------------------------------------------------------------------
+# --- enclosures ------------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def balls_with_members(
+def enclosures_with_members(
     draw: st.DrawFn, shape: tuple[int, ...], size: float = 1e3, radius: float = 1.0
-) -> tuple[r.Ball, list[Fraction]]:
-    """A ball and a member of it, exact to the last digit, on the boundary as often as not."""
+) -> tuple[r.Enclosure, list[Fraction]]:
+    """An enclosure and a member of it, exact to the last digit, on the boundary as often as not."""
     count = math.prod(shape)
     mids = draw(st.lists(floats(-size, size), min_size=count, max_size=count))
     rads = draw(st.lists(floats(0.0, radius), min_size=count, max_size=count))
     shares = draw(st.lists(st.sampled_from([-1, 0, 1, Fraction(1, 3)]), min_size=count, max_size=count))
-    ball = r.Ball(
+    enclosure = r.Enclosure(
         torch.tensor(mids, dtype=torch.float64).reshape(shape), torch.tensor(rads, dtype=torch.float64).reshape(shape)
     )
-    return ball, [Fraction(m) + s * Fraction(d) for m, d, s in zip(mids, rads, shares, strict=True)]
+    return enclosure, [Fraction(m) + s * Fraction(d) for m, d, s in zip(mids, rads, shares, strict=True)]
 
 
-def holds(ball: r.Ball, member: list[Fraction]) -> bool:
+def holds(enclosure: r.Enclosure, member: list[Fraction]) -> bool:
     inside = [
         abs(exact - Fraction(mid)) <= Fraction(rad)
-        for mid, rad, exact in zip(ball.mid.flatten().tolist(), ball.rad.flatten().tolist(), member, strict=True)
+        for mid, rad, exact in zip(
+            enclosure.mid.flatten().tolist(), enclosure.rad.flatten().tolist(), member, strict=True
+        )
     ]
-    upper = all(at_least(b, x) for b, x in zip(ball.upper().flatten().tolist(), member, strict=True))
-    lower = all(at_most(b, x) for b, x in zip(ball.lower().flatten().tolist(), member, strict=True))
-    size = all(at_least(b, abs(x)) for b, x in zip(ball.abs_up().flatten().tolist(), member, strict=True))
+    upper = all(at_least(b, x) for b, x in zip(enclosure.upper().flatten().tolist(), member, strict=True))
+    lower = all(at_most(b, x) for b, x in zip(enclosure.lower().flatten().tolist(), member, strict=True))
+    size = all(at_least(b, abs(x)) for b, x in zip(enclosure.abs_up().flatten().tolist(), member, strict=True))
     return all(inside) and upper and lower and size
 
 
-@given(a=balls_with_members((3,)), b=balls_with_members((3,)))
+@given(a=enclosures_with_members((3,)), b=enclosures_with_members((3,)))
 def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
-    a: tuple[r.Ball, list[Fraction]], b: tuple[r.Ball, list[Fraction]]
+    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
 ) -> None:
     (A, x), (B, y) = a, b
     assert holds(A, x)
@@ -256,9 +258,9 @@ def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
     assert holds(A.sum(0), [sum(x, Fraction(0))])
 
 
-@given(a=balls_with_members((2, 3)), b=balls_with_members((3, 2)), c=balls_with_members((2, 2)))
-def test_chains_of_ball_products_enclose(
-    a: tuple[r.Ball, list[Fraction]], b: tuple[r.Ball, list[Fraction]], c: tuple[r.Ball, list[Fraction]]
+@given(a=enclosures_with_members((2, 3)), b=enclosures_with_members((3, 2)), c=enclosures_with_members((2, 2)))
+def test_chains_of_enclosure_products_enclose(
+    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]], c: tuple[r.Enclosure, list[Fraction]]
 ) -> None:
     def grid(values: list[Fraction], columns: int) -> list[list[Fraction]]:
         return [values[i : i + columns] for i in range(0, len(values), columns)]
@@ -276,9 +278,9 @@ def test_chains_of_ball_products_enclose(
     assert holds((A @ B).move(lambda t: t.reshape(-1)), [v for row in AB for v in row])
 
 
-@given(a=balls_with_members((2, 2), size=LARGEST, radius=LARGEST / 4), b=balls_with_members((2, 2), size=4.0))
-def test_balls_of_every_size_never_bound_wrongly(
-    a: tuple[r.Ball, list[Fraction]], b: tuple[r.Ball, list[Fraction]]
+@given(a=enclosures_with_members((2, 2), size=LARGEST, radius=LARGEST / 4), b=enclosures_with_members((2, 2), size=4.0))
+def test_enclosures_of_every_size_never_bound_wrongly(
+    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
 ) -> None:
     """Near overflow a bound may be infinite or not a number, never finite and wrong."""
     (A, x), (B, y) = a, b
@@ -288,13 +290,13 @@ def test_balls_of_every_size_never_bound_wrongly(
         x[2] * y[0] + x[3] * y[2],
         x[2] * y[1] + x[3] * y[3],
     ]
-    for ball, member in [
+    for enclosure, member in [
         (A * B, [v * w for v, w in zip(x, y, strict=True)]),
         (A + B, [v + w for v, w in zip(x, y, strict=True)]),
         (A @ B, product),
     ]:
         for high, low, exact in zip(
-            ball.upper().flatten().tolist(), ball.lower().flatten().tolist(), member, strict=True
+            enclosure.upper().flatten().tolist(), enclosure.lower().flatten().tolist(), member, strict=True
         ):
             assert not math.isfinite(high) or Fraction(high) >= exact
             assert not math.isfinite(low) or Fraction(low) <= exact
@@ -306,21 +308,21 @@ def test_an_overflow_on_the_way_does_not_become_a_finite_bound() -> None:
     ones = torch.ones(4, 1, dtype=torch.float64)
     exact = sum(map(Fraction, A[0].tolist()), Fraction(0))
     for sign in (1.0, -1.0):
-        for ball in (r.Ball.exact(sign * A) @ ones, r.Ball.exact(sign * A).sum(-1)):
-            assert not math.isfinite(ball.upper().item()) or Fraction(ball.upper().item()) >= sign * exact
-            assert not math.isfinite(ball.lower().item()) or Fraction(ball.lower().item()) <= sign * exact
+        for enclosure in (r.Enclosure.exact(sign * A) @ ones, r.Enclosure.exact(sign * A).sum(-1)):
+            assert not math.isfinite(enclosure.upper().item()) or Fraction(enclosure.upper().item()) >= sign * exact
+            assert not math.isfinite(enclosure.lower().item()) or Fraction(enclosure.lower().item()) <= sign * exact
 
 
 def test_ball_radii_stay_near_the_unit_roundoff() -> None:
     generator = torch.Generator().manual_seed(0)
     A, B = (torch.randn(20, 20, generator=generator, dtype=torch.float64) for _ in range(2))
-    product = r.Ball.exact(A) @ B
+    product = r.Enclosure.exact(A) @ B
     assert (product.rad / (A.abs() @ B.abs())).max() < 25 * r.UNIT
 
 
 def test_ball_products_ask_for_matrices() -> None:
     with pytest.raises(InputError, match="row or column"):
-        r.Ball.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
+        r.Enclosure.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
 
 
 # --- what is no number ---------------------------------------------------------------------------------------------

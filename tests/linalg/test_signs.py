@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg import signs
-from depthgauge.linalg.rounding import Ball
+from depthgauge.linalg.rounding import Enclosure
 
 ENTRIES = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0, -1.0]))
 
@@ -145,8 +145,8 @@ def test_hadamard_matrices_are_where_the_spectral_norm_wins(n: int) -> None:
     rad=matrices(st.just(3), st.just(3), st.floats(0, 1)),
     corner=st.lists(st.sampled_from([-1.0, 0.0, 1.0]), min_size=9, max_size=9),
 )
-def test_every_member_of_a_ball_is_bounded(mid: Tensor, rad: Tensor, corner: list[float]) -> None:
-    ball = Ball(mid, rad)
+def test_every_member_of_an_enclosure_is_bounded(mid: Tensor, rad: Tensor, corner: list[float]) -> None:
+    enclosure = Enclosure(mid, rad)
     member = [
         [Fraction(m) + Fraction(c) * Fraction(d) for m, c, d in zip(*rows, strict=True)]
         for rows in zip(mid.tolist(), torch.tensor(corner).reshape(3, 3).tolist(), rad.tolist(), strict=True)
@@ -157,10 +157,10 @@ def test_every_member_of_a_ball_is_bounded(mid: Tensor, rad: Tensor, corner: lis
     )
     ones = torch.ones(3, dtype=torch.float64)
     for bound in (
-        signs.absolute_sum(ball),
-        signs.scaled_spectral(ball, ones, 2 * ones),
-        signs.enumerated(ball),
-        signs.sign_norm_up(ball).value,
+        signs.absolute_sum(enclosure),
+        signs.scaled_spectral(enclosure, ones, 2 * ones),
+        signs.enumerated(enclosure),
+        signs.sign_norm_up(enclosure).value,
     ):
         assert Fraction(bound.item()) >= exact
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from balls import at_200_bits, is_upper
+from arb_bounds import at_200_bits, is_upper
 from drawn import LARGEST, TINY, matrices, seeded
 from exact import Rows, bounds_eigenvalues, bounds_spectral_norm, is_positive_semidefinite, rationals
 from flint import acb_mat, arb
@@ -96,7 +96,7 @@ def test_powers_of_two_scale_through(exponent: int) -> None:
     """The Hadamard matrix of order 4 has norm 2; multiplied by 2^e it has 2^{e+1}, far beyond where squares live."""
     H2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     M = torch.kron(H2, H2) * 2.0**exponent
-    for bound in (r.spectral_norm_up(M).item(), r.spectral_norm_up(r.Ball.exact(M)).item()):
+    for bound in (r.spectral_norm_up(M).item(), r.spectral_norm_up(r.Enclosure.exact(M)).item()):
         assert Fraction(bound) >= Fraction(2) ** (exponent + 1)
         assert Fraction(bound) <= Fraction(2) ** (exponent + 1) * (1 + Fraction(1e-13)) + 4 * Fraction(TINY)
 
@@ -128,17 +128,17 @@ def test_frobenius_norm(M: Tensor) -> None:
     signs=st.lists(st.sampled_from([-1, 1]), min_size=9, max_size=9),
 )
 @example(mid=torch.ones(3, 3, dtype=torch.float64), rad=torch.ones(3, 3, dtype=torch.float64), signs=[1] * 9)
-def test_every_member_of_a_ball_is_bounded(mid: Tensor, rad: Tensor, signs: list[int]) -> None:
-    def member(ball: r.Ball, sign: list[list[int]]) -> Rows:
-        rows = zip(rationals(ball.mid), rationals(ball.rad), sign, strict=True)
+def test_every_member_of_an_enclosure_is_bounded(mid: Tensor, rad: Tensor, signs: list[int]) -> None:
+    def member(enclosure: r.Enclosure, sign: list[list[int]]) -> Rows:
+        rows = zip(rationals(enclosure.mid), rationals(enclosure.rad), sign, strict=True)
         return [[m + s * d for m, d, s in zip(*row, strict=True)] for row in rows]
 
     corner = [signs[0:3], signs[3:6], signs[6:9]]
-    ball = r.Ball(mid, rad)
-    assert is_norm_bound(r.spectral_norm_up(ball).item(), member(ball, corner))
-    frobenius = Fraction(r.frobenius_norm_up(ball).item())
-    assert frobenius**2 >= sum(x * x for row in member(ball, corner) for x in row)
-    symmetric = r.Ball((mid + mid.mT) / 2, torch.maximum(rad, rad.mT))
+    enclosure = r.Enclosure(mid, rad)
+    assert is_norm_bound(r.spectral_norm_up(enclosure).item(), member(enclosure, corner))
+    frobenius = Fraction(r.frobenius_norm_up(enclosure).item())
+    assert frobenius**2 >= sum(x * x for row in member(enclosure, corner) for x in row)
+    symmetric = r.Enclosure((mid + mid.mT) / 2, torch.maximum(rad, rad.mT))
     mirrored = [[corner[min(i, j)][max(i, j)] for j in range(3)] for i in range(3)]
     assert bounds_eigenvalues(Fraction(r.largest_eigenvalue_up(symmetric).item()), member(symmetric, mirrored))
 
@@ -204,7 +204,7 @@ def test_what_is_not_finite_has_no_finite_bound(bad: float, position: tuple[int,
         first, second = function(batch).tolist()
         assert not math.isfinite(first)
         assert 3 <= second < 3.0001  # its neighbour in the batch is untouched
-        assert not math.isfinite(function(r.Ball(torch.ones_like(M), (M - 1).abs())).item())
+        assert not math.isfinite(function(r.Enclosure(torch.ones_like(M), (M - 1).abs())).item())
 
 
 @pytest.mark.parametrize("size", [LARGEST, LARGEST / 4, TINY, 3 * TINY, 0.0])

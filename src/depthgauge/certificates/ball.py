@@ -14,7 +14,7 @@ from torch import Tensor
 from depthgauge.certificates.box import RHO, PerHead, Vector, drift_in_query, drift_of_output, head_tensor, total
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.linalg.rounding import (
-    Ball,
+    Enclosure,
     add_up,
     mul_up,
     nonnegative_sum_up,
@@ -27,18 +27,18 @@ from depthgauge.surrogates.expansion import Expansion
 Number = Float[Tensor, ""]
 
 
-def column_lengths(M: Ball) -> Float[Tensor, "*batch d"]:
+def column_lengths(M: Enclosure) -> Float[Tensor, "*batch d"]:
     """‖M e_a‖₂ for every column a, rounded up."""
     size = M.abs_up()
     return sqrt_up(nonnegative_sum_up(mul_up(size, size), -2))
 
 
-def weighted_columns(g: PerHead, M: Ball) -> Vector:
+def weighted_columns(g: PerHead, M: Enclosure) -> Vector:
     """Σ_h g_h ‖M_h e_a‖₂ for every column a, rounded up."""
     return nonnegative_sum_up(mul_up(g[:, None], column_lengths(M)), 0)
 
 
-def weighted_norms(g: PerHead, M: Ball) -> Number:
+def weighted_norms(g: PerHead, M: Enclosure) -> Number:
     """Σ_h g_h ‖M_h‖₂, rounded up."""
     return nonnegative_sum_up(mul_up(g, spectral_norm_up(M)), 0)
 

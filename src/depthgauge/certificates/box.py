@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
-from depthgauge.linalg.rounding import Ball, add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
+from depthgauge.linalg.rounding import Enclosure, add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
 from depthgauge.linalg.signs import SignBound, sign_norm_up
 from depthgauge.linalg.softmax import LINEAR_REMAINDER
 from depthgauge.surrogates.expansion import Expansion
@@ -39,7 +39,7 @@ class Norms:
 
     record: dict[str, SignBound] = field(default_factory=dict)
 
-    def __call__(self, name: str, left: Float[Tensor, " m"], M: Ball, right: Float[Tensor, " n"]) -> PerHead:
+    def __call__(self, name: str, left: Float[Tensor, " m"], M: Enclosure, right: Float[Tensor, " n"]) -> PerHead:
         """At least ‖diag(left) M_h diag(right)‖_{∞→1} for every head."""
         bound = sign_norm_up(M * left[:, None] * right)
         self.record[name] = bound
@@ -63,17 +63,17 @@ class LayerBounds:
     rest: HeadVectors | None
 
 
-def weighted(g: HeadVectors, M: Ball) -> Vector:
+def weighted(g: HeadVectors, M: Enclosure) -> Vector:
     """Σ_h g_h |M_h|, rounded up."""
     return nonnegative_sum_up(weighted_per_head(g, M), 0)
 
 
-def weighted_per_head(g: HeadVectors, M: Ball) -> HeadVectors:
+def weighted_per_head(g: HeadVectors, M: Enclosure) -> HeadVectors:
     """g_h |M_h| for every head, rounded up."""
     return nonnegative_matmul_up(g[:, None, :], M.abs_up())[:, 0, :]
 
 
-def column_sums(M: Ball, radius: float) -> Vector:
+def column_sums(M: Enclosure, radius: float) -> Vector:
     """φ1|M|, rounded up; `radius` is φ."""
     return mul_up(nonnegative_sum_up(M.abs_up(), 0), radius)
 
@@ -204,5 +204,5 @@ def drift_of_output(expansion: Expansion, k: int, end: int) -> Rank1Sum:
     return Rank1Sum(W + expansion.drift(0, k) @ W, expansion.carried(k, end))
 
 
-def _stack_rows(upper: Ball, lower: Ball) -> Ball:
-    return Ball(torch.cat([upper.mid, lower.mid], dim=-2), torch.cat([upper.rad, lower.rad], dim=-2))
+def _stack_rows(upper: Enclosure, lower: Enclosure) -> Enclosure:
+    return Enclosure(torch.cat([upper.mid, lower.mid], dim=-2), torch.cat([upper.rad, lower.rad], dim=-2))

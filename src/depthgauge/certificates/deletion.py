@@ -19,7 +19,7 @@ from torch import Tensor
 from depthgauge.certificates.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import (
-    Ball,
+    Enclosure,
     add_up,
     mul_up,
     nonnegative_matmul_up,
@@ -111,12 +111,12 @@ def _uneven(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) 
     return 2.0 * tanh_up(2.0 * norms(f"{k}.theta", state, _scores(network, network[k]), state) / 4.0)
 
 
-def _scores(network: SelfAttentionNetwork, layer: Layer) -> Ball:
-    return (Ball.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
+def _scores(network: SelfAttentionNetwork, layer: Layer) -> Enclosure:
+    return (Enclosure.exact(layer.query.detach()) @ layer.key.detach().mT) * network.scale
 
 
-def _value(layer: Layer) -> Ball:
-    return Ball.exact(layer.value.detach())
+def _value(layer: Layer) -> Enclosure:
+    return Enclosure.exact(layer.value.detach())
 
 
 def _grow(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> Vector:

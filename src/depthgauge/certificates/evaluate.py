@@ -29,7 +29,7 @@ def precision(bits: int) -> Iterator[None]:
         flint.ctx.prec = before
 
 
-def to_balls(matrix: Float[Tensor, "n d"]) -> arb_mat:
+def to_arb(matrix: Float[Tensor, "n d"]) -> arb_mat:
     """A matrix of floating-point numbers, exactly."""
     return arb_mat([[arb(value) for value in row] for row in matrix.detach().cpu().to(torch.float64).tolist()])
 
@@ -56,7 +56,7 @@ def difference_below(network: SelfAttentionNetwork, surrogate: SelfAttentionNetw
     bits, best = PRECISION, 0.0
     while True:
         with precision(bits):
-            start = to_balls(rows)
+            start = to_arb(rows)
             gap = (_run(network, start, counts) - _run(surrogate, start, counts)).entries()
             best = max([best, *(float_below(abs(entry)) for entry in gap if abs(entry) > 0)])
             widest = max(float(entry.rad()) for entry in gap)
@@ -88,10 +88,10 @@ def _attention(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: 
     """Σ_h P_h X V_h, every distinct token weighed by how often it occurs."""
     total = arb_mat(x.nrows(), x.ncols())
     for h in range(layer.heads):
-        queries, keys = x * to_balls(layer.query[h]), x * to_balls(layer.key[h])
+        queries, keys = x * to_arb(layer.query[h]), x * to_arb(layer.key[h])
         scores = queries * keys.transpose() * arb(network.scale)
         weights = _softmax_rows(scores, counts, network.causal)
-        total = total + weights * x * to_balls(layer.value[h])
+        total = total + weights * x * to_arb(layer.value[h])
     return total
 
 
@@ -109,10 +109,10 @@ def _softmax_rows(scores: arb_mat, counts: list[int], causal: bool) -> arb_mat:
 def _mlp(network: SelfAttentionNetwork, layer: Layer, x: arb_mat) -> arb_mat:
     mlp = layer.mlp
     assert mlp is not None
-    hidden = _add_row(x * to_balls(mlp.w_in), mlp.b_in)
+    hidden = _add_row(x * to_arb(mlp.w_in), mlp.b_in)
     act = _relu if network.activation == "relu" else _gelu
     hidden = arb_mat([[act(entry) for entry in row] for row in hidden.tolist()])
-    return _add_row(hidden * to_balls(mlp.w_out), mlp.b_out)
+    return _add_row(hidden * to_arb(mlp.w_out), mlp.b_out)
 
 
 def _relu(x: arb) -> arb:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from depthgauge.linalg.rounding import (
     TINY,
-    Ball,
+    Enclosure,
     add_up,
     div_up,
     gamma,
@@ -37,8 +37,8 @@ CHUNK_ENTRIES = 2**22
 class Rank1Sum:
     """A tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e), kept as its factors."""
 
-    left: Ball
-    right: Ball
+    left: Enclosure
+    right: Enclosure
 
     @staticmethod
     def join(*parts: "Rank1Sum") -> "Rank1Sum":
@@ -96,8 +96,8 @@ def _right_norms(size: Float[Tensor, "r d a"], columns: Float[Tensor, "a d"]) ->
     return sqrt_up(nonnegative_sum_up(mul_up(mul_up(size, size), columns.mT), 1)).mT
 
 
-def _stack(parts: list[Ball]) -> Ball:
-    return Ball(torch.cat([p.mid for p in parts]), torch.cat([p.rad for p in parts]))
+def _stack(parts: list[Enclosure]) -> Enclosure:
+    return Enclosure(torch.cat([p.mid for p in parts]), torch.cat([p.rad for p in parts]))
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def cubic_maximum(p: Tensor, q: Tensor, radius: float) -> Tensor:
     """
     guess = radius * radius * q / (p + (p * p + 3.0 * q * q * radius * radius).sqrt())
     mu = guess.nan_to_num(nan=0.0).clamp(0.0, radius)
-    P, Q, M, R = Ball.exact(p), Ball.exact(q), Ball.exact(mu), Ball.exact(radius)
+    P, Q, M, R = Enclosure.exact(p), Enclosure.exact(q), Enclosure.exact(mu), Enclosure.exact(radius)
     level, height = P + Q * M, R * R - M * M
     slope = Q * height - M * level * 2.0
     return add_up((level * height).upper(), mul_up(slope.abs_up(), radius))

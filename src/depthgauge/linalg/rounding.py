@@ -1,7 +1,7 @@
 """The only source of rounding bounds: what is computed here in float64 encloses the real number it stands for.
 
 Two kinds of objects. Functions ending in `_up` or `_down` return a float64 that is never below, or never above,
-the real result for the float64 arguments given. A `Ball` is a matrix of midpoints with a matrix of radii, for
+the real result for the float64 arguments given. An `Enclosure` is a matrix of midpoints with a matrix of radii, for
 results of either sign that pass through several products.
 
 What is trusted: IEEE-754 addition, multiplication, division and square root with rounding to nearest and gradual
@@ -264,18 +264,21 @@ def tanh_down(x: Tensor | float) -> Tensor:
 # --- matrices with radii ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ball:
-    """All matrices within `rad` of `mid`, entry by entry; arithmetic on balls encloses arithmetic on members."""
+@dataclass(frozen=True, eq=False)
+class Enclosure:
+    """The set of matrices M with |M − mid| ≤ rad entrywise (midpoint–radius arithmetic).
+
+    The result of an operation contains the result of the operation on all members.
+    """
 
     mid: Tensor
     rad: Tensor
 
     @staticmethod
-    def exact(x: Tensor | float) -> "Ball":
-        """The ball of one matrix."""
+    def exact(x: Tensor | float) -> "Enclosure":
+        """Return the enclosure that contains only `x`."""
         mid = as_float64(x)
-        return Ball(mid, torch.zeros_like(mid))
+        return Enclosure(mid, torch.zeros_like(mid))
 
     @property
     def shape(self) -> torch.Size:
@@ -283,15 +286,15 @@ class Ball:
         return self.mid.shape
 
     @property
-    def mT(self) -> "Ball":
+    def mT(self) -> "Enclosure":
         """The transposes."""
-        return Ball(self.mid.mT, self.rad.mT)
+        return Enclosure(self.mid.mT, self.rad.mT)
 
-    def move(self, rearrange: Callable[[Tensor], Tensor]) -> "Ball":
+    def move(self, rearrange: Callable[[Tensor], Tensor]) -> "Enclosure":
         """Apply a rearrangement that computes nothing: reshape, permute, index, stack with itself."""
-        return Ball(rearrange(self.mid), rearrange(self.rad))
+        return Enclosure(rearrange(self.mid), rearrange(self.rad))
 
-    def at(self, indices: Sequence[int]) -> "Ball":
+    def at(self, indices: Sequence[int]) -> "Enclosure":
         """The matrices of a batch at some indices of its first dimension."""
         return self.move(lambda t: t[list(indices)])
 
@@ -307,29 +310,31 @@ class Ball:
         """An upper bound of |member|, entry by entry."""
         return add_up(self.mid.abs(), self.rad)
 
-    def __neg__(self) -> "Ball":
-        return Ball(-self.mid, self.rad)
+    def __neg__(self) -> "Enclosure":
+        return Enclosure(-self.mid, self.rad)
 
-    def __add__(self, other: "Ball | Tensor | float") -> "Ball":
-        other = _ball(other)
+    def __add__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
+        other = _enclosure(other)
         mid = self.mid + other.mid
-        return Ball(mid, add_up(add_up(self.rad, other.rad), mul_up(mid.abs(), UNIT)))
+        return Enclosure(mid, add_up(add_up(self.rad, other.rad), mul_up(mid.abs(), UNIT)))
 
-    def __sub__(self, other: "Ball | Tensor | float") -> "Ball":
-        return self + (-_ball(other))
+    def __sub__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
+        return self + (-_enclosure(other))
 
-    def __mul__(self, other: "Ball | Tensor | float") -> "Ball":
-        other = _ball(other)
+    def __mul__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
+        other = _enclosure(other)
         mid = self.mid * other.mid
         own = mul_up(mid.abs(), UNIT)
         crossed = add_up(mul_up(self.mid.abs(), other.rad), mul_up(self.rad, other.abs_up()))
-        return Ball(mid, add_up(add_up(own, crossed), TINY))
+        return Enclosure(mid, add_up(add_up(own, crossed), TINY))
 
-    def __matmul__(self, other: "Ball | Tensor") -> "Ball":
-        other = _ball(other)
+    def __matmul__(self, other: "Enclosure | Tensor") -> "Enclosure":
+        other = _enclosure(other)
         k = self.shape[-1]
         if self.mid.ndim < 2 or other.mid.ndim < 2:
-            raise InputError("a product of balls needs matrices on both sides; give a vector a row or column dimension")
+            raise InputError(
+                "a product of enclosures needs matrices on both sides; give a vector a row or column dimension"
+            )
         mid = self.mid @ other.mid
         own = add_up(mul_up(gamma(k), other.mid.abs()), other.rad)
         rad = nonnegative_matmul_up(self.mid.abs(), own)
@@ -337,7 +342,7 @@ class Ball:
             rad = add_up(rad, nonnegative_matmul_up(self.rad, other.abs_up()))
         return _without_overflow(mid, add_up(rad, k * TINY))
 
-    def sum(self, dim: int | tuple[int, ...]) -> "Ball":
+    def sum(self, dim: int | tuple[int, ...]) -> "Enclosure":
         """The sum over `dim`."""
         mid = self.mid.sum(dim=dim)
         count = max(self.mid.numel() // max(mid.numel(), 1), 1)
@@ -345,27 +350,27 @@ class Ball:
         return _without_overflow(mid, rad)
 
 
-def _ball(x: Ball | Tensor | float) -> Ball:
-    return x if isinstance(x, Ball) else Ball.exact(x)
+def _enclosure(x: Enclosure | Tensor | float) -> Enclosure:
+    return x if isinstance(x, Enclosure) else Enclosure.exact(x)
 
 
-def _without_overflow(mid: Tensor, rad: Tensor) -> Ball:
+def _without_overflow(mid: Tensor, rad: Tensor) -> Enclosure:
     """A sum that overflowed on the way may be ±∞ where the real one is finite, even of the other sign: any number."""
-    return Ball(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, _INF))
+    return Enclosure(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, _INF))
 
 
 # --- verified spectral bounds --------------------------------------------------------------------------------------
 
 
-def largest_eigenvalue_up(S: Ball | Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """At least λ_max of every symmetric matrix in the ball.
+def largest_eigenvalue_up(S: Enclosure | Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
+    """At least λ_max of every symmetric matrix in the enclosure.
 
     With V the floating-point eigenvectors, B = Vᵀ S V and δ ≥ ‖VᵀV − I‖ (largest row sum), x = V y gives
     xᵀSx / xᵀx = yᵀBy / yᵀVᵀVy ≤ λ/(1 − δ) for λ ≥ 0, and λ/(1 + δ) for λ < 0, where λ = max_i B_ii + Σ_j≠i |B_ij|
     (Gershgorin). V only has to be near the eigenvectors for the bound to be tight, never for it to be true: δ < 1
     makes V invertible. Where that fails the largest absolute row sum is used.
     """
-    S = _ball(S)
+    S = _enclosure(S)
     n = S.shape[-1]
     row_sum = nonnegative_sum_up(S.abs_up(), -1).amax(dim=-1)
     finite = S.mid.isfinite().all(dim=-1).all(dim=-1)
@@ -375,8 +380,8 @@ def largest_eigenvalue_up(S: Ball | Float[Tensor, "*batch n n"]) -> Float[Tensor
         V = torch.linalg.eigh(safe / 2 + safe.mT / 2)[1]
     except LinAlgError:  # no convergence: the plain Gershgorin bound is left
         V = eye.expand_as(safe)
-    delta = nonnegative_sum_up((Ball.exact(V).mT @ V - eye).abs_up(), -1).amax(dim=-1)
-    B = Ball.exact(V).mT @ S @ V
+    delta = nonnegative_sum_up((Enclosure.exact(V).mT @ V - eye).abs_up(), -1).amax(dim=-1)
+    B = Enclosure.exact(V).mT @ S @ V
     off_diagonal = nonnegative_sum_up(B.abs_up() * (1.0 - eye), -1)
     gershgorin = add_up(B.upper().diagonal(dim1=-2, dim2=-1), off_diagonal).amax(dim=-1)
     verified = torch.where(
@@ -386,17 +391,17 @@ def largest_eigenvalue_up(S: Ball | Float[Tensor, "*batch n n"]) -> Float[Tensor
     return torch.where(usable, torch.minimum(verified, row_sum), row_sum)
 
 
-def frobenius_norm_up(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+def frobenius_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     """At least ‖M‖F, entries scaled by a power of two so that squares neither overflow nor vanish."""
-    size = _ball(M).abs_up()
+    size = _enclosure(M).abs_up()
     scaled, exponent = _to_unit_scale(size)
     squares = nonnegative_sum_up(mul_up(scaled, scaled), (-2, -1))
     return up(_scale(sqrt_up(squares), exponent))
 
 
-def spectral_norm_up(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
-    """At least ‖M‖₂ = √λ_max(MᵀM) for every matrix in the ball, verified (a floating-point SVD proves nothing)."""
-    M = _ball(M)
+def spectral_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+    """At least ‖M‖₂ = √λ_max(MᵀM) for every matrix in the enclosure, verified (a floating-point SVD proves nothing)."""
+    M = _enclosure(M)
     if M.shape[-2] < M.shape[-1]:
         M = M.mT
     scaled, exponent = _to_unit_scale(M.mid)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import (
-    Ball,
+    Enclosure,
     as_float64,
     div_up,
     mul_up,
@@ -44,34 +44,34 @@ class SignBound:
     column_scale: Float[Tensor, "*batch n"] | None = None
 
 
-def absolute_sum(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+def absolute_sum(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     """Σ_ij |M_ij|, rounded up."""
-    size = M.abs_up() if isinstance(M, Ball) else M.abs()
+    size = M.abs_up() if isinstance(M, Enclosure) else M.abs()
     return nonnegative_sum_up(size, (-2, -1))
 
 
 def scaled_spectral(
-    M: Ball | Float[Tensor, "*batch m n"],
+    M: Enclosure | Float[Tensor, "*batch m n"],
     row_scale: Float[Tensor, "*batch m"],
     column_scale: Float[Tensor, "*batch n"],
 ) -> Float[Tensor, "*batch"]:
     """σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), rounded up; the scales are D_u^{-½} and D_v^{-½}, any positive."""
-    M = M if isinstance(M, Ball) else Ball.exact(M)
+    M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
     scaled = M * row_scale[..., :, None] * column_scale[..., None, :]
     mass_u = nonnegative_sum_up(div_up(div_up(1.0, row_scale), row_scale), -1)
     mass_v = nonnegative_sum_up(div_up(div_up(1.0, column_scale), column_scale), -1)
     return mul_up(spectral_norm_up(scaled), mul_up(sqrt_up(mass_u), sqrt_up(mass_v)))
 
 
-def enumerated(M: Ball | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
+def enumerated(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     """max_x Σ_j |Σ_i x_i M_ij| over all sign vectors x of the shorter side, rounded up: the norm itself."""
-    M = M if isinstance(M, Ball) else Ball.exact(M)
+    M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
     if M.shape[-2] > M.shape[-1]:
         M = M.mT
     m = M.shape[-2]
     if m > 20:
         raise InputError(f"enumeration needs a side of at most 20, got {tuple(M.shape[-2:])}; use sign_norm_up")
-    products = Ball.exact(sign_vectors(m).to(M.mid.device)) @ M
+    products = Enclosure.exact(sign_vectors(m).to(M.mid.device)) @ M
     return nonnegative_sum_up(products.abs_up(), -1).amax(dim=-1)
 
 
@@ -112,8 +112,8 @@ def best_scalings(
     return u.rsqrt(), v.rsqrt()
 
 
-def sign_norm_up(M: Ball | Float[Tensor, "*batch m n"], iterations: int = 60) -> SignBound:
-    """At least ‖M‖_{∞→1} for every matrix in the ball: the least of the bounds of this module.
+def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 60) -> SignBound:
+    """At least ‖M‖_{∞→1} for every matrix in the enclosure: the least of the bounds of this module.
 
     Batched; `method` names the bound that was least for most of the batch.
 
@@ -124,7 +124,7 @@ def sign_norm_up(M: Ball | Float[Tensor, "*batch m n"], iterations: int = 60) ->
     total = absolute_sum(M)
     if min(M.shape[-2:]) <= ENUMERATED:
         return _least({"absolute sum": total, "enumeration": enumerated(M)})
-    mid = M.mid if isinstance(M, Ball) else as_float64(M)
+    mid = M.mid if isinstance(M, Enclosure) else as_float64(M)
     usable = torch.where(mid.isfinite(), mid, 0.0)
     row_scale, column_scale = best_scalings(usable, iterations)
     ones = torch.ones_like(row_scale), torch.ones_like(column_scale)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError
-from depthgauge.linalg.rounding import Ball
+from depthgauge.linalg.rounding import Enclosure
 from depthgauge.network.network import SelfAttentionNetwork
 
 
@@ -28,14 +28,14 @@ class Expansion:
         self.skip = network.skip
         self.depth = len(network)
         self.dim = network.dim
-        self.W: list[Ball] = []
-        self.V: list[Ball] = []
+        self.W: list[Enclosure] = []
+        self.V: list[Enclosure] = []
         for layer in network:
             query, key, value = (_plain(w) for w in (layer.query, layer.key, layer.value))
-            self.W.append((Ball.exact(query) @ key.mT) * network.scale)
-            self.V.append(Ball.exact(value))
-        self._drift: dict[tuple[int, int], Ball] = {}
-        self._carried_out: dict[int, Ball] = {}
+            self.W.append((Enclosure.exact(query) @ key.mT) * network.scale)
+            self.V.append(Enclosure.exact(value))
+        self._drift: dict[tuple[int, int], Enclosure] = {}
+        self._carried_out: dict[int, Enclosure] = {}
 
     def equals(self, other: "Expansion") -> bool:
         """Whether both are of the same weights, to the bit."""
@@ -44,11 +44,11 @@ class Expansion:
         return same and self.skip == other.skip
 
     @cached_property
-    def V_sum(self) -> list[Ball]:
+    def V_sum(self) -> list[Enclosure]:
         """V_ℓ = Σ_h V_ℓh."""
         return [value.sum(0) for value in self.V]
 
-    def drift(self, k: int, end: int) -> Ball:
+    def drift(self, k: int, end: int) -> Enclosure:
         """Z_{k:ℓ} = N_{k:ℓ} − I with skips, N_{k:ℓ} without; `end` is ℓ.
 
         Built by Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ, which never subtracts the identity.
@@ -57,18 +57,18 @@ class Expansion:
             self._drift[k, end] = self._build_drift(k, end)
         return self._drift[k, end]
 
-    def _build_drift(self, k: int, end: int) -> Ball:
+    def _build_drift(self, k: int, end: int) -> Enclosure:
         if end == k:
             if self.skip:
-                return Ball.exact(torch.zeros(self.dim, self.dim, dtype=torch.float64))
-            return Ball.exact(torch.eye(self.dim, dtype=torch.float64))
+                return Enclosure.exact(torch.zeros(self.dim, self.dim, dtype=torch.float64))
+            return Enclosure.exact(torch.eye(self.dim, dtype=torch.float64))
         before, V = self.drift(k, end - 1), self.V_sum[end - 1]
         return before + V + before @ V if self.skip else before @ V
 
-    def carried(self, k: int, end: int) -> Ball:
+    def carried(self, k: int, end: int) -> Enclosure:
         """V_kh · Z_{k+1:ℓ} for all heads of layer k: how what a head adds to the mean travels on to state ℓ."""
         if self.skip and end == k + 1:
-            return Ball.exact(torch.zeros_like(self.V[k].mid))
+            return Enclosure.exact(torch.zeros_like(self.V[k].mid))
         if end != self.depth:
             return self.V[k] @ self.drift(k + 1, end)
         # What reaches the output is asked for again and again; what reaches a state on the way is not.

@@ -4,7 +4,7 @@ import torch
 from flint import arb, arb_mat
 from torch import Tensor
 
-from depthgauge.certificates.evaluate import to_balls
+from depthgauge.certificates.evaluate import to_arb
 from depthgauge.certificates.verify.arb_vectors import (
     Vector,
     absolute,
@@ -36,7 +36,7 @@ class Deletion:
     ) -> None:
         self.network, self.surrogate, self.record, self.radius = network, surrogate, record, radius
         self.W = [scores(network, layer) for layer in network]
-        self.V = [[to_balls(value) for value in layer.value] for layer in network]
+        self.V = [[to_arb(value) for value in layer.value] for layer in network]
         self.V_size = [[absolute(value) for value in values] for values in self.V]
         self.V_sum_size = [absolute(sum(values[1:], values[0])) for values in self.V]
 
@@ -102,7 +102,7 @@ def _twice_tanh(theta: arb) -> arb:
 
 
 def _size(weight: Tensor) -> arb_mat:
-    return absolute(to_balls(weight))
+    return absolute(to_arb(weight))
 
 
 def map_size(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector:

@@ -6,7 +6,7 @@ import torch
 from flint import arb, arb_mat
 from torch import Tensor
 
-from depthgauge.certificates.evaluate import to_balls
+from depthgauge.certificates.evaluate import to_arb
 from depthgauge.certificates.verify.arb_vectors import Vector, absolute, identity
 from depthgauge.certificates.verify.lead import Terms
 from depthgauge.errors import VerificationError
@@ -22,7 +22,7 @@ class Expansion:
             raise VerificationError("the network is causal or has an MLP or LayerNorm, so it does not expand")
         self.skip, self.depth, self.dim = network.skip, len(network), network.dim
         self.W = [scores(network, layer) for layer in network]
-        self.V = [[to_balls(value) for value in layer.value] for layer in network]
+        self.V = [[to_arb(value) for value in layer.value] for layer in network]
         self.V_size = [[absolute(value) for value in values] for values in self.V]
         self._drift: dict[tuple[int, int], arb_mat] = {}
         self._carried: dict[tuple[int, int], list[arb_mat]] = {}
@@ -72,7 +72,7 @@ def scores(network: SelfAttentionNetwork, layer: Layer) -> list[arb_mat]:
     """β Q_h K_hᵀ of every head."""
     beta = arb(network.scale)
     pairs = zip(layer.query, layer.key, strict=True)
-    return [to_balls(query) * to_balls(key).transpose() * beta for query, key in pairs]
+    return [to_arb(query) * to_arb(key).transpose() * beta for query, key in pairs]
 
 
 def negated(terms: Terms) -> Terms:

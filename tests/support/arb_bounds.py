@@ -1,4 +1,4 @@
-"""The real numbers to compare with: python-flint's balls, at 200 bits."""
+"""Comparison of float64 bounds with real numbers, enclosed by python-flint `arb` numbers at 200 bits."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ def at_200_bits(f: Callable[[], Any]) -> Any:
 
 
 def is_upper(bound: float, exact: arb) -> bool:
-    """Whether `bound` is certainly at least the real number in the ball; NaN proves nothing and so is no bound."""
+    """Whether `bound` is certainly at least the real number that `exact` encloses; NaN proves nothing and so is no bound."""
     return bound == math.inf or bool(at_200_bits(lambda: arb(bound) >= exact))
 
 
 def is_lower(bound: float, exact: arb) -> bool:
-    """Whether `bound` is certainly at most the real number in the ball."""
+    """Whether `bound` is certainly at most the real number that `exact` encloses."""
     return bound == -math.inf or bool(at_200_bits(lambda: arb(bound) <= exact))
