@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from depthgauge.network.network import SelfAttentionNetwork
     from depthgauge.network.random_networks import random_network
     from depthgauge.report.write import write_report
-    from depthgauge.workflows.gauge_network import gauge
+    from depthgauge.workflows.gauge import gauge
 
 _HOME = {
     "Certificate": "depthgauge.certificates.certificate",
@@ -34,7 +34,7 @@ _HOME = {
     "collapse": "depthgauge.depth.methods",
     "effective_depth": "depthgauge.depth.effective",
     "SelfAttentionNetwork": "depthgauge.network.network",
-    "gauge": "depthgauge.workflows.gauge_network",
+    "gauge": "depthgauge.workflows.gauge",
     "load_network": "depthgauge.network.files",
     "measure": "depthgauge.measures.profile",
     "random_network": "depthgauge.network.random_networks",

@@ -1,4 +1,4 @@
-"""Every error a user can meet, so that one `except DepthgaugeError` catches what is ours and nothing else."""
+"""Error types. Every error that depthgauge raises on purpose is a `DepthgaugeError`."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ from typing import ClassVar
 
 
 class DepthgaugeError(Exception):
-    """Something depthgauge can explain in a sentence."""
+    """Base class of all errors raised by depthgauge. The message is one sentence that explains the problem."""
 
     exit_code: ClassVar[int] = 1
 
 
 class InputError(DepthgaugeError, ValueError):
-    """What was given cannot be used; the message says what was given, what was expected and what to do."""
+    """An argument, option or file cannot be used.
+
+    The message says what was given, what was expected and what to do.
+    """
 
     exit_code: ClassVar[int] = 2
 
 
 class NetworkFileError(InputError):
-    """A network file that is damaged, foreign, or written by a newer version."""
+    """A network file is damaged, has another format, or was written by a newer version."""
 
 
 class InputFileError(InputError):
-    """A file of input tokens that cannot be used."""
+    """A file of input tokens cannot be used."""
+
+
+class MissingPackageError(InputError, ImportError):
+    """An optional package is needed and not installed. The message contains the `pip install` command."""
 
 
 class OutputError(DepthgaugeError):
-    """A result that could not be written."""
+    """A result could not be written."""
 
 
 class VerificationError(DepthgaugeError):
-    """A certificate whose upper bound could not be proved again; the message names the step that failed."""
+    """The upper bound of a certificate could not be verified. The message names the step that failed."""
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
-    """The error for a name that is not one of a known few, with the nearest one offered."""
+    """Return the error for a name that is not in `known`. It suggests the most similar known name."""
     names = list(known)
     near = difflib.get_close_matches(str(given), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -46,23 +53,23 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
 
 
 def require_positive(name: str, value: float, meaning: str) -> float:
-    """Return `value` if it is a positive finite number, else raise the error that says what it should be."""
+    """Return `value` as a float if it is a positive finite number; raise `InputError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value) or value <= 0:
         raise InputError(f"{name} must be a positive number, got {value!r}; it is {meaning}")
     return float(value)
 
 
 def require_count(name: str, value: int, meaning: str, least: int = 1) -> int:
-    """Return `value` if it is a whole number of at least `least`, else raise the error that says what it is."""
+    """Return `value` as an int if it is a whole number of at least `least`; raise `InputError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}; it is {meaning}")
     return int(value)
 
 
 def require_seed(seed: int) -> int:
-    """Return `seed` if random numbers can be drawn from it: a whole number from 0 to 2⁶³ − 1."""
+    """Return `seed` if it is a whole number from 0 to 2⁶³ − 1; raise `InputError` otherwise."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
         raise InputError(
-            f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; the same one gives the same draw"
+            f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; it starts the random number generator"
         )
     return int(seed)

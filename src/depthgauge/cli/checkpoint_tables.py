@@ -1,166 +1,157 @@
-"""The subject of a checkpoint as tables for a person."""
+"""Tables of a gauged checkpoint for the terminal."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from depthgauge._format import number
+from depthgauge._format import DASH, number
 from depthgauge.cli.network_tables import printable, spread
+from depthgauge.results.checkpoint_subject import (
+    CheckpointHead,
+    CheckpointLayer,
+    CheckpointSubject,
+    Interval,
+    MeasuredRemoval,
+    RegimeDistance,
+    ScoreTrust,
+)
+from depthgauge.results.labels import SCORES, STOPPED, WHAT_IFS
+from depthgauge.results.network_subject import Residual
 
-_SCORES = {
-    "block_influence": "block influence (ShortGPT)",
-    "angular_distance": "angular distance (UIDL)",
-    "attention_cosine": "attention cosine (LLM-Drop)",
-    "mlp_cosine": "MLP cosine (LLM-Drop)",
-}
-_KINDS = {
-    "block": "skip block",
-    "attention": "skip attention",
-    "mlp": "skip MLP",
-    "uniform": "uniform attention",
-    "parallel": "beside the next",
-}
+_Value = Callable[[CheckpointHead], float | None]
 
 
-def model_tables(subject: dict[str, Any]) -> Iterator[RenderableType]:
-    """Everything worth reading about a checkpoint, in order."""
+def checkpoint_tables(subject: CheckpointSubject) -> Iterator[RenderableType]:
+    """Yield the tables and lines of one checkpoint."""
     yield heads_table(subject)
-    if any(layer["what_if"] for layer in subject["layers"]):
+    if any(layer.what_if for layer in subject.layers):
         yield what_if_table(subject)
-    if subject["scores"]:
-        yield trust_table(subject["scores"])
-    yield from map(escape, fast_lines(subject["layers"]))
-    for depth in subject["depth"]:
-        yield escape(depth_line(depth, len(subject["layers"])))
-    if subject["regime"] is not None:
-        yield regime_line(subject["regime"])
-    for note in subject["notes"]:
-        yield escape(f"note: {note}")
+    if subject.scores:
+        yield trust_table(subject.scores)
+    yield from map(escape, fast_lines(subject.layers))
+    for removal in subject.depth:
+        yield escape(removal_line(removal, len(subject.layers)))
+    if subject.regime is not None:
+        yield escape(regime_line(subject.regime))
+    for remark in subject.notes:
+        yield escape(f"note: {remark}")
 
 
-def heads_table(subject: dict[str, Any]) -> Table:
-    """Layer by layer: what is left of the differences between tokens, and what the heads do; or what they weigh."""
-    model = subject["model"]
-    groups = "" if model["kv_heads"] == model["heads"] else f" ({model['kv_heads']} key–value)"
+def heads_table(subject: CheckpointSubject) -> Table:
+    """Return one row per layer: the residual and what the heads do on text, or else the sizes of the weights."""
+    model = subject.model
+    groups = "" if model.kv_heads == model.heads else f" ({model.kv_heads} key–value)"
     title = (
-        f"{escape(printable(subject['name']))}: {model['layers']} layers × {model['heads']} heads{groups}, "
-        f"dim {model['dim']}, {model['parameters'] / 1e6:.0f} million parameters"
+        f"{escape(printable(subject.name))}: {model.layers} layers × {model.heads} heads{groups}, "
+        f"dim {model.dim}, {model.parameters / 1e6:.0f} million parameters"
     )
-    on_text = subject["text"] is not None
+    on_text = subject.text is not None
     table = Table(title=title, title_justify="left", caption_justify="left", caption=_HEADS if on_text else _WEIGHTS)
     columns = _TEXT_COLUMNS if on_text else _WEIGHT_COLUMNS
-    table.add_column("layer", justify="right")
-    if on_text:
-        table.add_column("residual", justify="right")
-    for name in columns:
+    for name in ("layer", *(["residual"] if on_text else []), *columns):
         table.add_column(name, justify="right")
     if on_text:
-        table.add_row("input", _residual(subject["input"]), *[""] * len(columns), style="dim")
-    for layer in subject["layers"]:
-        residual = [_residual(layer)] if on_text else []
-        heads = [head | {"static_least": _least(head), "first_percent": _percent(head)} for head in layer["heads"]]
-        table.add_row(str(layer["index"]), *residual, *(spread(heads, key) for key in columns.values()))
+        table.add_row("input", _residual(subject.input.residual), *[""] * len(columns), style="dim")
+    for layer in subject.layers:
+        residual = [_residual(layer.residual)] if on_text else []
+        table.add_row(str(layer.index), *residual, *(spread(layer.heads, value) for value in columns.values()))
     return table
 
 
-_TEXT_COLUMNS = {
-    "score range": "score_range",
-    "TV to uniform": "tv_mean",
-    "% on first": "first_percent",
-    "static error": "static_least",
+_TEXT_COLUMNS: Mapping[str, _Value] = {
+    "score range": lambda head: head.score_range,
+    "TV to uniform": lambda head: head.tv_mean,
+    "% on first": lambda head: None if head.first_mass is None else 100 * head.first_mass,
+    "static error": lambda head: head.static_error,
 }
-_WEIGHT_COLUMNS = {"η": "eta", "‖V‖col": "value_col", "‖QKᵀ‖₂": "qk_norm", "‖V‖₂": "ov_norm", "Dong's β": "dong_beta"}
+_WEIGHT_COLUMNS: Mapping[str, _Value] = {
+    "η": lambda head: head.eta,
+    "‖V‖col": lambda head: head.value_col,
+    "‖QKᵀ‖₂": lambda head: head.qk_norm,
+    "‖V‖₂": lambda head: head.ov_norm,
+    "Dong's β": lambda head: head.dong_beta,
+}
 _HEADS = (
-    "residual: ‖X − 1x̄ᵀ‖/‖X‖ after the layer in Dong et al.'s norm (1: tokens differ fully, 0: all equal). Per head, "
-    "least – largest: range of the scores; distance of attention from plain averaging; its mass on the first token, in "
-    "percent; error of its output if it ran on the best static pattern."
+    "residual: ‖X − 1x̄ᵀ‖/‖X‖ of the state after the layer, in the norm of Dong et al. (0: all tokens are equal). The "
+    "other columns are minimum – maximum over the heads. TV to uniform: distance of attention from plain averaging. % "
+    "on first: attention on the first token. static error: relative error of the head's output if its attention is "
+    "replaced by the best fixed pattern."
 )
-_WEIGHTS = "Per head, least – largest, from the weights alone."
+_WEIGHTS = "Minimum – maximum over the heads, from the weights alone."
 
 
-def what_if_table(subject: dict[str, Any]) -> Table:
-    """Layer by layer: what is lost, with its interval."""
-    loss = subject["model"]["objective"] == "loss"
-    kinds = list(dict.fromkeys(kind for layer in subject["layers"] for kind in layer["what_if"]))
-    unit = "Loss added, in nats a token" if loss else "Change of the final states, relative to their size"
-    if subject["baseline"] is not None:
-        unit += f" (intact: {number(subject['baseline']['loss'])})"
-    text = subject["text"]
+def what_if_table(subject: CheckpointSubject) -> Table:
+    """Return one row per layer: the cost of each what-if with its interval."""
+    loss = subject.model.objective == "loss"
+    kinds = [kind for kind in WHAT_IFS if any(kind in layer.what_if for layer in subject.layers)]
+    unit = "loss added, in nats per token" if loss else "change of the final states, relative to their size"
+    if subject.baseline is not None:
+        unit += f" (intact: {number(subject.baseline.loss)})"
+    text = subject.text
+    assert text is not None
     table = Table(
         title=f"What if: {unit}",
         title_justify="left",
         caption_justify="left",
-        caption=f"Mean over {text['windows']} windows of {text['window']} tokens, and its 95 % bootstrap interval.",
+        caption=f"Mean over {text.windows} windows of {text.window} tokens, with the 95 % bootstrap interval.",
     )
     table.add_column("layer", justify="right")
     for kind in kinds:
-        table.add_column(_KINDS[kind], justify="right")
-    for layer in subject["layers"]:
-        table.add_row(str(layer["index"]), *(escape(_interval(layer["what_if"].get(kind))) for kind in kinds))
+        table.add_column(WHAT_IFS[kind].label, justify="right")
+    for layer in subject.layers:
+        table.add_row(str(layer.index), *(escape(_interval(layer.what_if.get(kind))) for kind in kinds))
     return table
 
 
-def trust_table(scores: list[dict[str, Any]]) -> Table:
-    """Each cheap score against the measured loss."""
-    table = Table(title="Which cheap score can be trusted here?", title_justify="left")
+def trust_table(scores: Sequence[ScoreTrust]) -> Table:
+    """Return one row per layer score: its rank correlation with the measured cost."""
+    table = Table(title="Which layer score predicts the measured cost?", title_justify="left")
     table.add_column("score")
     table.add_column("against")
     table.add_column("rank correlation", justify="right")
     for row in scores:
-        table.add_row(_SCORES[row["score"]], _KINDS[row["what_if"]], number(row["spearman"], 2))
+        table.add_row(SCORES[row.score].label, WHAT_IFS[row.what_if].label, number(row.spearman, 2))
     return table
 
 
-def fast_lines(layers: list[dict[str, Any]]) -> list[str]:
-    """Which heads fast attention could serve: a line for every layer that has one, or one for all."""
-    plans = [layer["fast"] for layer in layers if layer["fast"] is not None]
-    some = [plan["line"] for plan in plans if plan["heads"]]
+def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
+    """Return one line per layer with a head that can use fast attention, or one line if there is none."""
+    plans = [layer.fast for layer in layers if layer.fast is not None]
+    some = [plan.line for plan in plans if plan.heads]
     if some or not plans:
         return [f"fast attention: {line}" for line in some]
-    bounds = [bound for plan in plans for bound in plan["bounds"]]
-    least = f"; the least proved bound on a head's scores is {number(min(bounds))}" if bounds else ""
-    return [f"fast attention: no head could use it{least}"]
+    bounds = [bound for plan in plans for bound in plan.bounds if bound is not None]
+    least = f"; the smallest proved bound on a head's scores is {number(min(bounds))}" if bounds else ""
+    return [f"fast attention: no head can use it at the default tolerance{least}"]
 
 
-def depth_line(depth: dict[str, Any], layers: int) -> str:
-    """The measured effective depth in a sentence."""
-    why = {
-        "increase": "one more would exceed it",
-        "max_removed": "no more were asked for",
-        "one layer left": "only one is left",
-    }[depth["stopped"]]
-    removed = f", without {', '.join(map(str, depth['removed']))}" if depth["removed"] else ""
-    cost = f" at {_interval(depth)}" if depth["removed"] else ""
-    enough = f"{depth['layers']} of {layers} layers keep it within {number(depth['increase'], 6)}"
-    return f"effective depth: {enough}{removed}{cost}; {why}"
+def removal_line(removal: MeasuredRemoval, layers: int) -> str:
+    """Return the measured effective depth in a sentence."""
+    removed = f", without {', '.join(map(str, removal.removed))}" if removal.removed else ""
+    last = Interval(loss=removal.loss, low=removal.low, high=removal.high)
+    cost = f", at {_interval(last)}" if removal.removed else ""
+    enough = f"{removal.layers} of {layers} layers keep the increase within {number(removal.increase, 6)}"
+    return f"effective depth: {enough}{removed}{cost}; {STOPPED.get(removal.stopped, removal.stopped)}"
 
 
-def regime_line(regime: dict[str, Any]) -> str:
-    """How far the weights are from small."""
+def regime_line(regime: RegimeDistance) -> str:
+    """Return how far the weights are from the small-weight regime."""
+    printed = "" if regime.printed_orders is None else f" (10^{regime.printed_orders:.1f} by Theorem D.1 as printed)"
     return (
-        f"weights: η = {number(regime['eta'])}; all would have to be 10^{regime['corrected_orders']:.1f} times smaller "
-        f"for the attention layers to be provably one averaging layer within {number(regime['tolerance'], 6)}, "
-        f"10^{regime['printed_orders']:.1f} times by Theorem D.1 as printed"
+        f"weights: η = {number(regime.eta)}; all weights would have to be 10^{regime.corrected_orders:.1f} times "
+        f"smaller{printed} for a proof that the attention layers are one averaging layer within "
+        f"{number(regime.tolerance, 6)}"
     )
 
 
-def _residual(state: dict[str, Any]) -> str:
-    return number(state["residual"]["mean"]["composite"]["ratio"]) if "residual" in state else "–"
+def _residual(residual: Residual | None) -> str:
+    return DASH if residual is None else number(residual.mean.composite.ratio)
 
 
-def _least(head: dict[str, Any]) -> float | None:
-    return head["static"][head["static_best"]] if "static" in head else None
-
-
-def _percent(head: dict[str, Any]) -> float | None:
-    return 100 * head["first_mass"] if "first_mass" in head else None
-
-
-def _interval(found: dict[str, Any] | None) -> str:
+def _interval(found: Interval | None) -> str:
     if found is None:
-        return "–"
-    between = "" if found["low"] is None else f" [{number(found['low'], 2)}, {number(found['high'], 2)}]"
-    return number(found["loss"], 2) + between
+        return DASH
+    between = "" if found.low is None else f" [{number(found.low, 2)}, {number(found.high, 2)}]"
+    return number(found.loss, 2) + between

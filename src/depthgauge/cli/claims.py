@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, progress_bar, talk
+from depthgauge.cli.output import note, print_json, progress_bar
 
 if TYPE_CHECKING:
     from depthgauge.ledger.claim import Finding
@@ -54,7 +54,7 @@ def command(
     else:
         _print_table(findings)
     if out is not None:
-        talk.print(f"ledger written to {out}", markup=False, highlight=False, soft_wrap=True)
+        note(f"ledger written to {out}")
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

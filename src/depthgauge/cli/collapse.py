@@ -5,24 +5,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, progress_bar, talk
+from depthgauge.cli.output import note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.workflows.collapse import CollapseResult
+    from depthgauge.results.collapse_record import CollapseRecord
 
 _EXAMPLES = """
 **Examples**
 
-`depthgauge collapse net.safetensors --out one.safetensors` replaces the network by its mean field and says how far
-the two can be apart on any input with entries up to 1.
+`depthgauge collapse net.safetensors --out one.safetensors` replaces the network by one mean-field layer and bounds the
+difference between the two on every input with entries up to 1.
 
-`depthgauge collapse net.safetensors --method corrected --radius 0.5 --effort high --json` proves it more sharply.
+`depthgauge collapse net.safetensors --method corrected --radius 0.5 --effort high --json` proves a sharper bound.
 
-`depthgauge collapse net.safetensors --method parallel --witness x.safetensors` keeps the input on which the attack saw
-the largest difference (`depthgauge gauge net.safetensors --input x.safetensors` reads it).
+`depthgauge collapse net.safetensors --method parallel --witness x.safetensors` writes the input on which the attack
+found the largest difference; `depthgauge gauge net.safetensors --input x.safetensors` reads it.
 
-**Methods**, with weights of size η: identity and last-layer (error O(η)), parallel (O(η²)), mean-field (O(η³)),
-corrected (O(η⁴)), fitted (trained against the attack, from the best of the others).
+**Methods**, for weights of size η: identity and last-layer (error O(η)), parallel (O(η²)), mean-field (O(η³)),
+corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
 """
 
 
@@ -38,48 +38,39 @@ def command(
         float | None, typer.Option(help="Certify every input whose tokens have at most this length instead.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Certify inputs of this many tokens  [default: any].")] = None,
-    effort: Annotated[str, typer.Option(help="default, or high: sharper by sums of squares, slower.")] = "default",
-    seed: Annotated[int, typer.Option(help="The seed of the attack and of `fitted`.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the shallower network here.")] = None,
-    witness: Annotated[Path | None, typer.Option(help="Write the input that attains the lower bound here.")] = None,
+    effort: Annotated[str, typer.Option(help="default, or high: sharper bounds, slower.")] = "default",
+    seed: Annotated[int, typer.Option(help="Seed of the attack and of `fitted`.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the shallower network to this file.")] = None,
+    witness: Annotated[
+        Path | None, typer.Option(help="Write the input that attains the lower bound to this file.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Replace a network by a shallower one, with a proof of how far apart they can be."""
-    from depthgauge.workflows.collapse import collapse_file
+    """Replace a network by a shallower one, and prove how far apart the two can be."""
+    from depthgauge.workflows.collapse import CollapseOptions, collapse_file
 
+    options = CollapseOptions(method, radius, ball, tokens, effort, seed)
     with progress_bar("collapsing") as progress:
-        result = collapse_file(
-            network,
-            method,
-            radius=radius,
-            ball=ball,
-            tokens=tokens,
-            effort=effort,
-            seed=seed,
-            out=out,
-            witness=witness,
-            progress=progress,
-        )
+        record = collapse_file(network, options, out=out, witness=witness, progress=progress).record
     if as_json:
-        print_json(result.to_json())
+        print_json(record.to_json())
     else:
-        _print(result)
+        _print(record)
     for what, place in (("network", out), ("witness", witness)):
         if place is not None:
-            talk.print(f"{what} written to {place}", markup=False, highlight=False, soft_wrap=True)
+            note(f"{what} written to {place}")
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 
-def _print(result: "CollapseResult") -> None:
+def _print(record: "CollapseRecord") -> None:
     from rich.console import Console
 
     from depthgauge.cli.network_tables import sandwich_table
 
     console = Console()
-    document = result.to_json()
-    title = f"{document['layers_before']} layers → {document['layers_after']}"
-    console.print(sandwich_table([document], title))
-    for note in document["notes"]:
-        console.print(f"note: {note}", markup=False, highlight=False)
+    title = f"{record.layers_before} layers → {record.layers_after}"
+    console.print(sandwich_table([record.sandwich()], record.printed(), title))
+    for remark in record.notes:
+        console.print(f"note: {remark}", markup=False, highlight=False)

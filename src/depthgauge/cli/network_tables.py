@@ -1,115 +1,123 @@
-"""Result documents as tables for a person."""
+"""Tables of a gauged network for the terminal."""
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from depthgauge._format import number
+from depthgauge._format import DASH, number
+from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Residual, Sandwich
+from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
 
 
-def profile_table(subject: dict[str, Any]) -> Table:
-    """Layer by layer: what is left of the differences between tokens, and how far attention is from averaging."""
-    network = subject["network"]
-    heads = sorted(set(network["heads"]))
+def network_tables(subject: NetworkSubject) -> Iterator[RenderableType]:
+    """Yield the tables of one network: its layers, the sandwich per method, its effective depth."""
+    yield profile_table(subject)
+    reach = number(subject.radius, 6)
+    title = f"How far one layer can be from all of them, for every input with |entries| ≤ {reach}"
+    yield sandwich_table(subject.collapse, subject.printed, title)
+    if subject.depth:
+        yield depth_table(subject.depth, len(subject.layers))
+
+
+def profile_table(subject: NetworkSubject) -> Table:
+    """Return one row per layer: the residual, and the range of each head measure over the heads."""
+    network = subject.network
+    heads = sorted(set(network.heads))
     title = (
-        f"{escape(printable(subject['name']))}: {network['layers']} layers × {'–'.join(map(str, heads))} heads, "
-        f"dim {network['dim']}, η = {number(network['eta'], 4)}, {'skip' if network['skip'] else 'no skip'}"
-        f"{', causal' if network['causal'] else ''}"
+        f"{escape(printable(subject.name))}: {network.layers} layers × {'–'.join(map(str, heads))} heads, "
+        f"dim {network.dim}, η = {number(network.eta, 4)}, {'skip' if network.skip else 'no skip'}"
+        f"{', causal' if network.causal else ''}"
     )
     table = Table(title=title, title_justify="left", caption_justify="left", caption=_CAPTION)
-    table.add_column("layer", justify="right")
-    table.add_column("residual", justify="right")
-    table.add_column("score range θ", justify="right")
-    table.add_column("TV to uniform", justify="right")
-    table.add_column("contraction", justify="right")
-    table.add_column("bound", justify="right")
-    table.add_row("input", _ratio(subject["input"]["residual"]), "", "", "", "", style="dim")
-    for layer in subject["layers"]:
+    for name in ("layer", "residual", "score range θ", "TV to uniform", "contraction", "bound"):
+        table.add_column(name, justify="right")
+    table.add_row("input", _ratio(subject.input.residual), "", "", "", "", style="dim")
+    for layer in subject.layers:
         table.add_row(
-            str(layer["index"]),
-            _ratio(layer["residual"]),
-            spread(layer["heads"], "score_range"),
-            spread(layer["heads"], "tv_mean"),
-            _largest(layer["heads"], "contraction"),
-            _largest(layer["heads"], "contraction_bound"),
+            str(layer.index),
+            _ratio(layer.residual),
+            spread(layer.heads, lambda head: head.score_range),
+            spread(layer.heads, lambda head: head.tv_mean),
+            _largest([head.contraction for head in layer.heads]),
+            _largest([head.contraction_bound for head in layer.heads]),
         )
     return table
 
 
 _CAPTION = (
-    "residual: ‖Res X‖/‖X‖ after the layer (1: tokens differ fully, 0: all equal). Per head, least – largest: range "
-    "of the scores; distance of attention from plain averaging (0: averages, 1: picks one token). contraction: the "
-    "worst head's ‖Res(attention)‖/‖Res‖, and the bound it obeys."
+    "residual: ‖Res X‖/‖X‖ of the state after the layer, in the largest entry (1: the tokens share nothing, 0: all are "
+    "equal). score range, TV to uniform: minimum – maximum over the heads; TV is the distance of attention from plain "
+    "averaging (0: the head averages, 1: it selects one token). contraction: ‖Res(attention)‖/‖Res‖ of the worst head, "
+    "and its proved bound."
 )
 
 
 def printable(name: str) -> str:
-    """A name out of a file, without the characters that steer a terminal."""
+    """Return a name from a file without control characters, which could change the terminal."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def sandwich_table(rows: list[dict[str, Any]], title: str) -> Table:
-    """One row a method: what was proved, what was attained, and what Theorem D.1 prints."""
+def sandwich_table(rows: Sequence[Sandwich], printed: PrintedTheorem, title: str) -> Table:
+    """Return one row per method: the attained and the proved error, and the bound of Theorem D.1."""
     table = Table(title=title, title_justify="left", caption_justify="left", caption=_SANDWICH_CAPTION)
     table.add_column("method")
-    table.add_column("attained", justify="right")
-    table.add_column("proved", justify="right")
-    table.add_column("ratio", justify="right")
-    table.add_column("Theorem D.1", justify="right")
+    for name in ("attained", "proved", "ratio", "Theorem D.1"):
+        table.add_column(name, justify="right")
     table.add_column("how")
     for row in rows:
-        if row.get("refused"):
-            table.add_row(row["method"], "–", "–", "–", "–", "does not apply", style="dim")
+        if row.refused:
+            table.add_row(row.method, DASH, DASH, DASH, DASH, "does not apply", style="dim")
             continue
-        proved = number(row["upper"]) if row["upper"] is not None else "no finite certificate"
-        lost = "" if row["lost_at"] is None else f" (lost at layer {row['lost_at']})"
-        printed = number(row["printed_bound"])
-        if row["printed_bound"] is None:
-            printed = "overflows" if row["printed_log10"] is None else f"1e{row['printed_log10']:.0f}"
-        if not row["printed_applies"]:
-            printed = f"({printed})"
-        elif row["method"] == "last-layer" and row["lower"] > (row["printed_bound"] or float("inf")):
-            printed = f"{printed}: false"
-        how = ", ".join(row["methods"]) + lost
-        table.add_row(row["method"], number(row["lower"]), proved, number(row["ratio"]), printed, how)
+        proved = number(row.upper) if row.upper is not None else "no finite bound"
+        lost = "" if row.lost_at is None else f" (lost at layer {row.lost_at})"
+        how = ", ".join(row.methods) + lost
+        table.add_row(row.method, number(row.lower), proved, number(row.ratio), _theorem(row, printed), how)
     return table
+
+
+def _theorem(row: Sandwich, printed: PrintedTheorem) -> str:
+    text = printed_bound_text(printed)
+    if not printed.printed_applies:
+        return f"({text})"
+    return f"{text}: false" if violates_printed_theorem(row, printed) else text
 
 
 _SANDWICH_CAPTION = (
-    "attained: an input was found that is this far off. proved: no input is further off, however many tokens. "
-    "Theorem D.1: its bound as printed, in brackets where its conditions fail; false where the network it constructs, "
-    "last-layer, exceeds it."
+    "attained: at least one input is off by this. proved: no input, of any number of tokens, is off by more. Theorem "
+    "D.1: the bound that paper A prints, in brackets where its conditions fail, false where last-layer, the network it "
+    "constructs, exceeds it. how: the method of proof (see the glossary)."
 )
 
 
-def depth_table(depths: list[dict[str, Any]], layers: int) -> Table:
-    """One row a tolerance: how many layers are enough, proved for every input and seen on the inputs measured."""
+def depth_table(depths: Sequence[DepthRow], layers: int) -> Table:
+    """Return one row per tolerance: the layers that are enough, proved for every input and measured on the inputs."""
     table = Table(title="Effective depth", title_justify="left")
-    table.add_column("within", justify="right")
-    table.add_column("proved for every input", justify="right")
-    table.add_column("seen on the inputs", justify="right")
+    for name in ("within", "proved for every input", "measured on the inputs"):
+        table.add_column(name, justify="right")
     rows: dict[float, dict[bool, str]] = {}
     for depth in depths:
-        rows.setdefault(depth["tolerance"], {})[depth["certified"]] = f"{depth['layers']} of {layers}"
+        rows.setdefault(depth.tolerance, {})[depth.certified] = f"{depth.layers} of {layers}"
     for tolerance, found in rows.items():
-        table.add_row(number(tolerance, 6), found.get(True, "–"), found.get(False, "–"))
+        table.add_row(number(tolerance, 6), found.get(True, DASH), found.get(False, DASH))
     return table
 
 
-def _ratio(residual: dict[str, Any]) -> str:
-    return number(residual["midrange"]["max"]["ratio"])
+def _ratio(residual: Residual) -> str:
+    return number(residual.midrange.max.ratio)
 
 
-def spread(heads: list[dict[str, Any]], name: str) -> str:
-    """The least and the largest value of a measure over heads."""
-    values = [head[name] for head in heads if head[name] is not None]
+def spread(heads: Sequence[Any], value: Callable[[Any], float | None]) -> str:
+    """Return the minimum and the maximum of a measure over the heads."""
+    values = [found for head in heads if (found := value(head)) is not None]
     if not values:
-        return "–"
+        return DASH
     least, largest = number(min(values), 2), number(max(values), 2)
     return least if least == largest else f"{least}–{largest}"
 
 
-def _largest(heads: list[dict[str, Any]], name: str) -> str:
-    values = [head[name] for head in heads if head[name] is not None]
-    return number(max(values)) if values else "–"
+def _largest(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return number(max(known)) if known else DASH

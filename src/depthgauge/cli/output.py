@@ -1,4 +1,4 @@
-"""Where a verb's words go: results on standard output, talk and progress on standard error."""
+"""Output of a command: results on standard output, messages and progress on standard error."""
 
 import json
 import sys
@@ -11,19 +11,25 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from depthgauge.progress import Step
 
-talk = Console(stderr=True)
+stderr = Console(stderr=True)
+talk = stderr
+
+
+def note(sentence: str) -> None:
+    """Print a sentence on standard error."""
+    stderr.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_json(document: Any) -> None:
-    """Write one JSON document to standard output, in ASCII whatever the terminal speaks; NaN never appears in it."""
+    """Print one JSON document on standard output, in ASCII. NaN and infinities are an error."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Step]:
-    """A progress bar on standard error that vanishes when done; yields the function that moves it."""
+    """Show a progress bar on standard error; yield the function that updates it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
+    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
         task = bar.add_task(what, total=None)
 
         def step(done: int, total: int, label: str) -> None:

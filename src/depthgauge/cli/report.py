@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, talk
+from depthgauge.cli.output import note, print_json
 
 _EXAMPLES = """
 **Examples**
@@ -33,7 +33,7 @@ def command(
     if as_json:
         print_json({"out": str(page), "bytes": page.stat().st_size})
     else:
-        talk.print(f"page written to {page}", markup=False, highlight=False, soft_wrap=True)
+        note(f"page written to {page}")
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

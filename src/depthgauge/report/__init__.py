@@ -1,1 +1,1 @@
-"""A result document as one page that opens from disk: nothing is computed here, and nothing is fetched."""
+"""Render a result as one HTML page. This package computes nothing and reads result records only."""

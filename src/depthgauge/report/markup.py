@@ -1,25 +1,25 @@
-"""Words and numbers on their way into a page: nothing from a file is ever markup."""
+"""Text, numbers and tables as HTML. Nothing that comes from a file is interpreted as markup."""
 
 import html
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from depthgauge._format import DASH, number
+from depthgauge.results.gauge_options import GaugeSettings
 
 SAVED = "network.safetensors"
-"""Where a page asks its reader to save a network that was gauged in memory."""
+"""The file name that a page suggests for a network that was gauged in memory."""
 
 
 def printable(text: str) -> str:
-    """A text from a file without the characters that steer a page or a terminal, line breaks and bidi marks too."""
+    """Return a text without control characters, line breaks and bidirectional marks."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def escape(text: str) -> str:
-    """A text as HTML that shows it, in an element or in a quoted attribute.
+    """Return a text escaped for an HTML element or a quoted attribute.
 
     >>> escape('<b title="x">')
     '&lt;b title=&quot;x&quot;&gt;'
@@ -28,7 +28,7 @@ def escape(text: str) -> str:
 
 
 def short(text: str, most: int = 20) -> str:
-    """A text that fits beside a chart.
+    """Return a text shortened to fit next to a chart.
 
     >>> short("mean-field"), short("a name that goes on and on")
     ('mean-field', 'a name that goes on…')
@@ -37,12 +37,12 @@ def short(text: str, most: int = 20) -> str:
 
 
 def sentence(text: str) -> str:
-    """A sentence as HTML, its numbers kept from breaking at the minus of an exponent."""
+    """Return a sentence as HTML in which numbers do not break at the minus sign of an exponent."""
     return re.sub(r"\d[\d.]*e[+-]\d+", r'<span class="whole">\g<0></span>', escape(text))
 
 
 def percent(value: float | None) -> str:
-    """A share of 1 in percent, with one decimal.
+    """Return a share of 1 in percent, with one decimal.
 
     >>> percent(0.0433), percent(1e-9)
     ('4.3 %', '< 0.1 %')
@@ -53,12 +53,12 @@ def percent(value: float | None) -> str:
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 layer`, `12 layers`."""
+    """Return a count with its noun: `1 layer`, `12 layers`."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def span(values: Sequence[int]) -> str:
-    """The least and the largest of a few counts.
+    """Return the smallest and the largest of a few counts.
 
     >>> span([2, 2]), span([2, 4, 3])
     ('2', '2–4')
@@ -70,7 +70,7 @@ def span(values: Sequence[int]) -> str:
 
 
 def runs(indices: Sequence[int]) -> str:
-    """Indices with neighbours drawn together.
+    """Return indices with consecutive ones joined to ranges.
 
     >>> runs([0, 1, 2, 5]), runs([])
     ('0–2, 5', 'none')
@@ -84,29 +84,27 @@ def runs(indices: Sequence[int]) -> str:
     return ", ".join(span(run) for run in found) or "none"
 
 
-def command_line(settings: Mapping[str, Any]) -> str:
-    """The command that reproduces a result, every word quoted for a shell.
+def command_line(settings: GaugeSettings) -> str:
+    """Return the command that reproduces a result, every word quoted for a shell.
 
-    A network that was gauged in memory has no file; the command names the one it has to be saved to first.
+    A network that was gauged in memory has no file; the command names the file it must be saved to first.
 
-    >>> command_line({"target": "my net.st", "tokens": 8, "input": None})
+    >>> command_line(GaugeSettings(target="my net.st", tokens=8))
     "depthgauge gauge --tokens 8 'my net.st'"
-    >>> command_line({"target": "some name", "tokens": 8, "in_memory": True})
+    >>> command_line(GaugeSettings(target="some name", tokens=8, in_memory=True))
     'depthgauge gauge --tokens 8 network.safetensors'
     """
     words = ["depthgauge", "gauge"]
-    for name, value in settings.items():
-        flag = name.replace("_", "-")
-        if name in ("target", "in_memory") or value is None:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+    for name, value in settings.given().items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(flag)
         else:
             plain = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
-            words += [f"--{flag}={plain}"] if plain.startswith("-") else [f"--{flag}", plain]
-    target = SAVED if settings.get("in_memory") else settings.get("target")
+            words += [f"{flag}={plain}"] if plain.startswith("-") else [flag, plain]
+    target = SAVED if settings.in_memory else settings.target
     if target is not None:
-        words += ["--", str(target)] if str(target).startswith("-") else [str(target)]
+        words += ["--", target] if target.startswith("-") else [target]
     return " ".join(shlex.quote(printable(word)) for word in words)
 
 
@@ -115,14 +113,14 @@ Cell = str | int | float | None
 
 @dataclass(frozen=True)
 class Table:
-    """A table of words and numbers; the first cell of a row names it."""
+    """A table of strings and numbers; the first cell of a row is its heading."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
     def html(self, name: str) -> str:
-        """As HTML; what is copied keeps every digit, what is seen keeps three."""
+        """Return the table as HTML. Copied cells keep every digit, shown cells have three."""
         numeric = [
             any(_is_number(row[k]) for row in self.rows) and all(not isinstance(row[k], str) for row in self.rows)
             for k in range(len(self.columns))

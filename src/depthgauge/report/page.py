@@ -1,9 +1,9 @@
-"""The shell of the page: one HTML file that carries its style, its scripts and its data, and may fetch nothing."""
+"""Render the page: one HTML file with its style, scripts and data inside, which makes no network requests."""
 
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from itertools import groupby
 from string import Template
@@ -11,13 +11,21 @@ from typing import Any
 
 from depthgauge.report.charts import Chart, Choice
 from depthgauge.report.markup import SAVED, Cell, Table, command_line, counted, escape, sentence
-from depthgauge.report.sections import Part, Section, section
+from depthgauge.report.page_parts import Part, Section
+from depthgauge.report.sections import section
+from depthgauge.results.gauge_options import GaugeSettings
+from depthgauge.results.gauge_record import GaugeRecord
+from depthgauge.results.network_subject import NetworkSubject
 
 
-def render(document: Mapping[str, Any], plotly: str) -> str:
-    """The page of a checked result document; `plotly` is the source of plotly.js."""
-    settings = document["settings"]
-    sections = [section(subject, settings) for subject in document["subjects"]]
+def render(result: GaugeRecord, plotly: str) -> str:
+    """Return the page of a result.
+
+    Args:
+        result: the result.
+        plotly: the source code of plotly.js.
+    """
+    sections = [section(subject, result.settings) for subject in result.subjects]
     library, script = _for_script(plotly), _for_script(_asset("page.js"))
     data = {
         f"s{k}-{part.name}": [choice.to_json() for choice in part.chart.choices]
@@ -30,37 +38,37 @@ def render(document: Mapping[str, Any], plotly: str) -> str:
         policy=_policy(library, script),
         title=escape(f"depthgauge: {names}"),
         style=_asset("page.css"),
-        version=escape(document["version"]),
-        lead=_lead(document),
+        version=escape(result.version),
+        lead=_lead(result),
         links="\n".join(_link(k, found) for k, found in enumerate(sections)),
         description=escape("; ".join(f"{found.name}: {found.verdict}" for found in sections)),
         overview=_overview(sections),
         sections="\n".join(_section(k, found) for k, found in enumerate(sections)),
-        how=_how(document),
-        command=escape(command_line(settings)),
-        settings=_settings(settings).html("settings"),
+        how=_how(result),
+        command=escape(command_line(result.settings)),
+        settings=_settings(result.settings).html("settings"),
         data=_for_data(data),
         plotly=library,
         script=script,
     )
 
 
-def _lead(document: Mapping[str, Any]) -> str:
-    kinds = {subject["kind"] for subject in document["subjects"]}
-    count = counted(len(document["subjects"]), kinds.pop() if len(kinds) == 1 else "subject")
-    proved = ", and what is proved for all of them" if any(s.get("collapse") for s in document["subjects"]) else ""
-    return escape(f"{count} gauged with depthgauge {document['version']}: what was measured on inputs{proved}.")
+def _lead(result: GaugeRecord) -> str:
+    kinds = {"network" if isinstance(subject, NetworkSubject) else "model" for subject in result.subjects}
+    count = counted(len(result.subjects), kinds.pop() if len(kinds) == 1 else "subject")
+    proved = ", and what is proved for every input" if any(subject.collapse for subject in result.subjects) else ""
+    return escape(f"{count} gauged with depthgauge {result.version}: what was measured on inputs{proved}.")
 
 
-def _how(document: Mapping[str, Any]) -> str:
-    """What to have at hand before the command is typed, as HTML."""
-    version = f"depthgauge {escape(document['version'])}"
-    if not document["settings"].get("in_memory"):
-        return f"The command that gives this result, with {version} and the same target at hand:"
+def _how(result: GaugeRecord) -> str:
+    """Return how to use the command that reproduces the result, as HTML."""
+    version = f"depthgauge {escape(result.version)}"
+    if not result.settings.in_memory:
+        return f"This command reproduces the result, with {version} and the same target:"
     return (
-        "This was a network in memory, gauged from Python, so there is no file to name. Save it first, "
+        "The network was gauged from Python and has no file. Save it first with "
         f"<code>depthgauge.save_network(network, &quot;{SAVED}&quot;)</code>; "
-        f"then this command gives the same result, with {version}:"
+        f"then this command reproduces the result, with {version}:"
     )
 
 
@@ -69,13 +77,13 @@ def _asset(name: str) -> str:
 
 
 def _for_script(source: str) -> str:
-    """A script as it can stand in a page, with the line ends the browser will see when it takes the hash."""
+    """Return a script that is safe inside a page, with the line ends that the browser hashes."""
     plain = source.replace("\r\n", "\n").replace("\r", "\n")
     return plain.replace("</script", "<\\/script").replace("<!--", "<\\!--")
 
 
 def _for_data(value: Any) -> str:
-    """JSON that can stand in a page: no character in it can end the element or begin another.
+    """Return JSON that is safe inside a page: no character in it can end the element or start another.
 
     >>> _for_data({"name": "</script>"})
     '{"name":"\\\\u003c/script\\\\u003e"}'
@@ -85,7 +93,7 @@ def _for_data(value: Any) -> str:
 
 
 def _policy(*scripts: str) -> str:
-    """Only these scripts run, and nothing is ever requested; plotly.js writes styles as it draws."""
+    """Return a policy that allows these scripts only and forbids every request; plotly.js needs inline styles."""
     hashes = " ".join(
         f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'" for script in scripts
     )
@@ -100,7 +108,7 @@ def _link(k: int, found: Section) -> str:
 
 
 def _overview(sections: Sequence[Section]) -> str:
-    """The verdicts side by side; a single one stands in its section."""
+    """Return the list of verdicts; a single subject shows its verdict in its section only."""
     if len(sections) == 1:
         return ""
     entries = "\n".join(
@@ -125,7 +133,7 @@ def _section(k: int, found: Section) -> str:
 
 
 def _part(name: str, part: Part) -> str:
-    """A figure: title and buttons, chart, caption, and the table behind it."""
+    """Return a figure with title, buttons, chart, caption and the table behind it."""
     copy = "" if part.table is None else _copy_button(f"{name}-table", "Copy table", part.table.title)
     chart = "" if part.chart is None else _chart(name, part.chart)
     table = ""
@@ -158,7 +166,7 @@ def _chart(name: str, chart: Chart) -> str:
 
 
 def _picker(name: str, chart: Chart) -> str:
-    """A menu of the chart's views, in groups where they have some."""
+    """Return the menu of the chart's views, grouped where they have groups."""
     if len(chart.choices) == 1:
         return ""
     groups = []
@@ -182,14 +190,15 @@ def _copy_button(target: str, words: str, what: str) -> str:
     )
 
 
-def _settings(settings: Mapping[str, Any]) -> Table:
-    rows = tuple((name, _setting(name, value)) for name, value in settings.items())
+def _settings(settings: GaugeSettings) -> Table:
+    shown = {"target": settings.target, **settings.given()}
+    rows = tuple((name, _setting(name, value)) for name, value in shown.items())
     return Table("Settings", ("setting", "value"), rows)
 
 
 def _setting(name: str, value: Any) -> Cell:
     if value is None:
-        return {"target": "none: the built-in pair", "input": "none: drawn at random"}.get(name)
+        return "the built-in pair" if name == "target" else None
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -1,45 +1,48 @@
 """Write the page of a result."""
 
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from depthgauge._io import write_text
 from depthgauge.errors import InputError
-from depthgauge.report.document import check_result, read_result
 from depthgauge.report.page import render
+from depthgauge.results.gauge_record import GaugeRecord, check_result, read_result
 
 
 class MissingExtraError(InputError):
-    """The page needs plotly, and it is not installed."""
+    """The page needs plotly, which is not installed."""
 
 
-@runtime_checkable
-class Result(Protocol):
-    """What `gauge` returns, or anything else that becomes a result document."""
+def write_report(result: GaugeRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
+    """Write one self-contained HTML page about a result of `gauge` (extra `report`).
 
-    def to_json(self) -> dict[str, Any]:
-        """The versioned result document."""
+    The page opens from disk and makes no network requests. It is written atomically.
 
+    Args:
+        result: the result, its JSON document, or the file it was saved to.
+        out: the page to write.
 
-def write_report(result: Result | dict[str, Any] | str | Path, out: str | Path) -> Path:
-    """Write one self-contained page about a result of `gauge`: the object, its document, or the file it was saved to.
+    Returns:
+        The path of the page.
 
-    The page opens from disk and asks nothing of any network. It is written whole or not at all.
+    Raises:
+        MissingExtraError: plotly is not installed.
+        ResultError: the document is not a result; the message names the place that does not fit.
     """
     if isinstance(result, str | Path):
-        document = read_result(result)
+        record = read_result(result)
         if Path(out).resolve() == Path(result).resolve():
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
-        document = check_result(result.to_json() if isinstance(result, Result) else result)
-    write_text(out, render(document, _plotly()))
+        record = result if isinstance(result, GaugeRecord) else check_result(result)
+    write_text(out, render(record, _plotly()))
     return Path(out)
 
 
 def _plotly() -> str:
-    """The source of plotly.js, which the page carries along."""
+    """Return the source code of plotly.js, which the page contains."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtraError("the page needs the extra report: pip install 'depthgauge[report]'") from error
+        raise MissingExtraError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
     return str(get_plotlyjs())

@@ -1,1 +1,1 @@
-"""Typed records of what each verb returns, with the labels shown to people."""
+"""Typed records of everything a verb returns, with the labels and verdicts shown to people."""

@@ -1,85 +1,100 @@
-"""What `depthgauge collapse` does: a network file in, a shallower one out, with how far it can be off."""
+"""Collapse a network file: write the shallower network and certify how far it can be off."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+import msgspec
 from safetensors.torch import save_file
 
 from depthgauge._io import write_atomically
-from depthgauge.certificates.attack import InputSet
 from depthgauge.certificates.certificate import EFFORTS, Certificate, certify, check_request
-from depthgauge.certificates.printed import PrintedBound, printed_bound
+from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.network.files import load_network, save_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
+from depthgauge.results.collapse_record import CollapseRecord
 from depthgauge.surrogates.closed_forms import METHODS
 
 
 @dataclass(frozen=True)
-class CollapseResult:
-    """A surrogate, its certificate, and the printed bound beside it."""
+class CollapseOptions:
+    """What `depthgauge collapse` is asked to do.
 
-    method: str
-    network: SelfAttentionNetwork
-    surrogate: SelfAttentionNetwork
-    certificate: Certificate
-    printed: PrintedBound
+    Attributes:
+        method: `identity`, `last-layer`, `parallel`, `mean-field`, `corrected` or `fitted`.
+        radius: certify every input with |entries| up to this (default 1, unless `ball` is given).
+        ball: certify every input whose tokens have at most this Euclidean length instead.
+        tokens: certify inputs of this many tokens; None certifies any number.
+        effort: `default`, or `high` for sharper bounds that take longer.
+        seed: seed of the attack and of `fitted`.
+    """
 
-    def to_json(self) -> dict[str, Any]:
-        """The document that `depthgauge collapse --json` prints."""
-        return {
-            "method": self.method,
-            "layers_before": len(self.network),
-            "layers_after": len(self.surrogate),
-            **self.certificate.to_json(),
-            **self.printed.to_json(),
-        }
+    method: str = "mean-field"
+    radius: float | None = None
+    ball: float | None = None
+    tokens: int | None = None
+    effort: str = "default"
+    seed: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Collapsed:
+    """A surrogate network with its certificate, and the record that is printed."""
+
+    record: CollapseRecord
+    surrogate: SelfAttentionNetwork = field(repr=False)
+    certificate: Certificate = field(repr=False)
 
 
 def collapse_file(
     path: str | Path,
-    method: str = "mean-field",
+    options: CollapseOptions,
     *,
-    radius: float | None = None,
-    ball: float | None = None,
-    tokens: int | None = None,
-    effort: str = "default",
-    seed: int = 0,
     out: str | Path | None = None,
     witness: str | Path | None = None,
     progress: Step = silent,
-) -> CollapseResult:
-    """Collapse the network in a file, certify it on a box (radius 1 unless said) or ball, and write what was asked for.
+) -> Collapsed:
+    """Collapse the network in a file, certify the surrogate, and write what was requested.
 
-    `out` receives the surrogate, `witness` the input that attains the lower bound (tensor `x`).
+    Args:
+        path: the network file.
+        options: the method and the set of inputs to certify.
+        out: write the surrogate network here.
+        witness: write the input that attains the lower bound here (tensor `x`).
+        progress: called as the work advances.
     """
-    if method not in METHODS:
-        raise unknown_name("method", method, METHODS)
-    if effort not in EFFORTS:
-        raise unknown_name("effort", effort, EFFORTS)
+    if options.method not in METHODS:
+        raise unknown_name("method", options.method, METHODS)
+    if options.effort not in EFFORTS:
+        raise unknown_name("effort", options.effort, EFFORTS)
     for place in (out, witness):
         if place is not None and Path(place).is_dir():
-            raise InputError(f"{place} is a directory; name a file to write")
-    radius = 1.0 if radius is None and ball is None else radius
+            raise InputError(f"{place} is a directory; give the name of a file")
+    radius = 1.0 if options.radius is None and options.ball is None else options.radius
+    request = {"radius": radius, "ball": options.ball, "tokens": options.tokens, "effort": options.effort}
     network = load_network(path)
-    inputs = check_request(network, network, radius, ball, tokens, effort)
-    surrogate = collapse(network, method, radius=inputs.radius, seed=seed, progress=progress)
-    certificate = certify(
-        network, surrogate, radius=radius, ball=ball, tokens=tokens, effort=effort, seed=seed, progress=progress
-    )
+    inputs = check_request(network, network, **request)  # type: ignore[arg-type]
+    surrogate = collapse(network, options.method, radius=inputs.radius, seed=options.seed, progress=progress)
+    certificate = certify(network, surrogate, seed=options.seed, progress=progress, **request)  # type: ignore[arg-type]
     if out is not None:
         save_network(surrogate, out)
     if witness is not None:
         save_witness(certificate, witness)
-    return CollapseResult(method, network, surrogate, certificate, printed_bound(network, inputs.radius))
+    document = {
+        "method": options.method,
+        "layers_before": len(network),
+        "layers_after": len(surrogate),
+        **certificate.to_json(),
+        **printed_bound(network, inputs.radius).to_json(),
+    }
+    return Collapsed(msgspec.convert(document, CollapseRecord), surrogate, certificate)
 
 
 def save_witness(certificate: Certificate, path: str | Path) -> None:
     """Write the input that attains the lower bound as tensor `x` of a safetensors file."""
-    inputs: InputSet = certificate.set
+    inputs = certificate.set
     metadata = {"set": inputs.kind, "radius": repr(inputs.radius), "lower": repr(certificate.lower)}
     tensors = {"x": certificate.witness.contiguous()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))

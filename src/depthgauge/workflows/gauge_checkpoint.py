@@ -1,12 +1,13 @@
-"""A checkpoint gauged from end to end: what its weights say, what its heads do on text, what each layer is worth."""
+"""Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jaxtyping import Int
 from torch import Tensor
 
@@ -30,134 +31,125 @@ from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.registered_attention import LayerPlan, layer_plan
 from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedily
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
-from depthgauge.checkpoints.what_if import available, chosen_kinds, cross_entropy, layers_of, objective, passes, what_if
+from depthgauge.checkpoints.what_if import (
+    available,
+    chosen_kinds,
+    cross_entropy,
+    layers_of,
+    objective,
+    passes,
+    what_if,
+)
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.measures.residuals import residual_sizes
-from depthgauge.progress import Step, silent
-from depthgauge.workflows.checkpoint_subject import ModelSubject
+from depthgauge.progress import Step
+from depthgauge.results.checkpoint_subject import CheckpointSubject
+from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
+from depthgauge.workflows.checkpoint_records import Findings, subject_record
 from depthgauge.workflows.partial import Partial, open_partial
+from depthgauge.workflows.target import Target
 
 TOKENS = 2048
-"""The budget of tokens unless another is given."""
-
-
-def quietly(sentence: str) -> None:
-    """Say it to nobody."""
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """What only checkpoints can be asked.
-
-    - `text`: a file; None: the built-in text. `window`: tokens of a window, 512 unless the model takes fewer
-    - `what_if`: `default`, `all`, `none`, or kinds with commas between them
-    - `depth`: remove layers while the loss grows by at most this; `max_removed` of them at most
-    - `weights_only`: no text, only what the weights say
-    - `out`, `resume`: where the result will go; what was found before an interruption lies beside it
-    """
-
-    text: str | Path | None = None
-    window: int | None = None
-    what_if: str = "default"
-    depth: float | None = None
-    max_removed: int | None = None
-    weights_only: bool = False
-    placement: Placement = field(default_factory=Placement)
-    out: str | Path | None = None
-    resume: bool = False
-    say: Callable[[str], None] = quietly
-
-    def check(self) -> None:
-        """Raise for what makes no sense, before anything is read."""
-        chosen_kinds(self.what_if)
-        if self.depth is not None:
-            require_positive("depth", self.depth, "by how much the loss may grow when layers are removed")
-        if self.max_removed is not None:
-            require_count("max-removed", self.max_removed, "how many layers may be removed at most")
-            if self.depth is None:
-                raise InputError("max-removed limits the removal of layers; say with --depth how much loss it may cost")
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """What the gauging of a checkpoint was asked to do; with the checkpoint and the text it reproduces the result.
-
-    The names are those of the flags; None is a flag that was not given.
-    """
-
-    target: str
-    text: str | None
-    tokens: int | None
-    window: int | None
-    seed: int
-    what_if: str
-    depth: float | None
-    max_removed: int | None
-    dtype: str
-    device: str | None
-    device_map: str | None
-    trust_remote_code: bool | None
-    weights_only: bool | None
-
-    def to_json(self) -> dict[str, Any]:
-        """As in the result JSON."""
-        return dict(vars(self))
+"""The default number of text tokens."""
 
 
 def gauge_checkpoint(
-    target: str | Path, options: ModelOptions, *, tokens: int | None, seed: int | None, progress: Step = silent
-) -> tuple[ModelSettings, ModelSubject]:
-    """Gauge a directory or GGUF file; everything that can be refused is refused before the weights are read."""
-    options.check()
-    kinds = () if options.weights_only else chosen_kinds(options.what_if)
-    tokens, seed = TOKENS if tokens is None else tokens, require_seed(0 if seed is None else seed)
-    source = find(target)
-    config = load_config(source, options.placement)
+    target: Target,
+    options: GaugeOptions,
+    *,
+    out: str | Path | None,
+    resume: bool,
+    progress: Step,
+    message: Callable[[str], None],
+) -> tuple[GaugeSettings, CheckpointSubject]:
+    """Gauge a directory or a GGUF file. Every option and file is checked before the weights are read.
+
+    Args:
+        target: a checkpoint.
+        options: what to measure, and on which text.
+        out: where the result will be written; partial results are kept next to it.
+        resume: continue from the partial result next to `out`.
+        progress: called as the work advances.
+        message: called with sentences such as the expected duration.
+
+    Returns:
+        The options with their defaults filled in, and the subject.
+    """
+    assert target.path is not None
+    check_options(options)
+    placement = _placement(options)
+    kinds = () if options.weights_only else chosen_kinds(options.what_if or "default")
+    tokens, seed = options.tokens or TOKENS, require_seed(options.seed or 0)
+    source = find(target.path)
+    config = load_config(source, placement)
     windows = None
     if not options.weights_only:
-        tokenizer = load_tokenizer(source, options.placement)
+        tokenizer = load_tokenizer(source, placement)
         windows = read_windows(
             tokenizer, options.text, tokens=tokens, window=options.window, context=context_length(config), seed=seed
         )
-    settings = _settings(target, options, tokens, seed, kinds, windows)
+    settings = _settings(target, options, seed, kinds, windows)
     about = settings.to_json() | {"files": _files(source), "sha256": None if windows is None else windows.digest}
-    partial = open_partial(options.out, options.resume, about)
-    options.say(f"loading {source.path}")
-    checkpoint = load_model(source, config, options.placement)
-    work = _Work(checkpoint, settings, partial, progress, options.say)
-    subject = work.weights_only() if windows is None else work.on_text(windows, kinds)
-    return settings, subject
+    del about["in_memory"]  # always false here
+    partial = open_partial(out, resume, about)
+    message(f"loading {source.path}")
+    checkpoint = load_model(source, config, placement)
+    run = _Run(checkpoint, settings, partial, progress, message)
+    findings = run.weights_only() if windows is None else run.on_text(windows, kinds)
+    return settings, subject_record(findings)
+
+
+def check_options(options: GaugeOptions) -> None:
+    """Raise for options that contradict each other or are out of range."""
+    chosen_kinds(options.what_if or "default")
+    if options.tokens is not None:
+        require_count("tokens", options.tokens, "the number of text tokens to use in total", least=2)
+    if options.depth is not None:
+        require_positive("depth", options.depth, "the largest increase of the loss when layers are removed")
+    if options.max_removed is not None:
+        require_count("max-removed", options.max_removed, "the largest number of layers to remove")
+        if options.depth is None:
+            raise InputError("--max-removed limits the removal of layers; set the allowed increase with --depth")
+
+
+def _placement(options: GaugeOptions) -> Placement:
+    return Placement(
+        dtype=options.dtype or "auto",
+        device=options.device,
+        device_map=options.device_map,
+        trust_remote_code=bool(options.trust_remote_code),
+    )
 
 
 @dataclass
-class _Work:
-    """One gauging under way."""
+class _Run:
+    """One run: the checkpoint, what was found so far, and the functions that report progress."""
 
     checkpoint: Checkpoint
-    settings: ModelSettings
+    settings: GaugeSettings
     partial: Partial
     progress: Step
-    say: Callable[[str], None]
-    cost_said: bool = False
+    message: Callable[[str], None]
+    estimated: bool = False
 
-    def weights_only(self) -> ModelSubject:
-        """Without a word of text."""
+    def weights_only(self) -> Findings:
+        """Read the weights and no text."""
         weights, notes = self._weights()
-        return ModelSubject(self.checkpoint, self.settings.seed, weights, notes=notes)
+        return Findings(self.checkpoint, self.settings.seed or 0, weights, notes=notes)
 
-    def on_text(self, windows: Windows, kinds: tuple[str, ...]) -> ModelSubject:
-        """All of it."""
+    def on_text(self, windows: Windows, kinds: tuple[str, ...]) -> Findings:
+        """Observe every window, measure the what-ifs, and remove layers if requested."""
         checkpoint = self.checkpoint
         texts = [window[None] for window in windows.ids]
         cannot = probe(checkpoint, texts[0])
         possible = () if cannot else available(kinds, checkpoint.family)
         weights, notes = self._weights()
         if missing := [kind for kind in kinds if kind not in possible]:
-            reason = cannot or f"the family {checkpoint.config.model_type!r} is not in the table of sublayers"
-            notes.append(f"{' and '.join(missing)} what-ifs are missing: {reason}")
+            reason = cannot or f"the family {checkpoint.config.model_type!r} is not in checkpoints/families.py"
+            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {reason}")
         if self.settings.depth is not None and cannot:
-            raise InputError(f"layers of {checkpoint.name} cannot be removed: {cannot}; leave --depth out")
+            raise InputError(f"layers of {checkpoint.name} cannot be removed: {cannot}. Leave --depth out")
         with attending(checkpoint.model) as session:
             stack = Stack(checkpoint, session)
             for index, ids in enumerate(texts):
@@ -166,13 +158,24 @@ class _Work:
             if self.settings.depth is not None:
                 measured = self._depth(stack, texts)
         found = [self.partial.windows[str(index)] for index in range(len(texts))]
-        return ModelSubject(checkpoint, self.settings.seed, weights, windows, found, possible, measured, notes)
+        return Findings(
+            checkpoint,
+            self.settings.seed or 0,
+            weights,
+            notes,
+            windows=windows,
+            found=found,
+            kinds=possible,
+            measured=measured,
+        )
 
     def _weights(self) -> tuple[list[list[CircuitSizes]], list[str]]:
-        """The circuits of every head, where the family says where they are."""
+        """Return the circuit sizes of every head, and a note where the family's projections are not known."""
         if self.checkpoint.family is None:
             kind = self.checkpoint.config.model_type
-            return [], [f"sizes of the weights are missing: the family {kind!r} is not in the table of projections"]
+            return [], [
+                f"the sizes of the weights were not measured: the family {kind!r} is not in checkpoints/families.py"
+            ]
         stack = Stack(self.checkpoint, Session())
         sizes = []
         for layer, block in enumerate(stack.blocks):
@@ -181,18 +184,18 @@ class _Work:
         return sizes, []
 
     def _window(self, stack: Stack, index: int, ids: Int[Tensor, "1 n"], kinds: tuple[str, ...], windows: int) -> None:
-        """One window: observe it, then every what-if, keeping each part as it is found."""
+        """Observe one window, then measure every what-if on it. Each part is saved as soon as it is known."""
         L = self.checkpoint.layers
         wanted = [kind for kind in kinds if not self.partial.has(index, kind)]
         if self.partial.has(index, "observed") and not wanted:
             return
         started = time.perf_counter()
         base = stack.full(ids)
-        if not self.cost_said:
-            self._say_cost(time.perf_counter() - started, windows - index, ids.shape[1], kinds)
+        if not self.estimated:
+            self._estimate(time.perf_counter() - started, windows - index, ids.shape[1], kinds)
         lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
         loss = cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None
-        del base  # the logits, the largest thing there is, are not needed any more
+        del base  # frees the logits, the largest tensor
         if not self.partial.has(index, "observed"):
             self.progress(0, 1, f"heads, window {index}")
             self.partial.put(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
@@ -209,7 +212,7 @@ class _Work:
     def _observe(
         self, stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
     ) -> dict[str, Any]:
-        """Residuals, heads and cheap scores of one window, and if asked for the plans of fast attention, as JSON."""
+        """Return residuals, head statistics and layer scores of one window, and attention plans if `plans`, as JSON."""
         heads, family, fast = HeadWatch(), self.checkpoint.family, list[LayerPlan]()
 
         def watch(call: AttentionCall) -> Tensor:
@@ -243,19 +246,19 @@ class _Work:
             "scores": scores,
         }
 
-    def _say_cost(self, seconds: float, windows: int, tokens: int, kinds: tuple[str, ...]) -> None:
-        """How long the what-ifs and the removal will take, from what one pass took."""
-        L, self.cost_said = self.checkpoint.layers, True
+    def _estimate(self, seconds: float, windows: int, tokens: int, kinds: tuple[str, ...]) -> None:
+        """Report how long the what-ifs and the removal will take, given the seconds of one forward pass."""
+        L, self.estimated = self.checkpoint.layers, True
         count = 2 + sum(passes(kind, L) for kind in kinds)
-        self.say(_cost("", count, seconds * windows, windows * tokens))
+        self.message(_cost("", count, seconds * windows, windows * tokens))
         if self.settings.depth is not None:
             most = self.settings.max_removed or L - 1
             further = removal.passes(L, min(most, L - 1), known=1 if "block" in kinds else 0)
             line = _cost("effective depth: at most ", further, seconds * windows, windows * tokens)
-            self.say(f"{line}, fewer once the loss has grown by {number(self.settings.depth, 6)}")
+            self.message(f"{line}; it stops once the increase exceeds {number(self.settings.depth, 6)}")
 
     def _depth(self, stack: Stack, texts: list[Int[Tensor, "1 n"]]) -> removal.MeasuredDepth:
-        """Greedy removal, every step kept as it is found."""
+        """Remove layers greedily. Each step is saved as soon as it is known."""
         increase = self.settings.depth
         assert increase is not None
         known = [Removal(step["layer"], tuple(step["losses"])) for step in self.partial.steps]
@@ -271,38 +274,32 @@ class _Work:
 
 
 def _settings(
-    target: str | Path, options: ModelOptions, tokens: int, seed: int, kinds: tuple[str, ...], windows: Windows | None
-) -> ModelSettings:
-    return ModelSettings(
-        target=str(target),
-        text=None if options.text is None else str(options.text),
-        tokens=None if windows is None else tokens,
-        window=None if windows is None else int(windows.ids.shape[1]),
-        seed=seed,
-        what_if=",".join(kinds) or "none",
-        depth=options.depth,
-        max_removed=options.max_removed,
-        dtype=options.placement.dtype,
-        device=options.placement.device,
-        device_map=options.placement.device_map,
-        trust_remote_code=options.placement.trust_remote_code or None,
-        weights_only=options.weights_only or None,
-    )
+    target: Target, options: GaugeOptions, seed: int, kinds: tuple[str, ...], windows: Windows | None
+) -> GaugeSettings:
+    filled = {
+        "tokens": None if windows is None else options.tokens or TOKENS,
+        "window": None if windows is None else int(windows.ids.shape[1]),
+        "seed": seed,
+        "what_if": ",".join(kinds) or "none",
+        "dtype": options.dtype or "auto",
+    }
+    return msgspec.convert({**options.given(), **filled, "target": target.name}, GaugeSettings)
 
 
 def _files(source: Source) -> list[list[Any]]:
-    """Names and sizes of the weight files: enough to notice that another checkpoint lies there now."""
+    """Return names and sizes of the weight files, to notice that a checkpoint was replaced between two runs."""
     paths = sorted(source.folder.glob("*.safetensors")) if source.gguf is None else [source.path]
     return [[path.name, path.stat().st_size] for path in paths]
 
 
-def _cost(what: str, count: float, seconds_a_pass: float, tokens: int) -> str:
-    """`about 5 minutes: 48 forward passes of 2,048 tokens`."""
-    return f"{what}about {_duration(count * seconds_a_pass)}: {round(count)} forward passes of {tokens:,} tokens"
+def _cost(what: str, count: float, seconds_per_pass: float, tokens: int) -> str:
+    """Return a sentence such as `about 5 minutes: 48 forward passes of 2,048 tokens`."""
+    return f"{what}about {_duration(count * seconds_per_pass)}: {round(count)} forward passes of {tokens:,} tokens"
 
 
 def _duration(seconds: float) -> str:
     for size, name in ((3600.0, "hour"), (60.0, "minute")):
         if seconds >= 1.5 * size:
             return f"{round(seconds / size)} {name}s"
-    return f"{max(1, round(seconds))} seconds"
+    whole = max(1, round(seconds))
+    return "1 second" if whole == 1 else f"{whole} seconds"

@@ -1,4 +1,4 @@
-"""What a long gauging has found so far, on disk after every step, so that an interruption costs one step."""
+"""Partial results of a long run, saved after every step so that an interrupted run can be resumed."""
 
 import json
 from dataclasses import dataclass, field
@@ -12,14 +12,17 @@ SCHEMA = "depthgauge.partial/1"
 
 
 def partial_path(out: str | Path) -> Path:
-    """Where the partial result of `out` lies."""
+    """Return the path of the partial result that belongs to `out`."""
     path = Path(out)
     return path.with_name(path.name + ".partial")
 
 
 @dataclass
 class Partial:
-    """Findings by window and part, and removals by step, all as JSON; kept at `path`, or nowhere if that is None."""
+    """Findings by window and part, and removals by step, as JSON; saved at `path` unless that is None.
+
+    `about` describes the run; only a run with the same description resumes from it.
+    """
 
     about: dict[str, Any]
     path: Path | None = None
@@ -27,38 +30,45 @@ class Partial:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def has(self, window: int, part: str) -> bool:
-        """Whether a part of a window was found before."""
+        """Return whether a part of a window is known."""
         return part in self.windows.get(str(window), {})
 
     def put(self, window: int, part: str, found: Any) -> None:
-        """Keep a part of a window."""
+        """Add a part of a window and save."""
         self.windows.setdefault(str(window), {})[part] = found
         self.save()
 
     def get(self, window: int, part: str) -> Any:
-        """A part of a window."""
+        """Return a part of a window."""
         return self.windows[str(window)][part]
 
     def save(self) -> None:
-        """Write what was found, whole or not at all."""
+        """Write the partial result atomically."""
         if self.path is not None:
             document = {"schema": SCHEMA, "about": self.about, "windows": self.windows, "steps": self.steps}
             write_text(self.path, json.dumps(document))
 
 
-def forget_partial(out: str | Path) -> None:
-    """The result is written: nothing is left to resume."""
+def no_message(sentence: str) -> None:
+    """Ignore a message."""
+
+
+def delete_partial(out: str | Path) -> None:
+    """Delete the partial result of a result that has been written."""
     partial_path(out).unlink(missing_ok=True)
 
 
 def open_partial(out: str | Path | None, resume: bool, about: dict[str, Any]) -> Partial:
-    """A fresh partial result beside `out`, or with `resume` the one that lies there.
+    """Return a new partial result next to `out`, or with `resume` the existing one.
 
-    `about` is what was asked for: a partial result of something else is refused.
+    Args:
+        out: where the result will be written; None keeps the partial result in memory.
+        resume: continue from the existing partial result.
+        about: a description of the run; a partial result with another description is refused.
     """
     if out is None:
         if resume:
-            raise InputError("resume needs the file of the result that was interrupted; give --out as before")
+            raise InputError("--resume needs the file of the interrupted result; give the same --out as before")
         return Partial(about)
     path = partial_path(out)
     if not resume or not path.is_file():
@@ -67,12 +77,14 @@ def open_partial(out: str | Path | None, resume: bool, about: dict[str, Any]) ->
         document = json.loads(path.read_text(encoding="utf-8"))
         before, windows, steps = document["about"], document["windows"], document["steps"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no partial result: {error}; remove it and start again without --resume") from error
-    # Through JSON, as what was written went.
+        raise InputError(
+            f"{path} is not a partial result: {error}; delete it and start again without --resume"
+        ) from error
+    # Convert to JSON and back, so that tuples and lists compare equal.
     for name, value in json.loads(json.dumps(about)).items():
         if before.get(name) != value:
             raise InputError(
-                f"{path} was begun with {name} {before.get(name)!r}, now {value!r} is asked for; repeat the first "
+                f"{path} was started with {name} {before.get(name)!r}, now it is {value!r}; repeat the first "
                 "command, or leave --resume out to start again"
             )
     return Partial(about, path, windows, steps)

@@ -1,0 +1,60 @@
+"""Build a command's options from an options record, so that each option is declared in one place."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from depthgauge.results.record import Record
+
+
+def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Decorate a command whose argument `options` is a record: each field becomes an option of the command line.
+
+    Args:
+        record: the record; every field is `Annotated` with a help text and the kind of target it applies to.
+        panels: kind of target → heading under which `--help` lists its options.
+        paths: names of the options that are file paths.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        fields = record.__struct_fields__
+
+        @functools.wraps(command)
+        def run(*args: Any, **given: Any) -> None:
+            chosen = {name: given.pop(name) for name in fields}
+            values = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
+            # A flag that is not given arrives as False, which means the same as None.
+            options = record(**{name: None if value is False else value for name, value in values.items()})
+            command(*args, options=options, **given)
+
+        parameters = []
+        for name, parameter in inspect.signature(command).parameters.items():
+            if name == "options":
+                parameters += [_parameter(record, field, panels, field in paths) for field in fields]
+            else:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_path: bool) -> inspect.Parameter:
+    annotation = _annotation(record, name)
+    meta = annotation.__metadata__[0]
+    (plain,) = (kind for kind in get_args(annotation.__origin__) if kind is not types.NoneType)
+    flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
+    option = typer.Option(flag, help=meta.description, rich_help_panel=panel)
+    kind: Any = bool if plain is bool else (Path if is_path else plain) | None
+    default = False if plain is bool else None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _annotation(record: type[Record], name: str) -> Any:
+    return next(base.__annotations__[name] for base in record.__mro__ if name in getattr(base, "__annotations__", {}))

@@ -1,0 +1,62 @@
+"""The parts of a page section, and those that networks and checkpoints share."""
+
+from dataclasses import dataclass
+
+from depthgauge.report.charts import Chart
+from depthgauge.report.layer_charts import Measure, head_map, head_measures, residual_curve, residual_states
+from depthgauge.report.markup import Table
+from depthgauge.results.gauge_record import Subject
+from depthgauge.results.labels import CENTERS, HEAD_MEASURES, NORMS
+
+
+@dataclass(frozen=True)
+class Part:
+    """A titled part of a section: a chart, the numbers behind it, and a caption."""
+
+    name: str
+    title: str
+    caption: str
+    chart: Chart | None = None
+    table: Table | None = None
+    table_open: bool = False
+    half: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """One subject as the page shows it."""
+
+    name: str
+    verdict: str
+    facts: tuple[tuple[str, str], ...]
+    parts: tuple[Part, ...]
+
+
+def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> Part | None:
+    """Return the layer × head heat map with a menu of measures, and the table of all of them."""
+    chart, keys = head_map(subject.layers, more), head_measures(subject.layers)
+    if chart is None:
+        return None
+    rows = tuple(
+        (layer.index, head.index, *(getattr(head, key, None) for key in keys))
+        for layer in subject.layers
+        for head in layer.heads
+    )
+    columns = ("layer", "head", *(HEAD_MEASURES[key].label for key in keys))
+    caption = "Point at a cell, or move through the cells with the arrow keys, to read its value."
+    return Part("heads", "Layer by head", caption, chart, Table("Every measure of every head", columns, rows))
+
+
+def residual_part(subject: Subject) -> Part | None:
+    """Return the residual curve: how much the tokens still differ after each layer."""
+    chart = residual_curve(subject)
+    if chart is None:
+        return None
+    pairs = [(center, norm) for center in CENTERS for norm in NORMS]
+    columns = ("after layer", *(f"{center}, {NORMS[norm]}" for center, norm in pairs))
+    rows = tuple(
+        (name, *(residual[center][norm].ratio for center, norm in pairs)) for name, residual in residual_states(subject)
+    )
+    caption = "Mean over the inputs, with one standard deviation; `in` is the input."
+    table = Table("‖Res X‖ / ‖X‖ by layer, centre and norm", columns, rows)
+    return Part("residual", "What still differs between tokens", caption, chart, table, half=True)

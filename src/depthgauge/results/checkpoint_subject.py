@@ -1,0 +1,183 @@
+"""Records of one gauged checkpoint: heads, layer scores, what-ifs with intervals, and measured depth."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from depthgauge.results.network_subject import Residual, residual_columns
+from depthgauge.results.record import Count, Measured, Number, Record
+
+
+class CheckpointDescription(Record, frozen=True, kw_only=True):
+    """The shape of a checkpoint. `objective` is `loss` for decoders with a head and `states` for other models."""
+
+    family: str = ""
+    architecture: str
+    objective: str
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    dim: Count
+    parameters: Count
+    dtype: str
+    device: str = ""
+    context: Count | None = None
+
+
+class TextWindows(Record, frozen=True, kw_only=True):
+    """The text a checkpoint was gauged on: `windows` windows of `window` tokens."""
+
+    source: str
+    sha256: str = ""
+    windows: Count
+    window: Count
+    tokens: Count | None = None
+
+
+class Interval(Record, frozen=True, kw_only=True):
+    """A mean over windows and its 95 % bootstrap interval; a single window has no interval."""
+
+    loss: Number
+    low: Measured
+    high: Measured
+
+
+class RegimeDistance(Record, frozen=True, kw_only=True):
+    """By how many orders of magnitude the weights must shrink until a proof of one layer within `tolerance` exists.
+
+    `printed_*` is Theorem D.1 of paper A as printed, `corrected_*` is the bound of docs/math.md.
+    """
+
+    tolerance: Number = 0.1
+    eta: Number
+    printed_orders: Measured = None
+    printed_eta: Measured = None
+    corrected_orders: Number
+    corrected_eta: Measured = None
+
+
+class CheckpointState(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The state X_0 of a checkpoint; empty where no text was read."""
+
+    residual: Residual | None = None
+
+
+class CheckpointHead(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One head: its attention on the text, and the sizes of its weights. What was not measured is None.
+
+    `static` has the error of the head's output for each static attention pattern, `static_best` the best of them.
+    """
+
+    index: Count
+    score_range: Measured = None
+    tv_mean: Measured = None
+    tv_max: Measured = None
+    first_mass: Measured = None
+    entropy: Measured = None
+    static: dict[str, Measured] | None = None
+    static_best: str | None = None
+    eta: Measured = None
+    value_col: Measured = None
+    dong_beta: Measured = None
+    qk_norm: Measured = None
+    qk_stable_rank: Measured = None
+    ov_norm: Measured = None
+    ov_stable_rank: Measured = None
+
+    @property
+    def static_error(self) -> float | None:
+        """The error of the best static pattern."""
+        return None if self.static is None or self.static_best is None else self.static.get(self.static_best)
+
+
+class FastPlan(Record, frozen=True, kw_only=True):
+    """Which heads of a layer can use fast attention: their indices, proved score bounds, and one line of text."""
+
+    heads: tuple[Count, ...] = ()
+    bounds: tuple[Measured, ...] = ()
+    line: str
+
+
+class CheckpointLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One layer. `what_if` has the interval per what-if, `scores` the value per layer score."""
+
+    index: Count
+    residual: Residual | None = None
+    heads: tuple[CheckpointHead, ...]
+    scores: dict[str, Measured]
+    fast: FastPlan | None
+    what_if: dict[str, Interval]
+
+
+class ScoreTrust(Record, frozen=True, kw_only=True):
+    """The rank correlation of one layer score with the what-if it predicts, over the layers."""
+
+    score: str
+    what_if: str
+    spearman: Measured
+    layers: Count
+
+
+class RemovalStep(Record, frozen=True, kw_only=True):
+    """One removed block and the loss after it, with its interval."""
+
+    removed: Count
+    loss: Number
+    low: Measured
+    high: Measured
+
+
+class MeasuredRemoval(Record, frozen=True, kw_only=True):
+    """The fewest layers found by greedy removal that keep the loss within `increase`.
+
+    `loss`, `low` and `high` belong to the last step. `stopped` is `increase`, `max_removed` or `one layer left`.
+    """
+
+    increase: Number
+    layers: Count
+    removed: tuple[Count, ...]
+    loss: Number = 0.0
+    low: Measured = 0.0
+    high: Measured = 0.0
+    steps: tuple[RemovalStep, ...]
+    stopped: str = "increase"
+
+
+class CheckpointSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+    """One gauged checkpoint."""
+
+    name: str
+    verdict: str
+    model: CheckpointDescription
+    text: TextWindows | None
+    regime: RegimeDistance | None
+    baseline: Interval | None
+    input: CheckpointState
+    layers: tuple[CheckpointLayer, ...]
+    scores: tuple[ScoreTrust, ...]
+    collapse: tuple[()] = ()
+    depth: tuple[MeasuredRemoval, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def summary(self) -> Mapping[str, str]:
+        """Return the name and the verdict."""
+        return {"name": repr(self.name), "verdict": repr(self.verdict)}
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """Return the rows of the `layers` or the `heads` table as flat dictionaries."""
+        return [
+            {"subject": self.name, "layer": layer.index, **row}
+            for layer in self.layers
+            for row in (_head_rows(layer) if table == "heads" else [_layer_row(layer)])
+        ]
+
+
+def _layer_row(layer: CheckpointLayer) -> dict[str, Any]:
+    row = {**residual_columns(layer.residual), **layer.scores}
+    for kind, interval in layer.what_if.items():
+        row |= {kind: interval.loss, f"{kind}_low": interval.low, f"{kind}_high": interval.high}
+    return row
+
+
+def _head_rows(layer: CheckpointLayer) -> list[dict[str, Any]]:
+    plain = [name for name in CheckpointHead.__struct_fields__ if name not in ("index", "static")]
+    return [{"head": head.index, **{name: getattr(head, name) for name in plain}} for head in layer.heads]

@@ -1,0 +1,191 @@
+"""Records of one gauged network: measures per layer and head, the sandwich per method, effective depth."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from depthgauge._format import number
+from depthgauge.results.labels import CENTERS, NORMS
+from depthgauge.results.record import Count, Measured, Number, Record
+
+
+class ResidualSize(Record, frozen=True, kw_only=True):
+    """‖Res(X)‖ and ‖Res(X)‖/‖X‖ of one state in one norm: means over inputs, and the spread of the ratio."""
+
+    value: Measured = None
+    ratio: Measured
+    ratio_std: Measured
+
+
+class ResidualNorms(Record, frozen=True, kw_only=True):
+    """The residual of one state about one centre, in every norm."""
+
+    max: ResidualSize
+    frobenius: ResidualSize
+    composite: ResidualSize
+
+    def __getitem__(self, norm: str) -> ResidualSize:
+        size: ResidualSize = getattr(self, norm)
+        return size
+
+
+class Residual(Record, frozen=True, kw_only=True):
+    """The residual of one state, about the mid-range and about the mean of the tokens."""
+
+    midrange: ResidualNorms
+    mean: ResidualNorms
+
+    def __getitem__(self, center: str) -> ResidualNorms:
+        norms: ResidualNorms = getattr(self, center)
+        return norms
+
+
+class NetworkState(Record, frozen=True, kw_only=True):
+    """A state X_ℓ of a network; as `input`, X_0."""
+
+    residual: Residual
+
+
+class NetworkHead(Record, frozen=True, kw_only=True):
+    """One head measured on the inputs, and the sizes of its weights (see `results.labels.HEAD_MEASURES`)."""
+
+    index: Count
+    score_range: Measured
+    balance: Measured
+    tv_mean: Measured
+    tv_max: Measured
+    entropy: Measured
+    contraction: Measured
+    contraction_bound: Measured
+    eta: Measured
+    value_col: Measured
+    l1: Measured
+    dong_beta: Measured
+
+
+class NetworkLayer(Record, frozen=True, kw_only=True):
+    """One layer: its heads, and the residual of the state it returns."""
+
+    index: Count
+    residual: Residual
+    heads: tuple[NetworkHead, ...]
+
+
+class NetworkDescription(Record, frozen=True, kw_only=True):
+    """The shape of a network."""
+
+    name: str = ""
+    layers: Count
+    heads: tuple[Count, ...]
+    dim: Count
+    key_dim: tuple[Count, ...]
+    mlp: tuple[Count | None, ...]
+    scale: Number
+    skip: bool
+    causal: bool
+    activation: str
+    norm: str
+    mlp_skip: bool
+    eta: Measured
+    dtype: str
+
+
+class Sandwich(Record, frozen=True, kw_only=True):
+    """One method's shallower network and the bounds on its error, or the reason why the method does not apply.
+
+    - `refused`: the reason; absent (`UNSET`, which is falsy) where the method applies.
+    - `lower` ≤ sup |S(X) − S'(X)| ≤ `upper` over all inputs of the `set`; `upper` is None where no finite bound was
+      proved, and `lost_at` is then the layer at which the bounds overflowed.
+    - `share[k][h]`: the part of the bound that head h of layer k contributes.
+    - `methods`: how the bound was proved. `notes`: what the proof left out.
+    """
+
+    method: str
+    refused: str | UnsetType = UNSET
+    layers_after: Count | None = None
+    set: str | None = None
+    radius: Measured = None
+    tokens: Count | None = None
+    effort: str | None = None
+    upper: Measured = None
+    lower: Measured = None
+    ratio: Measured = None
+    methods: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    share: tuple[tuple[Measured, ...], ...] = ()
+    lost_at: Count | None = None
+    seconds: Measured = None
+    attack_seconds: Measured = None
+
+    def __post_init__(self) -> None:
+        if self.refused is UNSET and (self.layers_after is None or self.lower is None or not self.methods):
+            raise ValueError("expected either `refused`, or `layers_after`, `lower` and `methods`")
+
+    def summary(self) -> Mapping[str, str]:
+        """Return the method and its bounds."""
+        if self.refused:
+            return {"method": repr(self.method), "refused": repr(self.refused)}
+        return {"method": repr(self.method), "lower": number(self.lower), "upper": number(self.upper)}
+
+
+class DepthRow(Record, frozen=True, kw_only=True):
+    """The effective depth at one tolerance, proved for every input (`certified`) or measured on the inputs."""
+
+    tolerance: Number
+    certified: bool
+    layers: Count
+    kept: tuple[Count, ...]
+    folded: tuple[tuple[Count, ...], ...]
+    error: Measured
+
+
+class PrintedTheorem(Record, frozen=True, kw_only=True):
+    """The bound that Theorem D.1 of paper A prints for this network, and whether its conditions hold."""
+
+    printed_bound: Measured
+    printed_log10: Measured
+    printed_applies: bool
+    printed_conditions: dict[str, bool] = msgspec.field(default_factory=dict)
+
+
+class NetworkSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="network"):
+    """One gauged network."""
+
+    name: str
+    verdict: str
+    network: NetworkDescription
+    radius: Number
+    input: NetworkState
+    layers: tuple[NetworkLayer, ...]
+    collapse: tuple[Sandwich, ...]
+    depth: tuple[DepthRow, ...]
+    printed: PrintedTheorem
+
+    def summary(self) -> Mapping[str, str]:
+        """Return the name and the verdict."""
+        return {"name": repr(self.name), "verdict": repr(self.verdict)}
+
+    def rows(self, table: str) -> list[dict[str, Any]]:
+        """Return the rows of the `layers` or the `heads` table as flat dictionaries."""
+        return [
+            {"subject": self.name, "layer": layer.index, **row}
+            for layer in self.layers
+            for row in (_head_rows(layer) if table == "heads" else [_layer_row(layer)])
+        ]
+
+
+def _layer_row(layer: NetworkLayer) -> dict[str, Any]:
+    return residual_columns(layer.residual)
+
+
+def _head_rows(layer: NetworkLayer) -> list[dict[str, Any]]:
+    return [{"head": head.index, **{k: v for k, v in head.to_json().items() if k != "index"}} for head in layer.heads]
+
+
+def residual_columns(residual: Residual | None) -> dict[str, Any]:
+    """Return `residual_CENTER_NORM` → ratio for every centre and norm; nothing where no residual was measured."""
+    if residual is None:
+        return {}
+    return {f"residual_{center}_{norm}": residual[center][norm].ratio for center in CENTERS for norm in NORMS}

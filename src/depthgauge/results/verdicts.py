@@ -1,0 +1,88 @@
+"""Verdicts: the sentences that state what a result shows, and the decision whether a printed theorem is violated."""
+
+from collections.abc import Mapping, Sequence
+
+from depthgauge._format import number
+from depthgauge.results.checkpoint_subject import Interval, MeasuredRemoval, RegimeDistance, ScoreTrust
+from depthgauge.results.labels import SCORES
+from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
+
+
+def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], largest: float) -> str:
+    """State how many layers are enough, within what error, and for which inputs.
+
+    Args:
+        layers: L, the depth of the network.
+        radius: the certified inputs have |entries| up to this.
+        depths: effective depth per tolerance; empty where it is not defined.
+        largest: the largest tolerance tried.
+    """
+    inputs = f"for every input up to {number(radius, 6)}"
+    if not depths:
+        return f"{layers} layers; effective depth is not defined for this kind of network"
+    shallow = [depth for depth in depths if depth.certified and depth.layers < layers]
+    if not shallow:
+        return f"{layers} layers; no fold of them is proved to stay within {number(largest, 6)} {inputs}"
+    best = min(shallow, key=lambda depth: (depth.layers, depth.error or 0.0))
+    enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
+    return f"{layers} layers; {enough} within {number(best.error)} {inputs}"
+
+
+def checkpoint_verdict(
+    layers: int,
+    objective: str,
+    blocks: Mapping[int, Interval],
+    trust: Sequence[ScoreTrust],
+    removal: MeasuredRemoval | None,
+    regime: RegimeDistance | None,
+) -> str:
+    """State which layers cost least and most, which layer score to trust, and how many layers keep the loss.
+
+    Args:
+        layers: L, the number of blocks.
+        objective: `loss` or `states`.
+        blocks: the cost of skipping each block; empty where it was not measured.
+        trust: rank correlations of the layer scores.
+        removal: measured effective depth, if requested.
+        regime: the distance of the weights from the small-weight regime, if known.
+    """
+    parts = []
+    unit = "of loss" if objective == "loss" else "of change in the final states"
+    if blocks:
+        least = min(blocks, key=lambda layer: blocks[layer].loss)
+        most = max(blocks, key=lambda layer: blocks[layer].loss)
+        low, high = number(blocks[least].loss, 2), number(blocks[most].loss, 2)
+        parts.append(f"skipping layer {least} costs least ({low} {unit}), layer {most} most ({high})")
+    ranked = [(row.spearman, row.score) for row in trust if row.spearman is not None]
+    if ranked:
+        correlation, score = max(ranked, key=lambda pair: pair[0])
+        label = SCORES[score].label if score in SCORES else score
+        parts.append(f"the best layer score is {label} (rank correlation {correlation:.2f})")
+    if removal is not None:
+        kept = "1 layer keeps" if removal.layers == 1 else f"{removal.layers} layers keep"
+        parts.append(f"{kept} the increase within {number(removal.increase, 6)}")
+    if not parts and regime is not None:
+        parts.append(f"the weights are {regime.corrected_orders:.1f} orders of magnitude from provably one layer")
+    return "; ".join([f"{layers} layers", *parts])
+
+
+def violates_printed_theorem(row: Sandwich, printed: PrintedTheorem) -> bool:
+    """Decide whether a result contradicts Theorem D.1 of paper A as printed.
+
+    The theorem bounds the error of the network that it constructs, which is the method `last-layer`. It is violated
+    where its conditions hold and an input was found on which that network is further off than the printed bound.
+    """
+    return (
+        row.method == "last-layer"
+        and printed.printed_applies
+        and printed.printed_bound is not None
+        and row.lower is not None
+        and row.lower > printed.printed_bound
+    )
+
+
+def printed_bound_text(printed: PrintedTheorem) -> str:
+    """Return the printed bound as a number, as a power of ten where it is beyond floating point, or `overflows`."""
+    if printed.printed_bound is not None:
+        return number(printed.printed_bound)
+    return "overflows" if printed.printed_log10 is None else f"1e{printed.printed_log10:.0f}"

@@ -1,0 +1,64 @@
+"""Decide what a TARGET is: the built-in pair, a network object, a network file, or a checkpoint."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from depthgauge.network.files import load_network
+from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.network.random_networks import random_network
+from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
+
+SMALL_ETA, LARGE_ETA = 0.004, 0.4
+"""Weight bounds η of the built-in pair."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be gauged.
+
+    - `kind`: `networks` or `checkpoints`
+    - `name`: the path, or the name of a network object; None for the built-in pair
+    - `path`: the file or directory, if there is one
+    - `network`: the network object, if one was given
+    """
+
+    kind: str
+    name: str | None = None
+    path: Path | None = None
+    network: SelfAttentionNetwork | None = field(default=None, repr=False)
+
+    @property
+    def description(self) -> str:
+        """What to call the target in an error."""
+        return "the built-in pair" if self.name is None else self.name
+
+    def networks(self) -> tuple[SelfAttentionNetwork, ...]:
+        """Return the networks to gauge; reads the network file."""
+        if self.network is not None:
+            return (self.network,)
+        return built_in_pair() if self.path is None else (load_network(self.path),)
+
+
+def resolve_target(target: str | Path | SelfAttentionNetwork | None) -> Target:
+    """Decide what a target is. This is the only place that decides it.
+
+    Directories and `.gguf` files are checkpoints; every other path is a network file.
+
+    Args:
+        target: a network, a path, or None for the built-in pair.
+    """
+    if target is None:
+        return Target(NETWORKS)
+    if isinstance(target, SelfAttentionNetwork):
+        return Target(NETWORKS, target.name, network=target)
+    path = Path(target)
+    is_checkpoint = path.is_dir() or path.suffix.lower() == ".gguf"
+    return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
+
+
+def built_in_pair() -> tuple[SelfAttentionNetwork, SelfAttentionNetwork]:
+    """Return the same 12-layer network twice: with small weights, and with all weights a hundred times larger."""
+    large = random_network(layers=12, heads=2, dim=16, eta=LARGE_ETA, seed=0)
+    small = large.rescale(SMALL_ETA)
+    small.name, large.name = "small weights", "large weights"
+    return small, large
