@@ -1,41 +1,54 @@
-"""depthgauge: how deep is an attention network, really?
+"""depthgauge: measure, certify and remove the depth of attention networks that does no useful work.
 
-The public names below are resolved on first use, so that `import depthgauge` and `depthgauge --help` stay
-quick and a room can be imported alone.
+The public names are imported on first use, so that `import depthgauge` and `depthgauge --help` stay fast.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from depthgauge._version import __version__
+from depthgauge._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from depthgauge.certificates.certificate import Certificate, certify
-    from depthgauge.depth.effective import effective_depth
-    from depthgauge.depth.methods import collapse
-    from depthgauge.errors import DepthgaugeError
-    from depthgauge.fast_attention.attention import attention, attention_plan
-    from depthgauge.ledger.registry import claims
-    from depthgauge.measures.profile import Profile, measure
-    from depthgauge.network.files import load_network, save_network
-    from depthgauge.network.network import SelfAttentionNetwork
-    from depthgauge.network.random_networks import random_network
-    from depthgauge.report.write import write_report
-    from depthgauge.workflows.gauge import gauge
+    from depthgauge.certificates.certificate import Certificate as Certificate
+    from depthgauge.certificates.certificate import certify as certify
+    from depthgauge.depth.effective import Depth as Depth
+    from depthgauge.depth.effective import effective_depth as effective_depth
+    from depthgauge.depth.methods import collapse as collapse
+    from depthgauge.errors import DepthgaugeError as DepthgaugeError
+    from depthgauge.errors import InputError as InputError
+    from depthgauge.fast_attention.attention import attention as attention
+    from depthgauge.fast_attention.attention import attention_plan as attention_plan
+    from depthgauge.ledger.registry import claims as claims
+    from depthgauge.measures.profile import Profile as Profile
+    from depthgauge.measures.profile import measure as measure
+    from depthgauge.network.files import load_network as load_network
+    from depthgauge.network.files import save_network as save_network
+    from depthgauge.network.network import SelfAttentionNetwork as SelfAttentionNetwork
+    from depthgauge.network.random_networks import random_network as random_network
+    from depthgauge.report.write import write_report as write_report
+    from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
+    from depthgauge.workflows.gauge import GaugeResult as GaugeResult
+    from depthgauge.workflows.gauge import gauge as gauge
+    from depthgauge.workflows.gauge import load_result as load_result
 
-_HOME = {
+_MODULES = {
     "Certificate": "depthgauge.certificates.certificate",
+    "Depth": "depthgauge.depth.effective",
     "DepthgaugeError": "depthgauge.errors",
+    "GaugeOptions": "depthgauge.results.gauge_options",
+    "GaugeResult": "depthgauge.workflows.gauge",
+    "InputError": "depthgauge.errors",
     "Profile": "depthgauge.measures.profile",
+    "SelfAttentionNetwork": "depthgauge.network.network",
     "attention": "depthgauge.fast_attention.attention",
     "attention_plan": "depthgauge.fast_attention.attention",
     "certify": "depthgauge.certificates.certificate",
     "claims": "depthgauge.ledger.registry",
     "collapse": "depthgauge.depth.methods",
     "effective_depth": "depthgauge.depth.effective",
-    "SelfAttentionNetwork": "depthgauge.network.network",
     "gauge": "depthgauge.workflows.gauge",
     "load_network": "depthgauge.network.files",
+    "load_result": "depthgauge.workflows.gauge",
     "measure": "depthgauge.measures.profile",
     "random_network": "depthgauge.network.random_networks",
     "save_network": "depthgauge.network.files",
@@ -44,7 +57,11 @@ _HOME = {
 
 __all__ = [
     "Certificate",
+    "Depth",
     "DepthgaugeError",
+    "GaugeOptions",
+    "GaugeResult",
+    "InputError",
     "Profile",
     "SelfAttentionNetwork",
     "__version__",
@@ -56,6 +73,7 @@ __all__ = [
     "effective_depth",
     "gauge",
     "load_network",
+    "load_result",
     "measure",
     "random_network",
     "save_network",
@@ -64,9 +82,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'depthgauge' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -11,14 +11,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from rich.console import Console
 
 import depthgauge as dg
 import depthgauge.workflows.gauge_network
+import depthgauge.workflows.target
 from depthgauge.cli.main import main
 from depthgauge.cli.network_tables import profile_table
 from depthgauge.network.inputs import uniform_inputs
+from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
+from depthgauge.workflows.network_records import layer_records, state_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,10 +54,10 @@ Run = Callable[..., Outcome]
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     """Run the command in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    # What is proved and attacked has tests of its own; here it is only carried along.
+    # Proofs and attacks are tested elsewhere; keep them short here.
     monkeypatch.setattr(depthgauge.workflows.gauge_network, "ATTACK", {"starts": 1, "steps": 1})
     monkeypatch.setattr(depthgauge.workflows.gauge_network, "TOLERANCES", (1e-1,))
-    monkeypatch.setattr(depthgauge.workflows.gauge_network, "built_in_pair", little_pair)
+    monkeypatch.setattr(depthgauge.workflows.target, "built_in_pair", little_pair)
     monkeypatch.delenv("DEPTHGAUGE_DEBUG", raising=False)
 
     def command(*arguments: str) -> Outcome:
@@ -186,12 +190,20 @@ def test_the_table_of_a_network_with_nothing_to_show(run: Run) -> None:
 
 def test_the_built_in_profiles_fit_eighty_columns() -> None:
     lines: list[str] = []
-    for network in depthgauge.workflows.gauge_network.built_in_pair():
+    for network in depthgauge.workflows.target.built_in_pair():
         profile = dg.measure(network, uniform_inputs(1, 32, network.dim))
-        table = profile_table(
-            {"name": network.name, "network": network.describe(), "input": profile.input_to_json(),
-             "layers": profile.layers_to_json()}
-        )  # fmt: skip
+        subject = NetworkSubject(
+            name=network.name,
+            verdict="",
+            network=msgspec.convert(network.describe(), NetworkDescription),
+            radius=1.0,
+            input=state_record(profile),
+            layers=layer_records(profile),
+            collapse=(),
+            depth=(),
+            printed=PrintedTheorem(printed_bound=None, printed_log10=None, printed_applies=False),
+        )
+        table = profile_table(subject)
         console = Console(width=80, file=io.StringIO())
         console.print(table)
         lines += console.file.getvalue().splitlines()  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def test_tables(run: Run) -> None:
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", *depth)
     assert outcome.code == 0
     assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
-    for word in ("TV to uniform", "Loss added, in nats a token (intact: ", "skip block", "beside the next",
+    for word in ("TV to uniform", "What if: loss added, in nats per token (intact: ", "skip block", "beside the next",
                  "Which cheap score", "block influence (ShortGPT)", "effective depth: 2 of 3 layers keep it within 9",
                  "by Theorem D.1 as printed", "→ 3 layers; layer "):  # fmt: skip
         assert word in outcome.out
@@ -91,11 +91,11 @@ def test_weights_only(run: Run) -> None:
         (["llama", "--text", "short.txt"], "short.txt has 5 tokens, one window has 16"),
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
         (["mpnet", "--text", "corpus.txt"], "MPNetModel bypasses transformers' attention interface"),
-        (["llama", "--radius", "1"], "radius is for networks"),
+        (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),
         (["llama", "--what-if", "all", "--no-what-if"], "exclude each other"),
         (["llama", "--what-if", "blok"], "did you mean 'block'?"),
-        (["llama", "--resume", "--text", "corpus.txt"], "give --out as before"),
-        (["llama", "--max-removed", "2"], "say with --depth"),
+        (["llama", "--resume", "--text", "corpus.txt"], "give the same --out as before"),
+        (["llama", "--max-removed", "2"], "set the allowed increase with --depth"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -113,7 +113,7 @@ def test_flags_for_checkpoints_are_refused_elsewhere(run: Run) -> None:
     outcome = run("gauge", "--what-if", "all")
     assert outcome.code == 2
     assert outcome.err == (
-        "error: --what-if is for checkpoints, which are directories or .gguf files, and not for the built-in pair\n"
+        "error: --what-if applies to checkpoints (directories and .gguf files); the built-in pair is a network. Leave it out\n"
     )
 
 

@@ -55,7 +55,7 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
     code, out, err = run(*GAUGE, "--report", "a.html", "--json")
     assert code == 0, err
     assert not (tmp_path / "a.html").exists()
-    assert "no page was written, the result is kept in a.html.json" in err
+    assert "The result is in a.html.json" in err
     assert "pip install 'depthgauge[report]', then `depthgauge report a.html.json --out a.html`" in err
     assert json.loads((tmp_path / "a.html.json").read_text()) == json.loads(out)
     code, out, err = run(*GAUGE, "--report", "b.html", "--out", "r.json")
@@ -74,8 +74,8 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
         (["none.json"], 2, "cannot read none.json: No such file or directory; give the file that"),
         (["net.safetensors"], 2, "net.safetensors is not a result document"),
         (["old.json"], 2, "'depthgauge.gauge/0' of another version"),
-        (["part.json"], 2, "part.json: subjects is missing"),
-        (["part.json", "--out", "."], 2, "part.json: subjects is missing"),
+        (["part.json"], 2, "part.json: subjects: is missing"),
+        (["part.json", "--out", "."], 2, "part.json: subjects: is missing"),
         (["."], 2, "cannot read .: Is a directory"),
         ([], 2, "Missing argument 'RESULT.json'"),
     ],

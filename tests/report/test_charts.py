@@ -1,15 +1,18 @@
-"""The charts say what the document says, in terms plotly knows."""
+"""The charts show the values of the record, with attributes that plotly accepts."""
 
 import math
 import re
 from importlib.resources import files
 from typing import Any
 
+import msgspec
 import pytest
 
-from depthgauge.report import charts
-from depthgauge.report.markup import number
+from depthgauge._format import number
+from depthgauge.report.layer_charts import head_map, residual_curve
+from depthgauge.report.network_section import depth_chart, sandwich_chart, share_measures
 from depthgauge.report.sections import section
+from depthgauge.results.gauge_record import check_result
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 
@@ -31,11 +34,11 @@ def resolved(value: Any, key: str = "") -> Any:
 
 
 @pytest.fixture
-def figures(document):
+def figures(record):
     return [
         choice.figure
-        for subject in document["subjects"]
-        for part in section(subject, document["settings"]).parts
+        for subject in record.subjects
+        for part in section(subject, record.settings).parts
         if part.chart is not None
         for choice in part.chart.choices
     ]
@@ -81,13 +84,12 @@ def test_words_and_marks_stand_out_and_shades_have_an_order():
         assert contrast("shade-0", "shade-4") > 8
 
 
-def test_the_heat_map_is_the_measure_with_gaps_where_there_is_no_head(document):
-    subject = document["subjects"][0]
-    chart = charts.head_map(subject)
+def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(document, record):
+    chart = head_map(record.subjects[0].layers, share_measures(record.subjects[0].collapse))
     by_name = {choice.name: choice for choice in chart.choices}
     assert [choice.group for choice in chart.choices] == ["Measured"] * 11 + ["Proved"] * 2
     trace = by_name["score range θ"].figure["data"][0]
-    layers = subject["layers"]
+    layers = document["subjects"][0]["layers"]
     assert trace["z"] == [
         [layer["heads"][0]["score_range"] for layer in layers],
         [layers[0]["heads"][1]["score_range"], None, layers[2]["heads"][1]["score_range"]],
@@ -103,10 +105,10 @@ def test_the_heat_map_is_the_measure_with_gaps_where_there_is_no_head(document):
     assert "<b>30.0 %</b>" in share["hovertext"][1][0]
 
 
-def test_many_layers_are_named_in_steps(document):
+def test_many_layers_are_labelled_in_steps(document):
     subject = document["subjects"][0]
     subject["layers"] = [{**subject["layers"][0], "index": k} for k in range(40)]
-    axis = charts.head_map(subject).choices[0].figure["layout"]["xaxis"]
+    axis = head_map(check_result(document).subjects[0].layers).choices[0].figure["layout"]["xaxis"]
     assert axis["tickvals"] == [str(k) for k in range(0, 40, 3)]
 
 
@@ -115,21 +117,22 @@ def test_distance_from_averaging_is_shaded_on_its_own_scale_everywhere(document)
     for layer in subject["layers"]:
         for head in layer["heads"]:
             head["tv_mean"] = head["score_range"] = 1e-5
-    first = {choice.name: choice.figure["data"][0]["zmax"] for choice in charts.head_map(subject).choices}
+    layers = check_result(document).subjects[0].layers
+    first = {choice.name: choice.figure["data"][0]["zmax"] for choice in head_map(layers).choices}
     assert first["distance from averaging"] == 1
     assert first["score range θ"] == 1e-5
 
 
-def test_a_model_shows_the_measures_it_has(document):
-    chart = charts.head_map(document["subjects"][2])
-    assert [choice.name for choice in chart.choices] == ["largest weight η", "first token mass"]
-    assert chart.choices[1].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
-    assert charts.residual_curve(document["subjects"][2]) is None
+def test_a_checkpoint_shows_the_measures_it_has(record):
+    chart = head_map(record.subjects[2].layers)
+    assert [choice.name for choice in chart.choices] == ["attention on the first token", "largest weight η"]
+    assert chart.choices[0].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
+    assert residual_curve(record.subjects[2]) is None
 
 
 def test_the_residual_curve_runs_from_the_input_and_takes_a_log_axis_when_it_falls(document):
     subject = document["subjects"][0]
-    chart = charts.residual_curve(subject)
+    chart = residual_curve(check_result(document).subjects[0])
     figure = chart.choices[1].figure
     assert figure["data"][1]["x"] == ["in", "0", "1", "2"]
     states = [subject["input"], *subject["layers"]]
@@ -137,12 +140,12 @@ def test_the_residual_curve_runs_from_the_input_and_takes_a_log_axis_when_it_fal
     assert figure["layout"]["yaxis"]["type"] == "log"
     for layer in subject["layers"]:
         layer["residual"] = subject["input"]["residual"]
-    assert "type" not in charts.residual_curve(subject).choices[0].figure["layout"]["yaxis"]
+    assert "type" not in residual_curve(check_result(document).subjects[0]).choices[0].figure["layout"]["yaxis"]
 
 
-def test_the_sandwich_says_what_is_refused_and_what_is_infinite(document):
-    subject = document["subjects"][0]
-    figure = charts.sandwich(subject["collapse"], subject["printed"]).choices[0].figure
+def test_the_sandwich_marks_what_is_refused_and_what_is_infinite(record):
+    subject = record.subjects[0]
+    figure = sandwich_chart(subject.collapse, subject.printed).choices[0].figure
     link, lower, upper = figure["data"]
     assert lower["x"] == [0.01, 0.3, 0.001]
     assert upper["x"] == [0.02, 0.5]
@@ -150,22 +153,22 @@ def test_the_sandwich_says_what_is_refused_and_what_is_infinite(document):
     assert [note["text"] for note in figure["layout"]["annotations"]] == ["does not apply", "no finite bound"]
     assert figure["layout"]["shapes"][0]["x0"] == 0.25
     assert figure["layout"]["shapes"][0]["name"] == "Theorem D.1, as printed"
-    assert charts.sandwich(subject["collapse"][3:], subject["printed"]) is None
+    assert sandwich_chart(subject.collapse[3:], subject.printed) is None
 
 
 @pytest.mark.parametrize("values", [(1e308, 1.7e308), (5e-324, 1e-300), (1e-300, 1e300), (0.07, 1.0002), (2.0, 2.0)])
-def test_log_axes_have_a_few_finite_ticks(document, values):
-    subject = document["subjects"][0]
-    entry = {**subject["collapse"][0], "lower": values[0], "upper": values[1]}
-    axis = charts.sandwich([entry], subject["printed"]).choices[0].figure["layout"]["xaxis"]
+def test_log_axes_have_a_few_finite_ticks(record, values):
+    subject = record.subjects[0]
+    row = msgspec.structs.replace(subject.collapse[0], lower=values[0], upper=values[1])
+    axis = sandwich_chart([row], subject.printed).choices[0].figure["layout"]["xaxis"]
     assert 1 <= len(axis["tickvals"]) <= 8
     assert all(0 < tick < math.inf for tick in axis["tickvals"])
     assert len(axis["ticktext"]) == len(axis["tickvals"])
 
 
-def test_depth_puts_certified_beside_measured(document):
-    proved, seen = charts.depth_bars(document["subjects"][0]["depth"], 3).choices[0].figure["data"]
-    assert (proved["name"], seen["name"]) == ("proved for every input", "seen on the inputs")
+def test_depth_shows_certified_next_to_measured(record):
+    proved, measured = depth_chart(record.subjects[0].depth, 3).choices[0].figure["data"]
+    assert (proved["name"], measured["name"]) == ("proved for every input", "measured on the inputs")
+    assert measured["y"] == [1, 2]
     assert proved["x"] == ["0.1", "1e-6"]
     assert proved["y"] == [1, 2]
-    assert charts.depth_bars([], 3) is None

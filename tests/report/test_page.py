@@ -1,4 +1,4 @@
-"""The page as text: whole, escaped, and made of the document alone."""
+"""The page as text: complete, escaped, and made of the record alone."""
 
 import base64
 import hashlib
@@ -17,10 +17,12 @@ from depthgauge.report.markup import Table, command_line, escape, printable
 from depthgauge.report.page import render
 from depthgauge.report.sections import section
 from depthgauge.report.write import MissingExtraError
+from depthgauge.results.gauge_options import GaugeSettings
+from depthgauge.results.gauge_record import check_result
 
 
 def test_nothing_from_the_document_is_markup(document):
-    page = render(document, "")
+    page = render(check_result(document), "")
     assert page.count("<script") == 3
     assert page.count("</script") == 3
     for word in ("<script>alert", "<img", "onerror=alert(2)>"):
@@ -30,7 +32,7 @@ def test_nothing_from_the_document_is_markup(document):
 
 
 def test_the_scripts_are_named_in_the_policy_by_what_they_are(document):
-    page = render(document, "var a = '</script>';\r\nvar b = 1;")
+    page = render(check_result(document), "var a = '</script>';\r\nvar b = 1;")
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page).group(1)
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
     assert scripts[0] == "var a = '<\\/script>';\nvar b = 1;"
@@ -39,69 +41,60 @@ def test_the_scripts_are_named_in_the_policy_by_what_they_are(document):
 
 
 def test_the_same_document_gives_the_same_page_and_nothing_else_is_in_it(document):
-    assert render(document, "x") == render(document, "x")
-    assert not re.search(r"\b20\d\d-\d\d-\d\d\b", render(document, ""))
+    assert render(check_result(document), "x") == render(check_result(document), "x")
+    assert not re.search(r"\b20\d\d-\d\d-\d\d\b", render(check_result(document), ""))
 
 
 def test_one_subject_needs_no_overview(document):
     document["subjects"] = document["subjects"][:1]
-    page = render(document, "")
+    page = render(check_result(document), "")
     assert 'class="overview"' not in page
     assert page.count('class="verdict"') == 1
     assert "1 network gauged with depthgauge 0.1.0" in page
 
 
-def test_what_theorem_d1_prints_is_put_in_words(document):
+def test_the_caption_states_what_theorem_d1_prints(document):
     subject = document["subjects"][0]
 
-    def words() -> str:
-        return next(part.caption for part in section(subject, {}).parts if part.name == "sandwich")
+    def caption() -> str:
+        record = check_result(document)
+        parts = section(record.subjects[0], record.settings).parts
+        return next(part.caption for part in parts if part.name == "sandwich")
 
-    assert "is 0.25, which last-layer, the network it constructs, exceeds." in words()
+    assert "prints is 0.25; last-layer, the network it constructs, exceeds it." in caption()
     subject["collapse"][1]["lower"] = 0.2
-    assert words().endswith("The bound that Theorem D.1 prints is 0.25.")
+    assert caption().endswith("The bound that Theorem D.1 of paper A prints is 0.25.")
     subject["printed"] = {"printed_bound": None, "printed_log10": 1679.4, "printed_applies": False}
-    assert words().endswith("prints is 1e1679; its conditions do not hold here.")
+    assert caption().endswith("prints is 1e1679; its conditions do not hold here.")
     subject["printed"]["printed_log10"] = None
-    assert "prints overflows" in words()
+    assert "prints overflows" in caption()
 
 
 def test_where_depth_is_not_defined_the_page_says_so(document):
     document["subjects"][0]["depth"] = []
-    assert "Effective depth is not defined for this kind of network." in render(document, "")
+    assert "Effective depth is not defined for this kind of network." in render(check_result(document), "")
 
 
 def test_the_command_can_be_typed():
-    settings = {
-        "target": "my net; rm -rf ~",
-        "samples": None,
-        "radius": 0.1 + 0.2,
-        "seed": 0,
-        "quick": False,
-        "all": True,
-    }
-    words = shlex.split(command_line(settings))
-    assert words == [
-        *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--no-quick", "--all"),
+    settings = GaugeSettings(
+        target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, weights_only=True, trust_remote_code=False
+    )
+    assert shlex.split(command_line(settings)) == [
+        *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--weights-only"),
         "my net; rm -rf ~",
     ]
-    assert command_line({"target": None, "radius": 1.0}) == "depthgauge gauge --radius 1"
-    assert shlex.split(command_line({"target": "-x", "input": "-y"})) == [
-        "depthgauge",
-        "gauge",
-        "--input=-y",
-        "--",
-        "-x",
-    ]
+    assert command_line(GaugeSettings(radius=1.0)) == "depthgauge gauge --radius 1"
+    words = shlex.split(command_line(GaugeSettings(target="-x", input="-y")))
+    assert words == ["depthgauge", "gauge", "--input=-y", "--", "-x"]
 
 
 def test_a_network_in_memory_has_no_command_until_it_is_saved(tmp_path, monkeypatch):
-    """What the page says to type, typed: the sentence saves the network, the command gauges the file."""
+    """Follow the page: run its Python line to save the network, then its command to gauge the file."""
     monkeypatch.chdir(tmp_path)
     network = dg.random_network(layers=2, heads=1, dim=3, eta=0.1, norm="pre", seed=2)
     document = dg.gauge(network, samples=2, tokens=5, radius=0.5, seed=3).to_json()
-    page = render(document, "")
-    assert "a network in memory" in page
+    page = render(check_result(document), "")
+    assert "gauged from Python and has no file" in page
     assert f">{network.name}</code>" not in page
     saving = unescape(re.search(r"<p>[^\n]*<code>(.*?)</code>", page).group(1))
     exec(saving, {"depthgauge": dg, "network": network})
@@ -115,8 +108,8 @@ def test_a_network_in_memory_has_no_command_until_it_is_saved(tmp_path, monkeypa
 
 
 def test_a_file_needs_no_saving(document):
-    assert "with depthgauge 0.1.0 and the same target at hand:" in render(document, "")
-    assert "in memory" not in render(document, "")
+    assert "with depthgauge 0.1.0 and the same target:" in render(check_result(document), "")
+    assert "has no file" not in render(check_result(document), "")
 
 
 def test_characters_that_steer_are_replaced():
@@ -131,14 +124,10 @@ def test_tables_show_three_digits_and_carry_them_all():
 
 
 def test_write_report_takes_a_result_a_document_or_a_file(document, tmp_path):
-    class Result:
-        def to_json(self):
-            return document
-
     (tmp_path / "r.json").write_text(json.dumps(document))
     pages = [
         dg.write_report(given, tmp_path / "deep" / f"{k}.html").read_bytes()
-        for k, given in enumerate((Result(), document, tmp_path / "r.json", str(tmp_path / "r.json")))
+        for k, given in enumerate((check_result(document), document, tmp_path / "r.json", str(tmp_path / "r.json")))
     ]
     assert len(set(pages)) == 1
     assert 4_500_000 < len(pages[0]) < 6_000_000

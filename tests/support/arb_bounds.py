@@ -19,7 +19,7 @@ def at_200_bits(f: Callable[[], Any]) -> Any:
 
 
 def is_upper(bound: float, exact: arb) -> bool:
-    """Whether `bound` is certainly at least the real number that `exact` encloses; NaN proves nothing and so is no bound."""
+    """Return whether `bound` is at least the real number that `exact` encloses; NaN is not a bound."""
     return bound == math.inf or bool(at_200_bits(lambda: arb(bound) >= exact))
 
 

@@ -1,4 +1,4 @@
-"""Gauging from end to end, and the document that comes of it."""
+"""`gauge` on networks, from the target to the result."""
 
 import json
 import re
@@ -13,21 +13,26 @@ import depthgauge as dg
 from depthgauge._format import number
 from depthgauge.errors import InputError, InputFileError, NetworkFileError, OutputError
 from depthgauge.network.inputs import uniform_inputs
+from depthgauge.results.gauge_options import GaugeSettings
+from depthgauge.results.gauge_record import SCHEMA
 from depthgauge.workflows import gauge_network as module
-from depthgauge.workflows.gauge_network import LARGE_ETA, SCHEMA, SMALL_ETA, Settings, built_in_pair, gauge
+from depthgauge.workflows import target as targets
+from depthgauge.workflows.gauge import gauge, load_result
+from depthgauge.workflows.network_records import layer_records, state_record
+from depthgauge.workflows.target import LARGE_ETA, SMALL_ETA, built_in_pair
 
 SMALL = {"samples": 2, "tokens": 5}
 
 
 @pytest.fixture(autouse=True)
 def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is proved and attacked has tests of its own; here it is only carried along."""
+    """Proofs and attacks are tested elsewhere; keep them short here."""
     monkeypatch.setattr(module, "ATTACK", {"starts": 1, "steps": 1})
     monkeypatch.setattr(module, "TOLERANCES", (1e-1,))
 
 
 def untimed(value: Any) -> Any:
-    """A document without how long things took."""
+    """Return a document without its durations."""
     if isinstance(value, dict):
         return {key: untimed(inner) for key, inner in value.items() if key not in ("seconds", "attack_seconds")}
     return [untimed(inner) for inner in value] if isinstance(value, list) else value
@@ -35,7 +40,7 @@ def untimed(value: Any) -> Any:
 
 @pytest.fixture
 def network() -> dg.SelfAttentionNetwork:
-    """With LayerNorm nothing is proved about it, which is quick."""
+    """A network with LayerNorm, for which no certificates are computed."""
     return dg.random_network(layers=2, heads=3, dim=4, eta=0.3, norm="pre", seed=1)
 
 
@@ -54,16 +59,18 @@ def test_a_network_and_its_file_give_the_same_result(network: dg.SelfAttentionNe
 
 def test_the_result_is_the_measure_of_the_inputs_it_says(network: dg.SelfAttentionNetwork) -> None:
     result = gauge(network, samples=3, tokens=6, radius=0.5, seed=7)
-    assert result.settings == Settings(network.name, 3, 6, 0.5, 7, None, in_memory=True)
+    assert result.settings == GaugeSettings(
+        target=network.name, samples=3, tokens=6, radius=0.5, seed=7, in_memory=True
+    )
     x = uniform_inputs(3, 6, 4, radius=0.5, seed=7)
     expected = dg.measure(network, x)
-    assert result.to_json()["subjects"][0]["layers"] == expected.layers_to_json()
-    assert result.to_json()["subjects"][0]["input"] == expected.input_to_json()
+    assert result.subjects[0].layers == layer_records(expected)
+    assert result.subjects[0].input == state_record(expected)
 
 
 def test_the_settings_reproduce_the_result(network: dg.SelfAttentionNetwork) -> None:
     first = gauge(network, **SMALL, seed=3).to_json()
-    asked = {k: v for k, v in first["settings"].items() if k not in ("target", "input", "in_memory")}
+    asked = {k: v for k, v in first["settings"].items() if k not in ("target", "in_memory")}
     assert untimed(gauge(network, **asked).to_json()) == untimed(first)
     assert gauge(network, **SMALL, seed=4).to_json()["subjects"][0]["layers"] != first["subjects"][0]["layers"]
 
@@ -72,14 +79,11 @@ def test_inputs_from_a_file(network: dg.SelfAttentionNetwork, tmp_path: Path) ->
     x = uniform_inputs(2, 5, 4, seed=9)
     save_file({"x": x}, tmp_path / "x.safetensors")
     result = gauge(network, input=tmp_path / "x.safetensors")
-    assert result.settings.to_json() == {
-        "target": network.name, "samples": None, "tokens": None, "radius": None, "seed": None,
-        "input": str(tmp_path / "x.safetensors"), "in_memory": True,
-    }  # fmt: skip
+    assert result.settings == GaugeSettings(target=network.name, input=str(tmp_path / "x.safetensors"), in_memory=True)
     drawn = gauge(network, samples=2, tokens=5, seed=9)
-    assert result.subjects[0].profile.layers_to_json() == drawn.subjects[0].profile.layers_to_json()
+    assert result.subjects[0].layers == drawn.subjects[0].layers
     assert result.subjects[0].radius == x.abs().max().item()
-    with pytest.raises(InputError, match="seed draws random inputs and cannot go with an input file"):
+    with pytest.raises(InputError, match="--seed describes random inputs and --input reads them from a file"):
         gauge(network, input=tmp_path / "x.safetensors", seed=0)
     with pytest.raises(InputFileError, match="cannot read inputs"):
         gauge(network, input=tmp_path / "nothing")
@@ -124,11 +128,11 @@ def test_the_built_in_pair_is_one_network_at_two_sizes() -> None:
 
 def test_with_no_target_the_pair_is_gauged(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = tuple(dg.random_network(2, 1, 3, eta, norm="pre", seed=0) for eta in (0.002, 0.2))
-    monkeypatch.setattr(module, "built_in_pair", lambda: pair)
+    monkeypatch.setattr(targets, "built_in_pair", lambda: pair)
     result = gauge(**SMALL)
     assert result.settings.target is None
     assert not result.settings.in_memory
-    assert [subject.network for subject in result.subjects] == list(pair)
+    assert [subject.network.to_json() for subject in result.subjects] == [network.describe() for network in pair]
 
 
 def test_the_document_is_json_and_complete(network: dg.SelfAttentionNetwork, tmp_path: Path) -> None:
@@ -143,6 +147,7 @@ def test_the_document_is_json_and_complete(network: dg.SelfAttentionNetwork, tmp
     assert subject["network"] == network.describe()
     result.save(tmp_path / "deep" / "result.json")
     assert json.loads((tmp_path / "deep" / "result.json").read_text(encoding="utf-8")) == document
+    assert load_result(tmp_path / "deep" / "result.json") == result
     with pytest.raises(OutputError, match="is a directory"):
         result.save(tmp_path)
 

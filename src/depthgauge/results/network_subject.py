@@ -121,7 +121,7 @@ class Sandwich(Record, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.refused is UNSET and (self.layers_after is None or self.lower is None or not self.methods):
-            raise ValueError("expected either `refused`, or `layers_after`, `lower` and `methods`")
+            raise ValueError("expected either refused, or layers_after, lower and methods")
 
     def summary(self) -> Mapping[str, str]:
         """Return the method and its bounds."""

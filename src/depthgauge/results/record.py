@@ -33,7 +33,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as plain dictionaries, lists, strings and numbers."""
-        document: dict[str, Any] = msgspec.to_builtins(self)
+        document: dict[str, Any] = _as_lists(msgspec.to_builtins(self))
         return document
 
     def summary(self) -> Mapping[str, str]:
@@ -55,6 +55,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return html_table(
             type(self).__name__, [{"field": name, "value": value} for name, value in self.summary().items()]
         )
+
+
+def _as_lists(value: Any) -> Any:
+    """Replace tuples by lists, which is what JSON has."""
+    if isinstance(value, dict):
+        return {key: _as_lists(inner) for key, inner in value.items()}
+    return [_as_lists(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 T = TypeVar("T")

@@ -1,16 +1,16 @@
-"""The section of a checkpoint: every number of the document where it belongs, and nothing assumed to be there."""
+"""The page section of a checkpoint: it shows every number of the record, and works where parts are missing."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from depthgauge.errors import InputError
-from depthgauge.report.checkpoint_section import KINDS, SCORES, model_facts, model_parts
-from depthgauge.report.document import check_result
+from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
 from depthgauge.report.page import render
 from depthgauge.report.write import write_report
+from depthgauge.results.gauge_record import check_result
+from depthgauge.results.labels import SCORES, WHAT_IFS
 
 HOSTILE = "<script>alert(1)</script>"
 
@@ -20,7 +20,7 @@ def interval(loss: float, alone: bool = False) -> dict[str, Any]:
 
 
 def layer(index: int) -> dict[str, Any]:
-    kinds = [kind for kind in KINDS if kind != "parallel" or index < 3]
+    kinds = [kind for kind in WHAT_IFS if kind != "parallel" or index < 3]
     residual = {
         center: {norm: {"value": 1.0, "ratio": 0.9, "ratio_std": 0.0} for norm in ("max", "frobenius", "composite")}
         for center in ("midrange", "mean")
@@ -63,67 +63,109 @@ def document() -> dict[str, Any]:
 
 
 def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
-    (subject,) = document["subjects"]
-    parts = {part.name: part for part in model_parts(subject)}
+    (subject,) = check_result(document).subjects
+    parts = {part.name: part for part in checkpoint_parts(subject)}
     assert list(parts) == ["what-if", "trust", "removal", "residual", "heads", "notes"]
     bars = parts["what-if"].chart.choices
-    assert [choice.name for choice in bars] == [name for name, _ in KINDS.values()]
+    assert [choice.name for choice in bars] == [what_if.label for what_if in WHAT_IFS.values()]
     (trace,) = bars[0].figure["data"]
     assert trace["y"] == [0.5, 1.5, 2.5, 3.5]
     assert trace["error_y"]["array"] == pytest.approx([0.2] * 4)
     assert trace["error_y"]["arrayminus"] == pytest.approx([0.1] * 4)
-    assert "Least at layer 0 (0.5), most at layer 3 (3.5)." in bars[0].note
+    assert "Smallest at layer 0 (0.5), largest at layer 3 (3.5)." in bars[0].note
     assert bars[-1].figure["data"][0]["y"][-1] is None  # the last layer has no neighbour
     assert parts["what-if"].table.rows[1][:4] == (1, 1.5, 1.4, 1.7)
     (points,) = parts["trust"].chart.choices[3].figure["data"]
-    assert points["y"] == [layer["what_if"]["mlp"]["loss"] for layer in subject["layers"]]
+    assert points["y"] == [layer.what_if["mlp"].loss for layer in subject.layers]
     assert points["x"] == pytest.approx([0.01, 0.11, 0.21, 0.31])
-    assert parts["trust"].table.rows[0] == ("block influence (ShortGPT)", "skip the block", 0.8)
+    assert parts["trust"].table.rows[0] == ("block influence (ShortGPT)", "skip block", 0.8)
     (line,) = parts["removal"].chart.choices[0].figure["data"]
     assert (line["x"], line["y"]) == (["4", "3", "2"], [0.0, 0.02, 0.05])
     maps = {choice.name: choice.figure["data"][0]["z"] for choice in parts["heads"].chart.choices}
     assert maps["error of the best static pattern"] == [[0.125] * 4] * 2
-    assert maps["mass on the first token"] == [[0.25] * 4] * 2
+    assert maps["attention on the first token"] == [[0.25] * 4] * 2
     assert parts["notes"].caption == "something is missing"
-    facts = dict(model_facts(subject))
-    assert facts["loss, intact"] == "3.5 nats a token"
+    facts = dict(checkpoint_facts(subject))
+    assert facts["loss, intact"] == "3.5 nats per token"
     assert facts["heads per layer"] == "2, 1 for keys and values"
     assert facts["from provably one layer"] == "2.4 orders of magnitude"
 
 
 def test_the_page_is_whole_and_tame(document: dict[str, Any], tmp_path: Path) -> None:
-    check_result(document)
-    page = render(document, "")
+    page = render(check_result(document), "")
     assert HOSTILE not in page
-    assert "depthgauge gauge --tokens 48 --window 16 --seed 0 --what-if block dir" in page
-    assert "proved for all" not in page
+    assert "depthgauge gauge --tokens 48 --seed 0 --window 16 --what-if block dir" in page
+    assert "proved for every input" not in page
     assert write_report(document, tmp_path / "p.html").stat().st_size > 1_000_000
 
 
-@pytest.mark.parametrize("key", ["text", "regime", "baseline", "scores", "depth", "notes", "input", "model"])
-def test_what_is_not_there_is_not_shown(document: dict[str, Any], key: str) -> None:
-    del document["subjects"][0][key]
-    render(check_result(document), "")
+def parts_of(document: dict[str, Any]) -> dict[str, Any]:
+    return {part.name: part for part in checkpoint_parts(check_result(document).subjects[0])}
 
 
-@pytest.mark.parametrize("key", ["residual", "heads", "scores", "what_if", "fast"])
-def test_layers_may_lack_anything(document: dict[str, Any], key: str) -> None:
-    for entry in document["subjects"][0]["layers"]:
-        del entry[key]
-    render(check_result(document), "")
-    one = copy.deepcopy(document)
-    one["subjects"][0]["layers"][0] = {"index": 0}
-    render(check_result(one), "")
+@pytest.mark.parametrize(
+    ("key", "empty", "fact", "part"),
+    [
+        ("text", None, "text", None),
+        ("regime", None, "largest weight η", None),
+        ("baseline", None, "loss, intact", None),
+        ("scores", [], None, "trust"),
+        ("depth", [], None, "removal"),
+    ],
+)
+def test_a_missing_part_is_left_out(
+    document: dict[str, Any], key: str, empty: Any, fact: str | None, part: str | None
+) -> None:
+    before = check_result(document).subjects[0]
+    assert fact is None or fact in dict(checkpoint_facts(before))
+    assert part is None or part in parts_of(document)
+    document["subjects"][0][key] = empty
+    record = check_result(document)
+    assert fact not in dict(checkpoint_facts(record.subjects[0]))
+    assert part not in parts_of(document)
+    assert record.subjects[0].verdict in render(record, "")
+
+
+@pytest.mark.parametrize(
+    ("key", "empty", "part"),
+    [("residual", None, "residual"), ("heads", [], "heads"), ("what_if", {}, "what-if"), ("scores", {}, None)],
+)
+def test_layers_may_lack_a_measurement(document: dict[str, Any], key: str, empty: Any, part: str | None) -> None:
+    assert part is None or part in parts_of(document)
+    for layer in document["subjects"][0]["layers"]:
+        layer[key] = empty
+    if key == "residual":
+        document["subjects"][0]["input"] = {}
+    assert part not in parts_of(document)
+    points = [trace["x"] for choice in parts_of(document)["trust"].chart.choices for trace in choice.figure["data"]]
+    assert all(x == [] for x in points) == (key in ("what_if", "scores"))
+
+
+def test_plans_are_listed_with_the_notes(document: dict[str, Any]) -> None:
+    assert len(parts_of(document)["notes"].table.rows) == 4
+    for layer in document["subjects"][0]["layers"]:
+        layer["fast"] = None
+    assert parts_of(document)["notes"].table is None
+    document["subjects"][0]["notes"] = []
+    assert "notes" not in parts_of(document)
 
 
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        (("layers", 1, "what_if", "block", "loss"), None, r"layers\[1\]\.what_if\.block\.loss must be a finite number"),
-        (("layers", 0, "scores", "mlp_cosine"), "x", r"scores\.mlp_cosine must be a finite number or null"),
-        (("baseline", "loss"), None, r"baseline\.loss must be a finite number"),
-        (("depth", 0, "steps", 0, "removed"), -1, r"steps\[0\]\.removed must be a whole number from 0"),
-        (("model", "heads"), "2", r"model\.heads must be a whole number from 0"),
+        (
+            ("layers", 1, "what_if", "block", "loss"),
+            None,
+            r"layers\[1\]\.what_if.*\.loss: expected a number, got null",
+        ),
+        (
+            ("layers", 0, "scores", "mlp_cosine"),
+            "x",
+            r"layers\[0\]\.scores.*: expected a number or null",
+        ),
+        (("baseline", "loss"), None, r"baseline\.loss: expected a number, got null"),
+        (("depth", 0, "steps", 0, "removed"), -1, r"steps\[0\]\.removed: expected a whole number >= 0"),
+        (("model", "heads"), "2", r"model\.heads: expected a whole number, got a string"),
     ],
 )
 def test_damage_is_named(document: dict[str, Any], path: tuple[Any, ...], value: Any, words: str) -> None:
