@@ -1,4 +1,4 @@
-"""The entry point: registers the verbs and turns every error into one sentence and an exit code."""
+"""The entry point: register the commands, and turn every error into one sentence and an exit code."""
 
 import io
 import os
@@ -14,8 +14,9 @@ from depthgauge.errors import DepthgaugeError
 app = typer.Typer(
     name="depthgauge",
     help="How deep is an attention network, really?\n\n"
-    "depthgauge measures how much of a network's depth does work, proves it, and removes what does not. "
-    "Every verb takes --json: one document on standard output, talk and progress on standard error.",
+    "depthgauge measures how much of a network's depth does useful work, proves it where a proof is possible, and "
+    "removes what does nothing. Every command has --json: one document on standard output, messages and progress on "
+    "standard error.",
     epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
     "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`.",
     pretty_exceptions_enable=False,
@@ -32,11 +33,11 @@ app.command(name="sweep")(sweep.command)
 app.command(name="report")(report.command)
 
 
-# Usage errors come from the click that typer carries or depends on, depending on its version; this names it either way.
+# Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-# What typer returns when a verb was interrupted.
+# What typer returns when a command was interrupted.
 _INTERRUPTED = 130
 
 
@@ -57,28 +58,28 @@ def _global_options(
 
 
 def main() -> None:
-    """Run the command line: exit 0 when done, 2 on bad input, 1 on anything else, with one sentence."""
+    """Run the command line. Exit codes: 0 done, 2 bad input, 1 any other failure; errors are one sentence."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show θ shows ? and no traceback
+        sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False)
         if code == _INTERRUPTED:
-            code = _say("interrupted", 1)
-        sys.stdout.flush()  # a reader that went away is noticed here, not at the very end
+            code = _fail("interrupted", 1)
+        sys.stdout.flush()  # notice a closed pipe here instead of at interpreter exit
     except DepthgaugeError as error:
-        code = _say(str(error), error.exit_code)
+        code = _fail(str(error), error.exit_code)
     except _UsageError as error:
-        code = _say(_usage_sentence(error), 2)
+        code = _fail(_usage_sentence(error), 2)
     except (typer.Abort, KeyboardInterrupt):
-        code = _say("interrupted", 1)
-    except BrokenPipeError:  # the reader of our output went away, for instance `| head`
+        code = _fail("interrupted", 1)
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     except Exception as error:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
         kind = type(error).__name__
-        code = _say(f"unexpected {kind}: {error} (set DEPTHGAUGE_DEBUG=1 for the full story)", 1)
+        code = _fail(f"unexpected {kind}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
     sys.exit(code)
 
 
@@ -87,7 +88,7 @@ def _usage_sentence(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}; see `{where} --help`"
 
 
-def _say(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int) -> int:
     one_line = " ".join(sentence.split())
     typer.echo(f"error: {one_line}", err=True)
     return code

@@ -1,4 +1,4 @@
-"""`depthgauge report`: a page from saved results."""
+"""`depthgauge report`: write the page of a saved result."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +10,10 @@ from depthgauge.cli.output import note, print_json
 _EXAMPLES = """
 **Examples**
 
-`depthgauge gauge --out result.json`, then `depthgauge report result.json` writes result.html beside it: one page that
-opens from disk, in any browser, without a network.
+`depthgauge gauge --out result.json`, then `depthgauge report result.json` writes result.html next to it: one page that
+opens from disk in any browser and makes no network requests.
 
-`depthgauge report result.json --out page.html` says where.
+`depthgauge report result.json --out page.html` writes the page to another file.
 
 The page needs the extra report: `pip install 'depthgauge[report]'`.
 """
@@ -21,12 +21,12 @@ The page needs the extra report: `pip install 'depthgauge[report]'`.
 
 def command(
     result: Annotated[
-        Path, typer.Argument(metavar="RESULT.json", help="What `gauge --out` wrote.", show_default=False)
+        Path, typer.Argument(metavar="RESULT.json", help="The file that `gauge --out` wrote.", show_default=False)
     ],
-    out: Annotated[Path | None, typer.Option(help="The page  [default: RESULT with the ending .html].")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print where the page is and its size as JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="The page to write  [default: RESULT.html].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the path and size of the page as JSON.")] = False,
 ) -> None:
-    """Make a page of a saved result: charts, tables, and how to reproduce it."""
+    """Write a page of a saved result: charts, tables, and the command that reproduces it."""
     from depthgauge.report.write import write_report
 
     page = write_report(result, result.parent / f"{result.stem}.html" if out is None else out)
