@@ -59,7 +59,7 @@ def test_tables(run: Run) -> None:
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", *depth)
     assert outcome.code == 0
     assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
-    for word in ("TV to uniform", "What if: loss added, in nats per token (intact: ", "skip block", "beside the next",
+    for word in ("TV to uniform", "What if: loss added, in nats per token (intact: ", "skip block", "parallel with",
                  "Which cheap score", "block influence (ShortGPT)", "effective depth: 2 of 3 layers keep it within 9",
                  "by Theorem D.1 as printed", "→ 3 layers; layer "):  # fmt: skip
         assert word in outcome.out
@@ -88,7 +88,7 @@ def test_weights_only(run: Run) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere.gguf"], "cannot read nowhere.gguf: no such file"),
-        (["llama", "--text", "short.txt"], "short.txt has 5 tokens, one window has 16"),
+        (["llama", "--text", "short.txt"], "short.txt has 5 tokens, but one window needs 16"),
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
         (["mpnet", "--text", "corpus.txt"], "MPNetModel bypasses transformers' attention interface"),
         (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, with weights large enough that attention is far from uniform."""
+"""Tiny random models of every family, with weights large enough that attention is far from uniform."""
 
 import warnings
 from typing import Any
@@ -52,7 +52,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if "LM" in cls)
 ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
-# Outside the table of families, or outside the interface altogether.
+# OLMo and ALBERT are not in the table of families; MPNet does not call the attention interface.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("OlmoForCausalLM", "OlmoConfig", _SMALL | _GQA),
     "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
@@ -61,7 +61,10 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
-    """A model in evaluation mode; every matrix is normal with deviation `spread`, every norm near its default."""
+    """Return a model in evaluation mode.
+
+    Matrices have normal entries with standard deviation `spread`. Vectors have their default plus 0.1 × normal noise.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -76,5 +79,5 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
 
 
 def tokens(count: int = 11, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Token ids without special ones."""
+    """Draw token ids that are not special tokens."""
     return torch.randint(3, 40, (batch, count), generator=torch.Generator().manual_seed(seed))
