@@ -25,7 +25,8 @@ def silence_biases(model: torch.nn.Module) -> None:
                 parameter.zero_()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "qwen3"])
+# Qwen 3 and Gemma 3 normalize queries and keys inside the heads, which the circuits leave out.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("qwen3", "gemma3")])
 def test_circuits_reproduce_scores_and_values(name: str) -> None:
     """On a single token all rotary angles are 0, so the observed scores and values must equal those of the circuits."""
     model, ids = tiny_model(name), tokens(1, batch=1)

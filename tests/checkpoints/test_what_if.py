@@ -11,6 +11,7 @@ from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.checkpoints import what_if as what_ifs
+from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
@@ -30,11 +31,14 @@ from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 # Paths of each family's sublayers, written independently of the table under test.
 SUBLAYERS = {
     "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "gpt2": ("attn", "mlp"),
     "gpt_neox": ("attention", "mlp"),
     "gpt_neox-sequential": ("attention", "mlp"),
     "bert": ("attention.output.dense", "output.dense"),
     "roberta": ("attention.output.dense", "output.dense"),
+    "xlm-roberta": ("attention.output.dense", "output.dense"),
+    "camembert": ("attention.output.dense", "output.dense"),
     "electra": ("attention.output.dense", "output.dense"),
     "distilbert": ("attention", "ffn"),
 }
@@ -299,6 +303,11 @@ def test_removal_costs_at_most_the_stated_passes() -> None:
         next_removal(stack, windows, [lambda out: 0.0], [])
         assert stack.evaluations == 3 + 2 + 1 + 0
     assert passes(30, 5, known=1) < passes(30, 5)
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    covered = {tiny_model(name).config.model_type for name in MODELS}
+    assert covered == set(FAMILIES)
 
 
 def test_encoders_and_decoders_are_both_covered() -> None:

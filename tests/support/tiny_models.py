@@ -18,6 +18,7 @@ _SMALL = {
 }
 _GQA = {"num_key_value_heads": 2}
 _BERT = {"type_vocab_size": 1}
+_WINDOWED_FIRST = ["sliding_attention", "full_attention", "full_attention"]
 
 # name → (model class, configuration class, settings)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -37,6 +38,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma2Config",
         _SMALL | _GQA | {"head_dim": 4, "sliding_window": 4, "attn_logit_softcapping": 2.0},
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _SMALL | _GQA | {"head_dim": 4, "sliding_window": 4, "layer_types": _WINDOWED_FIRST},
+    ),
+    "xlm-roberta": ("XLMRobertaModel", "XLMRobertaConfig", _SMALL | _BERT),
+    "camembert": ("CamembertModel", "CamembertConfig", _SMALL | _BERT),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
         "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 40, "bos_token_id": 1,
         "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True,
@@ -50,7 +58,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24, "vocab_size": 40, "max_position_embeddings": 64,
     }),
 }  # fmt: skip
-DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if "LM" in cls)
+DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if cls.endswith(("ForCausalLM", "LMHeadModel")))
 ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
 # OLMo and ALBERT are not in the table of families; MPNet does not call the attention interface.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {

@@ -180,7 +180,9 @@ def find(target: str | Path) -> Source:
     if not path.is_dir():
         raise CheckpointError(f"cannot read {path}: no such directory")
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is not a checkpoint: it contains no config.json; give a directory that does")
+        raise CheckpointError(
+            f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
+        )
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
         hint = "convert its pickled weights to safetensors" if pickled else "download the complete checkpoint"
@@ -350,9 +352,8 @@ def _is_decoder(library: Any, config: Any) -> bool:
     names = getattr(config, "architectures", None) or [""]
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if "AutoModelForCausalLM" in (
-        getattr(config, "auto_map", None) or {}
-    ):  # defined by code in the checkpoint's directory
+    # A checkpoint that brings its own code declares its classes in `auto_map`.
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return True
     return causal and (not masked or names[0] == auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
 

@@ -57,7 +57,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         middle = len(stack) // 2
         again = stack.run(ids, start=middle, state=ours.states[middle])
         if _difference(again, ours.output) > _tolerance(stock.dtype):
-            return "its blocks need more than the state before them"
+            return "its blocks need other inputs than the hidden states before them"
     return None
 
 

@@ -52,7 +52,7 @@ def read_windows(
         context: the longest window the model accepts, or None if unknown.
         seed: chooses the windows if the text has more than needed.
     """
-    require_count("tokens", tokens, "how many tokens of text to use in all", least=2)
+    require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
     longest = context or 512
     if window is None:
