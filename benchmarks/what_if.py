@@ -1,8 +1,9 @@
-"""Claim: all what-ifs of one kind cost at most L/2 + 3 forward passes, and little memory beyond the cached states.
+"""Claim: a what-if on all L layers costs at most L/2 + 3 forward passes, and little memory beyond the cached states.
 
-Every layer of a checkpoint is skipped once (then its attention, then its MLP), prefix states cached. The plain way, a
-whole pass for every layer, is timed beside it for a few layers, and both must agree. Peak memory above the loaded model
-is held to 1.5 times that of a plain forward pass plus the cached states; each is a process of its own.
+The benchmark measures the what-ifs `block`, `attention` and `mlp` on every layer, with cached prefix states. For a few
+layers it also times the naive method, a complete pass per layer, and checks that both methods agree. Peak memory above
+the loaded model must be at most 1.5 times that of a plain forward pass, plus the cached states; each is measured in a
+separate process.
 """
 
 import argparse
@@ -22,17 +23,18 @@ import torch
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack, changed
 from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, wrap
-from depthgauge.checkpoints.what_if import KINDS, cross_entropy, layers_of, objective, passes, what_if
+from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, passes, what_if
+from depthgauge.results.labels import DEFAULT_WHAT_IFS
 
 MEMORY = 1.5
 AGREE = 1e-4
-ROUNDS, BESIDE = 3, 4
-"""Timings are medians over rounds, each with so many plain passes before and after: other work on the machine is met by
-both alike."""
+ROUNDS, PLAIN_PASSES = 3, 4
+"""Timings are medians over ROUNDS. Each round times PLAIN_PASSES plain passes before and after the what-ifs, so that
+other load on the machine affects both alike."""
 
 
 def checkpoint_of(path: str | None) -> Checkpoint:
-    """The checkpoint at a path, or a random Llama whose head has the share it has in one of 7 billion weights."""
+    """Load the checkpoint at a path, or make a random Llama with the share of head weights that a 7B model has."""
     if path is not None:
         source, placement = find(path), Placement(device="cpu")
         return load_model(source, load_config(source, placement), placement)
@@ -47,7 +49,7 @@ def checkpoint_of(path: str | None) -> Checkpoint:
 
 
 def head_share(checkpoint: Checkpoint) -> float:
-    """The head's weights over those of head and blocks."""
+    """Return the number of weights in the output head, relative to head and blocks together."""
     stack = Stack(checkpoint, Session())
     head = checkpoint.model.get_output_embeddings()
     own = 0 if head is None else sum(p.numel() for p in head.parameters())
@@ -55,13 +57,13 @@ def head_share(checkpoint: Checkpoint) -> float:
 
 
 def tokens_of(checkpoint: Checkpoint, count: int) -> torch.Tensor:
-    """Random token ids."""
+    """Draw random token ids."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(5, int(checkpoint.config.vocab_size), (1, count), generator=generator)
 
 
-def plainly(stack: Stack, ids: torch.Tensor, kind: str, layer: int) -> torch.Tensor:
-    """One what-if by a whole pass."""
+def naive(stack: Stack, ids: torch.Tensor, kind: str, layer: int) -> torch.Tensor:
+    """Compute one what-if by a complete pass."""
     family = stack.checkpoint.family
     assert family is not None
     with ExitStack() as patches:
@@ -74,24 +76,24 @@ def plainly(stack: Stack, ids: torch.Tensor, kind: str, layer: int) -> torch.Ten
 
 
 def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
-    """Seconds of a plain pass, of every kind's what-ifs, and of the plain way; whether the two ways agree."""
+    """Time a plain pass, every kind of what-if and the naive method, and check that both methods agree."""
     ids, L = tokens_of(checkpoint, count), checkpoint.layers
     rows, agree = [], True
     with attending(checkpoint.model) as session:
         stack = Stack(checkpoint, session)
         stack.run(ids)
-        for kind in KINDS:
+        for kind in DEFAULT_WHAT_IFS:
             before = stack.evaluations
             losses = whole_kind(stack, ids, kind)
             evaluations = (stack.evaluations - before) / L
-            rounds = [beside(stack, ids, kind) for _ in range(ROUNDS)]
+            rounds = [timed_round(stack, ids, kind) for _ in range(ROUNDS)]
             plain, seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
             ratio = statistics.median(kind_seconds / pass_seconds for pass_seconds, kind_seconds in rounds)
             checked = sorted({0, L // 2, L - 1})
             lost = objective(checkpoint.objective, ids, stack.run(ids))
             slow = 0.0
             for layer in checked:
-                took, output = _seconds(lambda kind=kind, layer=layer: plainly(stack, ids, kind, layer))
+                took, output = _seconds(lambda kind=kind, layer=layer: naive(stack, ids, kind, layer))
                 slow += took
                 agree &= abs(lost(output) - losses[layer]) < AGREE * max(1.0, abs(losses[layer]))
             rows.append(
@@ -101,22 +103,22 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
     return {"plain_seconds": plain, "rows": rows, "agree": agree, "layers": L}
 
 
-def beside(stack: Stack, ids: torch.Tensor, kind: str) -> tuple[float, float]:
-    """Seconds of a plain pass, the mean of several before and after, and of a kind's what-ifs between them."""
-    several = [_seconds(lambda: measured_pass(stack, ids))[0] for _ in range(BESIDE)]
+def timed_round(stack: Stack, ids: torch.Tensor, kind: str) -> tuple[float, float]:
+    """Return the mean seconds of the plain passes around the what-ifs of a kind, and the seconds of the what-ifs."""
+    several = [_seconds(lambda: measured_pass(stack, ids))[0] for _ in range(PLAIN_PASSES)]
     seconds, _ = _seconds(lambda: whole_kind(stack, ids, kind))
-    several += [_seconds(lambda: measured_pass(stack, ids))[0] for _ in range(BESIDE)]
+    several += [_seconds(lambda: measured_pass(stack, ids))[0] for _ in range(PLAIN_PASSES)]
     return statistics.mean(several), seconds
 
 
 def measured_pass(stack: Stack, ids: torch.Tensor) -> float:
-    """What there is to know of an intact model: one pass, and its loss where it has one."""
+    """Run the intact model once and return its loss, or 0 for an encoder."""
     output = stack.run(ids)
     return cross_entropy(output, ids) if stack.checkpoint.objective == "loss" else 0.0
 
 
 def whole_kind(stack: Stack, ids: torch.Tensor, kind: str) -> list[float]:
-    """Everything one kind needs: the intact pass whose states are kept, then every layer."""
+    """Run the intact pass that keeps the states, then the what-if on every layer."""
     base = stack.full(ids)
     lost, states = objective(stack.checkpoint.objective, ids, base.output), base.states
     del base
@@ -124,12 +126,12 @@ def whole_kind(stack: Stack, ids: torch.Tensor, kind: str) -> list[float]:
 
 
 def memory(mode: str, checkpoint: Checkpoint, count: int) -> dict[str, int]:
-    """Peak bytes above the loaded model, of a plain pass or of one kind's what-ifs, and the bytes of cached states."""
+    """Return the peak bytes above the loaded model, for a plain pass or one what-if, and the bytes of the states."""
     ids = tokens_of(checkpoint, count)
     with attending(checkpoint.model) as session:
         stack = Stack(checkpoint, session)
         stack.run(ids[:, :8])
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before, states = _status("VmRSS"), 0
         if mode == "plain":
             measured_pass(stack, ids)
@@ -146,16 +148,16 @@ def _status(name: str) -> int:
 
 
 def _seconds(work: Any) -> tuple[float, Any]:
-    """Processor seconds, which do not count what else the machine is doing."""
+    """Return processor seconds, which exclude other processes, and the result."""
     started = time.process_time()
     result = work()
     return time.process_time() - started, result
 
 
 def main() -> int:
-    """Run, print, save; exit 1 when a claim is not met."""
+    """Run the benchmark, print and save the results; return 1 if a claim is not met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", help="a directory or .gguf file; by default a random Llama of 16 layers")
+    parser.add_argument("--checkpoint", help="a directory or .gguf file; by default a random Llama with 16 layers")
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("results/what_if.json"))
@@ -168,13 +170,13 @@ def main() -> int:
         return 0
     found = timed(checkpoint, options.tokens)
     if not found["agree"]:
-        print("refusing to report: suffix passes and whole passes disagree")
+        print("error: suffix passes and complete passes disagree; no timings are reported")
         return 1
     L, most = found["layers"], found["layers"] / 2 + 3
     share = head_share(checkpoint)
     print(f"{checkpoint.name}: {L} layers, {options.tokens} tokens, one pass {found['plain_seconds'] * 1e3:.0f} ms, "
-          f"{share:.0%} of its weights in the head, which every what-if needs")  # fmt: skip
-    print(f"{'what-if':10} {'passes (time)':>14} {'passes (blocks)':>16} {'plain way':>10} {'claim':>7}")
+          f"{share:.0%} of its weights are in the output head, which every what-if computes")  # fmt: skip
+    print(f"{'what-if':10} {'passes (time)':>14} {'passes (blocks)':>16} {'naive':>10} {'claim':>7}")
     for row in found["rows"]:
         print(f"{row['kind']:10} {row['passes']:14.1f} {row['block_passes']:16.1f} {row['plain_way_passes']:10.1f} "
               f"{most:7.1f}")  # fmt: skip
@@ -187,7 +189,7 @@ def main() -> int:
     light = peaks["what-if"]["peak"] <= allowed
     print(f"claim at most L/2 + 3 passes: {'met' if quick else 'NOT MET'}; memory: {'met' if light else 'NOT MET'}")
     record = found | {
-        "claim": "what-ifs of a kind cost at most L/2 + 3 passes, and 1.5 times a pass's memory plus states",
+        "claim": "a what-if on all layers costs at most L/2 + 3 passes, and 1.5 times a pass's memory plus the states",
         "met": quick and light, "head_share": share, "memory": peaks, "model": checkpoint.describe(),
         "tokens": options.tokens, "threads": options.threads, "python": platform.python_version(),
     }  # fmt: skip
@@ -199,7 +201,7 @@ def main() -> int:
 def _child(mode: str, options: argparse.Namespace) -> dict[str, int]:
     arguments = ["--memory", mode, "--tokens", str(options.tokens), "--threads", str(options.threads)]
     arguments += ["--checkpoint", options.checkpoint] if options.checkpoint else []
-    # Every tensor in pages of its own, so that what is freed is seen to be free.
+    # Every tensor gets its own pages, so that freed memory is returned to the system and the peak is exact.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

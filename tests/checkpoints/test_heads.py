@@ -1,4 +1,4 @@
-"""Head statistics against plain formulas on whole matrices."""
+"""Head statistics against their formulas, evaluated row by row."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def draw(seed: int, n: int, heads: int, kind: str) -> tuple[AttentionCall, Tenso
 
 
 def plain(call: AttentionCall, visible: Tensor) -> dict[str, Tensor]:
-    """The same, one row at a time."""
+    """Compute all statistics with a loop over rows."""
     scores = 0.5 * call.query @ call.key.mT
     heads = scores.shape[1]
     rows = [i for i in range(scores.shape[2]) if visible[i].any()]
@@ -100,7 +100,7 @@ def test_statistics_do_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPatch)
         assert torch.allclose(torch.tensor(value), torch.tensor(blocked.to_json()[name]), rtol=1e-12), name
 
 
-def test_padding_as_queries_is_left_out() -> None:
+def test_padding_rows_are_not_counted() -> None:
     call, _ = draw(5, 6, 2, "full")
     rows = torch.ones(2, 6, dtype=torch.bool)
     rows[:, 4:] = False
@@ -111,14 +111,14 @@ def test_padding_as_queries_is_left_out() -> None:
     assert torch.allclose(found.energy, (p @ call.value).square().sum(dim=(0, 2, 3)))
 
 
-def test_a_head_that_is_static_is_recognised() -> None:
+def test_a_static_head_is_recognised() -> None:
     n = 8
     value = torch.randn(1, 4, n, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     key = torch.eye(n, dtype=torch.float64).expand(1, 4, n, n)
     j = torch.arange(n)
     wanted = [j * 0, j * 0, (j - 1).clamp(min=0), (j - 2).clamp(min=0)]
     query = torch.stack([torch.nn.functional.one_hot(place, n).double() for place in wanted])[None] * 60
-    query[:, 0] = 0  # all scores equal
+    query[:, 0] = 0  # all scores are equal
     mask = torch.zeros(1, 1, n, n, dtype=torch.float64).masked_fill(torch.ones(n, n).triu(1).bool(), LEAST)
     _, found = head_statistics(AttentionCall(0, query, key, value, mask, 1.0))
     errors = found.static_errors()
@@ -126,11 +126,12 @@ def test_a_head_that_is_static_is_recognised() -> None:
     assert (errors.amin(dim=0) < torch.tensor([1e-9, 1e-9, 1e-9, 0.5])).all()
 
 
-def test_windows_are_combined_as_one_sample() -> None:
+def test_windows_are_combined() -> None:
     parts = [head_statistics(draw(seed, 6, 2, "causal")[0])[1] for seed in (1, 2, 3)]
     together = combine(parts)
     assert torch.equal(together.score_range, torch.stack([p.score_range for p in parts]).amax(0))
     assert torch.allclose(together.tv_mean, torch.stack([p.tv_mean for p in parts]).mean(0))
     assert torch.allclose(together.static, sum(p.static for p in parts))  # type: ignore[arg-type]
     again = HeadStatistics.from_json(together.to_json())
+    assert again == together
     assert torch.equal(again.static_errors(), together.static_errors())

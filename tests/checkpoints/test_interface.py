@@ -1,4 +1,4 @@
-"""Attention computed here is the model's own: padded, windowed, capped, grouped, watched or not."""
+"""Observed attention equals stock attention: padded, windowed, capped, grouped, with and without a watch."""
 
 import pytest
 import torch
@@ -48,8 +48,8 @@ def test_outputs_equal_stock_eager(name: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama", "bert"])
-def test_the_mask_function_is_what_makes_it_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Registered without it, the same attention is off by far: the test above can fail."""
+def test_without_the_mask_function_outputs_are_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the mask function the outputs are wrong by a wide margin, so the test above can fail."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     from depthgauge.checkpoints import interface
@@ -66,7 +66,7 @@ def test_the_mask_function_is_what_makes_it_right(name: str, monkeypatch: pytest
     assert (maskless - stock)[mask.bool()].abs().max() > 0.05  # type: ignore[union-attr]
 
 
-def test_uniform_attention_is_the_average_of_what_is_seen() -> None:
+def test_uniform_attention_averages_the_visible_values() -> None:
     model, ids = tiny_model("llama"), tokens(batch=1)
     seen: list[AttentionCall] = []
 
@@ -83,7 +83,7 @@ def test_uniform_attention_is_the_average_of_what_is_seen() -> None:
     assert not torch.allclose(seen[0].output(), seen[0].value.cumsum(dim=-2) / torch.arange(1, 12)[:, None], atol=1e-2)
 
 
-def test_blocks_of_rows_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_make_up_the_whole_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, 7, 4, generator=generator) for _ in range(3))
     mask = torch.zeros(2, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), torch.finfo(torch.float32).min)
@@ -106,3 +106,34 @@ def test_half_precision_is_softmaxed_in_float32() -> None:
 def test_the_tiny_models_cover_both_kinds() -> None:
     assert len(DECODERS) >= 9
     assert len(ENCODERS) >= 4
+
+
+def test_each_model_has_its_own_session() -> None:
+    """Calls of a model go to its own session, also while another model is observed; nested contexts are restored."""
+    first, second, ids = tiny_model("llama"), tiny_model("gpt2"), tokens(batch=1)
+    with attending(first) as outer, attending(second) as other:
+        final(first, ids, None)
+        assert (outer.calls, other.calls) == (3, 0)
+        final(second, ids, None)
+        assert (outer.calls, other.calls) == (3, 3)
+        with attending(first) as inner:
+            final(first, ids, None)
+            assert (outer.calls, inner.calls) == (3, 3)
+        final(first, ids, None)
+        assert (outer.calls, inner.calls, other.calls) == (6, 3, 3)
+    own = dict(first.named_modules())
+    assert not any("session" in name for module in own.values() for name in vars(module))
+
+
+def test_a_session_ends_with_an_error() -> None:
+    model, ids = tiny_model("llama"), tokens(batch=1)
+    own = model.config._attn_implementation
+    with pytest.raises(RuntimeError, match="stop"), attending(model):
+        raise RuntimeError("stop")
+    assert model.config._attn_implementation == own
+    assert not any("session" in name for module in model.modules() for name in vars(module))
+    model.set_attn_implementation("eager")
+    stock = final(model, ids, None)
+    with attending(model) as session:
+        assert torch.allclose(final(model, ids, None), stock, atol=1e-5)
+        assert session.calls == 3

@@ -1,4 +1,4 @@
-"""Checkpoints from disk: what loads, what is refused and in which words, and text as windows."""
+"""Loading checkpoints: what loads, what is refused with which message, the probe, and windows of text."""
 
 import json
 import sys
@@ -28,9 +28,10 @@ from depthgauge.checkpoints.load import (
     wrap,
 )
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.what_if import ALL_KINDS, what_if
+from depthgauge.checkpoints.what_if import what_if
 from depthgauge.checkpoints.windows import read_windows, special_tokens
 from depthgauge.errors import InputError
+from depthgauge.results.labels import WHAT_IFS
 
 HERE = Placement(device="cpu")
 
@@ -72,11 +73,11 @@ def test_a_directory_loads_as_it_was_saved(name: str, request: pytest.FixtureReq
     assert not checkpoint.model.training
 
 
-def test_the_number_type_is_as_asked(llama: Path) -> None:
+def test_the_requested_dtype_is_used(llama: Path) -> None:
     assert loaded(llama, Placement("float64", "cpu")).describe()["dtype"] == "float64"
     with pytest.raises(InputError, match="dtype must be one of auto, float32"):
         loaded(llama, Placement("float31", "cpu"))
-    with pytest.raises(InputError, match="device 'cuda:77' cannot be used"):
+    with pytest.raises(InputError, match=r"device 'cuda:77' cannot be used: .*; choose a device of this machine"):
         loaded(llama, Placement(device="cuda:77"))
 
 
@@ -91,27 +92,27 @@ def test_a_device_map_is_passed_through(llama: Path, monkeypatch: pytest.MonkeyP
         return real(*args, **keywords)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
-    monkeypatch.setattr(load, "free_memory", lambda: 0)  # what is spread need not fit in one place
+    monkeypatch.setattr(load, "free_memory", lambda: 0)  # with a device map, the model need not fit on one device
     assert probe(loaded(llama, Placement(device_map="cpu")), tokens(batch=1)) is None
     assert given["device_map"] == "cpu"
     assert given["trust_remote_code"] is False
     assert given["local_files_only"] is True
 
 
-def test_a_model_spread_by_accelerate_gives_the_same_what_ifs() -> None:
-    """There every block has a forward of its own that brings the weights in."""
+def test_a_model_offloaded_by_accelerate_gives_the_same_what_ifs() -> None:
+    """Accelerate gives every module its own forward, which moves the weights in."""
     from accelerate import cpu_offload
 
     model, ids = tiny_model("llama"), tokens(batch=1)
     outputs = []
-    for spread in (False, True):
-        if spread:
+    for offloaded in (False, True):
+        if offloaded:
             cpu_offload(model, execution_device=torch.device("cpu"))
             assert "forward" in model.model.layers[0].self_attn.q_proj.__dict__
         with attending(model) as session:
             stack = Stack(wrap(model), session)
             base = stack.full(ids)
-            outputs.append([what_if(stack, ids, base.states, kind, 1) for kind in ALL_KINDS])
+            outputs.append([what_if(stack, ids, base.states, kind, 1) for kind in WHAT_IFS])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
@@ -130,13 +131,13 @@ def test_a_decoder_without_its_head_is_measured_by_its_states(tmp_path: Path) ->
         assert torch.allclose(output, model(tokens(batch=1)).last_hidden_state, atol=1e-5)
 
 
-def test_code_that_comes_along_is_not_run_unasked(tmp_path: Path) -> None:
+def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
-    with pytest.raises(InputError, match="needs Python code that comes with it; read that code"):
+    with pytest.raises(InputError, match=r"needs to run the Python code in its directory; .* use --trust-remote-code"):
         load_config(find(tmp_path), HERE)
 
 
@@ -147,20 +148,20 @@ def test_missing_weights_are_noticed(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InputError, match=r"lacks 1 weights, model\.layers\.1\.mlp\.up_proj\.weight among them"):
+    with pytest.raises(InputError, match=r"lacks 1 weights, such as model\.layers\.1\.mlp\.up_proj\.weight"):
         loaded(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_said_in_one_sentence(tmp_path: Path) -> None:
+def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
         find(tmp_path / "nowhere")
-    with pytest.raises(InputError, match=r"holds no config\.json"):
+    with pytest.raises(InputError, match=r"contains no config\.json"):
         find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"holds no weights, expected \*\.safetensors; copy it whole"):
+    with pytest.raises(InputError, match=r"contains no weights, expected \*\.safetensors; download the complete"):
         find(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(InputError, match="its pickled weights are not opened"):
+    with pytest.raises(InputError, match="convert its pickled weights to safetensors"):
         find(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match="cannot load the configuration of"):
@@ -169,7 +170,7 @@ def test_what_is_no_checkpoint_is_said_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is an encoder–decoder model"):
         load_config(find(tmp_path), HERE)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(InputError, match=r"holds no tokenizer, expected one of tokenizer\.json"):
+    with pytest.raises(InputError, match=r"contains no tokenizer, expected one of tokenizer\.json"):
         load_tokenizer(find(tmp_path), HERE)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(InputError, match="cannot load the tokenizer of"):
@@ -182,7 +183,7 @@ def test_gguf_files_are_recognised(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         find(tmp_path / "m.gguf")
     (tmp_path / "m.gguf").write_bytes(b"GGML1234")
-    with pytest.raises(InputError, match="is not a GGUF file"):
+    with pytest.raises(InputError, match="is not a GGUF file: it does not start with the bytes GGUF"):
         find(tmp_path / "m.gguf")
     assert is_checkpoint(tmp_path / "m.gguf")
     assert is_checkpoint(tmp_path)
@@ -201,7 +202,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch
     check_memory(source, Placement("bfloat16", "cpu"))
 
 
-def test_free_memory_is_some() -> None:
+def test_free_memory_is_plausible() -> None:
     assert 10**6 < free_memory() < 10**15
 
 
@@ -219,16 +220,16 @@ def test_a_model_that_bypasses_the_interface_is_refused() -> None:
         probe(wrap(tiny_model("mpnet")), tokens(batch=1))
 
 
-def test_a_model_that_attends_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_unsupported_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthgauge.checkpoints import interface
 
     plain = interface.attention_call
     monkeypatch.setattr(interface, "attention_call", lambda q, *rest: plain(1.5 * q, *rest))
-    with pytest.raises(InputError, match="LlamaForCausalLM attends in a way that is not understood"):
+    with pytest.raises(InputError, match=r"LlamaForCausalLM uses an unsupported form of attention: .* got 3 calls"):
         probe(wrap(tiny_model("llama")), tokens(batch=1))
 
 
-def test_families_outside_the_table_are_probed_all_the_same() -> None:
+def test_families_outside_the_table_can_be_probed() -> None:
     assert wrap(tiny_model("olmo")).family is None
     assert probe(wrap(tiny_model("olmo")), tokens(batch=1)) is None
     assert probe(wrap(tiny_model("albert")), tokens(batch=1)) == "its blocks are not kept in one list"
@@ -274,12 +275,12 @@ def test_windows_by_default(llama: Path) -> None:
     assert windows_of(llama, None, tokens=32, window=None).shape == (1, 32)
 
 
-def test_bad_text_is_said(llama: Path, tmp_path: Path) -> None:
+def test_unusable_text_is_refused(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "t"
     with pytest.raises(InputError, match="cannot read text"):
         windows_of(llama, path)
     path.write_text(text_of(15))
-    with pytest.raises(InputError, match=r"has 15 tokens, one window has 16; give more text, or a smaller --window"):
+    with pytest.raises(InputError, match="has 15 tokens, but one window needs 16; use a longer text"):
         windows_of(llama, path)
     path.write_bytes(b"w1 \xff w2")
     with pytest.raises(InputError, match="is not UTF-8 text: invalid start byte at byte 3"):
@@ -295,10 +296,10 @@ def test_large_texts_are_read_in_pieces(llama: Path, tmp_path: Path, monkeypatch
     (tmp_path / "t").write_text("é " + text_of(30_000), encoding="utf-8")
     found = windows_of(llama, tmp_path / "t", tokens=80)
     assert found.shape == (5, 16)
-    assert (found > 3).all()  # no word was cut
+    assert (found > 3).all()  # no word was cut, so no token is [UNK]
     assert not torch.equal(found, windows_of(llama, tmp_path / "t", tokens=80, seed=5))
     (tmp_path / "t").write_text("é" * 5000, encoding="utf-8")
-    with pytest.raises(InputError, match="one window has 16"):
+    with pytest.raises(InputError, match="one window needs 16"):
         windows_of(llama, tmp_path / "t", tokens=80)
     (tmp_path / "t").write_bytes(b"\xff\xfe\x00" * 3000)
     with pytest.raises(InputError, match="is not UTF-8 text"):

@@ -1,4 +1,4 @@
-"""Every what-if against a plain reimplementation with hooks on a whole pass, and suffix passes against whole ones."""
+"""What-ifs against a reimplementation with hooks on complete passes, and suffix passes against complete passes."""
 
 import math
 from collections.abc import Callable
@@ -11,13 +11,12 @@ from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.checkpoints import what_if as what_ifs
+from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.removal import measured_depth, next_removal, passes, remove_greedily
 from depthgauge.checkpoints.what_if import (
-    ALL_KINDS,
-    KINDS,
     available,
     chosen_kinds,
     cross_entropy,
@@ -27,15 +26,19 @@ from depthgauge.checkpoints.what_if import (
 )
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 
-# What each family's sublayers are called, written down apart from the table that is tested.
+# Paths of each family's sublayers, written independently of the table under test.
 SUBLAYERS = {
     "gemma2": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "gemma3": ("post_attention_layernorm", "post_feedforward_layernorm"),
     "gpt2": ("attn", "mlp"),
     "gpt_neox": ("attention", "mlp"),
     "gpt_neox-sequential": ("attention", "mlp"),
     "bert": ("attention.output.dense", "output.dense"),
     "roberta": ("attention.output.dense", "output.dense"),
+    "xlm-roberta": ("attention.output.dense", "output.dense"),
+    "camembert": ("attention.output.dense", "output.dense"),
     "electra": ("attention.output.dense", "output.dense"),
     "distilbert": ("attention", "ffn"),
 }
@@ -57,7 +60,7 @@ def hooked(module: nn.Module, change: Callable[[tuple[Any, ...], dict[str, Any],
 
 
 def plainly(name: str, model: Any, ids: Tensor, kind: str, layer: int) -> Tensor:
-    """One what-if by hooks on the stock eager model, nothing cached."""
+    """Compute one what-if with hooks on the stock eager model, without cached states."""
     model.set_attn_implementation("eager")
     blocks = find_blocks(model, 3)
     attention, mlp = SUBLAYERS.get(name, ("self_attn", "mlp"))
@@ -89,17 +92,17 @@ def test_what_ifs_equal_hooks_on_whole_passes(name: str, kind: str) -> None:
         stack = Stack(checkpoint, session)
         base = stack.full(ids)
         found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, 3)]
-        assert torch.equal(final(model, ids), base.output)  # every patch is gone
+        assert torch.equal(final(model, ids), base.output)  # every patch was removed
     for layer, output in enumerate(found):
         expected = plainly(name, model, ids, kind, layer)
         scale = base.output.abs().max()
         assert (output - expected).abs().max() < 3e-5 * scale
-        assert (expected - base.output).abs().max() > 1e-3 * scale  # something was at stake
+        assert (expected - base.output).abs().max() > 1e-3 * scale  # the what-if changes the output
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bert"])
 def test_uniform_attention_equals_zeroed_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against stock eager attention whose softmax is given zeros in place of scores in one layer."""
+    """Compare with stock eager attention in which the scores of one layer are replaced by zeros."""
     model, ids = tiny_model(name), tokens(batch=1)
     with attending(model) as session:
         stack = Stack(wrap(model), session)
@@ -158,7 +161,7 @@ def test_skipped_layers_in_the_middle() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "distilbert"])
 def test_a_silent_sublayer_is_not_computed_twice(name: str) -> None:
-    """The first time shows what it returns; from then on it does not run."""
+    """The first run of a module type shows the form of its output; later ones are not computed."""
     model, ids = tiny_model(name), tokens(batch=1)
     with attending(model) as session:
         stack = Stack(wrap(model), session)
@@ -169,7 +172,7 @@ def test_a_silent_sublayer_is_not_computed_twice(name: str) -> None:
                 assert session.calls - layer == calls[layer]
 
 
-def test_patches_survive_an_error_and_a_forward_put_there_by_others() -> None:
+def test_patches_are_removed_after_errors_and_keep_a_forward_set_by_others() -> None:
     model, ids = tiny_model("llama"), tokens(batch=1)
     block = model.model.layers[0]
     own = block.forward
@@ -206,13 +209,18 @@ def test_objectives() -> None:
 
 
 def test_kinds_are_chosen_by_name() -> None:
-    assert chosen_kinds("default") == KINDS
-    assert chosen_kinds("all") == ALL_KINDS
+    assert chosen_kinds("default") == DEFAULT_WHAT_IFS == ("block", "attention", "mlp")
+    assert chosen_kinds("all") == tuple(WHAT_IFS) == ("block", "attention", "mlp", "uniform", "parallel")
     assert chosen_kinds("none") == ()
     assert chosen_kinds("parallel, block") == ("block", "parallel")
     with pytest.raises(InputError, match=r"what-if must be one of .* got 'blok'; did you mean 'block'"):
         chosen_kinds("blok")
-    assert available(ALL_KINDS, None) == ("block", "uniform", "parallel")
+    assert available(WHAT_IFS, None) == ("block", "uniform", "parallel")
+
+
+def test_every_default_and_every_score_names_a_what_if() -> None:
+    assert set(DEFAULT_WHAT_IFS) <= set(WHAT_IFS)
+    assert {score.what_if for score in SCORES.values()} <= set(WHAT_IFS)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -221,7 +229,7 @@ def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
     with attending(model) as session:
         stack = Stack(wrap(model), session)
         base = stack.full(ids)
-        for kind in ALL_KINDS:
+        for kind in WHAT_IFS:
             before = stack.evaluations
             for layer in layers_of(kind, 3):
                 what_if(stack, ids, base.states, kind, layer)
@@ -263,7 +271,7 @@ def test_removal_is_greedy_and_remeasured(name: str) -> None:
     assert len(steps) == 2
 
 
-def test_removal_stops_and_goes_on_where_it_was() -> None:
+def test_removal_stops_and_resumes() -> None:
     model, windows = tiny_model("llama"), [tokens(batch=1)]
     with attending(model) as session:
         stack = Stack(wrap(model), session)
@@ -285,7 +293,7 @@ def test_removal_stops_and_goes_on_where_it_was() -> None:
     assert document["low"] is None
 
 
-def test_removal_costs_what_it_says() -> None:
+def test_removal_costs_at_most_the_stated_passes() -> None:
     model, windows = tiny_model("llama"), [tokens(batch=1)]
     with attending(model) as session:
         stack = Stack(wrap(model), session)
@@ -297,6 +305,11 @@ def test_removal_costs_what_it_says() -> None:
     assert passes(30, 5, known=1) < passes(30, 5)
 
 
-def test_encoders_and_decoders_are_both_here() -> None:
+def test_every_family_has_a_tiny_model() -> None:
+    covered = {tiny_model(name).config.model_type for name in MODELS}
+    assert covered == set(FAMILIES)
+
+
+def test_encoders_and_decoders_are_both_covered() -> None:
     assert set(SUBLAYERS) <= set(MODELS)
     assert set(ENCODERS) <= set(SUBLAYERS)

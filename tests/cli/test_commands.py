@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -335,22 +334,26 @@ def test_version(run: Run) -> None:
     assert run("--version") == Outcome(0, f"depthgauge {dg.__version__}\n", "")
 
 
-def test_help_is_quick_because_it_imports_nothing_heavy(tmp_path: Path) -> None:
+HEAVY = {
+    "torch", "numpy", "scipy", "pandas", "matplotlib", "plotly", "safetensors", "flint", "jaxtyping", "joblib", "dask",
+    "transformers", "triton",
+}  # fmt: skip
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
     script = (
         "import sys; sys.argv = ['depthgauge', *sys.argv[1:]]\n"
         "from depthgauge.cli.main import main\n"
         "try:\n    main()\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'safetensors', 'flint', 'jaxtyping', 'transformers'}\n"
+        f"heavy = {HEAVY}\n"
         "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
     )
     for arguments in (["--help"], ["gauge", "--help"], ["random", "--help"], ["--version"], ["bogus"]):
-        started = time.perf_counter()
         finished = subprocess.run(
             [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
         )
         assert "HEAVY []" in finished.stdout, arguments
-        assert time.perf_counter() - started < 5  # a loaded machine; alone it is a quarter of a second
 
 
 def test_the_public_names_are_all_there_and_lazy() -> None:

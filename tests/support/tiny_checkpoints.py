@@ -1,4 +1,4 @@
-"""Tiny checkpoints on disk: weights, configuration and a tokenizer of forty words."""
+"""Tiny checkpoints on disk: weights, configuration and a tokenizer with forty entries."""
 
 import warnings
 from pathlib import Path
@@ -11,7 +11,7 @@ WORDS = [f"w{i}" for i in range(36)]
 
 
 def save_checkpoint(folder: Path, name: str, *, tokenizer: bool = True, seed: int = 0) -> Any:
-    """A tiny model of a family saved as transformers saves it; encoders get [CLS] and [SEP] around a text."""
+    """Save a tiny model of a family with transformers; the tokenizer of an encoder adds [CLS] and [SEP] to a text."""
     model = tiny_model(name, seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -22,7 +22,7 @@ def save_checkpoint(folder: Path, name: str, *, tokenizer: bool = True, seed: in
 
 
 def save_tokenizer(folder: Path, special: bool) -> None:
-    """Words are what stands between spaces."""
+    """Save a tokenizer that splits at white space."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -37,7 +37,7 @@ def save_tokenizer(folder: Path, special: bool) -> None:
 
 
 def text_of(words: int, seed: int = 0) -> str:
-    """Words drawn from the vocabulary."""
+    """Return a text of words drawn from the vocabulary."""
     import torch
 
     drawn = torch.randint(len(WORDS), (words,), generator=torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of every family, with weights large enough that attention is far from uniform."""
+"""Tiny random models of every family, with weights large enough that attention is far from uniform."""
 
 import warnings
 from typing import Any
@@ -18,6 +18,7 @@ _SMALL = {
 }
 _GQA = {"num_key_value_heads": 2}
 _BERT = {"type_vocab_size": 1}
+_WINDOWED_FIRST = ["sliding_attention", "full_attention", "full_attention"]
 
 # name → (model class, configuration class, settings)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -37,6 +38,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma2Config",
         _SMALL | _GQA | {"head_dim": 4, "sliding_window": 4, "attn_logit_softcapping": 2.0},
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _SMALL | _GQA | {"head_dim": 4, "sliding_window": 4, "layer_types": _WINDOWED_FIRST},
+    ),
+    "xlm-roberta": ("XLMRobertaModel", "XLMRobertaConfig", _SMALL | _BERT),
+    "camembert": ("CamembertModel", "CamembertConfig", _SMALL | _BERT),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {
         "n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 40, "bos_token_id": 1,
         "eos_token_id": 2, "scale_attn_by_inverse_layer_idx": True,
@@ -50,9 +58,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "dim": 16, "n_layers": 3, "n_heads": 4, "hidden_dim": 24, "vocab_size": 40, "max_position_embeddings": 64,
     }),
 }  # fmt: skip
-DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if "LM" in cls)
+DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if cls.endswith(("ForCausalLM", "LMHeadModel")))
 ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
-# Outside the table of families, or outside the interface altogether.
+# OLMo and ALBERT are not in the table of families; MPNet does not call the attention interface.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("OlmoForCausalLM", "OlmoConfig", _SMALL | _GQA),
     "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
@@ -61,7 +69,10 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
-    """A model in evaluation mode; every matrix is normal with deviation `spread`, every norm near its default."""
+    """Return a model in evaluation mode.
+
+    Matrices have normal entries with standard deviation `spread`. Vectors have their default plus 0.1 × normal noise.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
@@ -76,5 +87,5 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
 
 
 def tokens(count: int = 11, batch: int = 2, seed: int = 0) -> torch.Tensor:
-    """Token ids without special ones."""
+    """Draw token ids that are not special tokens."""
     return torch.randint(3, 40, (batch, count), generator=torch.Generator().manual_seed(seed))

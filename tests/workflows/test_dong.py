@@ -76,7 +76,7 @@ def test_samples_are_drawn_from_anywhere_in_the_text(tmp_path: Path) -> None:
     assert (ids[:, 0] == 1).all()
     assert (ids[:, -1] == 2).all()
     (tmp_path / "t").write_text("w1 w2")
-    with pytest.raises(InputError, match="has 2 tokens, one window has 14"):
+    with pytest.raises(InputError, match="has 2 tokens, but one window needs 14"):
         drawn_windows(tokenizer, tmp_path / "t", windows=1, window=16, seed=0)
 
 

@@ -1,1 +1,1 @@
-"""Transformers checkpoints: loaded, observed at their attention, and patched to ask what a layer is good for."""
+"""Transformers checkpoints: load a model, observe its attention, and measure what each layer contributes."""

@@ -1,8 +1,9 @@
-"""What the weights alone say: the circuits of every head, without a word of text.
+"""Sizes of the query–key and value–output circuits of every head, from the weights alone.
 
-A head reads tokens x (rows) through query Q and key K, `[d, k]`, and writes x V with V = W_V W_O, `[d, d]`. The gain of
-the norm before attention is part of all three. Rotary positions turn Q and K by the distance of two tokens; the sizes
-here are those at distance 0. Biases are left out.
+A head computes scores β x Q Kᵀ yᵀ for tokens x, y (row vectors) with Q, K `[d, k]`, and writes x V with V = W_V W_O
+`[d, d]`. The gain of the norm before attention is included in Q, K and V. Rotary embeddings rotate Q and K by an angle
+that depends on the distance of two tokens; the sizes are those at distance 0. Biases, and norms of query and key inside
+a head (Qwen 3, Gemma 3), are left out.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,20 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family, Fused, Separate
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.linalg.norms import entry_sum_norm
 from depthgauge.measures.weights import weight_sizes
 from depthgauge.network.network import Layer
 
 
-@dataclass(frozen=True)
-class HeadWeights:
-    """Q, K `[d, k]`, W_V `[d, v]` and W_O `[v, d]` of one head, and the scale β of its scores."""
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadWeights(TensorRecord):
+    """The weights of one head.
+
+    - `query`, `key`: Q and K
+    - `value`, `output`: W_V and W_O
+    - `scale`: β, the factor of the scores
+    """
 
     query: Float[Tensor, "d k"]
     key: Float[Tensor, "d k"]
@@ -33,14 +40,14 @@ class HeadWeights:
 
 @dataclass(frozen=True)
 class CircuitSizes:
-    """Sizes of one head.
+    """Sizes of one head's circuits.
 
     - `eta`: η, the largest |entry| of Q, K and V
-    - `value_col`: ‖V‖col, by which values can grow
+    - `value_col`: ‖V‖col; ‖xV‖max ≤ ‖x‖max·‖V‖col
     - `dong_beta`: ‖QKᵀ‖col · ‖V‖₁,∞, the β of Dong et al.
-    - `qk_norm`, `ov_norm`: spectral norms of QKᵀ and of V
-    - `qk_stable_rank`, `ov_stable_rank`: ‖·‖F²/‖·‖₂²
-    - `score_norm`: β·min(Σ|QKᵀ|, d·‖QKᵀ‖₂), which bounds |β x QKᵀ yᵀ| for tokens with entries up to 1
+    - `qk_norm`, `ov_norm`: spectral norms of QKᵀ and V
+    - `qk_stable_rank`, `ov_stable_rank`: ‖·‖F²/‖·‖₂² of QKᵀ and V
+    - `score_norm`: β·min(Σ|QKᵀ|, d·‖QKᵀ‖₂) ≥ |β x QKᵀ yᵀ| for all tokens with entries in [−1, 1]
     """
 
     eta: float
@@ -53,12 +60,12 @@ class CircuitSizes:
     score_norm: float
 
     def to_json(self) -> dict[str, float]:
-        """As in the result JSON; `score_norm` only serves the regime."""
+        """Return the result JSON; it leaves out `score_norm`, which only `regime` needs."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "score_norm"}
 
 
 def circuit_sizes(head: HeadWeights) -> CircuitSizes:
-    """The sizes of one head's circuits."""
+    """Compute the sizes of one head's circuits."""
     qk = head.query @ head.key.mT
     sizes = weight_sizes(Layer(head.query[None], head.key[None], (head.value @ head.output)[None]))
     qk_values = product_singular_values(head.query, head.key.mT)
@@ -77,20 +84,20 @@ def circuit_sizes(head: HeadWeights) -> CircuitSizes:
 
 
 def product_singular_values(A: Float[Tensor, "d k"], B: Float[Tensor, "k d"]) -> Float[Tensor, " k"]:
-    """The singular values of AB for thin A and flat B: those of R_A R_Bᵀ, both k×k."""
+    """Return the singular values of AB, k ≤ d: those of R_A R_Bᵀ `[k, k]`, with A = Q_A R_A and Bᵀ = Q_B R_B."""
     values: Tensor = torch.linalg.svdvals(torch.linalg.qr(A)[1] @ torch.linalg.qr(B.mT)[1].mT)
     return values
 
 
 def stable_rank(singular_values: Float[Tensor, " k"]) -> float:
-    """‖A‖F²/‖A‖₂², between 1 and the rank; 0 for A = 0."""
+    """Return ‖A‖F²/‖A‖₂², which lies between 1 and rank A; 0 for A = 0."""
     largest = float(singular_values[0])
     return float((singular_values / largest).square().sum()) if largest > 0 else 0.0
 
 
 @torch.no_grad()
 def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeights]:
-    """The heads of a block, in order; a key–value head that serves several query heads comes once for each."""
+    """Yield the weights of every query head of a block; a shared key–value head is repeated for each of its heads."""
     family = checkpoint.family
     assert family is not None
     heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
@@ -111,7 +118,7 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
 
 
 def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Query, key, value as maps `[d, width]` and output as `[width, d]`, heads side by side."""
+    """Return query, key, value `[d, width]` and output `[width, d]`, with heads in consecutive columns (rows)."""
     paths = family.projections
     if isinstance(paths, Separate):
         names = (paths.query, paths.key, paths.value, paths.output)
@@ -125,7 +132,7 @@ def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, 
 def split_fused(
     together: Float[Tensor, "d all"], paths: Fused, heads: int
 ) -> tuple[Float[Tensor, "d width"], Float[Tensor, "d width"], Float[Tensor, "d width"]]:
-    """Query, key and value out of one map: `thirds` is q|k|v, `heads` is q|k|v of head 0, of head 1, …"""
+    """Split one map into query, key and value; the columns are q|k|v (`thirds`) or q|k|v per head (`heads`)."""
     d, width = together.shape
     if paths.order == "thirds":
         query, key, value = together.chunk(3, dim=1)
@@ -136,14 +143,14 @@ def split_fused(
 
 
 def _matrix(module: Any) -> Tensor:
-    """A module's weight as it acts on rows, x·W: Linear keeps the transpose, Conv1D does not."""
+    """Return W of the map x ↦ xW; `nn.Linear` stores Wᵀ, transformers' `Conv1D` stores W."""
     weight: Tensor = module.weight.detach()
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return weight.mT if isinstance(module, nn.Linear) else weight
 
 
 def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
-    """The weight of the norm before attention as a column, or ones."""
+    """Return the gain of the norm before attention as a column `[d, 1]`; ones if there is none."""
     if family.gain is None:
         return torch.ones(like.shape[0], 1, dtype=like.dtype, device=like.device)
     weight = block.get_submodule(family.gain).weight

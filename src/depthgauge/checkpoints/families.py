@@ -1,13 +1,46 @@
-"""Where things are in a block, family by family: all that is known about architectures is in this table."""
+"""Module paths inside a transformer block, by architecture family.
+
+`FAMILIES` is the only place that names modules of particular architectures. Everything else is derived:
+
+- the number of layers, heads and key–value heads, the width and the context length come from the configuration
+- the blocks are the outermost `nn.ModuleList` with one entry per layer (`layers.find_blocks`)
+- queries, keys, values, mask, scale and softcap are read at transformers' attention interface, which every supported
+  model calls (`interface.py`)
+- the weight layout (`nn.Linear` or GPT-2's `Conv1D`) and the score scale are read from the modules (`circuits.py`)
+- whether the result is right is measured: `probe.py` compares the observed model with stock attention before any long
+  computation
+
+Two exceptions need no entry here but know particular models: `load.context_length` subtracts the positions up to
+the padding index, which RoBERTa models never use, and `family_of` reads GPT-NeoX's `use_parallel_residual`.
+
+A model whose family has no entry can still be gauged. Its attention is observed, and its blocks are skipped, made
+uniform or run in parallel. Only what needs module paths is missing: the what-ifs `attention` and `mlp`, their two
+cosine scores, and the sizes of the weights.
+
+To add a family:
+
+1. Print one block: `print(model.model.layers[0])`, or wherever the model keeps its list of blocks.
+2. Find the modules whose *outputs* the block adds to the residual stream; these are `attention` and `mlp`. If a norm or
+   projection follows the sublayer before the addition (Gemma 2), name that module instead.
+3. Read the block's `forward` and choose `order`: `pre` (x ← x + attention(norm(x)), then x ← x + mlp(norm(x))),
+   `parallel` (x ← x + attention(norm(x)) + mlp(norm(x))), or `post` (x ← norm(x + attention(x)), then
+   x ← norm(x + mlp(x))). For `post`, name in `between` the module that returns the input of the MLP.
+4. Name the projections: `Separate` for four linear maps, `Fused` if one map computes query, key and value.
+5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
+6. Add the entry to `FAMILIES` under the configuration's `model_type`.
+7. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
+   `tests/checkpoints/test_what_if.py` unless they are `self_attn` and `mlp`. Then `pytest tests/checkpoints -k NAME`
+   compares every what-if, score and circuit with the model's own computation.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Separate:
-    """Query, key, value and output projections as linear maps of their own."""
+    """Paths of four linear maps: query, key, value and output projection."""
 
     query: str
     key: str
@@ -17,7 +50,11 @@ class Separate:
 
 @dataclass(frozen=True)
 class Fused:
-    """One map for query, key and value: side by side (`thirds`) or head by head (`heads`)."""
+    """Paths of one linear map for query, key and value, and of the output projection.
+
+    - `all`: the map whose output columns hold query, key and value
+    - `order`: column order, q|k|v (`thirds`) or q|k|v of head 0, q|k|v of head 1, … (`heads`)
+    """
 
     all: str
     output: str
@@ -26,12 +63,14 @@ class Fused:
 
 @dataclass(frozen=True)
 class Family:
-    """Paths of modules within a block.
+    """Paths of modules, relative to a block.
 
-    - `attention`, `mlp`: the modules whose output is added to the stream
-    - `order`: `pre` (x + attention, then + MLP), `parallel` (both read x), `post` (a norm after each sum)
-    - `between`: in a `post` family, the norm whose output the MLP reads
-    - `gain`: the norm before attention, whose weight (plus `gain_offset`) belongs to the projections
+    - `attention`, `mlp`: the modules whose outputs are added to the residual stream
+    - `projections`: query, key, value and output projections
+    - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
+      each sum)
+    - `between`: in a `post` family, the module whose output the MLP reads
+    - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
     """
 
     attention: str
@@ -87,12 +126,12 @@ FAMILIES: Mapping[str, Family] = {
         between="sa_layer_norm",
     ),
 }
-"""By transformers' `model_type`. A family that is not here is observed and its blocks are skipped all the same."""
+"""`model_type` of the configuration → family."""
 
 
 def family_of(config: object) -> Family | None:
-    """The family of a configuration, or None where the table has none."""
+    """Return the family of a configuration, or None if `FAMILIES` has no entry for it."""
     family = FAMILIES.get(str(getattr(config, "model_type", "")))
     if family is not None and family.order == "parallel" and not getattr(config, "use_parallel_residual", True):
-        return Family(**{**vars(family), "order": "pre"})
+        return replace(family, order="pre")
     return family

@@ -1,7 +1,7 @@
-"""What each head does on text: streamed over blocks of rows, one layer at a time, in two passes.
+"""Statistics of every attention head on text, streamed over blocks of rows.
 
-The first pass computes the output and gathers the measures and the mean pattern; the second compares the output with
-what static patterns would have given.
+Each layer is processed in two passes. The first computes the output, the measures and the mean attention pattern. The
+second compares the output with the outputs of static patterns.
 """
 
 from collections.abc import Sequence
@@ -12,22 +12,31 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.interface import AttentionCall, RowBlock
+from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.measures.heads import entropy
 
 STATIC = ("uniform", "first", "previous", "mean")
-"""Patterns that do not look at the text: average what is seen, the first token seen, the token before, the mean."""
+"""Attention patterns that do not depend on the text.
+
+- `uniform`: equal weights on all visible keys
+- `first`: the first visible key
+- `previous`: the key before the query, or the first visible key if that one is masked
+- `mean`: the head's mean attention on the first visible key and on each other distance i − j, normalized
+"""
 
 
-@dataclass(frozen=True)
-class HeadStatistics:
-    """Per head, over the rows of one or more windows. A row is a token as query; it sees what its mask leaves it.
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadStatistics(TensorRecord):
+    """Statistics per head over the rows p of the attention matrices of one or more windows.
 
-    - `score_range`: the largest row range of the scores
-    - `tv_mean`, `tv_max`: TV of attention rows to uniform over what the row sees
-    - `first_mass`: mean attention on the first token the row sees
-    - `entropy`: mean over rows of −Σ p log p, in nats
-    - `energy`: Σ over rows ‖Σ_j p_j v_j‖², to which the errors relate
-    - `static`: Σ over rows ‖Σ_j (p_j − p'_j) v_j‖² for each static pattern p', in the order of STATIC
+    A row belongs to one query token. A key is visible to a row if the mask lets the row attend to it.
+
+    - `score_range`: largest over rows of max − min of the visible scores
+    - `tv_mean`, `tv_max`: mean and largest total variation distance of a row to the uniform row over its visible keys
+    - `first_mass`: mean attention on the first visible key
+    - `entropy`: mean of −Σ_j p_j log p_j, in nats
+    - `energy`: Σ over rows of ‖Σ_j p_j v_j‖²
+    - `static`: Σ over rows of ‖Σ_j (p_j − p'_j) v_j‖² for each static pattern p', in the order of STATIC
     """
 
     score_range: Float[Tensor, " heads"]
@@ -39,21 +48,24 @@ class HeadStatistics:
     static: Float[Tensor, "patterns heads"]
 
     def static_errors(self) -> Float[Tensor, "patterns heads"]:
-        """√(Σ‖(P − P')v‖² / Σ‖Pv‖²): how far the head's output is off if it ran on a static pattern."""
+        """Return √(Σ‖(P − P')v‖² / Σ‖Pv‖²), the relative error of the head's output with each static pattern P'."""
         return (self.static / self.energy).sqrt()
 
     def to_json(self) -> dict[str, list[float] | list[list[float]]]:
-        """Plain lists, by name."""
+        """Return the fields as lists, by name."""
         return {field.name: getattr(self, field.name).tolist() for field in fields(self)}
 
     @classmethod
     def from_json(cls, document: dict[str, list[float]]) -> "HeadStatistics":
-        """From what `to_json` gave."""
+        """Restore the statistics from the output of `to_json`."""
         return cls(**{name: torch.tensor(values, dtype=torch.float64) for name, values in document.items()})
 
 
 def combine(windows: Sequence[HeadStatistics]) -> HeadStatistics:
-    """One layer over several windows of the same length: largest of the largest, mean of the means, sum of the sums."""
+    """Combine the statistics of one layer over several windows of the same length.
+
+    Largest values are combined by maximum, means by mean, and sums by sum.
+    """
     stacked = {f.name: torch.stack([getattr(w, f.name) for w in windows]) for f in fields(HeadStatistics)}
     largest, sums = ("score_range", "tv_max"), ("energy", "static")
     return HeadStatistics(
@@ -65,14 +77,14 @@ def combine(windows: Sequence[HeadStatistics]) -> HeadStatistics:
 
 
 class HeadWatch:
-    """A watcher that keeps the statistics of every layer it sees; `rows` marks the tokens that are no padding."""
+    """A `Watch` that collects the statistics of every layer; `rows` is False for padding tokens."""
 
     def __init__(self, rows: Bool[Tensor, "batch n"] | None = None) -> None:
         self.rows = rows
         self.layers: list[HeadStatistics] = []
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Measure one layer and return its output."""
+        """Append the statistics of one layer and return its output."""
         output, statistics = head_statistics(call, self.rows)
         self.layers.append(statistics)
         return output
@@ -81,55 +93,67 @@ class HeadWatch:
 def head_statistics(
     call: AttentionCall, rows: Bool[Tensor, "batch n"] | None = None
 ) -> tuple[Float[Tensor, "batch heads n v"], HeadStatistics]:
-    """The output of one layer and the statistics of its heads."""
+    """Compute the output of one layer and the statistics of its heads.
+
+    Args:
+        call: the arguments of the layer's attention.
+        rows: the queries to count; by default all.
+    """
     batch, heads, n, _ = call.query.shape
     if rows is None:
         rows = torch.ones(batch, n, dtype=torch.bool, device=call.query.device)
-    gather, outputs = _Gathered(call, n), []
+    first_pass, outputs = _FirstPass(call, n), []
     for block in call.blocks():
-        gather.add(block, _Seen.of(block, rows))
+        first_pass.add(block, _Visible.of(block, rows))
         outputs.append(block.p @ call.value)
     output = torch.cat(outputs, dim=-2)
-    pattern = gather.mean_pattern()
+    pattern = first_pass.mean_pattern()
     errors = torch.zeros(len(STATIC), heads, dtype=torch.float64, device=output.device)
     energy = torch.zeros(heads, dtype=torch.float64, device=output.device)
     for block in call.blocks():
-        seen, here = _Seen.of(block, rows), output[..., block.start : block.stop, :]
-        static = _static_outputs(call, block, seen, pattern)
-        weight = seen.counted[:, None, :, None]
+        visible, here = _Visible.of(block, rows), output[..., block.start : block.stop, :]
+        static = _static_outputs(call, block, visible, pattern)
+        weight = visible.counted[:, None, :, None]
         energy += (here.double().square() * weight).sum(dim=(0, 2, 3))
         errors += torch.stack([((out - here).double().square() * weight).sum(dim=(0, 2, 3)) for out in static])
-    return output, gather.statistics(energy.cpu(), errors.cpu())
+    return output, first_pass.statistics(energy.cpu(), errors.cpu())
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What the rows of a block see: `visible` keys, how many, the first of them, and whether the row is counted."""
+class _Visible:
+    """Which keys the rows of a block can attend to.
 
-    visible: Bool[Tensor, "batch rows keys"]
+    - `mask`: whether a row can attend to a key
+    - `count`: number of visible keys, at least 1 to allow division
+    - `first`: index of the first visible key
+    - `previous`: index of the key before the query, or `first` if that key is not visible
+    - `counted`: whether the row enters the statistics: it is no padding and sees at least one key
+    """
+
+    mask: Bool[Tensor, "batch rows keys"]
     count: Float[Tensor, "batch rows"]
     first: Int[Tensor, "batch rows"]
     previous: Int[Tensor, "batch rows"]
     counted: Bool[Tensor, "batch rows"]
 
     @classmethod
-    def of(cls, block: RowBlock, rows: Bool[Tensor, "batch n"]) -> "_Seen":
+    def of(cls, block: RowBlock, rows: Bool[Tensor, "batch n"]) -> "_Visible":
         batch, _, here, keys = block.p.shape
         if block.visible is None:
-            visible = torch.ones(batch, here, keys, dtype=torch.bool, device=block.p.device)
+            mask = torch.ones(batch, here, keys, dtype=torch.bool, device=block.p.device)
         else:
-            visible = block.visible[:, 0]  # one mask serves all heads in every family
-        first = visible.to(torch.uint8).argmax(dim=-1)
+            mask = block.visible[:, 0]  # all heads have the same mask in every family
+        first = mask.to(torch.uint8).argmax(dim=-1)
         position = torch.arange(block.start, block.stop, device=block.p.device)
         before = (position - 1).clamp(min=0).expand(batch, -1)
-        before = torch.where(visible.gather(-1, before[..., None])[..., 0], before, first)
-        count = visible.sum(dim=-1)
+        before = torch.where(mask.gather(-1, before[..., None])[..., 0], before, first)
+        count = mask.sum(dim=-1)
         counted = rows[:, block.start : block.stop] & (count > 0)
-        return cls(visible, count.clamp(min=1).to(block.p.dtype), first, before, counted)
+        return cls(mask, count.clamp(min=1).to(block.p.dtype), first, before, counted)
 
 
-class _Gathered:
-    """The first pass over one layer: running measures, and attention by distance."""
+class _FirstPass:
+    """Accumulates the measures of one layer and its mean attention by distance, block by block."""
 
     def __init__(self, call: AttentionCall, n: int) -> None:
         heads, device = call.query.shape[1], call.query.device
@@ -138,41 +162,41 @@ class _Gathered:
         self.tv, self.first, self.entropy = zeros.clone(), zeros.clone(), zeros.clone()
         self.rows = 0
         self.keys = call.key.shape[-2]
-        # Distance i − j, from −(keys − 1) to n − 1, shifted to start at 0.
+        # The distance i − j runs from −(keys − 1) to n − 1; the index is i − j + keys − 1 ≥ 0.
         self.mass = torch.zeros(heads, n + self.keys - 1, dtype=torch.float64, device=device)
         self.times = torch.zeros(n + self.keys - 1, dtype=torch.float64, device=device)
 
-    def add(self, block: RowBlock, seen: _Seen) -> None:
-        """Take in a block of rows."""
-        p, visible, counted = block.p, seen.visible[:, None], seen.counted[:, None]
-        least = block.scores.masked_fill(~visible, float("inf")).amin(dim=-1)
-        most = block.scores.masked_fill(~visible, float("-inf")).amax(dim=-1)
-        # Σ_j |p_j − u_j|/2 over what is seen; what is not seen has neither.
-        tv = ((p - visible / seen.count[:, None, :, None]).abs().sum(dim=-1)) / 2
-        first = p.gather(-1, seen.first[:, None, :, None].expand(-1, p.shape[1], -1, 1))[..., 0]
-        for name, value in (("score_range", most - least), ("tv_max", tv)):
+    def add(self, block: RowBlock, visible: _Visible) -> None:
+        """Add a block of rows."""
+        p, mask, counted = block.p, visible.mask[:, None], visible.counted[:, None]
+        smallest = block.scores.masked_fill(~mask, float("inf")).amin(dim=-1)
+        greatest = block.scores.masked_fill(~mask, float("-inf")).amax(dim=-1)
+        # TV(p, u) = Σ_j |p_j − u_j|/2; masked keys contribute nothing, because p_j = u_j = 0 there.
+        tv = ((p - mask / visible.count[:, None, :, None]).abs().sum(dim=-1)) / 2
+        first = p.gather(-1, visible.first[:, None, :, None].expand(-1, p.shape[1], -1, 1))[..., 0]
+        for name, value in (("score_range", greatest - smallest), ("tv_max", tv)):
             largest = value.masked_fill(~counted, 0.0).amax(dim=(0, 2)).double()
             setattr(self, name, torch.maximum(getattr(self, name), largest))
         self.tv += (tv * counted).double().sum(dim=(0, 2))
         self.first += (first * counted).double().sum(dim=(0, 2))
         self.entropy += (entropy(p) * counted).double().sum(dim=(0, 2))
-        self.rows += int(seen.counted.sum())
-        self._add_distances(block, seen)
+        self.rows += int(visible.counted.sum())
+        self._add_distances(block, visible)
 
-    def _add_distances(self, block: RowBlock, seen: _Seen) -> None:
-        elsewhere = seen.visible & seen.counted[..., None]
-        elsewhere = elsewhere.scatter(-1, seen.first[..., None], False)
+    def _add_distances(self, block: RowBlock, visible: _Visible) -> None:
+        not_first = visible.mask & visible.counted[..., None]
+        not_first = not_first.scatter(-1, visible.first[..., None], False)
         distance = _distance(block, self.keys).reshape(-1)
-        mass = (block.p * elsewhere[:, None]).sum(dim=0).reshape(block.p.shape[1], -1)
+        mass = (block.p * not_first[:, None]).sum(dim=0).reshape(block.p.shape[1], -1)
         self.mass.index_add_(1, distance, mass.double())
-        self.times.index_add_(0, distance, elsewhere.sum(dim=0).reshape(-1).double())
+        self.times.index_add_(0, distance, not_first.sum(dim=0).reshape(-1).double())
 
     def mean_pattern(self) -> tuple[Float[Tensor, "heads distances"], Float[Tensor, " heads"]]:
-        """Mean attention by distance, and on the first token seen."""
+        """Return the mean attention by distance, and on the first visible key."""
         return self.mass / self.times.clamp(min=1), self.first / max(self.rows, 1)
 
     def statistics(self, energy: Float[Tensor, " heads"], static: Float[Tensor, "patterns heads"]) -> HeadStatistics:
-        """The measures of the rows taken in."""
+        """Return the statistics of the rows added so far."""
         rows = max(self.rows, 1)
         return HeadStatistics(
             score_range=self.score_range.cpu(),
@@ -186,7 +210,7 @@ class _Gathered:
 
 
 def _distance(block: RowBlock, keys: int) -> Int[Tensor, "rows keys"]:
-    """i − j + keys − 1 for the rows i and keys j of a block."""
+    """Return i − j + keys − 1 for the rows i and keys j of a block."""
     device = block.p.device
     rows = torch.arange(block.start, block.stop, device=device)
     return rows[:, None] - torch.arange(keys, device=device) + keys - 1
@@ -195,15 +219,15 @@ def _distance(block: RowBlock, keys: int) -> Int[Tensor, "rows keys"]:
 def _static_outputs(
     call: AttentionCall,
     block: RowBlock,
-    seen: _Seen,
+    visible: _Visible,
     pattern: tuple[Float[Tensor, "heads distances"], Float[Tensor, " heads"]],
 ) -> list[Float[Tensor, "batch heads rows v"]]:
-    """What the rows of a block would have got from each static pattern, in the order of STATIC."""
+    """Return the outputs of a block of rows with each static pattern, in the order of STATIC."""
     value = call.value
-    uniform = (seen.visible / seen.count[..., None]).to(value.dtype)
+    uniform = (visible.mask / visible.count[..., None]).to(value.dtype)
     by_distance, on_first = (part.to(value.dtype) for part in pattern)
-    mean = by_distance[:, _distance(block, value.shape[-2])] * seen.visible[:, None]
-    place = seen.first[:, None, :, None].expand(-1, mean.shape[1], -1, 1)
+    mean = by_distance[:, _distance(block, value.shape[-2])] * visible.mask[:, None]
+    place = visible.first[:, None, :, None].expand(-1, mean.shape[1], -1, 1)
     mean = mean.scatter(-1, place, on_first[None, :, None, None].expand(place.shape))
     total = mean.sum(dim=-1, keepdim=True)
     mean = torch.where(total > 0, mean / total, uniform[:, None])
@@ -211,4 +235,4 @@ def _static_outputs(
     def picked(index: Int[Tensor, "batch rows"]) -> Float[Tensor, "batch heads rows v"]:
         return value.gather(-2, index[:, None, :, None].expand(-1, value.shape[1], -1, value.shape[-1]))
 
-    return [uniform[:, None] @ value, picked(seen.first), picked(seen.previous), mean @ value]
+    return [uniform[:, None] @ value, picked(visible.first), picked(visible.previous), mean @ value]

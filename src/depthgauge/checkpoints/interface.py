@@ -1,12 +1,13 @@
-"""Attention as transformers calls it, computed here: exactly, in blocks of rows, and open to a watcher.
+"""An observable attention implementation for transformers: exact, computed in blocks of rows.
 
-A model calls the function registered under its `_attn_implementation`. The registry alone is half of it: without a mask
-function under the same name the library hands over no mask at all, and padded or windowed models come out wrong.
+A transformers model calls the attention function that is registered under the name `config._attn_implementation`. A
+mask function must be registered under the same name. Without one, transformers passes `None` as the mask, and the
+outputs of padded or windowed models are wrong.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,18 +16,22 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
+from depthgauge.checkpoints.tensor_record import TensorRecord
 
 NAME = "depthgauge-observed"
 BLOCK_ENTRIES = 2**22
-"""Scores held at once, all heads together (16 MB in float32)."""
+"""Largest number of scores in memory at once, over all heads (16 MB in float32)."""
+_SESSION = "_depthgauge_session"
+"""Attribute of a model's modules that holds the session to which their attention calls go."""
 
 
-@dataclass(frozen=True)
-class RowBlock:
-    """Rows `start` to `stop` of one layer's attention, all heads.
+@dataclass(frozen=True, eq=False, repr=False)
+class RowBlock(TensorRecord):
+    """Rows `start` to `stop` (exclusive) of one layer's attention, for all heads.
 
-    `scores` are those softmax sees where `visible`; `p` is softmax of them. `visible` is None where every row sees
-    all, and one of it serves all heads.
+    - `scores`: the input of softmax, mask included
+    - `visible`: whether the mask lets a row attend to a key, the same for all heads; None if there is no mask
+    - `p`: softmax(scores)
     """
 
     start: int
@@ -36,12 +41,15 @@ class RowBlock:
     p: Float[Tensor, "batch heads rows keys"]
 
 
-@dataclass(frozen=True)
-class AttentionCall:
-    """What one attention layer was called with: softm(cap(β q kᵀ) + mask) v, with cap(s) = c·tanh(s/c) if there is one.
+@dataclass(frozen=True, eq=False, repr=False)
+class AttentionCall(TensorRecord):
+    """The arguments of one attention layer, which computes softmax(cap(β q kᵀ) + mask) v.
 
-    `key` and `value` have as many heads as `query` (shared ones are repeated); `mask` is added to the scores, 0 where a
-    row sees a key and the least number of its type where it does not.
+    - `layer`: index of the layer
+    - `query`, `key`, `value`: q, k and v; shared key–value heads are repeated, so all have the same number of heads
+    - `mask`: 0 where a row attends to a key, the smallest finite number of its dtype elsewhere; None attends everywhere
+    - `scale`: β
+    - `softcap`: c in cap(s) = c·tanh(s/c); None means cap(s) = s
     """
 
     layer: int
@@ -53,7 +61,7 @@ class AttentionCall:
     softcap: float | None = None
 
     def blocks(self, entries: int | None = None) -> Iterator[RowBlock]:
-        """The attention of all heads, a block of rows at a time, at most about `entries` numbers each."""
+        """Yield the attention of all heads in blocks of rows, with at most max(`entries`, one row) scores each."""
         entries = BLOCK_ENTRIES if entries is None else entries
         batch, heads, n, _ = self.query.shape
         keys = self.key.shape[-2]
@@ -72,25 +80,30 @@ class AttentionCall:
             yield RowBlock(start, stop, scores, visible, torch.softmax(scores, dim=-1, dtype=wide).to(self.query.dtype))
 
     def output(self) -> Float[Tensor, "batch heads n v"]:
-        """P v, by torch's fused attention where nothing stands against it."""
+        """Return P v, computed by torch's fused attention unless the scores are capped."""
         if self.softcap is None:
             return F.scaled_dot_product_attention(self.query, self.key, self.value, self.mask, scale=self.scale)
         return torch.cat([block.p @ self.value for block in self.blocks()], dim=-2)
 
     def uniform(self) -> "AttentionCall":
-        """The same layer with every score zero: plain averaging of what each row sees."""
+        """Return the same call with q = 0: every score is 0, so each row averages the values it attends to."""
         return replace(self, query=torch.zeros_like(self.query))
 
 
 Watch = Callable[[AttentionCall], Tensor]
-"""Sees a call and returns its output P v `[batch, heads, n, v]`."""
+"""Observes a call and returns its output P v `[batch, heads, n, v]`."""
 
 
 @dataclass
 class Session:
-    """What happens at the attention of a model just now.
+    """What to do at each attention call of a model.
 
-    Layers are told apart by the order of their calls, since some modules carry no index and some serve several layers.
+    Layers are counted in the order of their calls, because some modules have no layer index and some serve several
+    layers.
+
+    - `watch`: computes the output of each call; None computes it without observation
+    - `uniform`: the layer whose attention is made uniform, or None
+    - `calls`: index of the next layer to be called
     """
 
     watch: Watch | None = None
@@ -98,24 +111,16 @@ class Session:
     calls: int = 0
 
     def begin(self, *, first: int = 0, watch: Watch | None = None, uniform: int | None = None) -> None:
-        """Make ready for a forward pass whose first attention is that of layer `first`."""
+        """Prepare for a forward pass whose first attention call belongs to layer `first`."""
         self.calls, self.watch, self.uniform = first, watch, uniform
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """The output of one call."""
+        """Return the output of one call and advance to the next layer."""
         call = replace(call, layer=self.calls)
         self.calls += 1
         if call.layer == self.uniform:
             call = call.uniform()
         return call.output() if self.watch is None else self.watch(call)
-
-
-@dataclass
-class _Stack:
-    sessions: list[Session] = field(default_factory=list)
-
-
-_ACTIVE = _Stack()
 
 
 def attention_call(
@@ -126,7 +131,10 @@ def attention_call(
     scaling: float | None,
     softcap: float | None,
 ) -> AttentionCall:
-    """The arguments of transformers' attention interface, made plain: heads repeated, mask additive, scale a number."""
+    """Normalize the arguments of transformers' attention interface.
+
+    Shared key–value heads are repeated, a boolean mask becomes an additive one, and a missing scale becomes 1/√k.
+    """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
@@ -147,16 +155,17 @@ def observed_attention(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; returns P v as `[batch, n, heads, v]`."""
+    """Compute P v as `[batch, n, heads, v]` in the session of `module`; transformers calls this function."""
     if module.training and others.get("dropout"):
-        raise CheckpointError("attention is observed without dropout; call model.eval() first")
+        raise CheckpointError("attention cannot be observed with dropout; call model.eval() first")
     call = attention_call(query, key, value, attention_mask, scaling, softcap)
-    out = _ACTIVE.sessions[-1].attend(call) if _ACTIVE.sessions else call.output()
+    session: Session | None = getattr(module, _SESSION, None)
+    out = call.output() if session is None else session.attend(call)
     return out.transpose(1, 2).contiguous(), None
 
 
 def register() -> None:
-    """Make our attention, and the additive masks it needs, known to transformers under our name."""
+    """Register `observed_attention` and the additive masks it needs with transformers, under `NAME`."""
     library = transformers()
     from transformers.masking_utils import eager_mask
 
@@ -166,15 +175,26 @@ def register() -> None:
 
 @contextmanager
 def attending(model: Any) -> Iterator[Session]:
-    """Let `model` attend through us; its own implementation is put back afterwards."""
+    """Send the attention calls of `model` to a new session; restore its own implementation afterwards.
+
+    The session belongs to the model, so several models can be observed at the same time. Within nested contexts of one
+    model, the innermost session receives the calls.
+    """
     register()
     own, session = model.config._attn_implementation, Session()
+    modules = list(model.modules())
+    outer = [module.__dict__.get(_SESSION) for module in modules]
     with quiet():
         model.set_attn_implementation(NAME)
-    _ACTIVE.sessions.append(session)
+    for module in modules:
+        setattr(module, _SESSION, session)
     try:
         yield session
     finally:
-        _ACTIVE.sessions.remove(session)
+        for module, before in zip(modules, outer, strict=True):
+            if before is None:
+                delattr(module, _SESSION)
+            else:
+                setattr(module, _SESSION, before)
         with quiet():
             model.set_attn_implementation(own)

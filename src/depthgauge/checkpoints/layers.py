@@ -1,8 +1,8 @@
-"""A checkpoint's blocks, run from any layer on: the model runs itself, and earlier layers hand on what they are told.
+"""Run a checkpoint from any layer on, with blocks skipped or changed.
 
-Nothing of a model's own forward pass is written again here. To start at layer k, the blocks before it are made to pass
-through, the last of them handing on the state given; embeddings and masks are computed anew, which costs next to
-nothing, and the final norm and the head are the model's own.
+The model's own forward pass is always used. To start at layer k, the blocks before it are replaced by functions that
+return their input, except block k − 1, which returns the given state. Embeddings and masks are recomputed, at
+negligible cost, and the final norm and the output head are the model's own.
 """
 
 import inspect
@@ -17,21 +17,26 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.tensor_record import TensorRecord
 
 Change = Callable[[Tensor], Tensor]
-"""What is made of a module's output."""
+"""A function of a module's output that replaces it."""
 
 
-@dataclass(frozen=True)
-class Pass:
-    """One forward pass: the states X_0 … X_L before the final norm, and what the model made of them."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Pass(TensorRecord):
+    """One forward pass.
+
+    - `states`: X_0 … X_L, the input of every block and the output of the last one, before the final norm
+    - `output`: the logits, or the final states of a model without a language modelling head
+    """
 
     states: tuple[Float[Tensor, "1 n d"], ...]
     output: Tensor
 
 
 class Stack:
-    """The blocks of a checkpoint in a session; counts the block evaluations it makes."""
+    """The blocks of a checkpoint, observed through a session; `evaluations` counts the blocks computed so far."""
 
     def __init__(self, checkpoint: Checkpoint, session: Session) -> None:
         self.checkpoint, self.session = checkpoint, session
@@ -56,17 +61,23 @@ class Stack:
         uniform: int | None = None,
         watch: Watch | None = None,
     ) -> Tensor:
-        """The model's output when layer `start` is given `state`, and every layer before it is left out.
+        """Return the model's output when the input of layer `start` is `state`.
 
-        `changes` act on the outputs of modules; the layers `skipped` pass their input on; a `silent` module adds
-        nothing; attention is made `uniform` in one layer; `watch` sees the attention of those that run.
+        Args:
+            ids: token ids.
+            start: the first layer to run; layers before it are not computed.
+            state: X_start, the input of layer `start`; not used if `start` is 0.
+            changes: functions applied to the outputs of modules.
+            skipped: layers that return their input.
+            silent: a module that returns zeros.
+            uniform: the layer whose attention is made uniform.
+            watch: observes the attention of the layers that run.
         """
         self.session.begin(first=start, uniform=uniform, watch=watch)
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
             for layer in range(start):
-                handed_on = state if layer == start - 1 else None
-                patches.enter_context(self._passing(self.blocks[layer], handed_on))
+                patches.enter_context(self._passing(self.blocks[layer], state if layer == start - 1 else None))
             for layer in skipped:
                 if layer >= start:
                     patches.enter_context(self._passing(self.blocks[layer], None))
@@ -78,7 +89,7 @@ class Stack:
 
     @torch.no_grad()
     def full(self, ids: Int[Tensor, "1 n"], *, skipped: frozenset[int] = frozenset()) -> Pass:
-        """A whole pass that keeps the state before every layer, and the last one before the final norm."""
+        """Run all layers except the `skipped` ones and keep the states X_0 … X_L."""
         states: dict[int, Tensor] = {}
         self.session.begin()
         self.evaluations += len(self) - len(skipped)
@@ -113,7 +124,7 @@ class Stack:
 
     @contextmanager
     def _passing(self, block: nn.Module, state: Tensor | None) -> Iterator[None]:
-        """Let a block return `state`, or its input."""
+        """Make a block return `state`, or its input if `state` is None."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             out = hidden_in(args, kwargs) if state is None else state
@@ -124,19 +135,20 @@ class Stack:
 
     @contextmanager
     def _silenced(self, module: nn.Module) -> Iterator[None]:
-        """Let a module return zeros, and from its second time on without computing what it would have returned.
+        """Make a module return zeros.
 
-        The first time shows what a module of its kind returns: one thing of its input's shape, several, or another.
-        Linear maps come in all shapes and always run.
+        The first module of a type is computed, to learn the form of its output: a tensor shaped like its input
+        (`one`), a tuple that starts with such a tensor (`several`), or neither (`other`). Later modules of a type with
+        form `one` or `several` are not computed. Linear maps are always computed, because their output shapes differ.
         """
         form = self._silent_form.get(type(module))
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
             zeros = torch.zeros_like(hidden_out(out))
-            own = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
-            alike = own and hidden_in(args, kwargs).shape == zeros.shape
-            plain = "several" if isinstance(out, tuple) else "one"
-            self._silent_form[type(module)] = plain if alike else "other"
+            has_input = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
+            same_shape = has_input and hidden_in(args, kwargs).shape == zeros.shape
+            known_form = "several" if isinstance(out, tuple) else "one"
+            self._silent_form[type(module)] = known_form if same_shape else "other"
             return (zeros, *out[1:]) if isinstance(out, tuple) else zeros
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -155,7 +167,7 @@ class Stack:
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
-    """A model's blocks: the outermost module list with one entry for each layer; empty where there is none."""
+    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
             return list(module)
@@ -163,21 +175,21 @@ def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The states a block is given."""
+    """Return the hidden states among the arguments of a block."""
     found: Tensor = args[0] if args else kwargs["hidden_states"]
     return found
 
 
 def hidden_out(out: Any) -> Tensor:
-    """The states a module returns, which may be the first of several things."""
+    """Return the hidden states in the output of a module, which may be a tuple that starts with them."""
     found: Tensor = out[0] if isinstance(out, tuple) else out
     return found
 
 
 @contextmanager
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Let a module run another forward."""
-    own = module.__dict__.get("forward")  # there is one where accelerate has put its own
+    """Replace the forward method of a module."""
+    own = module.__dict__.get("forward")  # set by accelerate, for example
     module.forward = forward
     try:
         yield
@@ -190,7 +202,7 @@ def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def changed(module: nn.Module, change: Change) -> Iterator[None]:
-    """Change what a module returns."""
+    """Apply `change` to the output of a module."""
 
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         made = change(hidden_out(out))

@@ -1,4 +1,4 @@
-"""The one door to transformers: imported when needed, kept quiet, and named when missing."""
+"""Access to the optional transformers library: a lazy import, an error that names the extra, and silenced output."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from depthgauge.errors import InputError
 
 
 class CheckpointError(InputError):
-    """A checkpoint that cannot be loaded, observed or gauged."""
+    """A checkpoint cannot be loaded, observed or gauged."""
 
 
 def transformers() -> Any:
-    """The transformers library, or the error that names the extra it comes with."""
+    """Import and return transformers; if it is missing, raise an error that names the extra to install."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -29,13 +29,13 @@ def transformers() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without its progress bars and remarks; what matters comes as an error."""
+    """Suppress the progress bars, log messages and warnings of transformers; errors are still raised."""
     logging = transformers().utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings(), _unpacking_in_silence():
+        with warnings.catch_warnings(), _without_gguf_progress_bar():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -45,12 +45,12 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _unpacking_in_silence() -> Iterator[None]:
-    """GGUF files are unpacked under a progress bar that heeds no setting."""
-    unpacking: Any = import_module("transformers.modeling_gguf_pytorch_utils")
-    bar = unpacking.tqdm
-    unpacking.tqdm = partial(bar, disable=True)
+def _without_gguf_progress_bar() -> Iterator[None]:
+    """Disable the progress bar of the GGUF loader, which ignores the library's own setting."""
+    loader: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    bar = loader.tqdm
+    loader.tqdm = partial(bar, disable=True)
     try:
         yield
     finally:
-        unpacking.tqdm = bar
+        loader.tqdm = bar

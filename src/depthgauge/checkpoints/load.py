@@ -1,9 +1,9 @@
-"""A checkpoint from disk: a directory of safetensors or a GGUF file, offline, checked before anything long begins."""
+"""Load checkpoints from disk, offline: directories with safetensors files, or GGUF files."""
 
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from depthgauge.errors import unknown_name
 
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
-"""Memory asked for, in sizes of the weights: a forward pass needs some beside them."""
+"""Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -23,7 +23,15 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Placement:
-    """How to load: number type, device, or a `device_map` for several of them; remote code only when asked for."""
+    """How to load a checkpoint.
+
+    Args:
+        dtype: one of `DTYPES`; `auto` means float32 on a CPU, where half precision is slow, and the stored dtype on a
+            GPU.
+        device: device name such as `cuda:1`; by default a GPU if there is one, else the CPU.
+        device_map: how accelerate distributes the model over several devices, such as `auto`; replaces `device`.
+        trust_remote_code: whether Python code in the checkpoint's directory may run.
+    """
 
     dtype: str = "auto"
     device: str | None = None
@@ -31,7 +39,7 @@ class Placement:
     trust_remote_code: bool = False
 
     def torch_dtype(self) -> Any:
-        """float32 on a CPU, where half precision is slow; on a GPU what the checkpoint is stored in."""
+        """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
         if self.dtype not in DTYPES:
             raise unknown_name("dtype", self.dtype, DTYPES)
         if self.dtype != "auto":
@@ -39,47 +47,64 @@ class Placement:
         return torch.float32 if self.torch_device().type == "cpu" else "auto"
 
     def torch_device(self) -> torch.device:
-        """The device asked for, or a GPU where there is one."""
+        """Return the requested device, or by default a GPU if there is one, else the CPU."""
         fallback = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             device = torch.device(self.device or fallback)
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise CheckpointError(f"device {self.device!r} cannot be used: {_short(error)}") from error
+            raise CheckpointError(
+                f"device {self.device!r} cannot be used: {_short(error)}; choose a device of this machine, such as cpu"
+            ) from error
         return device
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint on disk: `folder` holds it, `gguf` names the file within if it is one."""
+    """A checkpoint on disk.
+
+    - `folder`: its directory
+    - `gguf`: the name of the GGUF file in `folder`, or None for safetensors
+    """
 
     folder: Path
     gguf: str | None = None
 
     @property
     def path(self) -> Path:
-        """What the user named."""
+        """The path the user gave."""
         return self.folder if self.gguf is None else self.folder / self.gguf
 
     def keywords(self) -> dict[str, Any]:
-        """What every `from_pretrained` is given."""
+        """Return the keyword arguments common to all calls of `from_pretrained`."""
         return {"local_files_only": True} | ({} if self.gguf is None else {"gguf_file": self.gguf})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """A model ready to be observed; `objective` says how a change is measured: on the `loss` or the final `states`."""
+    """A loaded model.
+
+    - `name`: name shown to the user
+    - `model`: the transformers model, in evaluation mode
+    - `config`: the configuration of its text model
+    - `objective`: how a change is measured, by the `loss` or by the final `states`
+    - `family`: paths of its modules, or None if the architecture is not in `FAMILIES`
+    - `source`: where it was loaded from, or None for a model from memory
+    """
 
     name: str
     model: Any
     config: Any
     objective: str
     family: Family | None
-    source: Source | None = field(default=None, repr=False)
+    source: Source | None = None
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {self.layers} layers, {self.objective!r})"
 
     @property
     def layers(self) -> int:
-        """L, the number of blocks."""
+        """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
     @property
@@ -89,15 +114,15 @@ class Checkpoint:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """The device that expects the token ids."""
         embedding = self.model.get_input_embeddings()
         device: torch.device = embedding.weight.device
-        if device.type == "meta":  # accelerate keeps the weights elsewhere and brings them in when needed
+        if device.type == "meta":  # offloaded by accelerate, which moves the weights in during the forward pass
             device = torch.device(embedding._hf_hook.execution_device)
         return device
 
     def describe(self) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the description of the model in the result JSON."""
         parameter = next(self.model.parameters())
         return {
             "family": str(self.config.model_type),
@@ -115,7 +140,14 @@ class Checkpoint:
 
 
 def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
-    """A transformers model object as a checkpoint: a causal language model has a loss, anything else its states."""
+    """Wrap a transformers model that is already in memory.
+
+    Args:
+        model: the model; it is switched to evaluation mode.
+        name: name shown to the user.
+        source: where it was loaded from.
+        objective: `loss` or `states`; by default `loss` for causal language models and `states` for all others.
+    """
     if objective is None:
         causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         objective = "loss" if type(model).__name__ in causal else "states"
@@ -124,37 +156,45 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
 
 
 def is_checkpoint(target: str | Path) -> bool:
-    """Whether a target is a directory or a GGUF file, and not a network file."""
+    """Return whether a target is a checkpoint, that is, a directory or a `.gguf` file."""
     path = Path(target)
     return path.is_dir() or path.suffix.lower() == ".gguf"
 
 
 def find(target: str | Path) -> Source:
-    """The checkpoint at a path, or the error that says what is missing there."""
+    """Return the checkpoint at a path.
+
+    Raises:
+        CheckpointError: There is no checkpoint; the message names what is missing.
+    """
     path = Path(target)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise CheckpointError(f"cannot read {path}: no such file")
         with open(path, "rb") as handle:
             if handle.read(4) != b"GGUF":
-                raise CheckpointError(f"{path} is not a GGUF file: its first bytes say so; copy it again")
+                raise CheckpointError(
+                    f"{path} is not a GGUF file: it does not start with the bytes GGUF; download it again"
+                )
         return Source(path.parent, path.name)
     if not path.is_dir():
         raise CheckpointError(f"cannot read {path}: no such directory")
     if not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} is a directory and no checkpoint: it holds no config.json; name one that does")
+        raise CheckpointError(
+            f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
+        )
     if not any(path.glob("*.safetensors")):
         pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-        hint = "its pickled weights are not opened, convert them to safetensors" if pickled else "copy it whole"
-        raise CheckpointError(f"{path} holds no weights, expected *.safetensors; {hint}")
+        hint = "convert its pickled weights to safetensors" if pickled else "download the complete checkpoint"
+        raise CheckpointError(f"{path} contains no weights, expected *.safetensors; {hint}")
     return Source(path)
 
 
 def load_config(source: Source, placement: Placement) -> Any:
-    """The configuration alone, which is quick; encoder–decoder models end here."""
+    """Load the configuration, without the weights, and refuse encoder–decoder models."""
     library = transformers()
     if source.gguf is None and not placement.trust_remote_code:
-        _refuse_own_code(library, source)
+        _refuse_remote_code(library, source)
     config = _attempt(
         source,
         "configuration",
@@ -163,29 +203,31 @@ def load_config(source: Source, placement: Placement) -> Any:
         ),
     )
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.path} is an encoder–decoder model; only encoders or decoders are gauged")
+        raise CheckpointError(f"{source.path} is an encoder–decoder model; only encoders and decoders can be gauged")
     if not getattr(config.get_text_config(), "num_hidden_layers", 0):
-        raise CheckpointError(f"{source.path} says no number of layers in its configuration; it is no transformer")
+        raise CheckpointError(
+            f"{source.path} is not a transformer: its configuration has no num_hidden_layers; give another checkpoint"
+        )
     return config
 
 
-def _refuse_own_code(library: Any, source: Source) -> None:
-    """Raise for an architecture that only code in the checkpoint's directory knows."""
+def _refuse_remote_code(library: Any, source: Source) -> None:
+    """Raise if the architecture is defined by Python code in the checkpoint's directory."""
     raw = _attempt(source, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8")))
     if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{source.path} needs Python code that comes with it; read that code, and if you trust it use "
+            f"{source.path} needs to run the Python code in its directory; if you have read and trust that code, use "
             "--trust-remote-code"
         )
 
 
 def load_tokenizer(source: Source, placement: Placement) -> Any:
-    """The tokenizer beside the weights."""
+    """Load the tokenizer of a checkpoint."""
     library = transformers()
     if source.gguf is None and not any((source.folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(
-            f"{source.path} holds no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; copy it from the "
-            "model's origin, or use --weights-only"
+            f"{source.path} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with "
+            "the model, or use --weights-only"
         )
     return _attempt(
         source,
@@ -197,7 +239,13 @@ def load_tokenizer(source: Source, placement: Placement) -> Any:
 
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
-    """The weights, after a look at whether they fit into memory."""
+    """Load the weights, after a check that they fit into memory.
+
+    Args:
+        source: the checkpoint.
+        config: its configuration, from `load_config`.
+        placement: dtype and device.
+    """
     library = transformers()
     if placement.device_map is None:
         check_memory(source, placement)
@@ -218,8 +266,8 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     head = [] if output is None else [name for name, module in model.named_modules() if module is output]
     others = [name for name in missing if name.rsplit(".", 1)[0] not in head]
     if others:
-        raise CheckpointError(f"{source.path} lacks {len(others)} weights, {others[0]} among them; copy it again")
-    if missing:  # a decoder saved without its head
+        raise CheckpointError(f"{source.path} lacks {len(others)} weights, such as {others[0]}; download it again")
+    if missing:  # a decoder saved without its output head
         model = model.base_model
     if placement.device_map is None:
         model.to(placement.torch_device())
@@ -228,7 +276,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
 
 
 def check_memory(source: Source, placement: Placement) -> None:
-    """Raise unless the weights, in the number type asked for, fit into the memory that is free."""
+    """Raise if the weights, in the requested dtype, do not fit into free memory."""
     parameters, stored = count_parameters(source)
     chosen = placement.torch_dtype()
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
@@ -236,19 +284,19 @@ def check_memory(source: Source, placement: Placement) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if needed > free:
         raise CheckpointError(
-            f"{source.path} is too large: {parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB, and "
+            f"{source.path} is too large: {parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB, but "
             f"{free / 1e9:.1f} GB are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
 
 
 def count_parameters(source: Source) -> tuple[int, int]:
-    """How many numbers the weight files hold, and in how many bytes, from their headers alone."""
+    """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
     if source.gguf is not None:
         import gguf
 
         tensors = _attempt(source, "weights", lambda: gguf.GGUFReader(source.path)).tensors
         parameters = sum(int(tensor.n_elements) for tensor in tensors)
-        return parameters, 4 * parameters  # unpacked to float32 on the way in
+        return parameters, 4 * parameters  # the loader unpacks to float32
     parameters = stored = 0
     for path in source.folder.glob("*.safetensors"):
         for shape, width in _headers(source, path):
@@ -273,7 +321,7 @@ _WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, 
 
 
 def free_memory() -> int:
-    """Bytes this process may still take: what the system has free, or what its control group leaves it."""
+    """Return the bytes of memory available to this process: free system memory, limited by the control group."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.is_file():
@@ -288,12 +336,12 @@ def free_memory() -> int:
 
 
 def context_length(config: Any) -> int | None:
-    """The longest window the model takes, if its configuration says so."""
+    """Return the largest number of tokens the model accepts, or None if its configuration does not say."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
     if longest is None:
         return None
-    # RoBERTa's positions start after its padding index, so that two of them are never used.
+    # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.
     offset = (text.pad_token_id or 0) + 1 if text.model_type in ("roberta", "xlm-roberta", "camembert") else 0
     return int(longest) - offset
 
@@ -304,25 +352,28 @@ def _is_decoder(library: Any, config: Any) -> bool:
     names = getattr(config, "architectures", None) or [""]
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):  # code that comes with the checkpoint
+    # A checkpoint that brings its own code declares its classes in `auto_map`.
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
         return True
     return causal and (not masked or names[0] == auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
 
 
 def _attempt(source: Source, what: str, load: Any) -> Any:
-    """Run a loader; whatever it does not like becomes one sentence."""
+    """Run a loader and turn every exception into a `CheckpointError` of one sentence."""
     try:
         with quiet():
             return load()
     except CheckpointError:
         raise
     except MemoryError as error:
-        raise CheckpointError(f"{source.path} is too large for the memory of this machine") from error
-    except Exception as error:  # transformers raises nearly everything: OSError, ValueError, KeyError, its own
+        raise CheckpointError(
+            f"{source.path} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
+        ) from error
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
         raise CheckpointError(f"cannot load the {what} of {source.path}: {_short(error)}") from error
 
 
 def _short(error: BaseException) -> str:
-    """The first sentence of an error, in one line."""
+    """Return an error message on one line, cut to 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) < 200 else text[:200] + "…"

@@ -1,4 +1,4 @@
-"""A short look before the long work: is every layer seen, is what is seen exact, can blocks be run one by one?"""
+"""A quick check before a long computation: can attention be observed exactly, and can blocks be rerun?"""
 
 import torch
 from jaxtyping import Int
@@ -11,14 +11,24 @@ from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 
 TOKENS = 32
-"""Tokens a probe looks at."""
+"""Number of tokens used."""
 
 
 def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
-    """Raise if the attention of a checkpoint cannot be observed; return why its blocks cannot be rerun, or None.
+    """Check that the attention of a checkpoint can be observed and its blocks rerun.
 
-    The output under our attention is held against the stock one, so that an argument of a new architecture that we
-    do not know of is found here and not believed.
+    The output with observed attention is compared with the output of stock eager attention. An architecture that passes
+    an unknown argument to its attention is thereby detected and refused.
+
+    Args:
+        checkpoint: the model.
+        ids: token ids; the first `TOKENS` are used.
+
+    Returns:
+        The reason why blocks cannot be rerun, or None if they can.
+
+    Raises:
+        CheckpointError: The attention cannot be observed.
     """
     ids, model, name = ids[:, :TOKENS], checkpoint.model, type(checkpoint.model).__name__
     own = model.config._attn_implementation
@@ -32,29 +42,30 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         seen = session.calls
         if seen < checkpoint.layers:
             raise CheckpointError(
-                f"{name} bypasses transformers' attention interface: {seen} of its {checkpoint.layers} layers were "
-                "seen there, so that it cannot be observed"
+                f"{name} bypasses transformers' attention interface: {seen} of its {checkpoint.layers} layers call "
+                "it, so its attention cannot be observed and it cannot be gauged on text"
             )
         off = _difference(ours.output, stock)
         if seen > checkpoint.layers or off > _tolerance(stock.dtype):
             raise CheckpointError(
-                f"{name} attends in a way that is not understood: {seen} attention calls in {checkpoint.layers} "
-                f"layers, and outputs off by {number(off, 1)} of their size"
+                f"{name} uses an unsupported form of attention: expected {checkpoint.layers} attention calls that "
+                f"reproduce the stock output, got {seen} calls and a relative error of {number(off, 1)}; "
+                "--weights-only works without observing the attention"
             )
         if not len(stack):
             return "its blocks are not kept in one list"
         middle = len(stack) // 2
         again = stack.run(ids, start=middle, state=ours.states[middle])
         if _difference(again, ours.output) > _tolerance(stock.dtype):
-            return "its blocks need more than the state before them"
+            return "its blocks need other inputs than the hidden states before them"
     return None
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference, relative to the largest entry."""
+    """Return max|a − b| / max|b|."""
     return float((a.float() - b.float()).abs().amax() / b.float().abs().amax().clamp(min=1e-30))
 
 
 def _tolerance(dtype: torch.dtype) -> float:
-    """What rounding may account for over many layers."""
+    """Return the relative difference that rounding can cause over many layers."""
     return 1000 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** (1 if dtype.itemsize > 2 else 0.8)

@@ -1,7 +1,7 @@
-"""How far a model is from the regime of small weights, in orders of magnitude.
+"""Distance of a model from the small-weight regime, in orders of magnitude.
 
-Both bounds are about the attention layers alone, with their skip connections, on tokens whose entries are at most 1;
-norms keep tokens at about that size. MLPs are left out, so that the true distance can only be larger.
+Both bounds concern the attention layers with their skip connections, on tokens x with |x_i| ≤ 1. Norms scale tokens to
+about that size. MLPs are left out, so the distance of the whole model can only be larger.
 """
 
 import math
@@ -17,11 +17,14 @@ _LEAST = -300.0
 
 @dataclass(frozen=True)
 class Regime:
-    """By how many orders of magnitude all weights would have to shrink until a bound of `tolerance` is reached.
+    """How many orders of magnitude all weights would have to shrink until a bound is at most `tolerance`.
 
-    - `printed_orders`: Theorem D.1's explicit bound, with its conditions, as printed
-    - `corrected_orders`: ours, of the distance to one averaging layer
-    - `eta`: the model's η; `printed_eta`, `corrected_eta`: what it would have to be
+    - `tolerance`: the value the bound has to reach
+    - `eta`: η, the largest |entry| of Q, K and V in the model
+    - `printed_orders`, `printed_eta`: orders of magnitude, and the η reached, for the explicit bound of Theorem D.1
+      with its conditions, as printed
+    - `corrected_orders`, `corrected_eta`: the same for `corrected_bound`, our bound on the distance to one averaging
+      layer
     """
 
     tolerance: float
@@ -32,12 +35,12 @@ class Regime:
     corrected_eta: float
 
     def to_json(self) -> dict[str, float]:
-        """As in the result JSON."""
+        """Return the result JSON."""
         return asdict(self)
 
 
 def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANCE) -> Regime:
-    """The distance of a model, given the sizes of every head of every layer."""
+    """Compute the distance of a model from the sizes of every head of every layer."""
     eta = max(head.eta for heads in layers for head in heads)
     heads = max(len(heads) for heads in layers)
     printed = _orders(lambda scale: _printed_holds(scale * eta, heads, len(layers), tolerance))
@@ -46,9 +49,9 @@ def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANC
 
 
 def corrected_bound(layers: Sequence[Sequence[CircuitSizes]], scale: float) -> float:
-    """A bound on ‖S(X) − S'(X)‖max, S' the mean-field layer, ‖X‖max ≤ 1, when all of Q, K, V are multiplied by `scale`.
+    """Bound ‖S(X) − S'(X)‖max over ‖X‖max ≤ 1, where S' is the mean-field layer and Q, K, V are multiplied by `scale`.
 
-    The certificate of docs/math.md with every vector replaced by its largest entry and every matrix by its column norm:
+    This is the certificate of docs/math.md with vectors replaced by their largest entries and matrices by column norms:
 
         own_ℓ = Σ_{k<ℓ,h} G_kh v_kh,   err_ℓ = Σ_{k<ℓ,h} G_kh v_kh Π_{k<j<ℓ}(1 + Σ_h v_jh),   v = ‖V‖col
         θ_ℓh = 2w_ℓh (Π_{j<ℓ}(1 + Σ_h v_jh) + err_ℓ)(1 + own_ℓ),   G_ℓh = 2 tanh(θ_ℓh/4)(1 + own_ℓ).
@@ -67,7 +70,7 @@ def corrected_bound(layers: Sequence[Sequence[CircuitSizes]], scale: float) -> f
 
 
 def _printed_holds(eta: float, heads: int, layers: int, tolerance: float) -> bool:
-    """Whether Theorem D.1's conditions hold for ‖X‖max ≤ 1, and its bound is at most the tolerance."""
+    """Return whether the conditions of Theorem D.1 hold for ‖X‖max ≤ 1 and its bound is at most the tolerance."""
     conditions = (
         eta <= 1.0,
         math.log(2.0 * heads) + log_epsilon(eta, 1.0, heads, layers) < math.log(0.5),
@@ -77,7 +80,7 @@ def _printed_holds(eta: float, heads: int, layers: int, tolerance: float) -> boo
 
 
 def _orders(holds: Callable[[float], bool]) -> float:
-    """The least s ≥ 0 such that `holds(10^−s)`, to three digits after the point."""
+    """Return the smallest s ≥ 0 for which `holds(10^−s)` is true, to three decimals."""
     if holds(1.0):
         return 0.0
     low, high = _LEAST, 0.0

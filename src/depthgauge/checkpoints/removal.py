@@ -1,4 +1,4 @@
-"""Measured effective depth: blocks removed one by one, the least missed first, measured anew each time."""
+"""Measured effective depth: greedy removal of blocks, where every step measures all remaining candidates again."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,22 +15,28 @@ from depthgauge.progress import Step, silent
 
 @dataclass(frozen=True)
 class Removal:
-    """A block that was removed, and what the model then lost in all, window by window."""
+    """One step of greedy removal.
+
+    - `layer`: the block removed in this step
+    - `losses`: total loss of the model after this step relative to the intact model, one value per window
+    """
 
     layer: int
     losses: tuple[float, ...]
 
     def interval(self, seed: int) -> Interval:
-        """The mean loss and its interval."""
+        """Return the mean loss and its bootstrap interval."""
         return bootstrap(self.losses, seed)
 
 
 @dataclass(frozen=True)
 class MeasuredDepth:
-    """The fewest layers that greedy removal found to keep the loss within `increase`.
+    """The smallest number of layers that greedy removal found to keep the loss within `increase`.
 
-    `steps` are the removals that were kept; `stopped` says why there is no further one: the `increase` would be
-    exceeded, `max_removed` was reached, or one layer is left.
+    - `increase`: largest mean loss allowed
+    - `layers`: number of layers that remain
+    - `steps`: the removals that stay within `increase`
+    - `stopped`: why there is no further step: `increase` (the next one exceeds it), `max_removed` or `one layer left`
     """
 
     increase: float
@@ -39,7 +45,7 @@ class MeasuredDepth:
     stopped: str
 
     def to_json(self, seed: int) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the result JSON, with the bootstrap interval of every step."""
         last = self.steps[-1].interval(seed).to_json() if self.steps else {"loss": 0.0, "low": 0.0, "high": 0.0}
         return {
             "increase": self.increase,
@@ -52,7 +58,10 @@ class MeasuredDepth:
 
 
 def passes(layers: int, removed: int, known: int = 0) -> float:
-    """What `removed` steps of greedy removal cost at most, in whole forward passes, if the first `known` are known."""
+    """Return an upper bound on the cost of `removed` greedy steps in forward passes, if the first `known` cost nothing.
+
+    A step that starts with m blocks runs one pass over m blocks and the suffixes after each: m(m + 1)/2 blocks.
+    """
     return 1 + sum(left * (left + 1) / 2 / layers for left in range(layers - known, layers - removed, -1))
 
 
@@ -63,9 +72,14 @@ def next_removal(
     removed: Sequence[int],
     progress: Step = silent,
 ) -> Removal:
-    """The block that is missed least when those `removed` are gone already, each candidate measured on every window.
+    """Return the block whose removal, in addition to those already `removed`, costs least.
 
-    `lost` says of an output how much is lost, window by window.
+    Args:
+        stack: the model's blocks.
+        windows: token ids of every window; each candidate is measured on all of them.
+        lost: for every window, a function that returns the loss of an output relative to the intact model.
+        removed: blocks that are already removed.
+        progress: called before every measurement.
     """
     gone, left = frozenset(removed), [layer for layer in range(len(stack)) if layer not in removed]
     losses: dict[int, list[float]] = {layer: [] for layer in left}
@@ -80,7 +94,7 @@ def next_removal(
 
 
 def least_missed(losses: Mapping[int, Sequence[float]]) -> Removal:
-    """The layer with the least mean loss."""
+    """Return the layer with the smallest mean loss; each layer has one loss per window."""
     layer = min(losses, key=lambda layer: sum(losses[layer]))
     return Removal(layer, tuple(losses[layer]))
 
@@ -93,7 +107,16 @@ def remove_greedily(
     known: Sequence[Removal] = (),
     progress: Step = silent,
 ) -> Iterator[Removal]:
-    """Every removal tried, the last of which may exceed `increase`; `known` are first ones, measured before."""
+    """Yield the steps of greedy removal until one exceeds `increase`; that step is yielded too.
+
+    Args:
+        stack: the model's blocks.
+        windows: token ids of every window.
+        increase: largest mean loss allowed.
+        max_removed: largest number of steps; by default all blocks but one may be removed.
+        known: first steps that were measured before; they are yielded again without measuring.
+        progress: called before every measurement.
+    """
     most = len(stack) - 1 if max_removed is None else min(max_removed, len(stack) - 1)
     steps: list[Removal] = []
     lost: list[Callable[[Tensor], float]] = []
@@ -110,7 +133,7 @@ def remove_greedily(
 
 
 def measured_depth(tried: Sequence[Removal], layers: int, increase: float) -> MeasuredDepth:
-    """What the removals tried amount to."""
+    """Summarize the steps of `remove_greedily` on a model with `layers` layers."""
     kept = [step for step in tried if sum(step.losses) / len(step.losses) <= increase]
     limit = "one layer left" if len(kept) == layers - 1 else "max_removed"
     stopped = "increase" if len(kept) < len(tried) else limit

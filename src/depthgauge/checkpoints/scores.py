@@ -1,43 +1,41 @@
-"""The cheap scores people remove layers by, computed right, and how far each can be trusted on a model.
+"""Published scores that predict, from one forward pass, how much a layer matters.
 
-States are those before the final norm, layer 0 included. A score is one number a layer: large says that the layer does
-much.
+A score is one number per layer; a larger score means that the layer changes its input more. All scores use the states
+before the final norm, the input of layer 0 included. Their names and the what-if that each predicts are in
+`results.labels.SCORES`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Float
+from scipy import stats
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import changed, hidden_in
 
-SCORES: Mapping[str, str] = {
-    "block_influence": "block",
-    "angular_distance": "block",
-    "attention_cosine": "attention",
-    "mlp_cosine": "mlp",
-}
-"""Score → the what-if it stands for."""
-
 
 def block_influence(before: Float[Tensor, "1 n d"], after: Float[Tensor, "1 n d"]) -> float:
-    """1 − mean over tokens of cos(x_ℓ, x_{ℓ+1}): ShortGPT's score of a block."""
+    """Return 1 − mean over tokens of cos(x_ℓ, x_{ℓ+1}), ShortGPT's score of a block."""
     return float(1 - _cosine(before, after).mean())
 
 
 def angular_distance(before: Float[Tensor, "1 n d"], after: Float[Tensor, "1 n d"]) -> float:
-    """arccos(cos(x_ℓ, x_{ℓ+1}))/π at the last token: UIDL's score, for a run of one block."""
+    """Return arccos(cos(x_ℓ, x_{ℓ+1}))/π at the last token, UIDL's score of a single block."""
     return float(_cosine(before[:, -1:], after[:, -1:]).clamp(-1, 1).arccos().mean() / math.pi)
 
 
 def added_influence(before: Float[Tensor, "1 n d"], added: Float[Tensor, "1 n d"]) -> float:
-    """1 − mean over tokens of cos(y, y + f(y)): LLM-Drop's score of a sublayer f."""
+    """Return 1 − mean over tokens of cos(y, y + f(y)), LLM-Drop's score of a sublayer f.
+
+    Args:
+        before: y, the residual stream that the sublayer reads.
+        added: f(y), what the sublayer adds to it.
+    """
     return float(1 - _cosine(before, before + added).mean())
 
 
@@ -46,7 +44,7 @@ def _cosine(x: Float[Tensor, "1 n d"], y: Float[Tensor, "1 n d"]) -> Float[Tenso
 
 
 class SublayerScores:
-    """Listens to the sublayers of every block during a pass, and scores what each adds to the stream it reads."""
+    """LLM-Drop's scores of the attention and the MLP of every block, recorded with hooks during a forward pass."""
 
     def __init__(self, blocks: Sequence[nn.Module], family: Family) -> None:
         self.blocks, self.family = blocks, family
@@ -55,20 +53,20 @@ class SublayerScores:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """While this lasts, every pass is scored."""
+        """Score every forward pass within this context; the scores of the last pass are kept."""
         with ExitStack() as hooks:
             for layer, block in enumerate(self.blocks):
                 self._listen(hooks, layer, block)
             yield
 
     def _listen(self, hooks: ExitStack, layer: int, block: nn.Module) -> None:
-        read: list[Tensor] = []  # what the attention reads, then what the MLP reads
+        read: list[Tensor] = []  # [y of the attention, y of the MLP]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             read[:] = [hidden_in(args, kwargs)]
 
         def attention(added: Tensor) -> Tensor:
-            read[0] = read[0].to(added.device)  # a block of a model that is spread may read from another device
+            read[0] = read[0].to(added.device)  # with a device map, blocks may be on different devices
             self.attention[layer] = added_influence(read[0], added)
             read.append(read[0] if self.family.order == "parallel" else read[0] + added)
             return added
@@ -91,16 +89,12 @@ class SublayerScores:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """The rank correlation of two lists, ties sharing their mean rank; None where one is constant or too short."""
-    if len(x) < 3:
+    """Return Spearman's rank correlation of two lists, with mean ranks for ties.
+
+    Returns:
+        The correlation, or None if it is undefined (a constant list, a NaN) or the lists have fewer than 3 entries.
+    """
+    if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
         return None
-    a, b = _ranks(x), _ranks(y)
-    a, b = a - a.mean(), b - b.mean()
-    size = a.norm() * b.norm()
-    return None if size == 0 else float((a @ b) / size)
-
-
-def _ranks(values: Sequence[float]) -> Float[Tensor, " n"]:
-    v = torch.tensor(list(values), dtype=torch.float64)
-    below, at_most = (v[:, None] > v).sum(dim=1), (v[:, None] >= v).sum(dim=1)
-    return (below + at_most - 1).double() / 2
+    correlation = float(stats.spearmanr(x, y).statistic)
+    return None if math.isnan(correlation) else correlation

@@ -1,7 +1,7 @@
-"""Rank by depth of a real architecture with parts of it switched off, as Dong et al. (2021) drew it.
+"""Residual by depth of a transformer with skip connections or MLPs switched off, as in Dong et al. (2021).
 
-Without skips only the residual connection around attention is cut; LayerNorm and the connection around the MLP stay, as
-theirs do. The states are those before the final norm.
+Switching off skips removes only the residual connection around attention; LayerNorm and the residual connection around
+the MLP remain, as in their experiment. States are taken before the final norm.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from depthgauge.measures.residuals import residual_size
 
 @dataclass(frozen=True)
 class Variant:
-    """Which parts of every block are on beside the attention."""
+    """Which parts of every block are on, in addition to attention."""
 
     skip: bool
     mlp: bool
@@ -40,11 +40,14 @@ VARIANTS: Mapping[str, Variant] = {
 def residual_by_depth(
     checkpoint: Checkpoint, samples: Int[Tensor, "samples n"], variant: Variant
 ) -> Float[Tensor, "samples states"]:
-    """‖X_ℓ − 1x̄ᵀ‖/‖X_ℓ‖ in the composite norm about the token mean, ℓ = 0 … L, for every sample."""
+    """Compute ‖X_ℓ − 1x̄ᵀ‖/‖X_ℓ‖ for ℓ = 0 … L and every sample, in the composite norm, with x̄ the mean token."""
     with attending(checkpoint.model) as session:
         stack = Stack(checkpoint, session)
         if checkpoint.family is None or not len(stack):
-            raise CheckpointError(f"the family {checkpoint.config.model_type!r} is not in the table of sublayers")
+            raise CheckpointError(
+                f"parts of {checkpoint.name} cannot be switched off: the family {checkpoint.config.model_type!r} is "
+                "not in the table of sublayers; add it to depthgauge.checkpoints.families.FAMILIES"
+            )
         with switched(stack, variant):
             curves = []
             for ids in samples:
@@ -55,7 +58,7 @@ def residual_by_depth(
 
 @contextmanager
 def switched(stack: Stack, variant: Variant) -> Iterator[None]:
-    """While this lasts, every block runs as the variant says."""
+    """Run every block as `variant` within this context."""
     family = stack.checkpoint.family
     assert family is not None
     with ExitStack() as hooks:
@@ -69,7 +72,7 @@ def switched(stack: Stack, variant: Variant) -> Iterator[None]:
 
 @contextmanager
 def _without_skip(block: nn.Module, attention: str) -> Iterator[None]:
-    """Let attention give a − x, so that the block's x + (a − x) is a."""
+    """Make attention return a − x, so that the block computes x + (a − x) = a."""
     read: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""What would be lost without it: each layer, or half of one, left out or simplified, and the loss measured again."""
+"""What-ifs: remove or simplify one layer, or one part of it, and measure what the model loses.
+
+Their names are the keys of `results.labels.WHAT_IFS`.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -9,39 +12,36 @@ from torch import Tensor
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.errors import unknown_name
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, WHAT_IFS
 
-KINDS = ("block", "attention", "mlp")
-"""By default: skip the whole block, its attention, its MLP."""
-ALL_KINDS = (*KINDS, "uniform", "parallel")
-"""And: attention made uniform over what each row sees; the layer and the next one both given the layer's input."""
 _ENTRIES = 2**22
-"""Logits that are made wide at once (16 MB in float32)."""
+"""Largest number of logits converted to float32 at once (16 MB)."""
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:
-    """`default`, `all`, `none`, or names with commas between them."""
-    named = {"default": KINDS, "all": ALL_KINDS, "none": ()}
-    if asked in named:
-        return named[asked]
+    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for."""
+    presets = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}
+    if asked in presets:
+        return presets[asked]
     wanted = [name.strip() for name in asked.split(",")]
     for name in wanted:
-        if name not in ALL_KINDS:
-            raise unknown_name("what-if", name, [*ALL_KINDS, *named])
-    return tuple(kind for kind in ALL_KINDS if kind in wanted)
+        if name not in WHAT_IFS:
+            raise unknown_name("what-if", name, [*WHAT_IFS, *presets])
+    return tuple(kind for kind in WHAT_IFS if kind in wanted)
 
 
 def available(kinds: Iterable[str], family: Family | None) -> tuple[str, ...]:
-    """Those kinds that can be done: the two sublayers need to be in the table of families."""
+    """Return the what-ifs that can be measured; `attention` and `mlp` need an entry in the table of families."""
     return tuple(kind for kind in kinds if family is not None or kind not in ("attention", "mlp"))
 
 
 def layers_of(kind: str, layers: int) -> range:
-    """The layers a kind is asked for; the last one has no neighbour to run beside."""
+    """Return the layers on which a what-if is measured; `parallel` excludes the last layer, which has no successor."""
     return range(layers - 1 if kind == "parallel" else layers)
 
 
 def passes(kind: str, layers: int) -> float:
-    """What a kind costs in whole forward passes: its block evaluations, over L. At most (L + 1)/2."""
+    """Return the cost of a what-if on all L layers in forward passes, (block evaluations)/L ≤ (L + 1)/2."""
     first_run = {"block": 1, "parallel": 1}.get(kind, 0)
     return sum(layers - layer - first_run for layer in layers_of(kind, layers)) / layers
 
@@ -49,12 +49,19 @@ def passes(kind: str, layers: int) -> float:
 def what_if(
     stack: Stack, ids: Int[Tensor, "1 n"], states: Sequence[Float[Tensor, "1 n d"]], kind: str, layer: int
 ) -> Tensor:
-    """The model's output in one what-if; `states` are X_0 … X_L of the intact pass.
+    """Return the model's output in one what-if.
 
     - `block`: X_{ℓ+1} = X_ℓ
-    - `attention`, `mlp`: the sublayer adds nothing
+    - `attention`, `mlp`: the sublayer adds nothing to the residual stream
     - `uniform`: every score of the layer's attention is 0
-    - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), B the blocks
+    - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), where B_ℓ is block ℓ
+
+    Args:
+        stack: the model's blocks.
+        ids: token ids of one window.
+        states: X_0 … X_L of the intact pass.
+        kind: name of the what-if.
+        layer: ℓ, from 0.
     """
     state = states[layer]
     if kind == "block":
@@ -63,8 +70,8 @@ def what_if(
         return stack.run(ids, start=layer, state=state, uniform=layer)
     if kind == "parallel":
         gained = states[layer + 1] - state.to(states[layer + 1].device)
-        beside = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
-        return stack.run(ids, start=layer + 1, state=state, changes=beside)
+        add_gained = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
+        return stack.run(ids, start=layer + 1, state=state, changes=add_gained)
     family = stack.checkpoint.family
     assert family is not None
     sublayer = stack.blocks[layer].get_submodule(family.attention if kind == "attention" else family.mlp)
@@ -72,7 +79,11 @@ def what_if(
 
 
 def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[Tensor], float]:
-    """How much an output is worse than the `intact` one: by loss, or by how far the final states moved."""
+    """Return a function that measures how much worse an output is than the output of the intact model.
+
+    - `loss`: cross_entropy(output) − cross_entropy(intact), in nats per token
+    - `states`: ‖output − intact‖F / ‖intact‖F
+    """
     if kind == "loss":
         before = cross_entropy(intact, ids)
         return lambda output: cross_entropy(output, ids) - before
@@ -81,11 +92,15 @@ def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[T
 
 
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
-    """Mean over tokens of −log p(next token), in nats; a few rows at a time, so that the logits are never copied."""
-    ahead = ids[0, 1:].to(logits.device)
+    """Return the mean over tokens of −log p(next token), in nats.
+
+    The logits are converted to float32 a few rows at a time, so that they are never copied as a whole.
+    """
+    following = ids[0, 1:].to(logits.device)
     count = max(1, _ENTRIES // logits.shape[-1])
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)  # one number, fetched once
-    for start in range(0, len(ahead), count):
-        rows, names = logits[0, start : min(start + count, len(ahead))].float(), ahead[start : start + count]
-        total += (rows.logsumexp(dim=-1) - rows.gather(-1, names[:, None])[:, 0]).double().sum()
-    return float(total) / len(ahead)
+    total = torch.zeros((), dtype=torch.float64, device=logits.device)  # stays on the device until the end
+    for start in range(0, len(following), count):
+        targets = following[start : start + count]
+        rows = logits[0, start : start + len(targets)].float()
+        total += (rows.logsumexp(dim=-1) - rows.gather(-1, targets[:, None])[:, 0]).double().sum()
+    return float(total) / len(following)

@@ -1,4 +1,4 @@
-"""Text as windows of tokens: a budget of tokens, cut into equal windows, chosen by a seed where there are more."""
+"""Cut a text into windows of equal length; if it has more windows than needed, draw some of them by a seed."""
 
 import hashlib
 from dataclasses import dataclass
@@ -11,24 +11,30 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.errors import InputError, require_count, require_seed
 
 WHOLE_BYTES = 4 * 2**20
-"""Texts up to this size are read whole; of a larger one only pieces are."""
+"""Texts up to this size are read completely; of a larger text only pieces are read."""
 _PIECE_BYTES = 64
-"""Bytes read for every token of a window, when only pieces are: far more than a token has."""
+"""Bytes read per token of a window when only pieces are read; tokens are much shorter."""
 
 
-@dataclass(frozen=True)
-class Windows:
-    """Windows of token ids `[windows, n]`, special tokens included, and where they came from."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Windows(TensorRecord):
+    """Windows of token ids and their origin.
+
+    - `ids`: token ids, special tokens included
+    - `source`: path of the text, or `the built-in text`
+    - `digest`: SHA-256 of the bytes that were read
+    """
 
     ids: Int[Tensor, "windows n"]
     source: str
     digest: str
 
     def to_json(self) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the result JSON."""
         windows, n = self.ids.shape
         return {"source": self.source, "sha256": self.digest, "windows": windows, "window": n, "tokens": windows * n}
 
@@ -36,23 +42,36 @@ class Windows:
 def read_windows(
     tokenizer: Any, text: str | Path | None, *, tokens: int, window: int | None, context: int | None, seed: int
 ) -> Windows:
-    """Cut a text file, or with None the built-in text, into windows for a tokenizer.
+    """Cut a text into disjoint windows of token ids.
 
-    `tokens` is the budget, `window` the length of one window (512, or what the model's `context` allows). A budget of
-    less than one window is one window.
+    Args:
+        tokenizer: the model's tokenizer.
+        text: path of a UTF-8 file; None means the built-in text.
+        tokens: total number of tokens to use; at least one window is used.
+        window: tokens per window, special tokens included; by default 512, or fewer if `context` or `tokens` is less.
+        context: the longest window the model accepts, or None if unknown.
+        seed: chooses the windows if the text has more than needed.
     """
-    require_count("tokens", tokens, "how many tokens of text to use in all", least=2)
+    require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
     longest = context or 512
-    window = min(512, longest, tokens) if window is None else require_count("window", window, "its tokens", least=2)
+    if window is None:
+        window = min(512, longest, tokens)
+    require_count("window", window, "the number of tokens in one window", least=2)
     if window > longest:
-        raise InputError(f"window must be at most {longest} for this model, got {window}; it has no further positions")
+        raise InputError(
+            f"window must be at most {longest} for this model, got {window}; it is the number of tokens in one window"
+        )
     before, after = special_tokens(tokenizer)
-    room = window - len(before) - len(after)
-    if room < 1:
-        raise InputError(f"window must be more than {len(before) + len(after)}, got {window}: special tokens fill it")
+    special = len(before) + len(after)
+    length = window - special
+    if length < 1:
+        raise InputError(
+            f"window must be at least {special + 1} for this model, got {window}; "
+            f"{special} tokens of each window are special tokens"
+        )
     wanted = max(1, tokens // window)
-    name, content, digest = _read(text, wanted, room, seed)
+    name, content, digest = _read(text, wanted, length, seed)
     bodies: list[list[int]] = []
     count = 0
     for piece in content:
@@ -60,9 +79,11 @@ def read_windows(
             ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
         count += len(ids)
         most = None if len(content) == 1 else 1
-        bodies += [ids[i : i + room] for i in range(0, len(ids) - room + 1, room)][:most]
+        bodies += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)][:most]
     if not bodies:
-        raise InputError(f"{name} has {count} tokens, one window has {room}; give more text, or a smaller --window")
+        raise InputError(
+            f"{name} has {count} tokens, but one window needs {length}; use a longer text or a smaller --window"
+        )
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = [bodies[i] for i in sorted(order[:wanted])]
     return Windows(torch.tensor([[*before, *body, *after] for body in chosen]), name, digest)
@@ -71,20 +92,20 @@ def read_windows(
 def drawn_windows(
     tokenizer: Any, text: str | Path | None, *, windows: int, window: int, seed: int
 ) -> Int[Tensor, "windows n"]:
-    """Windows that begin anywhere in a text, and may overlap: for short texts and many samples."""
+    """Draw windows with random starts from a text; they may overlap, so a short text gives many samples."""
     before, after = special_tokens(tokenizer)
-    room = window - len(before) - len(after)
-    name, content, _ = _read(text, windows, room, seed)
+    length = window - len(before) - len(after)
+    name, content, _ = _read(text, windows, length, seed)
     with quiet():
         ids = tokenizer(content[0], add_special_tokens=False)["input_ids"]
-    if len(ids) < room:
-        raise InputError(f"{name} has {len(ids)} tokens, one window has {room}; give more text")
-    starts = torch.randint(len(ids) - room + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return torch.tensor([[*before, *ids[start : start + room], *after] for start in starts])
+    if len(ids) < length:
+        raise InputError(f"{name} has {len(ids)} tokens, but one window needs {length}; use a longer text")
+    starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return torch.tensor([[*before, *ids[start : start + length], *after] for start in starts])
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """What the tokenizer puts before and after a text."""
+    """Return the token ids that the tokenizer adds before and after a text."""
     with quiet():
         bare = tokenizer("a b", add_special_tokens=False)["input_ids"]
         full = tokenizer("a b")["input_ids"]
@@ -94,8 +115,15 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _read(text: str | Path | None, wanted: int, room: int, seed: int) -> tuple[str, list[str], str]:
-    """The name of a text, its content whole or in pieces, and a digest of what was read."""
+def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple[str, list[str], str]:
+    """Return the name of a text, its content (one string, or pieces of a large text), and the digest of the bytes read.
+
+    Args:
+        text: path of the text; None means the built-in text.
+        wanted: number of pieces to read from a large text, one per window.
+        length: tokens per window without special tokens.
+        seed: chooses the pieces.
+    """
     if text is None:
         default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
         return "the built-in text", [default.decode("utf-8")], hashlib.sha256(default).hexdigest()
@@ -106,12 +134,12 @@ def _read(text: str | Path | None, wanted: int, room: int, seed: int) -> tuple[s
             if size <= WHOLE_BYTES:
                 raw = [handle.read()]
             else:
-                length = room * _PIECE_BYTES
-                places = torch.randperm(max(size // length, 1), generator=torch.Generator().manual_seed(seed))
+                step = length * _PIECE_BYTES
+                places = torch.randperm(max(size // step, 1), generator=torch.Generator().manual_seed(seed))
                 raw = []
                 for place in sorted(places[:wanted].tolist()):
-                    handle.seek(place * length)
-                    raw.append(handle.read(length))
+                    handle.seek(place * step)
+                    raw.append(handle.read(step))
     except OSError as error:
         raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
     digest = hashlib.sha256(b"".join(raw)).hexdigest()
@@ -119,7 +147,7 @@ def _read(text: str | Path | None, wanted: int, room: int, seed: int) -> tuple[s
 
 
 def _decode(piece: bytes, path: Path, whole: bool) -> str:
-    """UTF-8; a piece out of the middle loses the broken letter at either end, and the broken word at its start."""
+    """Decode UTF-8; from a piece, remove incomplete characters at both ends and the incomplete word at the start."""
     try:
         if whole:
             return piece.decode("utf-8")
@@ -127,5 +155,7 @@ def _decode(piece: bytes, path: Path, whole: bool) -> str:
         stop = max((i for i in range(1, 5) if len(piece) >= i and piece[-i] & 0xC0 == 0xC0), default=0)
         text = piece[start : len(piece) - stop].decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; convert it first") from error
+        raise InputError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; convert it to UTF-8"
+        ) from error
     return text.split(maxsplit=1)[-1] if text.split() else ""
