@@ -21,7 +21,6 @@ from depthgauge.checkpoints.load import (
     count_parameters,
     find,
     free_memory,
-    is_checkpoint,
     load_config,
     load_model,
     load_tokenizer,
@@ -185,9 +184,6 @@ def test_gguf_files_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGML1234")
     with pytest.raises(InputError, match="is not a GGUF file: it does not start with the bytes GGUF"):
         find(tmp_path / "m.gguf")
-    assert is_checkpoint(tmp_path / "m.gguf")
-    assert is_checkpoint(tmp_path)
-    assert not is_checkpoint(tmp_path / "n.safetensors")
 
 
 def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

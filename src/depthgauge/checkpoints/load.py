@@ -155,12 +155,6 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
 
 
-def is_checkpoint(target: str | Path) -> bool:
-    """Return whether a target is a checkpoint, that is, a directory or a `.gguf` file."""
-    path = Path(target)
-    return path.is_dir() or path.suffix.lower() == ".gguf"
-
-
 def find(target: str | Path) -> Source:
     """Return the checkpoint at a path.
 
@@ -219,6 +213,17 @@ def _refuse_remote_code(library: Any, source: Source) -> None:
             f"{source.path} needs to run the Python code in its directory; if you have read and trust that code, use "
             "--trust-remote-code"
         )
+
+
+def gguf_metadata(source: Source) -> dict[str, Any]:
+    """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints."""
+    if source.gguf is None:
+        return {}
+    import gguf
+
+    fields = _attempt(source, "metadata", lambda: gguf.GGUFReader(source.path)).fields
+    array = gguf.GGUFValueType.ARRAY
+    return {name: field.contents() for name, field in fields.items() if field.types and field.types[0] != array}
 
 
 def load_tokenizer(source: Source, placement: Placement) -> Any:

@@ -1,6 +1,7 @@
 """Cut a text into windows of equal length; if it has more windows than needed, draw some of them by a seed."""
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -40,7 +41,14 @@ class Windows(TensorRecord):
 
 
 def read_windows(
-    tokenizer: Any, text: str | Path | None, *, tokens: int, window: int | None, context: int | None, seed: int
+    tokenizer: Any,
+    text: str | Path | None,
+    *,
+    tokens: int,
+    window: int | None,
+    context: int | None,
+    seed: int,
+    special: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Windows:
     """Cut a text into disjoint windows of token ids.
 
@@ -51,6 +59,7 @@ def read_windows(
         window: tokens per window, special tokens included; by default 512, or fewer if `context` or `tokens` is less.
         context: the longest window the model accepts, or None if unknown.
         seed: chooses the windows if the text has more than needed.
+        special: token ids before and after every window; by default those that the tokenizer adds.
     """
     require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
@@ -62,13 +71,13 @@ def read_windows(
         raise InputError(
             f"window must be at most {longest} for this model, got {window}; it is the number of tokens in one window"
         )
-    before, after = special_tokens(tokenizer)
-    special = len(before) + len(after)
-    length = window - special
+    before, after = special_tokens(tokenizer) if special is None else special
+    around = len(before) + len(after)
+    length = window - around
     if length < 1:
         raise InputError(
-            f"window must be at least {special + 1} for this model, got {window}; "
-            f"{special} tokens of each window are special tokens"
+            f"window must be at least {around + 1} for this model, got {window}; "
+            f"{around} tokens of each window are special tokens"
         )
     wanted = max(1, tokens // window)
     name, content, digest = _read(text, wanted, length, seed)

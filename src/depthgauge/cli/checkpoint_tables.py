@@ -35,6 +35,9 @@ def checkpoint_tables(subject: CheckpointSubject) -> Iterator[RenderableType]:
         yield escape(removal_line(removal, len(subject.layers)))
     if subject.regime is not None:
         yield escape(regime_line(subject.regime))
+    if subject.text is not None and subject.text.bos is not None:
+        begin = "start" if subject.text.bos else "do not start"
+        yield escape(f"windows {begin} with the BOS token: {subject.text.bos_reason}")
     for remark in subject.notes:
         yield escape(f"note: {remark}")
 

@@ -24,6 +24,8 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
     ]
     if (text := subject.text) is not None:
         facts.append(("text", f"{counted(text.windows, 'window')} of {text.window} tokens of {text.source}"))
+        if text.bos is not None:
+            facts.append(("BOS token", f"{'added' if text.bos else 'not added'}: {text.bos_reason}"))
     if subject.baseline is not None:
         facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats per token"))
     if (regime := subject.regime) is not None:

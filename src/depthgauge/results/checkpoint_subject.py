@@ -24,13 +24,18 @@ class CheckpointDescription(Record, frozen=True, kw_only=True):
 
 
 class TextWindows(Record, frozen=True, kw_only=True):
-    """The text a checkpoint was gauged on: `windows` windows of `window` tokens."""
+    """The text a checkpoint was gauged on: `windows` windows of `window` tokens.
+
+    `bos` says whether every window starts with the BOS token (None: the model has none), `bos_reason` says why.
+    """
 
     source: str
     sha256: str = ""
     windows: Count
     window: Count
     tokens: Count | None = None
+    bos: bool | None = None
+    bos_reason: str | None = None
 
 
 class Interval(Record, frozen=True, kw_only=True):

@@ -27,6 +27,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         text: text file to gauge a checkpoint on (default: a built-in text).
         window: tokens per text window (default 512, or the model's context if that is shorter).
         what_if: what-ifs to measure: `default`, `all`, `none`, or names separated by commas.
+        bos: start every window with the BOS token: `yes`, `no` or `auto` (default), which does what the tokenizer or
+            the GGUF metadata says and otherwise measures which is better.
         depth: remove layers greedily while the loss grows by at most this.
         max_removed: remove at most this many layers.
         weights_only: read no text; report what the weights alone show.
@@ -56,6 +58,10 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             "What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.",
             CHECKPOINTS,
         ),
+    ] = None
+    bos: Annotated[
+        str | None,
+        _option("Start every window with the BOS token: yes, no, or auto  [default], which measures.", CHECKPOINTS),
     ] = None
     depth: Annotated[float | None, _option("Remove layers while the loss grows by at most this.", CHECKPOINTS)] = None
     max_removed: Annotated[int | None, _option("Remove at most this many layers.", CHECKPOINTS)] = None

@@ -17,6 +17,7 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.removal import MeasuredDepth
 from depthgauge.checkpoints.scores import spearman
+from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import Windows
 from depthgauge.results.checkpoint_subject import (
     CheckpointDescription,
@@ -56,6 +57,7 @@ class Findings:
     weights: Sequence[Sequence[CircuitSizes]]
     notes: Sequence[str] = field(default_factory=list)
     windows: Windows | None = None
+    start: Start | None = None
     found: Sequence[dict[str, Any]] = ()
     kinds: tuple[str, ...] = ()
     measured: MeasuredDepth | None = None
@@ -75,7 +77,7 @@ def subject_record(findings: Findings) -> CheckpointSubject:
         name=checkpoint.name,
         verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, removal, distance),
         model=msgspec.convert(checkpoint.describe(), CheckpointDescription),
-        text=None if findings.windows is None else msgspec.convert(findings.windows.to_json(), TextWindows),
+        text=_text(findings),
         regime=distance,
         baseline=_baseline(findings),
         input=CheckpointState(residual=_residual(findings, 0)),
@@ -84,6 +86,14 @@ def subject_record(findings: Findings) -> CheckpointSubject:
         depth=() if removal is None else (removal,),
         notes=tuple(findings.notes),
     )
+
+
+def _text(findings: Findings) -> TextWindows | None:
+    if findings.windows is None or findings.start is None:
+        return None
+    start = findings.start
+    document = {**findings.windows.to_json(), "bos": start.bos, "bos_reason": start.reason}
+    return msgspec.convert(document, TextWindows)
 
 
 def _interval(values: Sequence[float], seed: int) -> Interval:

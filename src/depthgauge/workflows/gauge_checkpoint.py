@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.registered_attention import LayerPlan, layer_plan
 from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedily
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
+from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.what_if import (
     available,
     chosen_kinds,
@@ -86,18 +88,30 @@ def gauge_checkpoint(
     windows = None
     if not options.weights_only:
         tokenizer = load_tokenizer(source, placement)
-        windows = read_windows(
-            tokenizer, options.text, tokens=tokens, window=options.window, context=context_length(config), seed=seed
+        start = plan_start(options.bos or "auto", source, tokenizer)
+        cut = partial(
+            read_windows,
+            tokenizer,
+            options.text,
+            tokens=tokens,
+            window=options.window,
+            context=context_length(config),
+            seed=seed,
         )
+        windows = cut(special=(start.before, start.after))
     settings = _settings(target, options, seed, kinds, windows)
     about = settings.to_json() | {"files": _files(source), "sha256": None if windows is None else windows.digest}
     del about["in_memory"]  # always false here
-    partial = open_partial(out, resume, about)
+    found = open_partial(out, resume, about)
     message(f"loading {source.path}")
     checkpoint = load_model(source, config, placement)
-    run = _Run(checkpoint, settings, partial, progress, message)
-    findings = run.weights_only() if windows is None else run.on_text(windows, kinds)
-    return settings, subject_record(findings)
+    run = _Run(checkpoint, settings, found, progress, message)
+    if windows is None:
+        return settings, subject_record(run.weights_only())
+    decided = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in windows.ids])
+    if decided.before != start.before:
+        windows = cut(special=(decided.before, decided.after))
+    return settings, subject_record(run.on_text(windows, kinds, decided))
 
 
 def check_options(options: GaugeOptions) -> None:
@@ -138,7 +152,7 @@ class _Run:
         weights, notes = self._weights()
         return Findings(self.checkpoint, self.settings.seed or 0, weights, notes=notes)
 
-    def on_text(self, windows: Windows, kinds: tuple[str, ...]) -> Findings:
+    def on_text(self, windows: Windows, kinds: tuple[str, ...], start: Start) -> Findings:
         """Observe every window, measure the what-ifs, and remove layers if requested."""
         checkpoint = self.checkpoint
         texts = [window[None] for window in windows.ids]
@@ -164,6 +178,7 @@ class _Run:
             weights,
             notes,
             windows=windows,
+            start=start,
             found=found,
             kinds=possible,
             measured=measured,

@@ -1,0 +1,112 @@
+"""Decide whether the windows of a text start with the model's BOS token (beginning of sequence).
+
+A model that was trained with a BOS token must be measured with it: without the token the loss is higher and the first
+token does not attract attention. Tokenizers do not always add it. In particular, transformers ignores the key
+`tokenizer.ggml.add_bos_token` of a GGUF file.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from depthgauge._format import number
+from depthgauge.checkpoints.load import Checkpoint, Source, gguf_metadata
+from depthgauge.checkpoints.what_if import cross_entropy
+from depthgauge.checkpoints.windows import special_tokens
+from depthgauge.errors import InputError, unknown_name
+
+CHOICES = ("auto", "yes", "no")
+MEASURED_WINDOWS = 3
+"""How many windows are measured with and without the BOS token."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The special tokens around every window, and the decision about the BOS token.
+
+    - `before`, `after`: token ids added to every window
+    - `bos`: whether `before` contains the BOS token; None if the model has none
+    - `reason`: why, as a sentence
+    - `candidate`: the BOS token, while it is not decided whether to add it; otherwise None
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    bos: bool | None
+    reason: str
+    candidate: int | None = None
+
+    def with_bos(self, token: int, reason: str) -> "Start":
+        """Return the decision to add the BOS token."""
+        return Start((token, *self.before), self.after, True, reason)
+
+    def without_bos(self, token: int | None, reason: str) -> "Start":
+        """Return the decision not to add the BOS token."""
+        return Start(tuple(one for one in self.before if one != token), self.after, False, reason)
+
+
+def plan_start(choice: str, source: Source, tokenizer: Any) -> Start:
+    """Decide about the BOS token as far as possible without the weights.
+
+    Args:
+        choice: `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says; if neither adds the token, the
+            decision is left to `measure_start`.
+        source: the checkpoint.
+        tokenizer: its tokenizer.
+
+    Raises:
+        InputError: `choice` is unknown, or it is `yes` and the model has no BOS token.
+    """
+    if choice not in CHOICES:
+        raise unknown_name("bos", choice, CHOICES)
+    before, after = special_tokens(tokenizer)
+    start = Start(tuple(before), tuple(after), None, "the model has no BOS token")
+    metadata = gguf_metadata(source)
+    token = tokenizer.bos_token_id
+    if token is None:
+        token = metadata.get("tokenizer.ggml.bos_token_id")
+    if token is None:
+        if choice == "yes":
+            raise InputError(f"--bos yes needs a BOS token; the tokenizer of {source.path} has none. Use --bos auto")
+        return start
+    if choice == "no":
+        return start.without_bos(token, "--bos no")
+    if token in before:
+        return Start(start.before, start.after, True, "the tokenizer adds it")
+    if choice == "yes":
+        return start.with_bos(token, "--bos yes")
+    if metadata.get("tokenizer.ggml.add_bos_token"):
+        return start.with_bos(token, "the GGUF metadata requests it (tokenizer.ggml.add_bos_token)")
+    return Start(start.before, start.after, False, "the tokenizer does not add it", candidate=int(token))
+
+
+@torch.no_grad()
+def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]]) -> Start:
+    """Measure the loss with and without the BOS token where that is undecided, and choose the smaller one.
+
+    Both losses are means over the same predicted tokens: those after the first token of each body.
+
+    Args:
+        start: an undecided start; a decided one is returned unchanged.
+        checkpoint: the model; models without a loss are left without the token.
+        bodies: windows of text without special tokens.
+    """
+    if start.candidate is None or checkpoint.objective != "loss":
+        return Start(start.before, start.after, start.bos, start.reason)
+    losses: dict[bool, list[float]] = {True: [], False: []}
+    for body in bodies[:MEASURED_WINDOWS]:
+        for bos in losses:
+            prefix = [*([start.candidate] if bos else []), *start.before]
+            ids = torch.tensor([[*prefix, *body.tolist(), *start.after]])
+            logits = checkpoint.model(input_ids=ids.to(checkpoint.device)).logits
+            losses[bos].append(cross_entropy(logits[:, len(prefix) :], ids[:, len(prefix) :]))
+    added, bare = (sum(losses[bos]) / len(losses[bos]) for bos in (True, False))
+    windows = f"{len(losses[True])} window{'' if len(losses[True]) == 1 else 's'}"
+    reason = f"measured on {windows}: loss {number(added)} with it and {number(bare)} without it"
+    if added < bare:
+        return start.with_bos(start.candidate, reason)
+    return start.without_bos(start.candidate, reason)
