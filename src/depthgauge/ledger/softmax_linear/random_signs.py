@@ -89,7 +89,7 @@ def _self_rows(id: str, dataset: Dataset, kind: str, cases: Sequence[Case]) -> I
         yield _row(f"{id}.{part}", RowEvent(dataset, kind, which, "within"), cases, f"D{dataset}")
 
 
-def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str, unequal: bool = True) -> Claim:
+def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str) -> Claim:
     """A part of Lemmas F.4, F.8, F.12 and F.16, which are printed with j₃ for j₂ and “=” for “≥”.
 
     Row j₃ may or may not be row j₂, and so may the rows other than j₃. The printed reading therefore covers every row.
@@ -98,7 +98,7 @@ def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str, un
 
     def run() -> Observed:
         literal = judge_event(printed, cases, _limit(event))
-        if literal.verdict == "holds" and unequal:
+        if literal.verdict == "holds":
             literal = judge_equality(printed, cases[0])
         return compare_readings(literal, judge_event(event, cases, _limit(event)), reading)
 
