@@ -45,9 +45,9 @@ def command(
     """Check the numbered statements of two papers by searching for counterexamples.
 
     Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse". Paper B is
-    "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". Verdicts: holds (no counterexample
-    found by this search, not a proof), fails (counterexample, verified exactly), misprint (only the intended form
-    holds), undecided.
+    "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". The
+    verdicts are holds (no counterexample found by this search, which is not a proof), fails (counterexample, verified
+    exactly), misprint (counterexample to the printed form, none found to the intended form) and undecided.
     """
     from depthgauge._io import write_text
     from depthgauge.ledger.registry import run, select

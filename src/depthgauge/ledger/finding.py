@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
-from importlib import import_module
 from typing import Any, Literal
 
 import numpy as np
 
 from depthgauge._format import number
-from depthgauge.errors import DepthgaugeError
+from depthgauge._frames import frame, html_table
 
 Verdict = Literal["holds", "fails", "misprint", "undecided"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "misprint", "undecided")
@@ -133,11 +132,17 @@ class Findings(tuple[Finding, ...]):
         return f"Findings({len(self)} statements: {self.summary() or 'none'})"
 
     def _repr_html_(self) -> str:
-        names = ("id", "statement", "verdict", "ratio", "corrected")
-        rows = [(f.id, f.statement, f.verdict, ratio_text(f.ratio), f.corrected or "") for f in self]
-        head = "".join(f"<th>{name}</th>" for name in names)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<p>{escape(self.summary())}</p><table><tr>{head}</tr>{body}</table>"
+        rows = [
+            {
+                "id": finding.id,
+                "statement": finding.statement,
+                "verdict": finding.verdict,
+                "ratio": ratio_text(finding.ratio),
+                "corrected": finding.corrected or "",
+            }
+            for finding in self
+        ]
+        return html_table(f"{len(self)} statements: {self.summary() or 'none'}", rows)
 
     def summary(self) -> str:
         """Return the number of findings of each verdict, such as `10 holds, 19 fails`."""
@@ -152,14 +157,9 @@ class Findings(tuple[Finding, ...]):
         """Return a pandas DataFrame with one row per finding and the columns of `Finding.to_json`.
 
         Raises:
-            DepthgaugeError: If pandas is not installed.
+            MissingPackageError: If pandas is not installed.
         """
-        try:
-            pandas = import_module("pandas")
-        except ImportError as error:
-            raise DepthgaugeError("to_frame needs pandas, which is not installed; run `pip install pandas`") from error
-        columns = ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"]
-        return pandas.DataFrame(self.to_json(), columns=columns)
+        return frame(self.to_json())
 
 
 def compact(value: Any) -> str:
