@@ -43,6 +43,7 @@ class Inequality:
         starts: `starts(size)` returns structured instances, which are evaluated before random ones.
         relation: The relation between the two sides.
         right_factor: A factor on the right side. A factor below 1 makes a false variant of a sharp inequality.
+        condition: A condition that the text of the inequality includes, such as the indices it is about.
         fixed: The names of values that the search and the simplification leave unchanged (sizes, signs).
     """
 
@@ -55,6 +56,7 @@ class Inequality:
     starts: Callable[[Size], Iterable[Instance]] = _nothing
     relation: Relation = "<="
     right_factor: Fraction = Fraction(1)
+    condition: str = ""
     fixed: frozenset[str] = frozenset()
 
     def shrunk(self, factor: Fraction) -> "Inequality":
@@ -62,10 +64,11 @@ class Inequality:
         return replace(self, right_factor=self.right_factor * factor)
 
     def text(self) -> str:
-        """Return `left ≤ right`."""
+        """Return `left ≤ right`, or `left ≤ right for condition`."""
         sign = {"<=": "≤", "<": "<", "=": "="}[self.relation]
         factor = "" if self.right_factor == 1 else f"{self.right_factor} · "
-        return f"{self.left} {sign} {factor}{self.right}"
+        condition = f" for {self.condition}" if self.condition else ""
+        return f"{self.left} {sign} {factor}{self.right}{condition}"
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) ->
         lines.append(f"Note        {claim.note}")
     name = "left/right at the witness" if observed.witness is not None else "largest left/right found"
     ratio = "" if observed.ratio is None else f"; {name} {number(observed.ratio, 6)}"
-    lines.append(f"Search      {observed.evaluations} evaluations{ratio}")
+    count = f"{observed.evaluations} evaluation{'' if observed.evaluations == 1 else 's'}"
+    lines.append(f"Search      {count}{ratio}")
     lines += [f"            {sentence}" for sentence in observed.remarks]
     if observed.witness is not None:
         lines += ["", "Witness", *(f"  {line}" for line in observed.witness.lines())]

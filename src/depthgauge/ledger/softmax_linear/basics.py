@@ -137,12 +137,13 @@ def _blocks(A1: Value, A2: Value, X: Value) -> Value:
 def _lengths(printed: str) -> Inequality:
     """Definition C.6: compare the length of a column of y with the length of a row of c."""
     return Inequality(
-        left=f"the length of y_l for y ∈ R^{{{printed}×m}}",
-        right="the length of c_exp[j₀], d",
+        left="the length of y_l",
+        right="d, the length of c_exp[j₀]",
         evaluate=lambda ar, **size: _no_steps(size[printed], size["d"]),
         draw=lambda random, size: dict(size),
         sizes=sizes(n=(2, 3), d=(1, 4)),
         relation="=",
+        condition=f"y ∈ R^{{{printed}×m}}",
     )
 
 

@@ -121,12 +121,9 @@ _F_10_2 = Claim(
     id="B.F.10.2",
     where="Lemma F.10, Part 2",
     statement="for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
-    check=data_set_inequality(
-        SETUPS["lin", 1],
-        "a1",
-        ("u_lin[j₀, j₁] for j₀ ≠ j₂ or j₁ ≠ j₃", "log n"),
-        _everywhere_else,
-        relation="=",
+    check=replace(
+        data_set_inequality(SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="="),
+        condition="j₀ ≠ j₂ or j₁ ≠ j₃",
     ),
     hypothesis=HYPOTHESIS.format(a=SIZE["a1"]),
     sharp=True,
@@ -138,7 +135,7 @@ def _token_count(extra_columns: int) -> Inequality:
     return data_set_inequality(
         SETUPS["lin", 0],
         "a0",
-        ("n, the number of rows of A₂", f"t(d−{extra_columns})"),
+        ("the number of rows of A₂", f"t(d−{extra_columns})"),
         lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)),
         relation="=",
     )

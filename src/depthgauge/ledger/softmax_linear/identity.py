@@ -140,9 +140,8 @@ def _counted(special: bool, near: bool, number: str) -> Inequality:
         counted = (keys > between) if near else (keys < between)
         return counted.sum(axis=1).astype(int), _NUMBERS[number](att)
 
-    return data_set_inequality(
-        SETUP, "a1", (f"the number of j₁ with {_level(near)}, for {_row(special)}", number), sides, relation="="
-    )
+    text = (f"the number of j₁ with {_level(near)}", number)
+    return replace(data_set_inequality(SETUP, "a1", text, sides, relation="="), condition=_row(special))
 
 
 def _level(near: bool) -> str:
@@ -192,10 +191,11 @@ def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[V
         sizes=({"scalars": 2},),
         allowed=lambda ar, b: bool(b >= ar.number("1/10")) and bool(1 - b >= ar.number("1/10")),
         starts=starts,
+        condition="b + c = 1",
     )
 
 
-CONTRADICTION = _squares(("1", "b² + c² where b + c = 1"), lambda ar, squares: (ar.number(1), squares))
+CONTRADICTION = _squares(("1", "b² + c²"), lambda ar, squares: (ar.number(1), squares))
 PRINTED_CONDITIONS = "Definition D.1 (b + c = 1, b and c ≥ 1/10)"
 IMPOSSIBLE = (
     "No data set satisfies the printed conditions: b + c = 1 gives b² + c² = 1 − 2bc ≤ 41/50 < 1. "
@@ -210,8 +210,7 @@ _WHOLE = Claim(
         CONTRADICTION,
         replace(
             all_parts(E_1, SETUP),
-            left="with b² + c² = 1 in place of b + c = 1, the left sides of all parts",
-            right="their right sides",
+            condition="b² + c² = 1 in place of b + c = 1",
         ),
     ),
     hypothesis=PRINTED_CONDITIONS,

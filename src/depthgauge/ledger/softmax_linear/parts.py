@@ -146,15 +146,16 @@ def part_inequality(setup: AttentionSetup, formula: Symbol, part: Part) -> Inequ
     left, right = part.text(setup, formula)
     if part.relation == ">=":
         left, right = right, left
-    return data_set_inequality(
+    inequality = data_set_inequality(
         setup,
         formula,
-        (f"{left} for {part.rows}, {part.keys}", right),
+        (left, right),
         part.sides,
         relation="=" if part.relation == "=" else "<=",
         applies=lambda att: bool(part.mask(att).any()),
         shown=part.quantity,
     )
+    return replace(inequality, condition=f"{part.rows} and {part.keys}")
 
 
 def all_parts(lemma: Lemma, setup: AttentionSetup) -> Inequality:

@@ -23,7 +23,7 @@ CLASS_COUNTS = tuple(round(10 ** (k / 4)) for k in range(3, 17))
 READING = (
     "Read with δ = 1/10, δ/n for δ/poly(n), and d growing like √n. Probabilities were computed for "
     f"{len(CLASS_COUNTS)} values of n from {CLASS_COUNTS[0] ** 2} to {CLASS_COUNTS[-1] ** 2:,}, and for further values "
-    "near the first n from which on the statement holds."
+    "between them to find the n from which on there is no violation."
 )
 _FLAT = 0.99
 """A failure probability that keeps this share over the last four values of n counts as not decreasing."""
