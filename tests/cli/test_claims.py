@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
 
 def settled(text):
-    """The page without what another processor's last digits may change: ratios that were seen, and how long it took."""
+    """Return the page without ratios and evaluation counts, whose last digits may differ between processors."""
     text = re.sub(r"^(\| .*? \| (?:holds|undecided)) \| [^|]* \|", r"\1 | |", text, flags=re.MULTILINE)
     text = re.sub(r"^Search  .*$", "Search", text, flags=re.MULTILINE)
     return re.sub(r"\(largest ratio seen [^)]*\)", "", text)
@@ -25,7 +25,7 @@ def depthgauge(*words):
 
 
 def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
-    """Verdicts, witnesses and stories; `depthgauge claims --out docs/ledger.md` renews it."""
+    """Compare verdicts, witnesses and stories. `depthgauge claims --out docs/ledger.md` writes the page anew."""
     done = depthgauge("--out", str(tmp_path / "ledger.md"), "--json")
     assert done.returncode == 0, done.stderr
     fresh, kept = (tmp_path / "ledger.md").read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
 def test_one_story():
     done = depthgauge("--id", "A.3.3.2")
     assert done.returncode == 0
-    assert "Worked through" in done.stdout
+    assert "Step by step" in done.stdout
     assert "ours.product-max" in done.stdout
 
 
@@ -57,7 +57,7 @@ def test_a_table_of_one_paper_and_a_budget():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--id", "A.4.9"), "no claim is called 'A.4.9'"),
+        (("--id", "A.4.9"), "no statement has the id 'A.4.9'"),
         (("--paper", "Z"), "paper must be one of A, B, ours"),
         (("--budget", "-1"), "budget must be a positive number"),
     ],

@@ -1,4 +1,4 @@
-"""The ledger: complete, with the verdicts that are known, and the page that shows them."""
+"""The ledger is complete, its verdicts are the known ones, and errors and stories say what they should."""
 
 import itertools
 import json
@@ -13,10 +13,10 @@ import pytest
 import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.ledger.claim import Claim, Observed, Study
+from depthgauge.ledger.finding import ratio_text
 from depthgauge.ledger.judge import judge
 from depthgauge.ledger.registry import registry, run, select
-from depthgauge.ledger.story import ratio_text, short, story
-from depthgauge.ledger.witness import prove
+from depthgauge.ledger.witness import refute
 
 
 def numbers(paper, section, first, last):
@@ -51,12 +51,12 @@ def judged(id):
 
 
 @pytest.mark.parametrize("id", [*PAPER_A, *PAPER_B, *(f"ours.{name}" for name in OURS)])
-def test_every_statement_is_there(id):
+def test_every_statement_is_in_the_registry(id):
     assert id in registry() or any(known.startswith(f"{id}.") for known in registry())
 
 
 @pytest.mark.parametrize(("verdict", "id"), [(verdict, id) for verdict, ids in KNOWN_A.items() for id in ids])
-def test_what_is_known_of_paper_a_comes_out(verdict, id):
+def test_known_verdicts_of_paper_a(verdict, id):
     claim = registry()[id]
     observed = judged(id)
     assert observed.verdict == verdict
@@ -65,11 +65,11 @@ def test_what_is_known_of_paper_a_comes_out(verdict, id):
     if verdict == "fails":
         assert observed.witness.ratio > 1
         assert claim.corrected is not None
-        assert prove(claim.check, observed.witness.instance) is not None
+        assert refute(claim.check, observed.witness.arrays()) is not None
 
 
 @pytest.mark.parametrize("id", sorted({c.corrected for c in registry().values() if c.corrected is not None}))
-def test_what_is_offered_instead_holds(id):
+def test_corrected_statements_hold(id):
     assert judged(id).verdict == "holds"
 
 
@@ -79,8 +79,8 @@ def test_every_claim_of_paper_a_has_its_known_verdict():
     )
 
 
-def test_the_smallest_widths_at_which_they_fail():
-    """Lemma 5.1 and D.6 (1) from d = 3, D.8 and C.2 (2, 3) from d = 2, B.4 and D.7 from d = 1."""
+def test_smallest_widths_with_a_counterexample():
+    """Lemmas 5.1 and D.6 (1) fail from d = 3, D.8 and C.2 (2, 3) from d = 2, B.4 and D.7 from d = 1."""
     width = {"A.5.1": 3, "A.D.6.1": 3, "A.D.8.1": 2, "A.C.2.2": 2, "A.C.2.3": 2, "A.B.4": 1, "A.D.7": 1}
     for id, d in width.items():
         witness = judged(id).witness.to_json()
@@ -88,7 +88,7 @@ def test_the_smallest_widths_at_which_they_fail():
         assert len(X[0]) == d
 
 
-def test_witnesses_checked_without_the_engine():
+def test_witnesses_checked_independently():
     A, B = (np.array([[Fraction(v) for v in row] for row in judged("A.4.1").witness.to_json()[n]]) for n in "AB")
 
     def res(Z):
@@ -111,7 +111,7 @@ def test_witnesses_checked_without_the_engine():
     assert (1 + eta) ** L - (1 + eta) > sum(c**k for k in range(L + 1)) * delta
 
 
-def test_the_public_name_is_the_room_and_the_function():
+def test_public_function():
     (finding,) = dg.claims(id="A.3.3.3")
     assert finding.to_json() == {
         "id": "A.3.3.3",
@@ -125,52 +125,52 @@ def test_the_public_name_is_the_room_and_the_function():
 
 
 def test_wrong_names():
-    with pytest.raises(InputError, match=r"no claim is called 'A\.4\.11'; the nearest are .*A\.4\.1"):
+    with pytest.raises(InputError, match=r"no statement has the id 'A\.4\.11'; the nearest ids are .*A\.4\.1"):
         select(id="A.4.11")
     with pytest.raises(InputError, match="paper must be one of A, B, ours, got 'C'"):
         select(paper="C")
-    with pytest.raises(InputError, match="not of paper B but of A"):
+    with pytest.raises(InputError, match="belongs to paper A, not to paper B"):
         select(paper="B", id="A.4.1")
     with pytest.raises(InputError, match="budget must be a positive number"):
         run(select(id="A.4.1"), budget=0)
 
 
-def test_a_spent_budget_begins_no_study_and_no_search():
-    begun = []
+def test_after_the_budget_no_study_and_no_search_starts():
+    started = []
 
     def study():
-        begun.append("study")
+        started.append("study")
         return Observed("holds", None, 1)
 
     claim = Claim("ours.x", "nowhere", "1 ≤ 1", Study(study))
     assert judge(claim, deadline=time.monotonic() - 1).verdict == "undecided"
-    assert begun == []
+    assert started == []
     assert judge(claim, deadline=time.monotonic() + 60).verdict == "holds"
-    assert begun == ["study"]
+    assert started == ["study"]
     findings = run(select(id="ours.corrected"), budget=1e-9)
-    assert [finding.observed.verdict for finding in findings] == ["undecided"]
-    assert "spent before this one was begun" in short(findings[0], 80)
+    assert [finding.verdict for finding in findings] == ["undecided"]
+    assert "ran out before this check started" in findings[0].reason(80)
 
 
 def test_a_deadline_leaves_claims_undecided():
     findings = run(select(paper="A"), budget=1e-9, processes=1)
-    assert {f.observed.verdict for f in findings} == {"undecided"}
-    assert {f.observed.words for f in findings} == {("The budget was spent before this one was begun.",)}
+    assert {f.verdict for f in findings} == {"undecided"}
+    assert {f.remarks for f in findings} == {("The time budget ran out before this check started.",)}
 
 
-def test_a_deadline_ends_a_search_that_has_begun():
-    begun = time.monotonic()
-    observed = judge(registry()["A.3.2"], evaluations=10**8, deadline=begun + 0.2)
-    assert (observed.verdict, observed.words) == ("undecided", ("The search was stopped before its end.",))
-    assert 0.2 <= time.monotonic() - begun < 20
+def test_a_deadline_stops_a_running_search():
+    started = time.monotonic()
+    observed = judge(registry()["A.3.2"], evaluations=10**8, deadline=started + 0.2)
+    assert (observed.verdict, observed.remarks) == ("undecided", ("The time budget ran out during the search.",))
+    assert 0.2 <= time.monotonic() - started < 20
 
 
-def test_a_story_has_everything():
+def test_a_story_is_complete():
     (finding,) = run(select(id="A.4.1"))
-    told = story(finding)
-    for part in ("Lemma 4.1", "‖Res(A) − Res(B)‖∞ ≤ ε", "A = [[", "Worked through", "left ", "right ", "ours.residual"):
-        assert part in told
-    assert short(finding, 10).endswith("…")
+    story = finding.story
+    for part in ("Lemma 4.1", "‖Res(A) − Res(B)‖∞ ≤ ε", "A = [[", "Step by step", "left ", "right ", "ours.residual"):
+        assert part in story
+    assert finding.reason(10).endswith("…")
     assert ratio_text(None) == "–"
     assert ratio_text(0.99999999) == "1⁻"
     assert ratio_text(1.0) == "1"

@@ -1,4 +1,4 @@
-"""The search finds what is there, proves it exactly, and finds nothing where nothing is."""
+"""The search finds counterexamples, verifies them exactly, and finds none to true statements."""
 
 from fractions import Fraction
 
@@ -15,7 +15,7 @@ from depthgauge.ledger.instances import drawing, sizes
 from depthgauge.ledger.judge import judge, judge_inequality
 from depthgauge.ledger.registry import registry
 from depthgauge.ledger.search import ratio, search
-from depthgauge.ledger.witness import cost, prove, show, simplest, violated
+from depthgauge.ledger.witness import cost, refute, show, simplest, violated
 
 SHARP = [claim.id for claim in registry().values() if claim.sharp]
 
@@ -29,36 +29,42 @@ def test_a_sharp_constant_shrunk_by_a_tenth_is_refuted(id):
     assert found.witness.ratio > 1
 
 
-def test_there_are_sharp_claims_in_both_directions():
+def test_number_of_sharp_claims():
     assert len([id for id in SHARP if id.startswith("ours.")]) >= 15
     assert len([id for id in SHARP if id.startswith("A.")]) >= 8
 
 
 def square(constant):
-    """x ≤ constant·x² for x ≥ 1: true for 1, false below."""
+    """x ≤ constant·x² for x ≥ 1, which is true for constant = 1 and false for a smaller one."""
 
-    def work(ar, x):
+    def evaluate(ar, x):
         yield "x²", x * x
         return x, ar.number(constant) * x * x
 
     return Inequality(
-        "x", "c x²", work, drawing({"x": ""}), ({},), allowed=lambda ar, x: bool(x >= 1), starts=lambda s: [{"x": 1.5}]
+        "x",
+        "c x²",
+        evaluate,
+        drawing({"x": ""}),
+        ({},),
+        allowed=lambda ar, x: bool(x >= 1),
+        starts=lambda s: [{"x": 1.5}],
     )
 
 
-def test_the_simplest_witness_is_offered():
+def test_the_simplest_witness_is_returned():
     assert search(square(1), "square").witness is None
     found = search(square("1/2"), "square").witness
     assert found.to_json() == {"x": "1"}
     assert (found.left, found.right, found.ratio) == ("1", "1/2", 2.0)
 
 
-def test_a_violation_by_rounding_alone_is_no_witness():
-    def work(ar, x):
+def test_a_rounding_error_is_no_witness():
+    def evaluate(ar, x):
         yield "x", x
-        return (x + 1) - 1, x  # equal in truth, larger by rounding in floats
+        return (x + 1) - 1, x  # equal in exact arithmetic, may be larger in floats
 
-    tiny = Inequality("(x + 1) − 1", "x", work, lambda r, s: {"x": float(r.random()) * 1e-8}, ({},))
+    tiny = Inequality("(x + 1) − 1", "x", evaluate, lambda r, s: {"x": float(r.random()) * 1e-8}, ({},))
     seen = [FLOATS.number("1/3") * 10.0**-k for k in range(6, 12)]
     assert any((x + 1) - 1 > x for x in seen)
     assert judge_inequality(tiny, "rounding").verdict != "fails"
@@ -67,24 +73,24 @@ def test_a_violation_by_rounding_alone_is_no_witness():
 def test_the_hypotheses_hold_exactly_at_every_witness():
     claim = registry()["A.C.2.3"]
     witness = judge(claim).witness
-    exact = {name: to_exact(value) for name, value in witness.instance.items()}
+    exact = {name: to_exact(value) for name, value in witness.arrays().items()}
     with precise():
         assert claim.check.allowed(EXACT, **exact)
-    assert prove(claim.check, witness.instance) is not None
-    outside = {**witness.instance, "X0": witness.instance["X0"] * 100}
-    assert prove(claim.check, outside) is None
+    assert refute(claim.check, witness.arrays()) is not None
+    outside = {**witness.arrays(), "X0": witness.arrays()["X0"] * 100}
+    assert refute(claim.check, outside) is None
 
 
-def test_no_instance_means_undecided():
-    never = Inequality("x", "x", square(1).work, drawing({"x": ""}), ({},), allowed=lambda ar, x: False)
+def test_without_an_instance_the_verdict_is_undecided():
+    never = Inequality("x", "x", square(1).evaluate, drawing({"x": ""}), ({},), allowed=lambda ar, x: False)
     assert judge_inequality(never, "never").verdict == "undecided"
 
 
-def test_the_same_search_ends_the_same_way():
+def test_a_search_is_reproducible():
     claim = registry()["A.5.1"]
     first, second = judge(claim), judge(claim)
     assert first.witness.to_json() == second.witness.to_json()
-    assert (first.evaluations, first.ratio, first.words) == (second.evaluations, second.ratio, second.words)
+    assert (first.evaluations, first.ratio, first.remarks) == (second.evaluations, second.ratio, second.remarks)
 
 
 @pytest.mark.parametrize(
@@ -96,16 +102,16 @@ def test_the_same_search_ends_the_same_way():
         ("<", fmpq(1), fmpq(2), False),
         ("=", fmpq(1), fmpq(1), False),
         ("=", fmpq(1), fmpq(2), True),
-        ("<=", arb(1, 0.5), fmpq(1), False),  # a ball that holds the right side proves nothing
+        ("<=", arb(1, 0.5), fmpq(1), False),  # an interval that contains the right side
     ],
 )
-def test_a_relation_fails_only_when_it_certainly_does(relation, left, right, fails):
+def test_a_relation_fails_only_for_certain_values(relation, left, right, fails):
     assert violated(left, right, relation) is fails
     harmless = (fmpq(0), fmpq(0) if relation == "=" else fmpq(5))
     assert violated(np.array([harmless[0], left]), np.array([harmless[1], right]), relation) is fails
 
 
-def test_the_ratio_of_nought_and_nought():
+def test_the_ratio_of_zero_and_zero():
     assert ratio(0.0, 0.0, "<=") == 0.0
     assert ratio(0.0, 0.0, "<") == 1.0
     assert ratio(1.0, 0.0, "<=") == np.inf
@@ -138,7 +144,7 @@ def test_both_arithmetics_agree(rows):
 
 
 @given(fractions)
-def test_balls_hold_what_they_stand_for(value):
+def test_exact_numbers_contain_the_true_value(value):
     with precise():
         x = to_exact(value)
         assert EXACT.sqrt(x * x) == abs(x)
@@ -146,7 +152,7 @@ def test_balls_hold_what_they_stand_for(value):
         assert EXACT.power(x * x + 1, 2) == (x * x + 1) ** 2
 
 
-def test_numbers_for_a_reader():
+def test_numbers_as_text():
     assert show(fmpq(3, 2)) == "3/2"
     assert show(fmpq(1, 3**40)) == "8.225263e-20"
     with precise():
@@ -154,7 +160,7 @@ def test_numbers_for_a_reader():
     assert show(np.array([[fmpq(1), fmpq(2)]], dtype=object)) == "[[1, 2]]"
 
 
-def test_simple_is_cheap():
+def test_simple_instances_cost_less():
     def entries(*values):
         return {"x": np.array([Fraction(v) for v in values], dtype=object)}
 
@@ -163,10 +169,10 @@ def test_simple_is_cheap():
 
 def test_simplification_keeps_the_violation():
     inequality = square("1/2")
-    proof = simplest(inequality, {"x": 1.2345678}, 1.6)
-    assert proof.instance["x"] == 1
+    refutation = simplest(inequality, {"x": 1.2345678}, 1.6)
+    assert refutation.instance["x"] == 1
     assert simplest(square(1), {"x": 1.5}, 0.7) is None
 
 
-def test_sizes_side_by_side():
+def test_sizes_are_zipped():
     assert sizes(n=(1, 2), d=(3, 4)) == ({"n": 1, "d": 3}, {"n": 2, "d": 4})

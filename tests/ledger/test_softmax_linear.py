@@ -1,4 +1,4 @@
-"""Paper B's claims: complete, with the verdicts that are known, built from the data sets as they are defined."""
+"""The claims of paper B are complete, have the known verdicts, and use the data sets as defined."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -10,15 +10,22 @@ import pytest
 import torch
 
 from depthgauge.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
-from depthgauge.ledger.claim import Finding, Inequality, Misprint, Observed, Study
+from depthgauge.ledger.claim import Inequality, Misprint, Observed, Study
 from depthgauge.ledger.judge import judge, judge_inequality
-from depthgauge.ledger.softmax_linear import CLAIMS, chance
-from depthgauge.ledger.softmax_linear.chance import NetworkChance, RowChance, cross_case, self_case
-from depthgauge.ledger.softmax_linear.dense_attention import Scene, World
-from depthgauge.ledger.softmax_linear.ladder import follow, high, least_factor, never_equal, observe, unless
+from depthgauge.ledger.softmax_linear import CLAIMS, sign_probabilities
+from depthgauge.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
+from depthgauge.ledger.softmax_linear.probability_verdicts import (
+    compare_readings,
+    failure_curve,
+    high_probability,
+    judge_equality,
+    judge_event,
+    least_width_factor,
+)
+from depthgauge.ledger.softmax_linear.sign_probabilities import NetworkEvent, RowEvent, cross_case, self_case
 from depthgauge.ledger.softmax_linear.softmax_regression import largest_squares
-from depthgauge.ledger.story import story
-from depthgauge.ledger.witness import prove
+from depthgauge.ledger.story import explain
+from depthgauge.ledger.witness import refute
 from depthgauge.separation import dense as naive
 from depthgauge.separation.datasets import inputs, threshold
 from depthgauge.separation.exact import exact
@@ -28,7 +35,7 @@ from depthgauge.separation.settings import CrossAttention, SelfAttention
 
 BY_ID = {claim.id: claim for claim in CLAIMS}
 FEW = 240
-"""Evaluations: the corners of every size come first, so that most of what can be found is found among these."""
+"""The number of evaluations. The structured starts come first, so most counterexamples are found among these."""
 
 
 def parts(lemma, names):
@@ -63,7 +70,7 @@ def judged(id):
     return judge(BY_ID[id], FEW)
 
 
-def test_every_part_is_there_in_the_order_of_the_paper():
+def test_every_part_is_listed_in_the_order_of_the_paper():
     assert [claim.id for claim in CLAIMS] == ALL + OURS
 
 
@@ -83,12 +90,12 @@ def test_verdicts(id):
 
 
 @pytest.mark.parametrize("id", [claim.id for claim in CLAIMS if isinstance(claim.check, Misprint)])
-def test_the_meant_reading_holds_also_where_the_printed_one_does(id):
+def test_the_intended_form_of_every_misprint_holds(id):
     check = BY_ID[id].check
     assert judge_inequality(check.proved, f"{id}/proved", FEW).verdict == "holds"
     witness = judged(id).witness
     if witness is not None:
-        assert prove(check.printed, witness.instance) is not None
+        assert refute(check.printed, witness.arrays()) is not None
         assert judged(id).ratio == witness.ratio
 
 
@@ -101,11 +108,11 @@ def test_planted_variants_are_refuted(id):
     assert judge_inequality(planted, id, 600).verdict == "fails"
 
 
-def test_sharp_claims_are_those_that_come_close():
+def test_sharp_claims_are_those_with_ratios_near_one():
     assert len(SHARP) > 60
     loose = [claim for claim in CLAIMS if isinstance(claim.check, Inequality) and not claim.sharp]
     close = [claim.id for claim in loose if judged(claim.id).verdict == "holds" and judged(claim.id).ratio > 0.95]
-    assert close == ["ours.b-e-1"]  # all parts in one, equations among them
+    assert close == ["ours.b-e-1"]  # all parts together, including equations
 
 
 def test_hypotheses_are_checked():
@@ -120,12 +127,12 @@ def test_hypotheses_are_checked():
     for wrong in ({"a0": 0.0}, {"a0": 0.1}):
         assert not cross.allowed(FLOATS, **{**good, **wrong})
     assert not BY_ID["B.F.3.1"].check.allowed(FLOATS, d=4, t=2, j2=1, j3=2, a1=1.0)
-    # with one class there is no other class to speak of
+    # with one class there is no other class
     assert not BY_ID["B.D.3.2b"].check.allowed(FLOATS, d=3, t=2, j3=1, a1=1.0, b=0.5)
 
 
-SCENES = [
-    Scene(family, dataset, kind, product)
+SETUPS = [
+    AttentionSetup(family, dataset, kind, product)
     for family, dataset, kind, product in itertools.product(
         ("self", "cross"), (0, 1), ("exp", "lin"), ("ones", "identity")
     )
@@ -133,32 +140,34 @@ SCENES = [
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=str)
-def test_worlds_are_the_data_sets_of_the_separation_room(scene):
-    d, t, j2, j3 = (5, 3, 4, 2) if scene.family == "self" else (4, 3, 4, 2)
-    n, product = (d - scene.spare) * t, scene.product
-    if scene.family == "self":
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_dense_attention_matches_the_separation_package(setup):
+    d, t, j2, j3 = (5, 3, 4, 2) if setup.family == "self" else (4, 3, 4, 2)
+    n, product = (d - setup.extra_columns) * t, setup.product
+    if setup.family == "self":
         setting = SelfAttention(n, d, 1, 0.05, 1.3, 0.3, 0.7, product)
     else:
         setting = CrossAttention(n, d, 1, 0.05, 1.3, product)
     given = {"d": d, "t": t, "j3": j3, "a0": 0.05, "a1": 1.3}
-    given |= {"b": 0.3} if scene.family == "self" else {"j2": j2}
+    given |= {"b": 0.3} if setup.family == "self" else {"j2": j2}
     at = (torch.tensor([j2 - 1]), torch.tensor([j3 - 1]))
-    matrices = inputs(setting, scene.dataset, *at)
+    matrices = inputs(setting, setup.dataset, *at)
     u = naive.scores(matrices.a1, naive.product(setting), matrices.a2)
-    kind = parse_attention(scene.kind)
+    kind = parse_attention(setup.kind)
     expected = {
-        "u": u.exp() if scene.kind == "exp" else u,
+        "u": u.exp() if setup.kind == "exp" else u,
         "f": naive.attend(kind, u),
-        "c": naive.output(setting, kind, scene.dataset, *at),
+        "c": naive.output(setting, kind, setup.dataset, *at),
     }
-    w = World(FLOATS, scene, scene.symbol, **given)
+    floats = DenseAttention(FLOATS, setup, setup.symbol, **given)
     with precise():
-        proved = World(EXACT, scene, scene.symbol, **{name: to_exact(value) for name, value in given.items()})
+        exact_numbers = DenseAttention(
+            EXACT, setup, setup.symbol, **{name: to_exact(value) for name, value in given.items()}
+        )
         for name, value in expected.items():
-            np.testing.assert_allclose(getattr(w, name), value[0].numpy(), rtol=1e-12)
-            balls = getattr(proved, name)
-            np.testing.assert_allclose([to_float(v) for v in balls.flat], value[0].numpy().ravel(), rtol=1e-12)
+            np.testing.assert_allclose(getattr(floats, name), value[0].numpy(), rtol=1e-12)
+            numbers = getattr(exact_numbers, name)
+            np.testing.assert_allclose([to_float(v) for v in numbers.flat], value[0].numpy().ravel(), rtol=1e-12)
 
 
 BRUTE = [
@@ -172,53 +181,60 @@ BRUTE = [
 @pytest.mark.parametrize(("case", "classes"), BRUTE)
 @pytest.mark.parametrize("dataset", [0, 1])
 @pytest.mark.parametrize("kind", [EXP, LIN])
-def test_chances_of_rows_against_all_sign_vectors(case, classes, dataset, kind):
+def test_row_probabilities_against_all_sign_vectors(case, classes, dataset, kind):
     setting = case.build(classes)
     at = (torch.tensor([0]), torch.tensor([0]))
     c = naive.output(setting, kind, dataset, *at)[0].numpy()
     signs = np.array(list(itertools.product((-1.0, 1.0), repeat=setting.d)))
     tau = threshold(setting)
     above = {round(float((c[row] @ signs.T >= tau).mean()), 12) for row in range(setting.n)}
-    mine = {round(chance.at_least(setting, row, kind, setting.threshold), 12) for row in rows(setting, dataset)}
+    mine = {
+        round(sign_probabilities.probability_at_least(setting, row, kind, setting.threshold), 12)
+        for row in rows(setting, dataset)
+    }
     assert mine == above
     special = float((c[0] @ signs.T >= tau).mean())
-    assert RowChance(dataset, kind.name, "special", "below").contrary(setting) == pytest.approx(special, abs=1e-12)
+    assert RowEvent(dataset, kind.name, "special", "below").failure_probability(setting) == pytest.approx(
+        special, abs=1e-12
+    )
     within = float((np.abs(c[0] @ signs.T) >= tau).mean())
-    assert RowChance(dataset, kind.name, "special", "within").contrary(setting) == pytest.approx(within, abs=1e-12)
-    reaches = RowChance(dataset, kind.name, "special", "reaches").contrary(setting)
+    assert RowEvent(dataset, kind.name, "special", "within").failure_probability(setting) == pytest.approx(
+        within, abs=1e-12
+    )
+    reaches = RowEvent(dataset, kind.name, "special", "reaches").failure_probability(setting)
     assert reaches == pytest.approx(1 - special, abs=1e-12)
-    fires = float((c @ signs.T > tau).any(axis=0).mean())
-    assert chance.fires(setting, dataset, kind) == pytest.approx(fires, abs=1e-12)
+    positive = float((c @ signs.T > tau).any(axis=0).mean())
+    assert sign_probabilities.positive_probability(setting, dataset, kind) == pytest.approx(positive, abs=1e-12)
 
 
 @pytest.mark.parametrize("guess", [-5.0, 0.0, 3.2, 7.0, 50.0, float("inf")])
 def test_the_least_p_is_found_from_any_guess(guess):
     for top in range(9):
         for least in range(top + 2):
-            assert chance._least(lambda p, least=least: p >= least, top, guess) == least
+            assert sign_probabilities._least_count(lambda p, least=least: p >= least, top, guess) == least
 
 
 @pytest.mark.parametrize("case", [self_case(), self_case("identity"), cross_case()])
 def test_networks_against_the_exact_probabilities(case):
     setting = case.build(40)
-    told = exact(replace(setting, m=chance.width(setting.n))).parts
-    asked = [
-        NetworkChance(1, "exp", True),
-        NetworkChance(1, "lin", False),
-        NetworkChance(0, "exp", False),
-        NetworkChance(0, "lin", False),
+    expected = exact(replace(setting, m=sign_probabilities.width(setting.n))).parts
+    events = [
+        NetworkEvent(1, "exp", True),
+        NetworkEvent(1, "lin", False),
+        NetworkEvent(0, "exp", False),
+        NetworkEvent(0, "lin", False),
     ]
-    assert [1 - each.contrary(setting) for each in asked] == pytest.approx(told, abs=1e-12)
+    assert [1 - each.failure_probability(setting) for each in events] == pytest.approx(expected, abs=1e-12)
 
 
 @dataclass(frozen=True)
 class Fake:
-    """A chance that follows a given curve in n."""
+    """An event whose failure probability is a given function of n."""
 
     curve: str
     dataset: int = 1
 
-    def contrary(self, setting):
+    def failure_probability(self, setting):
         return {"falls": setting.n**-1.5, "late": 10.0 * setting.n**-0.5, "stays": 0.2, "rare": 0.5 ** (setting.d / 8)}[
             self.curve
         ]
@@ -227,52 +243,57 @@ class Fake:
         return ()
 
 
-def test_the_three_ends_of_a_ladder():
+def test_the_three_verdicts_of_an_event():
     case = (self_case(),)
-    found = observe(Fake("falls"), case)
+    found = judge_event(Fake("falls"), case)
     assert found.verdict == "holds"
-    # n^−1.5 ≤ 1/(10 n) from n = 100 on
-    assert "from n = 100 on" in found.words[0]
+    # n^(−1.5) ≤ 1/(10 n) from n = 100 on
+    assert "from n = 100 on" in found.remarks[0]
     assert found.ratio == pytest.approx(1)
-    assert observe(Fake("late"), case).verdict == "undecided"
-    stays = observe(Fake("stays"), case)
+    assert judge_event(Fake("late"), case).verdict == "undecided"
+    stays = judge_event(Fake("stays"), case)
     assert stays.verdict == "fails"
     assert stays.witness.instance["n"] == 10**8
     assert stays.witness.ratio == pytest.approx((1 - 1e-9) / 0.8)
 
 
 @pytest.mark.parametrize("case", [self_case(), self_case(b=0.5, c=0.5), cross_case()])
-def test_the_start_comes_after_the_last_failure(case):
-    for each in (RowChance(0, "exp", "special", "within"), NetworkChance(1, "lin", False)):
-        curve = follow(each, case, high)
-        good = [each.contrary(case.build(k)) <= high(k * k) for k in range(curve.start - 1, curve.start + 40)]
+def test_the_start_comes_after_the_last_violation(case):
+    for each in (RowEvent(0, "exp", "special", "within"), NetworkEvent(1, "lin", False)):
+        curve = failure_curve(each, case, high_probability)
+        good = [
+            each.failure_probability(case.build(k)) <= high_probability(k * k)
+            for k in range(curve.start - 1, curve.start + 40)
+        ]
         assert good == [False] + [True] * 40
 
 
 def test_equality_with_a_polynomial():
-    assert never_equal(Fake("falls"), self_case()).verdict == "undecided"
-    assert never_equal(Fake("rare"), self_case()).verdict == "fails"
+    assert judge_equality(Fake("falls"), self_case()).verdict == "undecided"
+    assert judge_equality(Fake("rare"), self_case()).verdict == "fails"
 
 
-def test_a_misprint_fails_as_printed_and_holds_as_meant():
+def test_a_misprint_fails_as_printed_and_holds_as_intended():
     seen = {verdict: Observed(verdict, None, 1, (verdict,)) for verdict in ("holds", "fails", "undecided")}
-    assert unless(seen["fails"], seen["holds"], "As meant").verdict == "misprint"
-    assert unless(seen["fails"], seen["undecided"], "As meant").verdict == "fails"
-    assert unless(seen["holds"], seen["fails"], "As meant").verdict == "holds"
+    assert compare_readings(seen["fails"], seen["holds"], "As intended").verdict == "misprint"
+    assert compare_readings(seen["fails"], seen["undecided"], "As intended").verdict == "fails"
+    assert compare_readings(seen["holds"], seen["fails"], "As intended").verdict == "holds"
 
 
 def test_the_least_width():
-    """One y in four is enough: (3/4)^(C log(n/δ)) ≤ δ/n from C = 1/log(4/3) = 3.48 on."""
-    assert least_factor(NetworkChance(1, "exp", True), (self_case(),)) == 4
-    assert "is 4." in judged("B.D.5").words[-1]
+    """One y in four makes F positive: (3/4)^(C log(n/δ)) ≤ δ/n if and only if C ≥ 1/log(4/3) = 3.48."""
+    assert least_width_factor(NetworkEvent(1, "exp", True), (self_case(),)) == 4
+    assert "is 4." in judged("B.D.5").remarks[-1]
 
 
 def test_where_lemma_d_4_fails():
     witness = judged("B.D.4.2").witness
     assert Fraction(str(witness.to_json()["a1"])) >= 1
-    shares = RowChance(1, "exp", "other", "below")
+    event = RowEvent(1, "exp", "other", "below")
     assert all(
-        0.25 <= shares.contrary(self_case(a1=a1).build(k)) <= 0.5 for a1 in (1.0, 1.2, 2.0) for k in (100, 10**4)
+        0.25 <= event.failure_probability(self_case(a1=a1).build(k)) <= 0.5
+        for a1 in (1.0, 1.2, 2.0)
+        for k in (100, 10**4)
     )
 
 
@@ -292,12 +313,12 @@ def test_the_largest_sum_of_squares(kind, dataset):
 
 
 def test_the_story_of_lemma_e_1():
-    told = story(Finding(BY_ID["B.E.1"], judged("B.E.1")))
+    story = explain(BY_ID["B.E.1"], judged("B.E.1"), BY_ID["ours.b-e-1"])
     for line in ("b + c = 1", "b = 1/2", "2bc = 1/2", "(b + c)² − 2bc = 1/2", "41/50", "ours.b-e-1"):
-        assert line in told
+        assert line in story
 
 
-def test_every_study_says_how_it_was_read():
+def test_every_study_states_its_reading():
     for claim in CLAIMS:
         if isinstance(claim.check, Study) and judged(claim.id).verdict == "holds":
-            assert any("δ = 1/10" in words for words in judged(claim.id).words)
+            assert any("δ = 1/10" in remark for remark in judged(claim.id).remarks)

@@ -1,4 +1,4 @@
-"""`depthgauge claims`: the ledger."""
+"""`depthgauge claims`: check the statements of the ledger."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -8,27 +8,32 @@ import typer
 from depthgauge.cli.output import note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.ledger.claim import Finding
+    from depthgauge.ledger.finding import Findings
 
 _EXAMPLES = """
 **Examples**
 
-`depthgauge claims --paper A` lists the statements of the layer-collapse paper with their verdicts.
+`depthgauge claims --paper A` lists the statements of paper A with their verdicts.
 
-`depthgauge claims --id A.4.1` tells the story of one: statement, witness worked through, what holds instead.
+`depthgauge claims --id A.4.1` prints the story of one statement: witness, intermediate values, corrected statement.
 
-`depthgauge claims --out ledger.md` writes the whole ledger as a page.
+`depthgauge claims --out ledger.md` writes the whole ledger as a Markdown page.
 """
 
 
 def command(
-    paper: Annotated[str | None, typer.Option(help="Only the statements of A, B or ours.", show_default=False)] = None,
-    id: Annotated[str | None, typer.Option("--id", help="Only this one, such as A.4.1.", show_default=False)] = None,
+    paper: Annotated[
+        str | None, typer.Option(help="Check only the statements of A, B or ours.", show_default=False)
+    ] = None,
+    id: Annotated[
+        str | None,
+        typer.Option("--id", help="Check only this statement, such as A.4.1, and print its story.", show_default=False),
+    ] = None,
     budget: Annotated[
         float | None,
         typer.Option(
-            help="Begin nothing after so many seconds, and stop searching; what is not done is undecided. What is "
-            "being computed or proved then is finished first, a few seconds at most.",
+            help="Time limit in seconds. After it no check starts and searches stop; the rest is undecided. "
+            "A computation that is running is finished first, which takes a few seconds at most.",
             show_default=False,
         ),
     ] = None,
@@ -37,10 +42,16 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of findings instead of a table.")] = False,
 ) -> None:
-    """Which statements of the papers hold? Each is decided by a search for what breaks it."""
+    """Check the numbered statements of two papers by searching for counterexamples.
+
+    Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse". Paper B is
+    "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". The
+    verdicts are holds (no counterexample found by this search, which is not a proof), fails (counterexample, verified
+    exactly), misprint (counterexample to the printed form, none found to the intended form) and undecided.
+    """
     from depthgauge._io import write_text
     from depthgauge.ledger.registry import run, select
-    from depthgauge.ledger.story import page, story
+    from depthgauge.ledger.story import page
 
     chosen = select(paper, id)
     with progress_bar("searching") as progress:
@@ -48,9 +59,9 @@ def command(
     if out is not None:
         write_text(out, page(findings))
     if as_json:
-        print_json([finding.to_json() for finding in findings])
+        print_json(findings.to_json())
     elif id is not None:
-        typer.echo(story(findings[0]))
+        typer.echo(findings[0].story)
     else:
         _print_table(findings)
     if out is not None:
@@ -60,13 +71,12 @@ def command(
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 
-def _print_table(findings: "list[Finding]") -> None:
+def _print_table(findings: "Findings") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from depthgauge.ledger.claim import VERDICTS
-    from depthgauge.ledger.story import ratio_text, short
+    from depthgauge.ledger.finding import ratio_text
 
     colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
     table = Table(title="The ledger of claims", title_justify="left", expand=True)
@@ -74,12 +84,11 @@ def _print_table(findings: "list[Finding]") -> None:
     for name, share in shares.items():
         table.add_column(name, overflow="fold", no_wrap=share is None, ratio=share)
     for finding in findings:
-        verdict = finding.observed.verdict
-        cells = [finding.claim.id, finding.claim.statement, verdict, ratio_text(finding.observed.ratio), short(finding)]
+        verdict = finding.verdict
+        cells = [finding.id, finding.statement, verdict, ratio_text(finding.ratio), finding.reason()]
         styled = [Text(cell, style=colours[verdict] if cell == verdict else "") for cell in cells]
         table.add_row(*styled)
     console = Console()
     console.print(table)
-    counts = {verdict: sum(f.observed.verdict == verdict for f in findings) for verdict in VERDICTS}
-    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count), highlight=False)
-    console.print("`depthgauge claims --id ID` tells the story of one of them.", highlight=False)
+    console.print(findings.summary(), highlight=False)
+    console.print("`depthgauge claims --id ID` prints the story of one statement.", highlight=False)

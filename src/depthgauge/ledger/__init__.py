@@ -1,1 +1,6 @@
-"""The ledger: every numbered statement of both papers, decided by a search for a counterexample."""
+"""The ledger: every numbered statement of two papers, each checked by a search for a counterexample.
+
+Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse". Paper B is
+"Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". A check takes the path `registry` →
+`judge` → `search` → `witness` → `finding`; `story` explains the result.
+"""

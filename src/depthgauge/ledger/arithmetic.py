@@ -1,8 +1,8 @@
-"""Two arithmetics under one set of names: floats to search with, exact numbers and balls to convince with.
+"""Two arithmetics with the same interface: `FLOATS` for the search, `EXACT` for the verification.
 
-A claim writes its two sides once, with numpy arrays and the functions below. `FLOATS` evaluates them quickly;
-`EXACT` holds fractions until a transcendental function is met and verified balls from there on, so that a comparison
-that comes out true is true.
+A claim defines its two sides once, with NumPy arrays and the functions below. `FLOATS` evaluates them in double
+precision. `EXACT` uses fractions until a transcendental function occurs, and arb numbers (intervals that contain the
+true value) from there on. A comparison of `EXACT` numbers that returns True is therefore true.
 """
 
 import math
@@ -18,14 +18,14 @@ from flint import arb, ctx, fmpq
 Value = Any
 """A number or an array of numbers of one arithmetic."""
 PRECISION = 256
-"""Bits of a ball: far more than any margin a claim is decided by."""
+"""Precision of arb numbers in bits."""
 
 
 class Floats:
-    """IEEE double precision: what the search runs on; it decides nothing."""
+    """Double precision. The search uses it; no verdict of failure rests on it."""
 
     def number(self, value: int | str | Fraction) -> Value:
-        """A constant, rounded."""
+        """Return a constant, rounded."""
         return float(Fraction(value))
 
     def exp(self, x: Value) -> Value:
@@ -58,35 +58,35 @@ class Floats:
 
 
 class Exact:
-    """Fractions while they last, balls after; a comparison is true only when it is certain."""
+    """Fractions where possible, otherwise arb numbers. A comparison is True only if it is true for the exact values."""
 
     def number(self, value: int | str | Fraction) -> Value:
-        """A constant, exactly."""
+        """Return a constant, exactly."""
         fraction = Fraction(value)
         return fmpq(fraction.numerator, fraction.denominator)
 
     def exp(self, x: Value) -> Value:
-        """e^x; e⁰ is exactly one."""
-        return _each(lambda v: fmpq(1) if v == 0 else _ball(v).exp(), x)
+        """e^x; e⁰ is exactly 1."""
+        return _each(lambda v: fmpq(1) if v == 0 else _arb(v).exp(), x)
 
     def log(self, x: Value) -> Value:
-        """log x; log 1 is exactly nought."""
-        return _each(lambda v: fmpq(0) if v == 1 else _ball(v).log(), x)
+        """log x; log 1 is exactly 0."""
+        return _each(lambda v: fmpq(0) if v == 1 else _arb(v).log(), x)
 
     def sqrt(self, x: Value) -> Value:
-        """√x, a fraction where it is one."""
+        """√x, as a fraction where it is rational."""
         return _each(_root, x)
 
     def tanh(self, x: Value) -> Value:
-        """tanh x; tanh 0 is exactly nought."""
-        return _each(lambda v: fmpq(0) if v == 0 else _ball(v).tanh(), x)
+        """tanh x; tanh 0 is exactly 0."""
+        return _each(lambda v: fmpq(0) if v == 0 else _arb(v).tanh(), x)
 
     def power(self, x: Value, y: Value) -> Value:
-        """x^y, a fraction where y is a whole number."""
+        """x^y, as a fraction where y is an integer."""
         return np.frompyfunc(_power, 2, 1)(x, y) if isinstance(x, np.ndarray) else _power(x, y)
 
     def max(self, x: Value, axis: int | None = None) -> Value:
-        """The largest entry: a ball that holds it where balls overlap."""
+        """The largest entry. Where intervals overlap, an interval that contains it."""
         return _fold(_larger, x, axis)
 
     def min(self, x: Value, axis: int | None = None) -> Value:
@@ -96,28 +96,28 @@ class Exact:
 
 FLOATS, EXACT = Floats(), Exact()
 Arithmetic = Floats | Exact
-"""What the two sides of a claim may be written with, besides + − · / @ and comparisons."""
+"""The functions that the two sides of a claim may use, besides + − · / @ and comparisons."""
 
 
 def to_floats(value: Value) -> Value:
-    """A whole number stays one, everything else becomes a float or an array of floats."""
+    """Convert to a float or an array of floats; integers stay integers."""
     if isinstance(value, np.ndarray):
         return np.array([float(v) for v in value.flat]).reshape(value.shape)
     return value if isinstance(value, int) else float(value)
 
 
 def to_exact(value: Value) -> Value:
-    """The same number as a fraction: a float is the dyadic fraction it stands for."""
+    """Convert to fractions without rounding; integers stay integers."""
     if isinstance(value, np.ndarray):
         return fill(value.shape, (to_exact(v) for v in value.flat))
-    if isinstance(value, int):  # a size or a count: it also indexes and repeats
+    if isinstance(value, int):  # a size or a count, which is also used as an index
         return value
     fraction = Fraction(value)
     return fmpq(fraction.numerator, fraction.denominator)
 
 
 def to_float(value: Value) -> float:
-    """A number of either arithmetic as the nearest float, for showing only."""
+    """Return a number of either arithmetic as a float, for display."""
     if isinstance(value, arb):
         return float(value.mid())
     return float(Fraction(int(value.p), int(value.q))) if isinstance(value, fmpq) else float(value)
@@ -125,7 +125,7 @@ def to_float(value: Value) -> float:
 
 @contextmanager
 def precise() -> Iterator[None]:
-    """Balls carry `PRECISION` bits; the setting before it is put back."""
+    """Set the precision of arb numbers to `PRECISION` bits, and restore the previous precision at the end."""
     before, ctx.prec = ctx.prec, PRECISION
     try:
         yield
@@ -134,14 +134,14 @@ def precise() -> Iterator[None]:
 
 
 def fill(shape: tuple[int, ...], entries: Iterable[Value]) -> np.ndarray:
-    """An array of objects with these entries, row by row."""
+    """Return an object array with these entries in row-major order."""
     out = np.empty(shape, dtype=object)
     for index, entry in enumerate(entries):
         out.reshape(-1)[index] = entry
     return out
 
 
-def _ball(value: Value) -> arb:
+def _arb(value: Value) -> arb:
     return value if isinstance(value, arb) else arb(value)
 
 
@@ -157,19 +157,19 @@ def _root(value: Value) -> Value:
         top, bottom = math.isqrt(fraction.numerator), math.isqrt(fraction.denominator)
         if top * top == fraction.numerator and bottom * bottom == fraction.denominator:
             return fmpq(top, bottom)
-    return _ball(value).sqrt()
+    return _arb(value).sqrt()
 
 
 def _power(x: Value, y: Value) -> Value:
     if isinstance(y, int) or (isinstance(y, fmpq) and y.q == 1):
         return x ** int(y)
-    return (_ball(y) * _ball(x).log()).exp()
+    return (_arb(y) * _arb(x).log()).exp()
 
 
 def _larger(x: Value, y: Value) -> Value:
     if x >= y:
         return x
-    return y if y >= x else _ball(x).max(_ball(y))
+    return y if y >= x else _arb(x).max(_arb(y))
 
 
 def _fold(pick: Callable[[Value, Value], Value], x: Value, axis: int | None) -> Value:

@@ -1,6 +1,6 @@
-"""The objects that the statements speak of, in either arithmetic: norms, residuals, softmax, attention, a network.
+"""Norms, residuals, softmax, attention and networks, in either arithmetic.
 
-Tokens are the rows of X [n, d]; W = Q Kᵀ; scores are β X W Xᵀ.
+The tokens are the rows of X [n, d]. W = Q Kᵀ, and the scores are β X W Xᵀ.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from depthgauge.ledger.arithmetic import FLOATS, Arithmetic, Value
 
 
 def max_norm(ar: Arithmetic, A: Value) -> Value:
-    """‖A‖max = max |A_ij|, which paper A writes ‖A‖∞."""
+    """‖A‖max = max |A_ij|, written ‖A‖∞ in paper A."""
     return ar.max(abs(A))
 
 
@@ -41,7 +41,7 @@ def row_ranges(ar: Arithmetic, E: Value) -> Value:
 
 
 def residual(ar: Arithmetic, Z: Value) -> Value:
-    """Res(Z) = Z − 1yᵀ with y the mid-range of every column."""
+    """Res(Z) = Z − 1yᵀ, where y_j is the mid-range of column j."""
     return Z - (ar.max(Z, axis=0) + ar.min(Z, axis=0)) / 2
 
 
@@ -51,9 +51,9 @@ def alpha(ar: Arithmetic, x: Value) -> Value:
 
 
 def softm(ar: Arithmetic, x: Value) -> Value:
-    """softm of a vector, or of every row of a matrix."""
+    """softm(x) = exp(x)/α(x) for a vector, or for every row of a matrix."""
     if ar is FLOATS:
-        x = x - np.max(x, axis=-1, keepdims=True)  # the same value without overflow
+        x = x - np.max(x, axis=-1, keepdims=True)  # avoids overflow; softmax is invariant under shifts
     e = ar.exp(x)
     return e / e.sum(axis=-1, keepdims=True)
 
@@ -74,12 +74,12 @@ def attention(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, beta: Valu
 
 
 def layer(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, heads: int = 1, beta: Value = 1) -> Value:
-    """X + Σ_h attention_h(X), the heads being equal."""
+    """X + Σ_h attention_h(X) with equal heads."""
     return X + heads * attention(ar, X, Q, K, V, beta)
 
 
 def depth(ar: Arithmetic, X: Value, weights: "tuple[Any, Any, Any]", layers: int, heads: int, beta: Value = 1) -> Value:
-    """X_ℓ: the input after ℓ equal layers of equal heads."""
+    """X_ℓ, the output of ℓ equal layers with equal heads."""
     for _ in range(layers):
         X = layer(ar, X, *weights, heads=heads, beta=beta)
     return X

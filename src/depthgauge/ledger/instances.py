@@ -1,4 +1,4 @@
-"""Random instances: matrices at several scales, dense, of signs, sparse or constant, so that corners are met often."""
+"""Random and structured instances: matrices of several scales and kinds, so that extreme cases are frequent."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ SCALES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 def matrix(random: Random, *shape: int) -> np.ndarray:
-    """A matrix or vector at a random scale: normal, of signs, with few entries, or all entries equal."""
+    """Draw a matrix or vector of a random scale: Gaussian, random signs, sparse, or constant."""
     scale = random.choice(SCALES)
     kind = random.integers(4)
     normal = random.normal(size=shape)
@@ -27,7 +27,10 @@ def matrix(random: Random, *shape: int) -> np.ndarray:
 
 
 def drawing(shapes: Mapping[str, str]) -> Callable[[Random, Size], Instance]:
-    """`drawing({"X": "n d", "a": "n"})`: how instances with these shapes are drawn; an empty shape is a scalar."""
+    """Return a function that draws instances with these shapes.
+
+    For example, `drawing({"X": "n d", "a": "n", "c": ""})` draws a matrix, a vector and a scalar.
+    """
 
     def draw(random: Random, size: Size) -> Instance:
         instance: dict[str, object] = {}
@@ -40,7 +43,7 @@ def drawing(shapes: Mapping[str, str]) -> Callable[[Random, Size], Instance]:
 
 
 def corners(shapes: Mapping[str, str], most: int = 1000) -> Callable[[Size], Iterator[Instance]]:
-    """Every instance with entries 0, 1 and −1, where there are at most `most` of them: the simplest places to look."""
+    """Return a function that lists all instances with entries 0, 1 and −1, if there are at most `most` of them."""
 
     def starts(size: Size) -> Iterator[Instance]:
         lengths = {name: tuple(size[axis] for axis in shape.split()) for name, shape in shapes.items()}
@@ -57,5 +60,5 @@ def corners(shapes: Mapping[str, str], most: int = 1000) -> Callable[[Size], Ite
 
 
 def sizes(**lists: tuple[int, ...]) -> tuple[dict[str, int], ...]:
-    """`sizes(n=(1, 2), d=(1, 2))`: ((n=1, d=1), (n=2, d=2)), the lists side by side."""
+    """Zip lists of dimensions: `sizes(n=(1, 2), d=(3, 4))` is `({"n": 1, "d": 3}, {"n": 2, "d": 4})`."""
     return tuple(dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))

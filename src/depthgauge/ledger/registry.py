@@ -1,35 +1,46 @@
-"""All claims, in the order of the papers, and the run that decides them."""
+"""All claims, in the order of the papers, and `claims`, which checks them."""
 
 import difflib
 import time
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from depthgauge.errors import InputError, require_positive, unknown_name
-from depthgauge.ledger.claim import Claim, Finding, Observed
+from depthgauge.ledger.claim import Claim, Observed
+from depthgauge.ledger.corrected import CLAIMS as CORRECTED
+from depthgauge.ledger.finding import Finding, Findings
 from depthgauge.ledger.judge import judge
+from depthgauge.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
+from depthgauge.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
+from depthgauge.ledger.story import explain
 from depthgauge.progress import Step, silent
 
 PAPERS = ("A", "B", "ours")
 
 
-@cache
-def registry() -> dict[str, Claim]:
-    """Every claim by its id."""
-    from depthgauge.ledger.corrected import CLAIMS as CORRECTED
-    from depthgauge.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
-    from depthgauge.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
-
+def _by_id(all_claims: Sequence[Claim]) -> Mapping[str, Claim]:
     found: dict[str, Claim] = {}
-    for claim in (*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED):
+    for claim in all_claims:
         if claim.id in found:
-            raise ValueError(f"two claims are called {claim.id}")
+            raise ValueError(f"two claims have the id {claim.id}")
         found[claim.id] = claim
-    return found
+    return MappingProxyType(found)
+
+
+_REGISTRY = _by_id((*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED))
+
+
+def registry() -> Mapping[str, Claim]:
+    """Return every claim by its id."""
+    return _REGISTRY
 
 
 def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
-    """The claims of a paper, or the one with an id; a wrong name is an error that offers the nearest ones."""
+    """Return the claims of a paper, the claim with an id, or all claims.
+
+    Raises:
+        InputError: If the paper or the id does not exist. The message names the nearest ids.
+    """
     known = registry()
     if paper is not None and paper not in PAPERS:
         raise unknown_name("paper", paper, PAPERS)
@@ -37,39 +48,53 @@ def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
         if id not in known:
             near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
             near += [name for name in known if name.startswith(id + ".") and name not in near][:6]
-            offer = f"; the nearest are {', '.join(near)}" if near else ""
-            raise InputError(f"no claim is called {id!r}{offer}; `depthgauge claims` lists them all")
+            offer = f"; the nearest ids are {', '.join(near)}" if near else ""
+            raise InputError(f"no statement has the id {id!r}{offer}; `depthgauge claims` lists all of them")
         if paper is not None and known[id].paper != paper:
-            raise InputError(f"claim {id} is not of paper {paper} but of {known[id].paper}; leave out one of the two")
+            raise InputError(
+                f"statement {id} belongs to paper {known[id].paper}, not to paper {paper}; leave out paper or id"
+            )
         return [known[id]]
     return [claim for claim in known.values() if paper in (None, claim.paper)]
 
 
 def run(
     chosen: Sequence[Claim], budget: float | None = None, processes: int | None = None, progress: Step = silent
-) -> list[Finding]:
-    """Decide the chosen claims, in their order.
-
-    After `budget` seconds searches stop and nothing is begun; what is not done is left `undecided`, and studies and
-    proofs of witnesses that have begun are finished. Without it the same findings come every time. `processes` is the
-    number of processes, all cores by default.
-    """
+) -> Findings:
+    """Check the chosen claims and return their findings in the same order; see `claims` for the other arguments."""
     deadline = None if budget is None else time.monotonic() + require_positive("budget", budget, "seconds to search")
     if len(chosen) == 1:
-        return [Finding(chosen[0], judge(chosen[0], deadline=deadline))]
+        return Findings([finding(chosen[0], judge(chosen[0], deadline=deadline))])
     from joblib import Parallel, delayed
 
     observed: dict[str, Observed] = {}
     work = Parallel(n_jobs=processes or -1, return_as="generator_unordered", batch_size=1)
-    for id, found in work(delayed(_decide)(claim.id, deadline) for claim in chosen):
+    for id, found in work(delayed(_judge_by_id)(claim.id, deadline) for claim in chosen):
         observed[id] = found
         progress(len(observed), len(chosen), id)
-    return [Finding(claim, observed[claim.id]) for claim in chosen]
+    return Findings(finding(claim, observed[claim.id]) for claim in chosen)
 
 
-def _decide(id: str, deadline: float | None) -> tuple[str, Observed]:
-    """In a worker: claims hold functions, so only their ids travel there."""
+def _judge_by_id(id: str, deadline: float | None) -> tuple[str, Observed]:
+    """Check a claim in a worker process. Claims hold functions, which cannot be pickled, so only the id is sent."""
     return id, judge(registry()[id], deadline=deadline)
+
+
+def finding(claim: Claim, observed: Observed) -> Finding:
+    """Return the record of a checked claim."""
+    corrected = None if claim.corrected is None else registry()[claim.corrected]
+    return Finding(
+        id=claim.id,
+        paper=claim.paper,
+        statement=claim.statement,
+        verdict=observed.verdict,
+        ratio=observed.ratio,
+        witness=observed.witness,
+        corrected=claim.corrected,
+        evaluations=observed.evaluations,
+        remarks=observed.remarks,
+        story=explain(claim, observed, corrected),
+    )
 
 
 def claims(
@@ -79,11 +104,44 @@ def claims(
     budget: float | None = None,
     processes: int | None = None,
     progress: Step = silent,
-) -> list[Finding]:
-    """Decide the claims of a paper ("A", "B", "ours"), or one of them, or all; see `run` for the other arguments.
+) -> Findings:
+    """Check the numbered statements of the two papers by searching for counterexamples.
 
-    >>> finding, = claims(id="A.3.3.2")
-    >>> finding.observed.verdict, finding.observed.witness.to_json()
-    ('fails', {'A': [['1', '1']], 'B': [['1'], ['1']]})
+    Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse". Paper B is
+    "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". The statements of `ours` are
+    corrected forms and the bounds that this library uses.
+
+    Each statement gets a verdict:
+
+    - `holds`: no counterexample was found by this search. This is not a proof.
+    - `fails`: there is a counterexample, and it was verified exactly.
+    - `misprint`: there is a counterexample to the printed form, and none was found to the intended form, which is
+      the form that the proof or the context uses.
+    - `undecided`: the statement has hidden constants, or the time budget ran out.
+
+    Statements about probabilities are not searched: their probabilities are computed for a list of sizes n, and the
+    verdict is about these sizes. Searches are counted in evaluations and seeded by the id of the statement, so without
+    `budget` every run gives the same verdicts.
+
+    Args:
+        paper: Check only the statements of `"A"`, `"B"` or `"ours"`.
+        id: Check only the statement with this id, such as `"A.4.1"`.
+        budget: Time limit in seconds. After it no check is started and searches stop; unfinished statements are
+            `undecided`. Computations of probabilities and verifications of counterexamples that have started are
+            finished first. Without a budget there is no limit.
+        processes: The number of worker processes; by default one per CPU core. A single statement is checked in this
+            process.
+        progress: Called as `progress(done, total, id)` after each statement.
+
+    Returns:
+        A tuple of `Finding` records with `to_json()` and `to_frame()`.
+
+    Raises:
+        InputError: If `paper` or `id` does not exist, or `budget` is not a positive number.
+
+    Example:
+        >>> (finding,) = claims(id="A.3.3.2")
+        >>> finding.verdict, finding.witness.to_json(), finding.corrected
+        ('fails', {'A': [['1', '1']], 'B': [['1'], ['1']]}, 'ours.product-max')
     """
     return run(select(paper, id), budget, processes, progress)

@@ -1,7 +1,7 @@
-"""The search for an instance at which a statement fails: structured starts, random draws, then ascent on left/right.
+"""The search for a counterexample: structured starts, then random draws, then random ascent on left/right.
 
-It is counted in evaluations, never in seconds, so that the same search ends the same way every time; a deadline only
-stops it. A violation seen in floats counts for nothing until it stands in exact arithmetic.
+The length of a search is a number of evaluations and its random numbers are seeded by name, so every run gives the same
+result; a deadline can only stop it early. A violation found in floats counts only after it is verified exactly.
 """
 
 import time
@@ -15,58 +15,67 @@ from numpy.random import Generator as Random
 from numpy.random import default_rng
 
 from depthgauge.ledger.arithmetic import FLOATS, Value, to_floats
-from depthgauge.ledger.claim import Inequality, Instance, Relation, Size, Witness
+from depthgauge.ledger.claim import Inequality, Instance, Relation, Size
+from depthgauge.ledger.finding import Witness
 from depthgauge.ledger.witness import simplest
 
 EVALUATIONS = 3000
-"""How many instances a search looks at, shared out among the sizes."""
+"""The number of instances that a search evaluates, divided equally among the sizes."""
 _DRAWN = 0.3
-"""The share of them that is drawn; the others climb from the best."""
+"""The share of the evaluations spent on starts and random draws; the rest is spent on ascent from the best ones."""
 _CHAINS = 3
 _ROUNDING = 1e-9
-"""A violation smaller than this in floats is not worth an exact check."""
+"""A relative violation smaller than this in floats is not verified exactly."""
 _NOISE = 1e-11
-"""A left side smaller than this may be all rounding; it is no place to climb from."""
-_PROOFS = 12
-"""How many candidates of one size are tried in exact arithmetic before the violation is put down to rounding."""
+"""A left side smaller than this may be rounding error; its ratio is ignored."""
+_VERIFICATIONS = 12
+"""The number of candidates of one size that are verified exactly; further ones are attributed to rounding."""
 
 
 class StoppedError(Exception):
-    """The deadline came before the search was done."""
+    """The deadline passed before the search ended."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The largest ratio seen and where, the witness if there is one, and the sizes at which there was none."""
+    """The result of a search.
+
+    Attributes:
+        ratio: The largest left/right found, in floats.
+        instance: Where it was found; None if no instance satisfied the hypotheses.
+        witness: The counterexample, if one was found.
+        evaluations: The number of instances evaluated.
+        clean_sizes: The sizes at which no counterexample was found.
+    """
 
     ratio: float
     instance: Instance | None
     witness: Witness | None
     evaluations: int
-    clean: tuple[Size, ...]
+    clean_sizes: tuple[Size, ...]
 
 
 def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Outcome:
-    """Look for a violation, smallest sizes first; `name` seeds the random numbers."""
+    """Search for a counterexample, smallest sizes first; `name` seeds the random numbers."""
     seen, best, where = 0, 0.0, None
     clean: list[Size] = []
     for index, size in enumerate(inequality.sizes):
         random = default_rng([zlib.crc32(name.encode()), index])
-        climb = _Climb(inequality, size, random, evaluations // len(inequality.sizes), deadline)
-        witness = climb.run()
-        seen += climb.seen
-        if where is None or climb.best > best:
-            best, where = climb.best, climb.where
+        at_size = _SearchAtSize(inequality, size, random, evaluations // len(inequality.sizes), deadline)
+        witness = at_size.run()
+        seen += at_size.seen
+        if where is None or at_size.best > best:
+            best, where = at_size.best, at_size.where
         if witness is not None:
-            return Outcome(climb.best, climb.where, witness, seen, tuple(clean))
+            return Outcome(at_size.best, at_size.where, witness, seen, tuple(clean))
         clean.append(size)
     return Outcome(best, where, None, seen, tuple(clean))
 
 
 def ratio(left: Value, right: Value, relation: Relation) -> float:
-    """The largest left/right over the entries, in floats; for an equation the larger of left/right and right/left.
+    """Return the largest left/right over the entries, in floats; for an equation also of right/left.
 
-    Nought against nought counts as 0 for ≤, and as 1 where it matters (<, =).
+    0/0 counts as 0 for ≤ and as 1 for < and =.
     """
     left, right = np.broadcast_arrays(np.asarray(left, dtype=float), np.asarray(right, dtype=float))
     if not (np.isfinite(left).all() and np.isfinite(right).all()):
@@ -80,7 +89,7 @@ def ratio(left: Value, right: Value, relation: Relation) -> float:
     return float(np.divide(left, right, out=over, where=(right > 0) & (np.abs(left) > _NOISE)).max())
 
 
-class _Climb:
+class _SearchAtSize:
     """The search at one size."""
 
     def __init__(
@@ -88,16 +97,16 @@ class _Climb:
     ) -> None:
         self.inequality, self.size, self.random = inequality, size, random
         self.evaluations, self.deadline = max(evaluations, 1), deadline
-        self.seen, self.proofs = 0, 0
+        self.seen, self.verified = 0, 0
         self.best = -1.0
         self.where: Instance | None = None
         self.witness: Witness | None = None
 
     def run(self) -> Witness | None:
-        """Starts, draws, then chains of climbing from the best of them."""
+        """Evaluate the starts and random draws, then ascend from the best of them."""
         pool: list[tuple[float, Instance]] = []
-        for instance in self._first():
-            pool.append((self._look(instance), instance))
+        for instance in self._initial_instances():
+            pool.append((self._evaluate(instance), instance))
             if self._done():
                 return self.witness
         pool.sort(key=lambda pair: -pair[0])
@@ -108,7 +117,7 @@ class _Climb:
                 break
         return self.witness
 
-    def _first(self) -> Iterable[Instance]:
+    def _initial_instances(self) -> Iterable[Instance]:
         yield from (_as_floats(start) for start in self.inequality.starts(self.size))
         while self.seen < self.evaluations * _DRAWN:
             yield _as_floats(self.inequality.draw(self.random, self.size))
@@ -116,8 +125,8 @@ class _Climb:
     def _done(self) -> bool:
         return self.witness is not None or self.seen >= self.evaluations
 
-    def _look(self, instance: Instance) -> float:
-        """left/right at an instance, −1 where the hypotheses do not hold; a violation is proved at once."""
+    def _evaluate(self, instance: Instance) -> float:
+        """Return left/right at an instance, or −1 if it violates the hypotheses; verify a violation immediately."""
         self.seen += 1
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise StoppedError
@@ -128,25 +137,25 @@ class _Climb:
             value = ratio(*_sides(inequality, instance), inequality.relation)
         strict = inequality.relation == "<" and value >= 1 - _ROUNDING
         if value > 1 + _ROUNDING or strict:
-            self._prove(instance, value)
+            self._verify(instance, value)
             if self.witness is None:
-                return -1.0  # rounding, not a violation: not a place to climb from either
+                return -1.0  # a rounding error; do not ascend from here
         if value > self.best:
             self.best, self.where = value, instance
         return value
 
-    def _prove(self, instance: Instance, value: float) -> None:
-        if self.proofs < _PROOFS:
-            self.proofs += 1
+    def _verify(self, instance: Instance, value: float) -> None:
+        if self.verified < _VERIFICATIONS:
+            self.verified += 1
             found = simplest(self.inequality, instance, value)
             self.witness = None if found is None else found.witness()
 
     def _ascend(self, value: float, instance: Instance, end: int) -> None:
-        """Random steps that are kept when the ratio does not fall; their size follows their success."""
+        """Take random steps and keep those that do not decrease the ratio; adapt the step size to the success."""
         scale = 0.3
         while self.seen < end and self.witness is None:
             step = self._step(instance, scale)
-            reached = self._look(step)
+            reached = self._evaluate(step)
             if reached >= value and reached >= 0:
                 scale = min(scale * 1.3, 3.0) if reached > value else scale
                 value, instance = reached, step
@@ -154,12 +163,12 @@ class _Climb:
                 scale = max(scale * 0.97, 1e-6)
 
     def _step(self, instance: Instance, scale: float) -> Instance:
-        """An instance near this one: a little noise, one entry moved far, a matrix scaled or pushed to a corner."""
+        """Return an instance near this one: add noise, replace one entry, scale a matrix, or reduce it to its signs."""
         free = [name for name in instance if name not in self.inequality.fixed and not isinstance(instance[name], int)]
         if not free:
             return _as_floats(self.inequality.draw(self.random, self.size))
         kind = self.random.integers(4)
-        if kind == 0:  # everything a little
+        if kind == 0:  # noise on every value
             return {**instance, **{name: self._noisy(instance[name], scale) for name in free}}
         name = free[self.random.integers(len(free))]
         old = instance[name]
@@ -188,10 +197,10 @@ def _as_floats(instance: Instance) -> Instance:
 
 
 def _sides(inequality: Inequality, instance: Instance) -> tuple[Value, Value]:
-    work = inequality.work(FLOATS, **instance)
+    evaluation = inequality.evaluate(FLOATS, **instance)
     while True:
         try:
-            next(work)
+            next(evaluation)
         except StopIteration as end:
             left, right = end.value
-            return left, right * float(inequality.slack)
+            return left, right * float(inequality.right_factor)

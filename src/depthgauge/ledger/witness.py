@@ -1,4 +1,4 @@
-"""From a violation seen in floats to a witness that a person can check: proved exactly, and made simple."""
+"""From a violation found in floats to a witness: an exactly verified counterexample with simple entries."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -10,20 +10,30 @@ import numpy as np
 from flint import arb, fmpq
 
 from depthgauge.ledger.arithmetic import EXACT, Value, fill, precise, to_exact, to_float
-from depthgauge.ledger.claim import Inequality, Instance, Relation, Witness
+from depthgauge.ledger.claim import Inequality, Instance, Relation
+from depthgauge.ledger.finding import Witness, plain
 
 _DENOMINATORS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 50, 100, 1000)
 _KEPT = 0.5
-"""The share of the violation, up to a tenth of the right side, that a simpler witness must keep."""
+"""The share of the violation that a simpler witness must keep."""
 _ENOUGH = 0.1
+"""A violation larger than this share of the right side need not be kept in full."""
 _ROUNDS = 3
 _READABLE = 12
-"""A fraction with more characters than this is shown in decimals."""
+"""A fraction with more characters than this is displayed as a decimal number."""
 
 
 @dataclass(frozen=True)
-class Proof:
-    """The two sides at an instance where the hypotheses certainly hold and the statement certainly fails."""
+class Refutation:
+    """An instance at which, in exact arithmetic, the hypotheses hold and the statement fails.
+
+    Attributes:
+        instance: Named arrays of fractions, fractions and integers.
+        left: The value of the left side.
+        right: The value of the right side.
+        steps: Named intermediate values.
+        relation: The relation that is violated.
+    """
 
     instance: dict[str, Any]
     left: Value
@@ -32,42 +42,43 @@ class Proof:
     relation: Relation = "<="
 
     def witness(self) -> Witness:
-        """The same as text, for readers."""
+        """Return the refutation as a record of plain data."""
         over = margin(self)
         ratio = None if math.isinf(over) else 1 + over
         steps = tuple((name, show(value)) for name, value in self.steps)
-        return Witness(self.instance, show(self.left), show(self.right), ratio, steps)
+        instance = {name: plain(value) for name, value in self.instance.items()}
+        return Witness(instance, show(self.left), show(self.right), ratio, steps)
 
 
-def prove(inequality: Inequality, instance: Instance) -> Proof | None:
-    """The proof that the statement fails at the instance, if there is one."""
+def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
+    """Return the refutation of the statement at this instance, or None if exact arithmetic does not confirm it."""
     exact = {name: to_exact(value) for name, value in instance.items()}
     with precise():
         try:
             if not inequality.allowed(EXACT, **exact):
                 return None
-            steps, left, right = worked(inequality, exact)
+            steps, left, right = evaluate_exactly(inequality, exact)
         except (ZeroDivisionError, OverflowError):
             return None
         if not violated(left, right, inequality.relation):
             return None
     fractions = {name: _fractions(value) for name, value in exact.items()}
-    return Proof(fractions, left, right, steps, inequality.relation)
+    return Refutation(fractions, left, right, steps, inequality.relation)
 
 
-def worked(inequality: Inequality, exact: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
-    """The steps and the two sides in exact arithmetic."""
-    work, steps = inequality.work(EXACT, **exact), []
+def evaluate_exactly(inequality: Inequality, exact: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
+    """Return the intermediate values and the two sides in exact arithmetic."""
+    evaluation, steps = inequality.evaluate(EXACT, **exact), []
     while True:
         try:
-            steps.append(next(work))
+            steps.append(next(evaluation))
         except StopIteration as end:
             left, right = end.value
-            return tuple(steps), left, right * EXACT.number(inequality.slack)
+            return tuple(steps), left, right * EXACT.number(inequality.right_factor)
 
 
 def violated(left: Value, right: Value, relation: Relation) -> bool:
-    """Whether the relation certainly fails in at least one entry."""
+    """Return whether the relation fails for the exact values of at least one entry."""
     test: Mapping[str, Callable[[Value, Value], bool]] = {
         "<=": lambda x, y: x > y,
         "<": lambda x, y: x >= y,
@@ -77,33 +88,33 @@ def violated(left: Value, right: Value, relation: Relation) -> bool:
 
 
 def entries(left: Value, right: Value) -> Iterator[tuple[Value, Value]]:
-    """The pairs of entries of two sides."""
+    """Yield the pairs of entries of the two sides."""
     yield from np.broadcast(np.asarray(left, dtype=object), np.asarray(right, dtype=object))
 
 
-def margin(proof: Proof) -> float:
-    """left/right − 1 at the worst entry, for an equation in either direction; infinite where the divisor is nought."""
+def margin(refutation: Refutation) -> float:
+    """Return left/right − 1 at the worst entry, in both directions for an equation; infinite if the divisor is zero."""
     worst = 0.0
-    for left, right in entries(proof.left, proof.right):
+    for left, right in entries(refutation.left, refutation.right):
         x, y = to_float(left), to_float(right)
-        pairs = ((x, y), (y, x)) if proof.relation == "=" else ((x, y),)
+        pairs = ((x, y), (y, x)) if refutation.relation == "=" else ((x, y),)
         worst = max(worst, *(a / b - 1 if b > 0 else (float("inf") if a > b else 0.0) for a, b in pairs))
     return worst
 
 
-def simplest(inequality: Inequality, instance: Instance, ratio: float) -> Proof | None:
-    """The proof at a simple instance near this one, or None if the statement certainly fails at none near it.
+def simplest(inequality: Inequality, instance: Instance, ratio: float) -> Refutation | None:
+    """Return a refutation at a simple instance near this one, or None if there is none among those tried.
 
-    First everything is rounded to one denominator; then matrix by matrix and entry by entry simpler values are tried.
-    `ratio` is left/right at the instance; a good part of the violation is kept.
+    First all entries are rounded to a common denominator. Then simpler values are tried, matrix by matrix and entry by
+    entry. `ratio` is left/right at the instance; a simpler instance must keep a share of the violation.
     """
     free = [n for n in instance if n not in inequality.fixed and not isinstance(instance[n], int)]
     keep = _KEPT * min(ratio - 1, _ENOUGH) if inequality.relation == "<=" else 0.0
     found = None
-    for whole in _rounded(instance, free):
-        proof = prove(inequality, whole)
-        if proof is not None and (found is None or margin(proof) > margin(found)):
-            found = proof
+    for rounded in _rounded(instance, free):
+        refutation = refute(inequality, rounded)
+        if refutation is not None and (found is None or margin(refutation) > margin(found)):
+            found = refutation
             if margin(found) >= keep:
                 break
     if found is None:
@@ -115,16 +126,16 @@ def simplest(inequality: Inequality, instance: Instance, ratio: float) -> Proof 
             for value in _simpler(found.instance[name]):
                 candidate = {**found.instance, name: value}
                 if cost(candidate) < cost(found.instance):
-                    proof = prove(inequality, candidate)
-                    if proof is not None and margin(proof) >= keep:
-                        found = proof
+                    refutation = refute(inequality, candidate)
+                    if refutation is not None and margin(refutation) >= keep:
+                        found = refutation
         if cost(found.instance) == before:
             break
     return found
 
 
 def cost(instance: Instance) -> float:
-    """How much there is to read: equal rows once, a row of equal entries as one entry, nought nearly free."""
+    """Return how long an instance is to read: equal rows count once, a constant row as one entry, zeros little."""
     return sum(_cost(value) for value in instance.values())
 
 
@@ -152,7 +163,7 @@ def _on_grid(value: Any, q: int) -> Any:
 
 
 def _simpler(value: Any) -> Iterator[Any]:
-    """Values with less to read: of a matrix as a whole, then entry by entry."""
+    """Yield simpler values: for the whole matrix, then entry by entry."""
     if not isinstance(value, np.ndarray):
         yield from _simpler_numbers(value)
         return
@@ -178,7 +189,7 @@ def _simpler_numbers(value: Fraction) -> Iterator[Fraction]:
 
 
 def _fractions(value: Any) -> Any:
-    """fmpq and floats as Fractions; sizes stay whole numbers."""
+    """Convert fmpq numbers to Fractions; everything else stays as it is."""
     if isinstance(value, np.ndarray):
         return fill(value.shape, (_fractions(v) for v in value.flat))
     if isinstance(value, fmpq):
@@ -187,7 +198,7 @@ def _fractions(value: Any) -> Any:
 
 
 def show(value: Value) -> str:
-    """A number, vector or matrix for a reader: short fractions as they are, everything else in seven digits."""
+    """Return a number, vector or matrix as text: short fractions exactly, everything else with seven digits."""
     if isinstance(value, np.ndarray):
         return "[" + ", ".join(show(v) for v in value) + "]"
     if isinstance(value, arb):

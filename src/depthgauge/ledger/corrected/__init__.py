@@ -1,4 +1,4 @@
-"""Our own statements: the corrected forms, each a claim that holds."""
+"""Our own statements: corrected forms of the papers' statements, and the bounds that the library uses."""
 
 from depthgauge.ledger.claim import Claim
 from depthgauge.ledger.corrected.exact_expansion import CLAIMS as EXPANSION

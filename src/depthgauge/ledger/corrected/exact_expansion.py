@@ -1,4 +1,4 @@
-"""The exact expansion of a network with skips, and the certificate that follows from it (docs/math.md §3)."""
+"""The exact expansion of a network with skip connections, and the bound that follows from it (docs/math.md §3)."""
 
 from collections.abc import Iterator
 
@@ -34,7 +34,7 @@ def _mean_field(ar: Arithmetic, X: Value, V: Value, eye: Value) -> Value:
 
 
 def _eye(d: int) -> Value:
-    """The identity in whole numbers, which both arithmetics understand."""
+    """The identity matrix with integer entries, which both arithmetics accept."""
     return np.array([[int(i == j) for j in range(d)] for i in range(d)], dtype=object)
 
 
@@ -51,8 +51,9 @@ def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
 
 
 def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Value:
-    """The plain recursion: own + common at the last layer, coordinate by coordinate, with Σ|·| for the sign norm.
+    """Return own + common at the last layer for each coordinate: the plain recursion, with Σ|·| for the sign norm.
 
+    With φ = ‖X‖max:
     state_ℓ = φ1 + φ1|N − I| + own + common, spread_ℓ = φ1 + own, θ = 2 Σ|diag(state) W diag(spread)|,
     G = 2 tanh(θ/4) spread, own = Σ G|V|, common = Σ G|V(N − I)|.
     """
@@ -124,21 +125,21 @@ CLAIMS: tuple[Claim, ...] = (
         "docs/math.md §3",
         "X_L = X + 1·mean(X)(N_{0:L} − I) + Σ_k [E_k + 1·mean(E_k)(N_{k+1:L} − I)]",
         Inequality("X_L", "the expansion", _expanded, _drawn, _SIZES, relation="="),
-        "E_k = Σ_h (P_kh − U) X_k V_kh, N_{k:ℓ} = (I + V_k) ⋯ (I + V_{ℓ−1}), U = 11ᵀ/n; skips on",
+        "E_k = Σ_h (P_kh − U) X_k V_kh, N_{k:ℓ} = (I + V_k) ⋯ (I + V_{ℓ−1}), U = 11ᵀ/n; with skip connections",
     ),
     Claim(
         "ours.mean-field-exact",
         "docs/math.md §3",
-        "S(X) = X + 1·mean(X)(N_{0:L} − I) when all scores are nought, for every V",
+        "S(X) = X + 1·mean(X)(N_{0:L} − I) when all scores are zero, for every V",
         Inequality("S(X)", "X + 1·mean(X)(N_{0:L} − I)", _without_scores, _drawn, _SIZES, relation="="),
-        "Q Kᵀ = 0 in every head; skips on",
+        "Q Kᵀ = 0 in every head; with skip connections",
     ),
     Claim(
         "ours.mean-field-certificate",
         "docs/math.md §3",
-        "‖S(X) − S'(X)‖max ≤ max_a (own_L + common_L)_a, S' the mean-field layer",
+        "‖S(X) − S'(X)‖max ≤ max_a (own_L + common_L)_a, where S' is the mean-field layer",
         Inequality("‖S(X) − S'(X)‖max", "max_a (own_L + common_L)_a", _certified, _drawn, _SIZES, starts=_aligned),
-        "‖X‖max ≤ φ, any number of tokens; own, common by the plain recursion; skips on",
-        note="`depthgauge collapse` proves a bound several times smaller; this one is short enough to check by hand.",
+        "‖X‖max ≤ φ, any number of tokens; own and common by the plain recursion; with skip connections",
+        note="`depthgauge collapse` computes a smaller bound; this one is simple enough to check by hand.",
     ),
 )

@@ -1,11 +1,11 @@
-"""What holds of norms, residuals and softmax, with constants that cannot be improved (docs/math.md §2)."""
+"""Inequalities for norms, residuals and softmax with sharp constants (docs/math.md §2)."""
 
 from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from depthgauge.ledger.arithmetic import Arithmetic, Value
-from depthgauge.ledger.claim import Claim, Inequality, Instance, Size, Steps, Work
+from depthgauge.ledger.claim import Claim, Evaluate, Inequality, Instance, Size, Steps
 from depthgauge.ledger.formulas import (
     attention,
     column_norm,
@@ -26,7 +26,7 @@ _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
 
 
 def _shares(x: Value) -> Value:
-    """A probability vector with a positive share for every entry: |x_i| + 1/1000 over their sum."""
+    """Return a probability vector with positive entries proportional to |x_i| + 1/1000."""
     return (1000 * abs(x) + 1) / (1000 * abs(x) + 1).sum()
 
 
@@ -114,7 +114,7 @@ def _score_range(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Steps:
 
 
 def _attention_gap(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value) -> Value:
-    """TV between the rows of softm(X W Xᵀ) and softm(Y W Yᵀ) is at most tanh(½ Σ|W| (‖X‖ + ‖Y‖) ‖X − Y‖)."""
+    """Return tanh(½ Σ|W| (‖X‖ + ‖Y‖) ‖X − Y‖), which bounds TV between the rows of softm(X W Xᵀ) and softm(Y W Yᵀ)."""
     moved = entry_sum(Q @ K.T) * (max_norm(ar, X) + max_norm(ar, Y)) * max_norm(ar, X - Y)
     return ar.tanh(moved / 2)
 
@@ -139,7 +139,7 @@ def _growth(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
 
 
 def _crossing(size: Size) -> Iterator[Instance]:
-    """b lifts one entry from below the others to as far above them."""
+    """b moves one entry from below the others to equally far above them."""
     for lift in (0.5, 2.0):
         b = np.full(size["n"], -lift)
         b[0] = lift
@@ -149,7 +149,7 @@ def _crossing(size: Size) -> Iterator[Instance]:
 
 
 def _widened(size: Size) -> Iterator[Instance]:
-    """Two opposite tokens, from nothing to small: the scores move apart from equality."""
+    """Two opposite tokens, nearly zero in X and of size 1 in Y, so that nearly equal scores become different."""
     X = np.array([[1.0], [-1.0]]) * np.ones(size["d"])
     one = np.zeros((size["d"], size["d"]))
     one[0, 0] = 0.1
@@ -162,7 +162,7 @@ def _without_values(size: Size) -> Iterator[Instance]:
 
 
 def _small_scores(size: Size) -> Iterator[Instance]:
-    """The share of high scores at which the third cumulant is largest, (1 − 1/√3)/2, as nearly as n allows."""
+    """A share of high scores near (1 − 1/√3)/2, where the third cumulant is largest."""
     n = size["n"]
     high = max(1, round(n * (1 - 3**-0.5) / 2))
     yield {"s": 0.01 * (np.arange(n) < high)}
@@ -175,13 +175,13 @@ def _none(size: Size) -> Iterator[Instance]:
 def _ours(
     id: str,
     sides: tuple[str, str],
-    work: Work,
+    evaluate: Evaluate,
     shapes: dict[str, str],
-    tried: tuple[Size, ...],
+    searched: tuple[Size, ...],
     hypothesis: str = "none",
     starts: Callable[[Size], Iterable[Instance]] = _none,
 ) -> Claim:
-    check = Inequality(*sides, work, drawing(shapes), tried, starts=starts)
+    check = Inequality(*sides, evaluate, drawing(shapes), searched, starts=starts)
     return Claim(f"ours.{id}", "docs/math.md §2", " ≤ ".join(sides), check, hypothesis, sharp=True)
 
 
@@ -207,12 +207,12 @@ CLAIMS: tuple[Claim, ...] = (
     _ours(
         "average-gap",
         ("|Σ_j (p_j − q_j) z_j|", "TV(p, q) range(z)"),
-        _gap, {"x": "n", "y": "n", "z": "n"}, _LENGTHS, "p, q probability vectors",
+        _gap, {"x": "n", "y": "n", "z": "n"}, _LENGTHS, "p, q are probability vectors",
     ),
     _ours(
         "residual-lipschitz",
         ("‖Res(A) − Res(B)‖max", "2‖A − B‖max"),
-        _residual, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)), "Res takes the mid-range of every column away",
+        _residual, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)), "Res subtracts the mid-range from every column",
     ),
     _ours(
         "residual-norm",
@@ -220,7 +220,7 @@ CLAIMS: tuple[Claim, ...] = (
         _residual_norm, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)),
     ),
     _ours(
-        "stochastic-product", ("‖PY‖max", "‖Y‖max"), _average, {"S": "n n", "Y": "n d"}, _TOKENS, "P row-stochastic"
+        "stochastic-product", ("‖PY‖max", "‖Y‖max"), _average, {"S": "n n", "Y": "n d"}, _TOKENS, "P is row-stochastic"
     ),
     _ours("product-max", ("‖AB‖max", "‖A‖max ‖B‖col"), _value_product, _FACTORS, _SHAPES),
     _ours("product-inner", ("‖AB‖max", "m ‖A‖max ‖B‖max"), _inner_product, _FACTORS, _SHAPES, "A has m columns"),
@@ -239,7 +239,7 @@ CLAIMS: tuple[Claim, ...] = (
     _ours(
         "third-cumulant",
         ("|Σ_j p_j (s_j − Σps)² (z_j − Σpz)|", "range(s)² range(z)/(6√3)"),
-        _cumulant, {"x": "n", "s": "n", "z": "n"}, sizes(n=(2, 3)), "p a probability vector",
+        _cumulant, {"x": "n", "s": "n", "z": "n"}, sizes(n=(2, 3)), "p is a probability vector",
     ),
     _ours(
         "score-range",
@@ -261,6 +261,7 @@ CLAIMS: tuple[Claim, ...] = (
     _ours(
         "layer-growth",
         ("‖X + softmv(X)‖max", "‖X‖max (1 + ‖V‖col)"),
-        _growth, {"X": "n d", **_WEIGHTS}, _TOKENS, "more heads: the sum of their ‖V‖col",
+        _growth, {"X": "n d", **_WEIGHTS}, _TOKENS,
+        "one head; for several heads ‖V‖col is replaced by the sum over the heads",
     ),
 )  # fmt: skip

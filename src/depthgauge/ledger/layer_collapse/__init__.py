@@ -1,4 +1,7 @@
-"""Paper A, Only Large Weights Can Prevent the Perils of Rank Collapse: its numbered statements, in its order."""
+"""The numbered statements of paper A, in the order of the paper.
+
+Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse".
+"""
 
 from depthgauge.ledger.claim import Claim
 from depthgauge.ledger.layer_collapse.attention_layers import CLAIMS as ATTENTION
@@ -8,7 +11,7 @@ from depthgauge.ledger.layer_collapse.small_weight_networks import CLAIMS as NET
 
 
 def _number(claim: Claim) -> tuple[str, int]:
-    """`A.4.2.3` → ("4", 2): sections 1 to 5 stand before the appendices B to D."""
+    """Return the sort key: `A.4.2.3` → ("4", 2). Sections 1 to 5 come before the appendices B to D."""
     _, section, number, *_ = claim.id.split(".")
     return section, int(number)
 

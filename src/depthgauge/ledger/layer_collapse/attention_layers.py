@@ -1,4 +1,4 @@
-"""Paper A on one attention layer and on a second one behind it: 5.1, 5.2, C.1, D.6."""
+"""Paper A on one attention layer and on two consecutive ones: 5.1, 5.2, C.1, D.6."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from depthgauge.ledger.formulas import attention, max_norm, residual, row_ranges
 from depthgauge.ledger.instances import drawing, sizes
 
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
-_BETA = "β = 1, so that it reads the same with and without the normalisation; another β only rescales Q."
+_BETA = "Tested with β = 1; another β only rescales Q."
 
 
 def growth(ar: Arithmetic, epsilon: Value) -> Value:
@@ -25,7 +25,7 @@ def balance(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Value:
 
 
 def opposite_tokens(size: Size) -> Iterator[Instance]:
-    """Two opposite tokens ±1, one score, constant values: the case in which the constants are attained."""
+    """Two opposite tokens ±1, one nonzero score weight, constant values: the constants are attained here."""
     d = size["d"]
     X = np.array([[1.0], [-1.0]]) * np.ones(d)
     corner = np.zeros((d, d))
@@ -74,7 +74,7 @@ def _second_layer_needs(
 
 
 def _uniform_first_layer(size: Size) -> Iterator[Instance]:
-    """Layer 1 with Q = 0: its attention is uniform, its residual nought, and yet it moves every token."""
+    """Layer 1 with Q = 0: its attention is uniform and has residual zero, but it moves every token."""
     n = size["n"]
     for scale in (1.0, 2.0, 4.0):
         eye = np.eye(n)
@@ -92,10 +92,10 @@ def _uniform_first_layer(size: Size) -> Iterator[Instance]:
 
 
 def _skipped(with_values: bool) -> Inequality:
-    """Lemma C.1: H equal heads of layer 1, then the scores (part 1) or the output (part 2) of a head of layer 2."""
+    """Lemma C.1: H equal heads in layer 1; the attention matrix (part 1) or output (part 2) of a head in layer 2."""
     names = ("Q1", "K1", "V1", "Q2", "K2", "V2")
 
-    def work(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Steps:
         A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
         B = X + H * A
         yield "A_i = softmv₁(X), every head", A
@@ -127,7 +127,7 @@ def _skipped(with_values: bool) -> Inequality:
         )
 
     def starts(size: Size) -> Iterator[Instance]:
-        """A uniform first layer that shifts coordinate 1, a second one that reads it in its scores only."""
+        """A uniform first layer that shifts coordinate 1, and a second layer that uses it in its scores only."""
         n, d = size["n"], size["d"]
         zero, eye = np.zeros((d, d)), np.eye(d)
         X = np.zeros((n, d))
@@ -145,7 +145,7 @@ def _skipped(with_values: bool) -> Inequality:
     return Inequality(
         left,
         "3g(2Hε)",
-        work,
+        evaluate,
         lambda random, size: {**draw(random, size), "H": 1},
         sizes(n=(2, 2), d=(1, 2)),
         needs,
@@ -154,9 +154,9 @@ def _skipped(with_values: bool) -> Inequality:
 
 
 def _close(with_values: bool) -> Inequality:
-    """Lemma D.6: two inputs, the distance of their attention matrices (part 1) or outputs (part 2)."""
+    """Lemma D.6: the distance between the attention matrices (part 1) or outputs (part 2) of two inputs."""
 
-    def work(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
         W, gap = Q @ K.T, max_norm(ar, X - Y)
         yield "W = W_q W_kᵀ", W
         yield "‖X − Y‖∞", gap
@@ -187,13 +187,13 @@ def _close(with_values: bool) -> Inequality:
     left = "‖softmv(X) − softmv(Y)‖∞" if with_values else "‖softm(X) − softm(Y)‖∞"
     right = "K₂ ‖X − Y‖∞" if with_values else "K₁ ‖X − Y‖∞"
     shapes = sizes(n=(1, 1, 2), d=(1, 2, 2)) if with_values else sizes(n=(2, 2, 2), d=(1, 2, 3))
-    return Inequality(left, right, work, drawing({"X": "n d", "Y": "n d", **_WEIGHTS}), shapes, needs, starts)
+    return Inequality(left, right, evaluate, drawing({"X": "n d", "Y": "n d", **_WEIGHTS}), shapes, needs, starts)
 
 
 _SECOND = dict.fromkeys(("Q1", "K1", "V1", "Q2", "K2"), "d d")
 _COLUMN_SHIFT = (
-    "A uniform first layer has residual nought but adds the same row to every token, and that is not a shift along "
-    "the rows of the scores."
+    "A uniform first layer has residual zero, but it adds the same row to every token. This does not shift the rows of "
+    "the score matrix by constants, so softmax does not cancel it."
 )
 
 CLAIMS: tuple[Claim, ...] = (

@@ -1,8 +1,8 @@
-"""Paper A's theorem: 1.2, D.1 and the remark D.2.
+"""The main theorem of paper A: 1.2, D.1 and Remark D.2.
 
-The proof of Theorem D.1 deletes every layer but the last and bounds the distance by (C^L + … + C + 1)δ with
-ε_ℓ = 2ηφ₀(1 + Hη)^ℓ, δ = max_ℓ 2g(2Hε_ℓ), C = max_ℓ 3η(ε_ℓ² + 1). That bound has no hidden constant and can be tested;
-the theorem itself says O(A/L).
+The proof of Theorem D.1 deletes every layer except the last and bounds the distance by (C^L + … + C + 1)δ with
+ε_ℓ = 2ηφ₀(1 + Hη)^ℓ, δ = max_ℓ 2g(2Hε_ℓ), C = max_ℓ 3η(ε_ℓ² + 1). This bound has no hidden constant and can be tested.
+The theorem itself states O(A/L).
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.ledger.claim import Claim, Inequality, Instance, Observed, Size, Steps, Study, Work
+from depthgauge.ledger.claim import Claim, Evaluate, Inequality, Instance, Observed, Size, Steps, Study
 from depthgauge.ledger.formulas import attention, depth, layer, max_norm
 from depthgauge.ledger.instances import matrix
 from depthgauge.ledger.layer_collapse.attention_layers import growth
@@ -19,14 +19,14 @@ from depthgauge.ledger.layer_collapse.small_weight_networks import epsilon, larg
 
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
-    """ε_L, δ, C and (C^L + … + 1)δ; the maxima over ℓ are at ℓ = L, since ε_ℓ grows."""
+    """Return ε_L, δ, C and (C^L + … + 1)δ. The maxima over ℓ are attained at ℓ = L, since ε_ℓ ≤ ε_L."""
     eps = epsilon(ar, eta, phi, H, L)
     delta, c = 2 * growth(ar, 2 * H * eps), 3 * eta * (eps**2 + 1)
     return eps, delta, c, sum((c**k for k in range(L + 1)), ar.number(0)) * delta
 
 
-def _collapsed(displayed: bool) -> Work:
-    def work(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Steps:
+def _collapsed(displayed: bool) -> Evaluate:
+    def evaluate(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Steps:
         eta, phi, weights = largest_weight(ar, Q, K, V), max_norm(ar, X), (Q, K, V)
         before = depth(ar, X, weights, L - 1, H)
         yield "η, the largest weight", eta
@@ -34,8 +34,8 @@ def _collapsed(displayed: bool) -> Work:
         yield "X_{L−1}, the input of the last layer of S", before
         if displayed:
             first, second = attention(ar, before, *weights), attention(ar, X, *weights)
-            yield "softmv_L behind all layers", first
-            yield "softmv_L on the input itself", second
+            yield "softmv_L(X_{L−1}), the last layer's attention in S", first
+            yield "softmv_L(X), the last layer's attention on the input", second
         else:
             first, second = layer(ar, before, *weights, heads=H), layer(ar, X, *weights, heads=H)
             yield "S(X)", first
@@ -47,11 +47,11 @@ def _collapsed(displayed: bool) -> Work:
         yield "(C^L + … + C + 1)δ", bound
         return max_norm(ar, first - second), bound
 
-    return work
+    return evaluate
 
 
 def _conditions(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> bool:
-    """What the proof uses: η ≤ min{1/(HL), 1/φ₀} (that is A ≤ 1), ε_ℓ < 1, 2Hε_ℓ ≤ ½, C < ½."""
+    """The conditions that the proof uses: η ≤ min{1/(HL), 1/φ₀} (that is A ≤ 1), ε_ℓ < 1, 2Hε_ℓ ≤ ½, C < ½."""
     eta, phi = largest_weight(ar, Q, K, V), max_norm(ar, X)
     if not bool(eta > 0 and phi > 0 and eta * H * L <= 1 and eta * phi <= 1):
         return False
@@ -60,7 +60,7 @@ def _conditions(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, 
 
 
 def _aligned(size: Size) -> Iterator[Instance]:
-    """One token φ₀·1, every value weight η: each layer multiplies the token by 1 + Hηd."""
+    """One token φ₀·1 and every value weight η: each layer multiplies the token by 1 + Hηd."""
     d = size["d"]
     for eta, phi in ((0.01, 1.0), (0.1, 0.25)):
         weight = eta * np.ones((d, d))
@@ -78,8 +78,8 @@ def _explicit(displayed: bool, shapes: tuple[Size, ...]) -> Inequality:
     return Inequality(left, "(C^L + … + C + 1)δ", _collapsed(displayed), _drawn, shapes, _conditions, _aligned)
 
 
-def _order_of_the_best(dims: tuple[int, ...] = (2, 8, 32)) -> list[tuple[int, float]]:
-    """‖S(X) − X‖∞/η at aligned weights for growing d: what O(η) hides when S' is the identity."""
+def _identity_errors(dims: tuple[int, ...] = (2, 8, 32)) -> list[tuple[int, float]]:
+    """‖S(X) − X‖∞/η for constant weights and growing d: the constant hidden in O(η) when S' is the identity."""
     eta, found = 1e-3, []
     for d in dims:
         weight = eta * np.ones((d, d))
@@ -90,18 +90,18 @@ def _order_of_the_best(dims: tuple[int, ...] = (2, 8, 32)) -> list[tuple[int, fl
 
 
 def _informal() -> Observed:
-    seen = _order_of_the_best()
+    seen = _identity_errors()
     table = ", ".join(f"{number(value)} at d = {d}" for d, value in seen)
     return Observed(
         "undecided",
         None,
         len(seen),
         (
-            "The O(·) hides a constant, and the statement does not say what it may depend on.",
-            f"With S' = identity, L = 4 and aligned weights of 10⁻³ the distance over η is {table}: for this S' the "
-            "constant grows with d. Whether another S' avoids that is not decided here.",
-            "For every fixed width, depth and number of heads a one-layer S' exists with an error of order η³, which "
-            "ours.mean-field-certificate bounds.",
+            "The O(·) hides a constant, and the statement does not say what the constant may depend on.",
+            f"For S' = identity, L = 4 and all weights equal to η = 10⁻³, ‖S(X) − S'(X)‖∞/η is {table}. For this S' "
+            "the constant grows with d. Whether another S' avoids this is not decided here.",
+            "For fixed width, depth and number of heads the mean-field layer has an error of order η³ "
+            "(docs/math.md §3), which ours.mean-field-certificate bounds.",
         ),
     )
 
@@ -112,14 +112,14 @@ def _remark() -> Observed:
         None,
         0,
         (
-            "The remark gives no inequality: it says that the Lipschitz constant of f will appear in the bound.",
-            "ours.mlp-deletion is such a bound.",
+            "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
+            "ours.mlp-deletion is a bound of this kind.",
         ),
     )
 
 
-_SETTING = "all weights at most η in size, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
-_SAME = "Every layer and head of the witness has the same Q, K, V; the conditions hold with A = 1."
+_SETTING = "every weight has absolute value at most η, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
+_SAME = "All layers and heads of the witness have the same Q, K, V; the conditions hold with A = 1."
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -127,18 +127,18 @@ CLAIMS: tuple[Claim, ...] = (
         "Theorem 1.2 (informal)",
         "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(η) for every ‖X‖∞ ≤ O(1)",
         Study(_informal),
-        "weights at most η in size",
+        "every weight has absolute value at most η",
         "ours.mean-field-certificate",
     ),
     Claim(
         "A.D.1",
         "Theorem D.1, the bound of its proof",
-        "‖S(X) − S'(X)‖∞ ≤ (C^L + … + C + 1)δ, S' the last layer alone",
+        "‖S(X) − S'(X)‖∞ ≤ (C^L + … + C + 1)δ, where S' is the last layer alone",
         _explicit(False, tuple({"d": 1, "L": L} for L in (4, 8, 16, 24))),
         _SETTING,
         "ours.mean-field-certificate",
-        note="The witness is one token of one coordinate; its attention is the token itself, so that each layer "
-        "multiplies it by 1 + η and the check needs no softmax. With wider tokens fewer layers do. " + _SAME,
+        note="The witness is one token with one coordinate. Its attention output is η times the token, so each layer "
+        "multiplies it by 1 + η and no softmax is needed to check it. Wider tokens need fewer layers. " + _SAME,
     ),
     Claim(
         "A.D.1.displayed",
@@ -147,7 +147,7 @@ CLAIMS: tuple[Claim, ...] = (
         _explicit(True, tuple({"d": d, "L": 4} for d in (2, 4, 8))),
         _SETTING,
         "ours.mean-field-certificate",
-        note="The attention outputs of the last layer alone, without the skip connection. " + _SAME,
+        note="These are the attention outputs of the last layer, without the skip connection. " + _SAME,
     ),
     Claim(
         "A.D.1.exists",

@@ -3,7 +3,7 @@
 import numpy as np
 
 from depthgauge.ledger.arithmetic import Arithmetic, Value
-from depthgauge.ledger.claim import Claim, Inequality, Instance, Misprint, Size, Steps, Work
+from depthgauge.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Size, Steps
 from depthgauge.ledger.formulas import (
     alpha,
     entry_sum,
@@ -16,7 +16,7 @@ from depthgauge.ledger.formulas import (
 from depthgauge.ledger.instances import corners, drawing, sizes
 
 _STRICT = (
-    "The transcription has a strict <, which may be a lost ≤; the verdict is about the statement as transcribed. "
+    "The transcription has a strict <, which may be a ≤ in the paper; the verdict is about the transcription. "
     "Besides the witness, b = ε·1 makes both sides equal for every ε."
 )
 
@@ -29,34 +29,34 @@ def _shift(ar: Arithmetic, x: Value, a: Value) -> Steps:
     return left, right
 
 
-def _norms(left: str, first: str, second: str) -> Work:
-    """‖AB‖ ≤ ‖A‖ ‖B‖ with the named norms, 1 for the sum and m for the largest entry."""
+def _norms(left: str, first: str, second: str) -> Evaluate:
+    """‖AB‖ ≤ ‖A‖ ‖B‖ with the named norms: 1 is the sum of the entries, m the largest entry, in absolute value."""
 
     def norm(ar: Arithmetic, which: str, M: Value) -> Value:
         return entry_sum(M) if which == "1" else max_norm(ar, M)
 
-    def work(ar: Arithmetic, A: Value, B: Value) -> Steps:
+    def evaluate(ar: Arithmetic, A: Value, B: Value) -> Steps:
         yield "AB", A @ B
         yield "‖A‖", norm(ar, first, A)
         yield "‖B‖", norm(ar, second, B)
         return norm(ar, left, A @ B), norm(ar, first, A) * norm(ar, second, B)
 
-    return work
+    return evaluate
 
 
 def _residuals(ar: Arithmetic, A: Value, B: Value) -> Steps:
     yield "A − B", A - B
     yield "ε = ‖A − B‖∞", max_norm(ar, A - B)
-    yield "Res(A), column by column A − (max + min)/2", residual(ar, A)
+    yield "Res(A), each column minus its (max + min)/2", residual(ar, A)
     yield "Res(B)", residual(ar, B)
     yield "Res(A) − Res(B)", residual(ar, A) - residual(ar, B)
     return max_norm(ar, residual(ar, A) - residual(ar, B)), max_norm(ar, A - B)
 
 
-def _exp(of_sum: bool, total: bool) -> Work:
-    """|e^{a+b} − e^a| ≤ (e^ε − 1)·e^a or ·e^{a+b}: entry by entry, or for α, the sum over the entries."""
+def _exp(of_sum: bool, total: bool) -> Evaluate:
+    """|e^{a+b} − e^a| ≤ (e^ε − 1)·e^a or ·e^{a+b}: for every entry, or for α, the sum of the entries."""
 
-    def work(ar: Arithmetic, a: Value, b: Value) -> Steps:
+    def evaluate(ar: Arithmetic, a: Value, b: Value) -> Steps:
         before, after = ar.exp(a), ar.exp(a + b)
         if total:
             before, after = alpha(ar, a), alpha(ar, a + b)
@@ -67,13 +67,13 @@ def _exp(of_sum: bool, total: bool) -> Work:
         yield "e^ε − 1", growth
         return abs(after - before), growth * (after if of_sum else before)
 
-    return work
+    return evaluate
 
 
-def _inverse(of_sum: bool) -> Work:
+def _inverse(of_sum: bool) -> Evaluate:
     """|α(a + b)⁻¹ − α(a)⁻¹| < (e^ε − 1) α(a)⁻¹, or · α(a + b)⁻¹."""
 
-    def work(ar: Arithmetic, a: Value, b: Value) -> Steps:
+    def evaluate(ar: Arithmetic, a: Value, b: Value) -> Steps:
         before, after = 1 / alpha(ar, a), 1 / alpha(ar, a + b)
         yield "ε = ‖b‖∞", max_norm(ar, b)
         yield "α(a)⁻¹", before
@@ -81,13 +81,13 @@ def _inverse(of_sum: bool) -> Work:
         growth = ar.exp(max_norm(ar, b)) - 1
         return abs(after - before), growth * (after if of_sum else before)
 
-    return work
+    return evaluate
 
 
-def _moved(factor: int, linear: bool, against_b: bool = False) -> Work:
+def _moved(factor: int, linear: bool, against_b: bool = False) -> Evaluate:
     """‖softm(a + b) − softm(a)‖∞ against factor·(e^{‖b‖} − 1), or against factor·‖b‖."""
 
-    def work(ar: Arithmetic, a: Value, b: Value) -> Steps:
+    def evaluate(ar: Arithmetic, a: Value, b: Value) -> Steps:
         other = b if against_b else a
         yield "softm(a + b)", softm(ar, a + b)
         yield "softm(b)" if against_b else "softm(a)", softm(ar, other)
@@ -95,11 +95,11 @@ def _moved(factor: int, linear: bool, against_b: bool = False) -> Work:
         yield "‖b‖∞", size
         return max_norm(ar, softm(ar, a + b) - softm(ar, other)), factor * (size if linear else ar.exp(size) - 1)
 
-    return work
+    return evaluate
 
 
 def _balanced(ar: Arithmetic, A: Value, E: Value) -> Steps:
-    """Both inequalities as quotients: P_ij / (e^{D_ii} P̃_ij) ≤ 1 and e^{−D_ii} P̃_ij / P_ij ≤ 1."""
+    """The two inequalities as quotients: P_ij / (e^{D_ii} P̃_ij) ≤ 1 and e^{−D_ii} P̃_ij / P_ij ≤ 1."""
     P, Pt = softm(ar, A), softm(ar, A - E)
     D = ar.exp(row_ranges(ar, E))[:, None]
     yield "P = softm(A)", P
@@ -150,10 +150,10 @@ def _product_claim(part: int, left: str, first: str, second: str, corrected: str
     return Claim(f"A.3.3.{part}", where, f"{text[0]} ≤ {text[1]}", check, "any A, B", corrected, sharp)
 
 
-def _strict(id: str, where: str, left: str, right: str, work: Work) -> Claim:
-    """A statement transcribed with <, whose proof gives ≤."""
-    printed = Inequality(left, right, work, _PAIR, _LENGTHS, relation="<", starts=_no_change)
-    proved = Inequality(left, right, work, _PAIR, _LENGTHS)
+def _strict(id: str, where: str, left: str, right: str, evaluate: Evaluate) -> Claim:
+    """A statement that is transcribed with < and whose proof gives ≤."""
+    printed = Inequality(left, right, evaluate, _PAIR, _LENGTHS, relation="<", starts=_no_change)
+    proved = Inequality(left, right, evaluate, _PAIR, _LENGTHS)
     return Claim(id, where, f"{left} < {right}", Misprint(printed, proved), "‖b‖∞ ≤ ε", sharp=True, note=_STRICT)
 
 
@@ -161,8 +161,8 @@ def _no_change(size: Size) -> list[Instance]:
     return [{"a": np.zeros(size["n"]), "b": np.zeros(size["n"])}]
 
 
-def _pair(id: str, where: str, left: str, right: str, work: Work, sharp: bool, **more: str) -> Claim:
-    check = Inequality(left, right, work, _PAIR, _LENGTHS)
+def _pair(id: str, where: str, left: str, right: str, evaluate: Evaluate, sharp: bool, **more: str) -> Claim:
+    check = Inequality(left, right, evaluate, _PAIR, _LENGTHS)
     return Claim(id, where, f"{left} ≤ {right}", check, more.pop("hypothesis", "‖b‖∞ ≤ ε"), sharp=sharp, **more)
 
 
@@ -172,7 +172,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Fact 3.2",
         "softm(x) = softm(x + a·1)",
         Inequality("softm(x)", "softm(x + a·1)", _shift, drawing({"x": "n", "a": ""}), _LENGTHS, relation="="),
-        "x a vector, a a number",
+        "x is a vector, a is a number",
     ),
     _product_claim(1, "1", "1", "1", None, True),
     _product_claim(2, "m", "m", "m", "ours.product-max", False),
@@ -189,7 +189,7 @@ CLAIMS: tuple[Claim, ...] = (
             sizes(n=(1, 2, 3, 3), d=(1, 1, 1, 2)),
             starts=corners(_TWO),
         ),
-        "‖A − B‖∞ ≤ ε; Res(Z) = Z − 1yᵀ with y a minimiser of ‖Z − 1yᵀ‖∞",
+        "‖A − B‖∞ ≤ ε; Res(Z) = Z − 1yᵀ where y minimises ‖Z − 1yᵀ‖∞",
         "ours.residual-lipschitz",
         note="With one column the minimiser y is unique, so the witness does not depend on a choice.",
     ),
@@ -208,7 +208,7 @@ CLAIMS: tuple[Claim, ...] = (
         "2(e^ε − 1)",
         _moved(2, linear=False),
         False,
-        note="True but four times too large at small ε: ours.softmax-shift has the sharp constant.",
+        note="The bound is four times larger than necessary at small ε; ours.softmax-shift has the sharp constant.",
     ),
     Claim(
         "A.B.3",
@@ -222,7 +222,7 @@ CLAIMS: tuple[Claim, ...] = (
             sizes(n=(1, 2, 3)),
             starts=lambda size: [{"A": 8 * np.eye(size["n"]), "E": E * np.eye(size["n"])} for E in (0.0, -0.5, 0.5)],
         ),
-        "P = softm(A), P̃ = softm(A − E), D_ii the range of row i of E",
+        "P = softm(A), P̃ = softm(A − E), D_ii is the range of row i of E",
         sharp=True,
     ),
     Claim(
@@ -240,7 +240,7 @@ CLAIMS: tuple[Claim, ...] = (
         ),
         "W = W_q W_kᵀ, ‖W_q‖∞, ‖W_k‖∞ ≤ η, β ≤ 1/(‖Res(X)‖∞² η²)",
         "ours.score-range",
-        note="The entries of E are at most d³ in size, and a range is twice that.",
+        note="The entries of E have absolute value at most d³, so its row ranges are at most 2d³.",
     ),
     Claim(
         "A.D.3",
@@ -249,7 +249,7 @@ CLAIMS: tuple[Claim, ...] = (
         Inequality("‖W‖₁", "d² ‖W‖∞", _entry_sum_against_max, drawing({"W": "d d"}), sizes(d=(1, 2, 3))),
         "W is d × d",
         sharp=True,
-        note="The remark's comparison of Dong's β with η; its O(·) conditions hide their constants.",
+        note="From the remark's comparison of Dong's β with η. Its O(·) conditions have hidden constants.",
     ),
     Claim(
         "A.D.3.residual",
@@ -267,7 +267,7 @@ CLAIMS: tuple[Claim, ...] = (
         _moved(2, linear=False),
         False,
         hypothesis="any a, b",
-        note="As Lemma B.2; ours.softmax-shift has the sharp constant.",
+        note="See Lemma B.2; ours.softmax-shift has the sharp constant.",
     ),
     Claim(
         "A.D.5",
@@ -294,6 +294,6 @@ CLAIMS: tuple[Claim, ...] = (
         ),
         "‖b‖∞ ≤ 1",
         "ours.softmax-shift",
-        note="softm(b) is printed where the proof uses softm(a); then even ½‖b‖∞ is enough.",
+        note="softm(b) is printed where the proof uses softm(a). With softm(a), ½‖b‖∞ is a bound too.",
     ),
 )

@@ -1,6 +1,7 @@
-"""Paper A on the layers of a network of small weights: C.2, D.7, D.8.
+"""Paper A on the layers of a network with small weights: C.2, D.7, D.8.
 
-The networks here have L equal layers of H equal heads; a statement about all networks that fails for these fails.
+The networks here have equal layers and equal heads. A counterexample among them is a counterexample to the statement
+about all networks.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,12 +14,12 @@ from depthgauge.ledger.claim import Claim, Inequality, Instance, Size, Steps
 from depthgauge.ledger.formulas import attention, depth, max_norm, residual
 from depthgauge.ledger.instances import drawing
 
-_NETWORK = "all weights at most η in size, ‖X₀‖∞ ≤ φ₀, X_ℓ the output of layer ℓ"
-_EQUAL = "The network of the witness has equal layers and equal heads; β = 1."
+_NETWORK = "every weight has absolute value at most η, ‖X₀‖∞ ≤ φ₀, X_ℓ is the output of layer ℓ"
+_EQUAL = "The network of the witness has equal layers, equal heads and β = 1."
 
 
 def largest_weight(ar: Arithmetic, Q: Value, K: Value, V: Value) -> Value:
-    """η: the largest entry in size of the weights."""
+    """η, the largest absolute value of the weights."""
     return ar.max(np.stack([max_norm(ar, M) for M in (Q, K, V)]))
 
 
@@ -42,7 +43,7 @@ def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int,
 
 
 def _condition(part: int) -> Callable[..., Steps]:
-    def work(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         yield "X_ℓ", X
         yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
@@ -58,11 +59,11 @@ def _condition(part: int) -> Callable[..., Steps]:
         yield "X_ℓ W_v", X @ V
         return max_norm(ar, X @ V), ar.number(1)
 
-    return work
+    return evaluate
 
 
 def _lipschitz(restored: bool) -> Callable[..., Steps]:
-    def work(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         eta, gap = largest_weight(ar, Q, K, V), max_norm(ar, X - Y)
         yield "X_ℓ", X
@@ -75,11 +76,11 @@ def _lipschitz(restored: bool) -> Callable[..., Steps]:
         bound = 3 * eta * (eps**2 + 1)
         return moved, bound * gap if restored else bound
 
-    return work
+    return evaluate
 
 
 def _near(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> bool:
-    """‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞, with weights and input that are not nought."""
+    """‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞, with nonzero weights and input."""
     X, eps = _quantities(ar, X0, Q, K, V, H, ell)
     return bool(max_norm(ar, X - Y) < 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0 and eps > 0)
 
@@ -111,7 +112,7 @@ def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Ins
 
 
 def _aligned(size: Size, entry: str, inputs: tuple[float, ...], etas: tuple[float, ...]) -> Iterator[dict[str, object]]:
-    """Tokens φ·1 (and its opposite), every weight η: the attention adds up instead of cancelling."""
+    """Tokens φ·1 (and −φ·1 for n = 2) and every weight η, so that contributions add up instead of cancelling."""
     n, d = size["n"], size["d"]
     signs = np.ones((n, 1)) if n == 1 else np.array([[1.0], [-1.0]])
     for phi in inputs:
@@ -128,9 +129,9 @@ def _starts_for_conditions(size: Size) -> Iterator[Instance]:
 def _starts_for_growth(entry: str) -> Callable[[Size], Iterator[Instance]]:
     def starts(size: Size) -> Iterator[Instance]:
         for start in _aligned(size, entry, (1.0,), (1.0, 0.1)):
-            nothing = np.zeros_like(start["Q"])
+            zero = np.zeros_like(start["Q"])
             counts = {"H": 1} if entry == "X" else {"H": 1, "ell": 2}
-            yield {**start, "Q": nothing, "K": nothing, **counts}
+            yield {**start, "Q": zero, "K": zero, **counts}
 
     return starts
 
@@ -170,7 +171,7 @@ CLAIMS: tuple[Claim, ...] = (
         "Lemma C.2 (2)",
         "‖(B − X_ℓ)W_v‖∞ ≤ Hε_ℓ",
         _conditional(2, "‖(B − X_ℓ)W_v‖∞", "Hε_ℓ", _shapes(1, 1, 2)),
-        "as in part 1, B = X_ℓ + Σ_i softmv_i(X_ℓ)",
+        "as in part 1; B = X_ℓ + Σ_i softmv_i(X_ℓ)",
         "ours.layer-growth",
         note=_EQUAL,
     ),
@@ -199,7 +200,8 @@ CLAIMS: tuple[Claim, ...] = (
         ),
         f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
         "ours.attention-lipschitz-values",
-        note="The factor ‖X_ℓ − Y‖∞ of its proof is missing; A.D.7.restored has it and fails too. " + _EQUAL,
+        note="The factor ‖X_ℓ − Y‖∞ of the proof is missing in the statement. A.D.7.restored has it and fails too. "
+        + _EQUAL,
     ),
     Claim(
         "A.D.7.restored",

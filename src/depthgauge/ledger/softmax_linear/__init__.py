@@ -1,4 +1,7 @@
-"""Paper B, Superiority of Softmax: its numbered statements."""
+"""The numbered statements of paper B, in the order of the paper.
+
+Paper B is "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention".
+"""
 
 import re
 
@@ -9,10 +12,10 @@ from depthgauge.ledger.softmax_linear import softmax_regression as regression
 
 
 def _place(claim: Claim) -> tuple[bool, list[tuple[int, str]]]:
-    """Where the paper has it: sections 1 to 6, then A to F, numbers as numbers; our own statements come last."""
+    """Return the sort key: sections 1 to 6, then A to F, numbers in numerical order, our own statements last."""
     pieces = re.findall(r"\d+|[A-Za-z]+", claim.id.partition(".")[2])
     return claim.paper != "B", [(int(piece) if piece.isdigit() else 1000, piece) for piece in pieces]
 
 
-_ROOMS = (basics, regression, signs, self_attention, identity, cross_attention)
-CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for room in _ROOMS for claim in room.CLAIMS), key=_place))
+_MODULES = (basics, regression, signs, self_attention, identity, cross_attention)
+CLAIMS: tuple[Claim, ...] = tuple(sorted((claim for module in _MODULES for claim in module.CLAIMS), key=_place))

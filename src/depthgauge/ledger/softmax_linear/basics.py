@@ -1,4 +1,4 @@
-"""Hoeffding's bound, the definitions of the networks, and the formulas that tensors and matrices give alike."""
+"""Hoeffding's bound, the definitions of the networks, and the tensor forms of the attention formulas."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -15,24 +15,24 @@ from depthgauge.ledger.instances import drawing, sizes
 _MATRICES = {"A1": "n d", "A2": "n d", "Q": "d d", "K": "d d"}
 _SIZES = sizes(n=(1, 2, 2, 3), d=(1, 1, 2, 2))
 _ANY = "A₁, A₂ ∈ R^{n×d}, Q, K ∈ R^{d×d}"
-_VEC = "vec goes along the rows, which the paper leaves open; along the columns it is A₂ ⊗ A₁ (ours.b-tensor-columns)."
+_VEC = "Read with vec along the rows, which the paper leaves open; along the columns see ours.b-tensor-columns."
 
 
 def _hoeffding(ar: Arithmetic, *, low: Value, high: Value, p: Value, t: Value) -> Any:
-    """X_i = high_i with probability p_i, else low_i; all 2ⁿ outcomes."""
+    """X_i = high_i with probability p_i, else low_i; the probability is summed over all 2ⁿ outcomes."""
     mean = (p * high + (1 - p) * low).sum()
     yield "E[X]", mean
-    chance = ar.number(0)
+    probability = ar.number(0)
     for up in itertools.product((True, False), repeat=len(p)):
         value = sum((h if u else lo for u, h, lo in zip(up, high, low, strict=True)), ar.number(0))
         if abs(value - mean) >= t:
             weight = ar.number(1)
             for u, q in zip(up, p, strict=True):
                 weight = weight * (q if u else 1 - q)
-            chance = chance + weight
+            probability = probability + weight
     widths = ((high - low) ** 2).sum()
     yield "Σ (b_i − a_i)²", widths
-    return chance, 2 * ar.exp(-2 * t * t / widths)
+    return probability, 2 * ar.exp(-2 * t * t / widths)
 
 
 def _bounded(random: Random, size: Size) -> Instance:
@@ -55,7 +55,7 @@ _HOEFFDING = Claim(
     check=Inequality(
         left="Pr[|X − E[X]| ≥ t]",
         right="2 exp(−2t²/Σ(b_i − a_i)²)",
-        work=_hoeffding,
+        evaluate=_hoeffding,
         draw=_bounded,
         sizes=sizes(n=(1, 2, 3, 5)),
         allowed=lambda ar, low, high, p, t: bool(
@@ -64,7 +64,7 @@ _HOEFFDING = Claim(
         starts=_coins,
     ),
     hypothesis="X_i ∈ [a_i, b_i] independent, t ≥ 0",
-    note="Searched among variables with two values, low_i and high_i, where all outcomes can be listed.",
+    note="The search covers variables with two values, low_i and high_i, for which all outcomes can be enumerated.",
 )
 
 
@@ -75,9 +75,9 @@ def _network(f: Value, y: Value, tau: Value) -> Value:
 
 
 def _named(left: str, kind: str) -> Inequality:
-    """The network called F_exp or F_lin against the formula that Definition 3.6 displays, with f_lin."""
+    """Compare F_exp or F_lin with the formula that Definition 3.6 displays, which contains f_lin."""
 
-    def work(ar: Arithmetic, *, u: Value, y: Value, tau: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, u: Value, y: Value, tau: Value) -> Any:
         linear = u / u.sum()
         f = linear if kind == "lin" else ar.exp(u) / ar.exp(u).sum()
         yield f"f_{kind}", f
@@ -96,7 +96,7 @@ def _named(left: str, kind: str) -> Inequality:
     return Inequality(
         left=left,
         right="φ(Σ_j φ_τ(⟨f_lin, y_j⟩))",
-        work=work,
+        evaluate=evaluate,
         draw=lambda random, size: {
             "u": random.uniform(0.1, 3, size=size["n"]),
             "y": random.choice([-1.0, 1.0], size=(size["n"], size["m"])),
@@ -115,34 +115,35 @@ def _kronecker(A: Value, B: Value) -> Value:
     return (A[:, None, :, None] * B[None, :, None, :]).reshape(A.shape[0] * B.shape[0], A.shape[1] * B.shape[1])
 
 
-def _alike(left: str, right: str, sides: Callable[..., tuple[Value, Value]], square: bool = False) -> Inequality:
-    """left = right for all A₁, A₂, Q, K; `square` where the printed shapes agree for n = d alone."""
+def _equation(left: str, right: str, sides: Callable[..., tuple[Value, Value]], square: bool = False) -> Inequality:
+    """left = right for all A₁, A₂, Q, K; `square` if the printed shapes agree only for n = d."""
 
-    def work(ar: Arithmetic, *, A1: Value, A2: Value, Q: Value, K: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, A1: Value, A2: Value, Q: Value, K: Value) -> Any:
         X = Q @ K.T
         yield "QKᵀ", X
         yield "A₁QKᵀA₂ᵀ", A1 @ X @ A2.T
         return sides(ar, A1, A2, X)
 
     return Inequality(
-        left, right, work, drawing(_MATRICES), sizes(n=(1, 2, 3), d=(1, 2, 3)) if square else _SIZES, relation="="
+        left, right, evaluate, drawing(_MATRICES), sizes(n=(1, 2, 3), d=(1, 2, 3)) if square else _SIZES, relation="="
     )
 
 
 def _blocks(A1: Value, A2: Value, X: Value) -> Value:
-    """A_{j₀}x for every j₀, a row each: blocks of (A₁ ⊗ A₂)·vec(X)."""
+    """A_{j₀}x for every j₀, one per row: the blocks of (A₁ ⊗ A₂)·vec(X)."""
     return (_kronecker(A1, A2) @ X.reshape(-1)).reshape(len(A1), len(A2))
 
 
 def _lengths(printed: str) -> Inequality:
-    """Definition C.6: is a column of y as long as a row of c?"""
+    """Definition C.6: compare the length of a column of y with the length of a row of c."""
     return Inequality(
-        left=f"the length of y_l for y ∈ R^{{{printed}×m}}",
-        right="the length of c_exp[j₀], d",
-        work=lambda ar, **size: _no_steps(size[printed], size["d"]),
+        left="the length of y_l",
+        right="d, the length of c_exp[j₀]",
+        evaluate=lambda ar, **size: _no_steps(size[printed], size["d"]),
         draw=lambda random, size: dict(size),
         sizes=sizes(n=(2, 3), d=(1, 4)),
         relation="=",
+        condition=f"y ∈ R^{{{printed}×m}}",
     )
 
 
@@ -159,13 +160,13 @@ CLAIMS: tuple[Claim, ...] = (
         statement="F_exp(A; x, y) = φ(Σ_j φ_τ(⟨f_lin(A, x), y_j⟩))",
         check=Misprint(_named("F_exp of Definition 3.5", "exp"), _named("F_lin", "lin")),
         hypothesis="u = Ax with positive entries, τ > 0",
-        note="The definition of F_lin names F_exp, which Definition 3.5 has already defined with f_exp.",
+        note="The definition of F_lin is printed with the name F_exp, which Definition 3.5 defines with f_exp.",
     ),
     Claim(
         id="B.A.1",
         where="Fact A.1 (tensor trick)",
         statement="vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₁ ⊗ A₂) vec(QKᵀ))",
-        check=_alike(
+        check=_equation(
             "vec(exp(A₁QKᵀA₂ᵀ))",
             "exp((A₁ ⊗ A₂) vec(QKᵀ))",
             lambda ar, A1, A2, X: (ar.exp(A1 @ X @ A2.T), ar.exp(_blocks(A1, A2, X))),
@@ -178,7 +179,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="ours.b-tensor-columns",
         where="Fact A.1 with vec along the columns",
         statement="vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₂ ⊗ A₁) vec(QKᵀ)), vec stacking columns",
-        check=_alike(
+        check=_equation(
             "vec(exp(A₁QKᵀA₂ᵀ))",
             "exp((A₂ ⊗ A₁) vec(QKᵀ))",
             lambda ar, A1, A2, X: (
@@ -193,7 +194,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="B.C.3.1",
         where="Claim C.3, first formula",
         statement="u_lin(A, x)_{j₀} = ((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ",
-        check=_alike("A_{j₀}x", "((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ", lambda ar, A1, A2, X: (_blocks(A1, A2, X), A1 @ X @ A2.T)),
+        check=_equation("A_{j₀}x", "((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ", lambda ar, A1, A2, X: (_blocks(A1, A2, X), A1 @ X @ A2.T)),
         hypothesis=_ANY,
         sharp=True,
         note=_VEC,
@@ -202,7 +203,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="B.C.3.2",
         where="Claim C.3, second formula",
         statement="α_lin(A, x)_{j₀} = ⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
-        check=_alike(
+        check=_equation(
             "⟨A_{j₀}x, 1_n⟩",
             "⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
             lambda ar, A1, A2, X: (_blocks(A1, A2, X).sum(axis=1), (A1 @ X @ A2.T).sum(axis=1)),
@@ -215,7 +216,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="B.C.5.1",
         where="Claim C.5, first formula",
         statement="u_exp(A, x)_{j₀} = (exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
-        check=_alike(
+        check=_equation(
             "exp(A_{j₀}x)",
             "(exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
             lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)), ar.exp(A1 @ X @ A2.T)),
@@ -229,26 +230,26 @@ CLAIMS: tuple[Claim, ...] = (
         where="Claim C.5, second formula",
         statement="α_exp(A, x)_{j₀} = ⟨(exp((A₁)_{j₀,*} QKᵀA₂)ᵀ)ᵀ, 1_n⟩",
         check=Misprint(
-            _alike(
+            _equation(
                 "⟨exp(A_{j₀}x), 1_n⟩",
                 "⟨exp((A₁)_{j₀,*} QKᵀA₂), 1_n⟩",
                 lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2).sum(axis=1)),
                 square=True,
             ),
-            _alike(
+            _equation(
                 "⟨exp(A_{j₀}x), 1_n⟩",
                 "⟨exp((A₁)_{j₀,*} QKᵀA₂ᵀ), 1_n⟩",
                 lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2.T).sum(axis=1)),
             ),
         ),
-        hypothesis=f"{_ANY}; the printed shapes agree for n = d only",
-        note=f"The transpose of A₂ is missing, or stands outside the bracket. {_VEC}",
+        hypothesis=f"{_ANY}; the printed shapes agree only for n = d",
+        note=f"The transpose of A₂ is missing or outside the bracket. {_VEC}",
     ),
     Claim(
         id="B.C.6",
         where="Definition C.6",
-        statement="y ∈ R^{n×m}, so that ⟨c_exp(A, x)_{j₀}, y_l⟩ is defined",
+        statement="for y ∈ R^{n×m} the inner product ⟨c_exp(A, x)_{j₀}, y_l⟩ is defined",
         check=Misprint(_lengths("n"), _lengths("d")),
-        note="c_exp(A, x)_{j₀} has d entries; Definition C.2 has y ∈ R^{d×m}.",
+        note="c_exp(A, x)_{j₀} has d entries, and Definition C.2 has y ∈ R^{d×m}.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Section E: self-attention with QKᵀ = I_d, Lemmas E.1 and E.2, and the conditions that contradict each other."""
+"""Section E: self-attention with QKᵀ = I_d. Lemmas E.1 and E.2, and their contradictory conditions."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -9,28 +9,28 @@ import numpy as np
 
 from depthgauge.ledger.arithmetic import Arithmetic, Value
 from depthgauge.ledger.claim import Claim, Inequality, Misprint
-from depthgauge.ledger.softmax_linear.dense_attention import Scene, World
-from depthgauge.ledger.softmax_linear.parts import Lemma, Part, about, joined, whole
+from depthgauge.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
+from depthgauge.ledger.softmax_linear.parts import Lemma, Part, all_parts, concatenated, data_set_inequality
 from depthgauge.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
 
-SCENE = Scene("self", 1, "exp", product="identity", tie="squares", least=Fraction(1))
-HYPOTHESIS = "a₁ ≥ 1, b² + c² = 1, b and c ≥ 1/10, else Definition D.1 (n = (d−2)t ≥ 2); QKᵀ = I_d"
-_UNTIED = "Read with b² + c² = 1 in place of Definition D.1's b + c = 1: both together cannot be (see B.E.1)."
+SETUP = AttentionSetup("self", 1, "exp", product="identity", tie="squares", least=Fraction(1))
+HYPOTHESIS = "a₁ ≥ 1, b² + c² = 1, b and c ≥ 1/10, otherwise Definition D.1 (n = (d−2)t ≥ 2); QKᵀ = I_d"
+_READING = "Read with b² + c² = 1 in place of b + c = 1 of Definition D.1; the two contradict each other (see B.E.1)."
 _J3, _NOT_J3 = "j₀ = j₃", "j₀ ≠ j₃"
-_NEAR = ("1/n^(1 − b²)", lambda w: w.power(w.b * w.b - 1))
+_NEAR = ("1/n^(1 − b²)", lambda att: att.power(att.b * att.b - 1))
 
 
-def _near_power(w: World) -> Value:
-    return w.power(w.b * w.b + w.c_size * w.c_size)
+def _near_power(att: DenseAttention) -> Value:
+    return att.power(att.b * att.b + att.c_parameter * att.c_parameter)
 
 
-def _far_power(w: World) -> Value:
-    return w.power(w.c_size * w.c_size)
+def _far_power(att: DenseAttention) -> Value:
+    return att.power(att.c_parameter * att.c_parameter)
 
 
 E_1 = Lemma(
     "E.1",
-    SCENE,
+    SETUP,
     "a1",
     (
         Part(
@@ -40,30 +40,30 @@ E_1 = Lemma(
             "j₁ = j₃",
             "=",
             "n^({a}² + b² + c²)",
-            lambda w: w.power(w.a * w.a + w.b * w.b + w.c_size * w.c_size),
-            printed={"bound": "n^((1 + {a})²)", "value": lambda w: w.power((1 + w.a) ** 2)},
+            lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
+            printed={"bound": "n^((1 + {a})²)", "value": lambda att: att.power((1 + att.a) ** 2)},
         ),
-        Part("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda w: w.share(1, 2), sharp=True),
+        Part("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2), sharp=True),
         Part("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
-        Part("4a", "f", _NOT_J3, "j₁ of the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
+        Part("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
         Part(
             "4b",
             "f",
             _NOT_J3,
-            "j₁ of another class than j₀",
+            "j₁ in another class than j₀",
             "<=",
             "1/n",
-            lambda w: w.share(1, w.n),
+            lambda att: att.fraction(1, att.n),
             printed={"quantity": "u"},
         ),
     ),
     HYPOTHESIS,
-    note=f"{_UNTIED} Part 4 prints u where its proof has f, and t−1 indices where there are t.",
+    note=f"{_READING} Part 4 has u where its proof has f, and t−1 indices where there are t.",
 )
 
 E_2 = Lemma(
     "E.2",
-    SCENE,
+    SETUP,
     "a1",
     (
         HALF_FIRST,
@@ -72,67 +72,76 @@ E_2 = Lemma(
             "2b",
             "c",
             _J3,
-            "i₀ of another class",
+            "i₀ in another class",
             "<=",
             "(t/n^(1 − b²)) b√(log n)",
-            lambda w: w.t * _NEAR[1](w) * w.b * w.root,
+            lambda att: att.t * _NEAR[1](att) * att.b * att.root,
         ),
         last_column("3", _J3),
-        Part("4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)", lambda w: _NEAR[1](w) * w.a * w.root),
+        Part(
+            "4",
+            "c",
+            _NOT_J3,
+            "i₀ = 1",
+            "<=",
+            "(1/n^(1 − b²)) {a}√(log n)",
+            lambda att: _NEAR[1](att) * att.a * att.root,
+        ),
         Part(
             "5",
             "c",
             _NOT_J3,
-            "i₀ of a class",
+            "i₀ in a class",
             "<=",
             "(t/n^(1 − b²)) b√(log n)",
-            lambda w: w.t * _NEAR[1](w) * w.b * w.root,
+            lambda att: att.t * _NEAR[1](att) * att.b * att.root,
         ),
         last_column("6", _NOT_J3),
     ),
-    f"as printed: Definition D.1 with QKᵀ all ones; as meant: {HYPOTHESIS}",
+    f"as printed: Definition D.1 with QKᵀ all ones; as intended: {HYPOTHESIS}",
     printed={"product": "ones", "tie": "sum", "least": Fraction(7, 10)},
-    note="QKᵀ all ones is printed where Section E and the proof have I_d.",
+    note="The lemma is printed for QKᵀ all ones; Section E and the proof have I_d.",
 )
 
 
-def _rows(w: World, special: bool) -> Any:
-    return np.flatnonzero((w.token == w.j3) == special)
+def _rows(att: DenseAttention, special: bool) -> Any:
+    return np.flatnonzero((att.token == att.j3) == special)
 
 
 def _range(name: str, special: bool, text: str) -> Claim:
-    """u between n^(c²) and n^(b² + c²) in some rows; of row j₃ without its own entry."""
+    """n^(c²) ≤ u ≤ n^(b² + c²) in row j₃ without its own entry, or in the other rows."""
 
-    def sides(w: World) -> tuple[Value, Value]:
-        rows = w.u[_rows(w, special)]
-        found = np.ravel(rows[:, w.token != w.j3] if special else rows)
-        low, high = np.full(found.size, _far_power(w)), np.full(found.size, _near_power(w))
-        return joined((low, found)), joined((found, high))
+    def sides(att: DenseAttention) -> tuple[Value, Value]:
+        rows = att.u[_rows(att, special)]
+        found = np.ravel(rows[:, att.token != att.j3] if special else rows)
+        low, high = np.full(found.size, _far_power(att)), np.full(found.size, _near_power(att))
+        return concatenated((low, found)), concatenated((found, high))
 
     where = f"{_row(special)} and " + ("j₁ ≠ j₃" if special else "any j₁")
-    check = about(SCENE, "a1", ("n^(c²), u_exp[j₀, j₁]", "u_exp[j₀, j₁], n^(b² + c²)"), sides)
+    check = data_set_inequality(SETUP, "a1", ("n^(c²), u_exp[j₀, j₁]", "u_exp[j₀, j₁], n^(b² + c²)"), sides)
     statement = f"for {where}: n^(c²) ≤ u_exp[j₀, j₁] ≤ n^(b² + c²)"
-    return Claim(f"B.E.1.{name}", f"Lemma E.1, Part {text}", statement, check, HYPOTHESIS, sharp=True, note=_UNTIED)
+    return Claim(f"B.E.1.{name}", f"Lemma E.1, Part {text}", statement, check, HYPOTHESIS, sharp=True, note=_READING)
 
 
-_NUMBERS: dict[str, Callable[[World], int]] = {
-    "t": lambda w: w.t,
-    "t − 1": lambda w: w.t - 1,
-    "n − t": lambda w: w.n - w.t,
+_NUMBERS: dict[str, Callable[[DenseAttention], int]] = {
+    "t": lambda att: att.t,
+    "t − 1": lambda att: att.t - 1,
+    "n − t": lambda att: att.n - att.t,
 }
 
 
 def _counted(special: bool, near: bool, number: str) -> Inequality:
-    """How many of a row's keys j₁ (other than j₃ in row j₃) have u = n^(b² + c²), or n^(c²)."""
+    """The number of keys j₁ of a row (other than j₃ in row j₃) with u = n^(b² + c²), or with n^(c²)."""
 
-    def sides(w: World) -> tuple[Value, Value]:
-        between = w.power(w.c_size * w.c_size + w.b * w.b / 2)
-        rows = w.u[_rows(w, special)]
-        keys = rows[:, w.token != w.j3] if special else rows
-        alike = (keys > between) if near else (keys < between)
-        return alike.sum(axis=1).astype(int), _NUMBERS[number](w)
+    def sides(att: DenseAttention) -> tuple[Value, Value]:
+        between = att.power(att.c_parameter * att.c_parameter + att.b * att.b / 2)
+        rows = att.u[_rows(att, special)]
+        keys = rows[:, att.token != att.j3] if special else rows
+        counted = (keys > between) if near else (keys < between)
+        return counted.sum(axis=1).astype(int), _NUMBERS[number](att)
 
-    return about(SCENE, "a1", (f"how many j₁ have {_level(near)}, for {_row(special)}", number), sides, relation="=")
+    text = (f"the number of j₁ with {_level(near)}", number)
+    return replace(data_set_inequality(SETUP, "a1", text, sides, relation="="), condition=_row(special))
 
 
 def _level(near: bool) -> str:
@@ -144,7 +153,7 @@ def _row(special: bool) -> str:
 
 
 def _count_claim(name: str, where: str, special: bool, near: bool, number: str, proved: str | None = None) -> Claim:
-    """A bullet of Part 1b or 2, with the number that its proof has where it is another."""
+    """A bullet of Part 1b or 2; `proved` is the number in the proof if it differs from the printed one."""
     printed = _counted(special, near, number)
     return Claim(
         id=f"B.E.1.{name}",
@@ -153,20 +162,22 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
         check=printed if proved is None else Misprint(printed, _counted(special, near, proved)),
         hypothesis=HYPOTHESIS,
         sharp=proved is None,
-        note=_UNTIED if proved is None else f"{_UNTIED} Part 4's proof counts {proved}: j₀ is of its own class.",
+        note=_READING
+        if proved is None
+        else f"{_READING} The proof of Part 4 counts {proved}, because j₀ belongs to its own class.",
     )
 
 
 def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[Value, Value]]) -> Inequality:
     """An inequality about b² + c² for b + c = 1, b and c at least 1/10."""
 
-    def work(ar: Arithmetic, *, b: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, b: Value) -> Any:
         c = 1 - b
         yield "c = 1 − b", c
         yield "(b + c)²", (b + c) * (b + c)
         yield "2bc", 2 * b * c
         yield "b² + c² = (b + c)² − 2bc", b * b + c * c
-        yield "the most that 1 − 2bc can be, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
+        yield "the largest value of 1 − 2bc, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
         return sides(ar, b * b + c * c)
 
     def starts(size: object) -> Iterable[dict[str, Fraction]]:
@@ -175,56 +186,58 @@ def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[V
     return Inequality(
         left=text[0],
         right=text[1],
-        work=work,
+        evaluate=evaluate,
         draw=lambda random, size: {"b": float(random.uniform(0.1, 0.9))},
         sizes=({"scalars": 2},),
         allowed=lambda ar, b: bool(b >= ar.number("1/10")) and bool(1 - b >= ar.number("1/10")),
         starts=starts,
+        condition="b + c = 1",
     )
 
 
-CONTRADICTION = _squares(("1", "b² + c² where b + c = 1"), lambda ar, squares: (ar.number(1), squares))
-TIED = "Definition D.1 (b + c = 1, b and c ≥ 1/10)"
-NEVER = (
-    "No data set satisfies the printed conditions: b + c = 1 gives b² + c² = 1 − 2bc ≤ 41/50, never 1, "
-    "so as printed the statement is about nothing"
+CONTRADICTION = _squares(("1", "b² + c²"), lambda ar, squares: (ar.number(1), squares))
+PRINTED_CONDITIONS = "Definition D.1 (b + c = 1, b and c ≥ 1/10)"
+IMPOSSIBLE = (
+    "No data set satisfies the printed conditions: b + c = 1 gives b² + c² = 1 − 2bc ≤ 41/50 < 1. "
+    "As printed the statement is therefore vacuous"
 )
 
 _WHOLE = Claim(
     id="B.E.1",
     where="Lemma E.1, its conditions and all of its parts",
-    statement="for b and c of Definition D.1: b² + c² = 1, and then Parts 1 to 4",
+    statement="for b and c of Definition D.1: b² + c² = 1, and Parts 1 to 4 hold",
     check=Misprint(
         CONTRADICTION,
         replace(
-            whole(E_1, SCENE), left="with b² + c² = 1 put for b + c = 1, every part's left side", right="its right"
+            all_parts(E_1, SETUP),
+            condition="b² + c² = 1 in place of b + c = 1",
         ),
     ),
-    hypothesis=TIED,
+    hypothesis=PRINTED_CONDITIONS,
     corrected="ours.b-e-1",
-    note=f"{NEVER}. Its parts stand beside it, read without b + c = 1.",
+    note=f"{IMPOSSIBLE}. The parts have their own entries (B.E.1.1a and following), read without b + c = 1.",
 )
 _PARTS_TOGETHER = Claim(
     id="ours.b-e-1",
-    where="Lemma E.1 with conditions that can be met",
+    where="Lemma E.1 with satisfiable conditions",
     statement="u = n^(a₁² + b² + c²) at (j₃, j₃), f ≥ ½ there, f ≤ 1/n^(1 − b²) within a class, f ≤ 1/n outside",
-    check=whole(E_1, SCENE),
+    check=all_parts(E_1, SETUP),
     hypothesis=HYPOTHESIS,
-    note="The tokens of a class other than j₃ are t, themselves counted.",
+    note="In rows j₀ ≠ j₃ the class of j₀ has t keys, j₀ included.",
 )
 _BOUND = Claim(
     id="ours.b-squares",
-    where="why the conditions of Lemma E.1 and Theorem E.4 cannot be met",
+    where="why the conditions of Lemma E.1 and Theorem E.4 contradict each other",
     statement="b² + c² ≤ 41/50",
     check=_squares(("b² + c²", "41/50"), lambda ar, squares: (squares, ar.number("41/50"))),
-    hypothesis=TIED,
+    hypothesis=PRINTED_CONDITIONS,
     sharp=True,
 )
 _E_2 = Claim(
     id="B.E.2",
     where="Lemma E.2, all of its parts",
     statement="Parts 1 to 6 with QKᵀ all ones",
-    check=Misprint(whole(E_2, replace(SCENE, **E_2.printed)), whole(E_2, SCENE)),
+    check=Misprint(all_parts(E_2, replace(SETUP, **E_2.printed)), all_parts(E_2, SETUP)),
     hypothesis=E_2.hypothesis,
     note=E_2.note,
 )

@@ -1,4 +1,4 @@
-"""From a table of a lemma's parts to claims: which entries of u, f or c, compared with what."""
+"""Claims from tables of lemma parts: a part compares some entries of u, f or c with a bound."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -10,52 +10,53 @@ import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.ledger.arithmetic import Arithmetic, Value
-from depthgauge.ledger.claim import Claim, Inequality, Instance, Misprint, Relation, Size, Work
-from depthgauge.ledger.softmax_linear.dense_attention import NAMES, Scene, Symbol, World
+from depthgauge.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Relation, Size
+from depthgauge.ledger.softmax_linear.dense_attention import NAMES, AttentionSetup, DenseAttention, Symbol
 
-Axis = Callable[[World], Any]
-Sides = Callable[[World], tuple[Value, Value]]
+Axis = Callable[[DenseAttention], Any]
+Sides = Callable[[DenseAttention], tuple[Value, Value]]
 
-ROWS: dict[str, Axis] = {
-    "j₀ = j₂": lambda w: w.token == w.j2,
-    "j₀ ≠ j₂": lambda w: w.token != w.j2,
-    "j₀ = j₃": lambda w: w.token == w.j3,
-    "j₀ ≠ j₃": lambda w: w.token != w.j3,
+ROWS: Mapping[str, Axis] = {
+    "j₀ = j₂": lambda att: att.token == att.j2,
+    "j₀ ≠ j₂": lambda att: att.token != att.j2,
+    "j₀ = j₃": lambda att: att.token == att.j3,
+    "j₀ ≠ j₃": lambda att: att.token != att.j3,
 }
-KEYS: dict[str, Axis] = {
-    "j₁ = j₃": lambda w: w.token == w.j3,
-    "j₁ ≠ j₃": lambda w: w.token != w.j3,
-    "any j₁": lambda w: np.full(w.n, True),
-    "i₀ = 1": lambda w: w.column == 0,
-    "i₀ = d": lambda w: w.column == w.d - 1,
-    "i₀ of the class of j₃": lambda w: w.column == 1 + w.home[w.j3],
-    "i₀ of another class": lambda w: _block(w) & (w.column != 1 + w.home[w.j3]),
-    "i₀ of a class": lambda w: _block(w),
+KEYS: Mapping[str, Axis] = {
+    "j₁ = j₃": lambda att: att.token == att.j3,
+    "j₁ ≠ j₃": lambda att: att.token != att.j3,
+    "any j₁": lambda att: np.full(att.n, True),
+    "i₀ = 1": lambda att: att.column == 0,
+    "i₀ = d": lambda att: att.column == att.d - 1,
+    "i₀ in the class of j₃": lambda att: att.column == 1 + att.token_class[att.j3],
+    "i₀ in another class": lambda att: _block(att) & (att.column != 1 + att.token_class[att.j3]),
+    "i₀ in a class": lambda att: _block(att),
 }
-PAIRS: dict[str, Axis] = {
-    "j₁ of the class of j₀": lambda w: w.home[:, None] == w.home[None, :],
-    "j₁ of another class than j₀": lambda w: w.home[:, None] != w.home[None, :],
+PAIRS: Mapping[str, Axis] = {
+    "j₁ in the class of j₀": lambda att: att.token_class[:, None] == att.token_class[None, :],
+    "j₁ in another class than j₀": lambda att: att.token_class[:, None] != att.token_class[None, :],
 }
 
 
-def _block(w: World) -> Any:
-    return (w.column >= 1) & (w.column <= w.classes)
+def _block(att: DenseAttention) -> Any:
+    return (att.column >= 1) & (att.column <= att.classes)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Entries of u, f or c at some rows and keys (or columns) against a bound.
+    """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
 
     Attributes:
-        name: such as `3a`.
+        name: Such as `3a`.
         quantity: u, f or c.
-        rows, keys: which entries, by their names in `ROWS` and in `KEYS` or `PAIRS`.
-        relation: = , <= or >=.
-        bound: as text, `{a}` standing for a₀ or a₁.
-        value: the bound as a function.
-        sharp: whether the bound cannot be improved by a constant factor.
-        printed: what the paper prints otherwise, by the names above.
-        corrected: the id of what holds instead, where the part fails.
+        rows: The rows, by a name in `ROWS`.
+        keys: The keys or columns, by a name in `KEYS` or `PAIRS`.
+        relation: `=`, `<=` or `>=`.
+        bound: The bound as text, with `{a}` for a₀ or a₁.
+        value: The bound as a function.
+        sharp: Whether the bound cannot be improved by a constant factor.
+        printed: The attributes above that are printed differently in the paper.
+        corrected: The id of the corrected statement, if the part fails.
     """
 
     name: str
@@ -64,37 +65,47 @@ class Part:
     keys: str
     relation: Literal["=", "<=", ">="]
     bound: str
-    value: Callable[[World], Value]
+    value: Callable[[DenseAttention], Value]
     sharp: bool = False
     printed: Mapping[str, Any] = field(default_factory=dict)
     corrected: str | None = None
 
-    def text(self, scene: Scene, formula: Symbol) -> tuple[str, str]:
-        """The two sides in words."""
+    def text(self, setup: AttentionSetup, formula: Symbol) -> tuple[str, str]:
+        """Return the two sides as text."""
         index = "i₀" if self.quantity == "c" else "j₁"
-        return f"{self.quantity}_{scene.kind}[j₀, {index}]", self.bound.format(a=NAMES[formula])
+        return f"{self.quantity}_{setup.kind}[j₀, {index}]", self.bound.format(a=NAMES[formula])
 
-    def entries(self, w: World) -> Value:
-        """The entries that the part speaks of."""
-        return getattr(w, self.quantity)[self.mask(w)]
+    def entries(self, att: DenseAttention) -> Value:
+        """Return the entries that the part is about."""
+        return getattr(att, self.quantity)[self.mask(att)]
 
-    def mask(self, w: World) -> Any:
-        """Where they stand."""
-        keys = PAIRS[self.keys](w) if self.keys in PAIRS else KEYS[self.keys](w)[None, :]
-        return ROWS[self.rows](w)[:, None] & keys
+    def mask(self, att: DenseAttention) -> Any:
+        """Return the positions of these entries as a Boolean matrix."""
+        keys = PAIRS[self.keys](att) if self.keys in PAIRS else KEYS[self.keys](att)[None, :]
+        return ROWS[self.rows](att)[:, None] & keys
 
-    def sides(self, w: World) -> tuple[Value, Value]:
-        """Left and right of ≤ or =; a lower bound stands on the left."""
-        found, bound = self.entries(w), self.value(w)
+    def sides(self, att: DenseAttention) -> tuple[Value, Value]:
+        """Return the two sides of ≤ or =; a lower bound is the left side."""
+        found, bound = self.entries(att), self.value(att)
         return (bound, found) if self.relation == ">=" else (found, bound)
 
 
 @dataclass(frozen=True)
 class Lemma:
-    """A lemma with numbered parts about one scene; `printed` says what of the scene the paper prints otherwise."""
+    """A lemma with numbered parts about one setup.
+
+    Attributes:
+        id: Such as `D.2`.
+        setup: The data set and the kind of attention.
+        formula: Which of a₀, a₁ the formulas contain.
+        parts: The parts.
+        hypothesis: The hypotheses, as text.
+        printed: The attributes of the setup that are printed differently in the paper.
+        note: A note for every part.
+    """
 
     id: str
-    scene: Scene
+    setup: AttentionSetup
     formula: Symbol
     parts: tuple[Part, ...]
     hypothesis: str
@@ -102,20 +113,22 @@ class Lemma:
     note: str = ""
 
     def claims(self) -> tuple[Claim, ...]:
-        """A claim for every part."""
+        """Return one claim per part."""
         return tuple(self._claim(part) for part in self.parts)
 
     def proved(self, part: Part) -> Inequality:
-        """A part as its proof has it."""
-        return entrywise(self.scene, self.formula, part)
+        """Return a part in the form that its proof uses."""
+        return part_inequality(self.setup, self.formula, part)
 
     def _claim(self, part: Part) -> Claim:
         shown = replace(part, **part.printed)
-        left, right = shown.text(self.scene, self.formula)
+        left, right = shown.text(self.setup, self.formula)
         sign = {"=": "=", "<=": "≤", ">=": "≥"}[part.relation]
         check: Inequality | Misprint = self.proved(part)
         if self.printed or part.printed:
-            check = Misprint(entrywise(replace(self.scene, **self.printed), self.formula, shown), self.proved(part))
+            check = Misprint(
+                part_inequality(replace(self.setup, **self.printed), self.formula, shown), self.proved(part)
+            )
         return Claim(
             id=f"B.{self.id}.{part.name}",
             where=f"Lemma {self.id}, Part {part.name}",
@@ -128,126 +141,139 @@ class Lemma:
         )
 
 
-def entrywise(scene: Scene, formula: Symbol, part: Part) -> Inequality:
-    """The inequality of a part; a lower bound stands on the left."""
-    left, right = part.text(scene, formula)
+def part_inequality(setup: AttentionSetup, formula: Symbol, part: Part) -> Inequality:
+    """Return the inequality of a part; a lower bound is the left side."""
+    left, right = part.text(setup, formula)
     if part.relation == ">=":
         left, right = right, left
-    return about(
-        scene,
+    inequality = data_set_inequality(
+        setup,
         formula,
-        (f"{left} for {part.rows}, {part.keys}", right),
+        (left, right),
         part.sides,
         relation="=" if part.relation == "=" else "<=",
-        speaks=lambda w: bool(part.mask(w).any()),
+        applies=lambda att: bool(part.mask(att).any()),
         shown=part.quantity,
+    )
+    return replace(inequality, condition=f"{part.rows} and {part.keys}")
+
+
+def all_parts(lemma: Lemma, setup: AttentionSetup) -> Inequality:
+    """Return all parts of a lemma as one inequality about a setup; an equation becomes two inequalities."""
+
+    def sides(att: DenseAttention) -> tuple[Value, Value]:
+        pairs = [pair for part in lemma.parts for pair in _directions(part, att)]
+        return concatenated(left for left, _ in pairs), concatenated(right for _, right in pairs)
+
+    return data_set_inequality(
+        setup, lemma.formula, ("the left sides of all parts", "their right sides"), sides, shown="c"
     )
 
 
-def whole(lemma: Lemma, scene: Scene) -> Inequality:
-    """All parts of a lemma at once, about a scene: every part as one or two inequalities."""
-
-    def sides(w: World) -> tuple[Value, Value]:
-        pairs = [pair for part in lemma.parts for pair in _directions(part, w)]
-        return joined(left for left, _ in pairs), joined(right for _, right in pairs)
-
-    return about(scene, lemma.formula, ("the left sides of all parts", "their right sides"), sides, shown="c")
-
-
-def _directions(part: Part, w: World) -> Iterable[tuple[Value, Value]]:
-    left, right = np.broadcast_arrays(*map(np.asarray, part.sides(w)))
+def _directions(part: Part, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
+    left, right = np.broadcast_arrays(*map(np.asarray, part.sides(att)))
     yield left, right
     if part.relation == "=":
         yield right, left
 
 
-def joined(pieces: Iterable[Value]) -> Value:
-    """Numbers and arrays in one row."""
+def concatenated(pieces: Iterable[Value]) -> Value:
+    """Return numbers and arrays as one vector."""
     return np.concatenate([np.ravel(piece) for piece in pieces])
 
 
-SIZES: dict[str, tuple[Size, ...]] = {
+SIZES: Mapping[str, tuple[Size, ...]] = {
     "self": tuple({"d": d, "t": t} for d, t in ((3, 2), (4, 1), (4, 2), (5, 3), (8, 5))),
     "cross": tuple({"d": d, "t": t} for d, t in ((2, 2), (3, 1), (3, 2), (4, 3), (7, 5))),
 }
 
 
-def about(
-    scene: Scene,
+def data_set_inequality(
+    setup: AttentionSetup,
     formula: Symbol,
     text: tuple[str, str],
     sides: Sides,
     relation: Relation = "<=",
-    speaks: Callable[[World], bool] = lambda w: True,
+    applies: Callable[[DenseAttention], bool] = lambda att: True,
     shown: str = "u",
 ) -> Inequality:
-    """An inequality about a scene: `sides` from a world, `speaks` where it says anything, `shown` in the story."""
-    symbols = tuple(dict.fromkeys((scene.symbol, formula)))
+    """Return an inequality about the data sets of a setup.
+
+    Args:
+        setup: The data set and the kind of attention.
+        formula: Which of a₀, a₁ the formulas contain.
+        text: The two sides as text.
+        sides: Computes the two sides.
+        relation: The relation between them.
+        applies: Whether the statement is about any entry of an instance.
+        shown: The quantity (u, f or c) that the story displays.
+    """
+    symbols = tuple(dict.fromkeys((setup.symbol, formula)))
 
     def allowed(ar: Arithmetic, **given: Value) -> bool:
-        w = World(ar, scene, formula, **given)
-        return speaks(w) and _conditions(w, {name: given[name] for name in symbols})
+        att = DenseAttention(ar, setup, formula, **given)
+        return applies(att) and _conditions(att, {name: given[name] for name in symbols})
 
     return Inequality(
         left=text[0],
         right=text[1],
-        work=_work(scene, formula, sides, shown),
-        draw=lambda random, size: _draw(scene, symbols, random, size),
-        sizes=SIZES[scene.family],
+        evaluate=_evaluate(setup, formula, sides, shown),
+        draw=lambda random, size: _draw(setup, symbols, random, size),
+        sizes=SIZES[setup.family],
         allowed=allowed,
-        starts=lambda size: _starts(scene, symbols, size),
+        starts=lambda size: _starts(setup, symbols, size),
         relation=relation,
     )
 
 
-def _work(scene: Scene, formula: Symbol, sides: Sides, shown: str) -> Work:
-    matrices = ("A₁ = A₂ = A₃ over √(log n)",) if scene.family == "self" else ("A₁ over log n", "A₂ = A₃")
+def _evaluate(setup: AttentionSetup, formula: Symbol, sides: Sides, shown: str) -> Evaluate:
+    matrices = ("A₁/√(log n) = A₂/√(log n) = A₃/√(log n)",) if setup.family == "self" else ("A₁/log n", "A₂ = A₃")
     kept = {"u": ("u",), "f": ("u", "f"), "c": ("f", "c")}[shown]
 
-    def work(ar: Arithmetic, **given: Value) -> Any:
-        w = World(ar, scene, formula, **given)
-        yield "n", w.n
-        yield from zip(matrices, w.plain, strict=False)
+    def evaluate(ar: Arithmetic, **given: Value) -> Any:
+        att = DenseAttention(ar, setup, formula, **given)
+        yield "n", att.n
+        yield from zip(matrices, att.unscaled, strict=False)
         for name in kept:
-            yield f"{name}_{scene.kind}", getattr(w, name)
-        return sides(w)
+            yield f"{name}_{setup.kind}", getattr(att, name)
+        return sides(att)
 
-    return work
+    return evaluate
 
 
-def _conditions(w: World, a: Mapping[str, Value]) -> bool:
+def _conditions(att: DenseAttention, a: Mapping[str, Value]) -> bool:
     """The conditions of the definitions: 0 < a₀ < 1/10, a₁ ≥ 7/10 (self) or > 1 (cross), b and c at least 1/10."""
-    tenth, least = w.ar.number("1/10"), w.ar.number(w.scene.least)
+    tenth, least = att.ar.number("1/10"), att.ar.number(att.setup.least)
     if "a0" in a and not (a["a0"] > 0 and a["a0"] < tenth):
         return False
-    if w.scene.family == "cross":
+    if att.setup.family == "cross":
         return "a1" not in a or bool(a["a1"] > least)
-    return ("a1" not in a or bool(a["a1"] >= least)) and w.b >= tenth and w.b < 1 and bool(w.c_size >= tenth)
+    return ("a1" not in a or bool(a["a1"] >= least)) and att.b >= tenth and att.b < 1 and bool(att.c_parameter >= tenth)
 
 
-def _draw(scene: Scene, symbols: Iterable[Symbol], random: Random, size: Size) -> Instance:
+def _draw(setup: AttentionSetup, symbols: Iterable[Symbol], random: Random, size: Size) -> Instance:
     sizes = {
         "a0": float(random.uniform(0, 0.1)),
-        "a1": float(scene.least) + float(random.exponential(0.7)),
+        "a1": float(setup.least) + float(random.exponential(0.7)),
     }
     a: dict[str, float] = {name: sizes[name] for name in symbols}
-    n = (size["d"] - scene.spare) * size["t"]
-    special = {name: int(random.integers(1, n + 1)) for name in _indices(scene)}
-    b = {"b": float(random.uniform(0.1, 0.9))} if scene.family == "self" else {}
+    n = (size["d"] - setup.extra_columns) * size["t"]
+    special = {name: int(random.integers(1, n + 1)) for name in _indices(setup)}
+    b = {"b": float(random.uniform(0.1, 0.9))} if setup.family == "self" else {}
     return {**size, **special, **a, **b}
 
 
-def _starts(scene: Scene, symbols: tuple[Symbol, ...], size: Size) -> Iterable[Instance]:
-    """Corners and simple values: special tokens first or last, a's and b small, middling and large."""
-    n = (size["d"] - scene.spare) * size["t"]
-    options: dict[str, tuple[Any, ...]] = dict.fromkeys(_indices(scene), (1, n))
-    values = {"a0": (Fraction(1, 20), Fraction(1, 11)), "a1": (scene.least, Fraction(3, 2), Fraction(3))}
+def _starts(setup: AttentionSetup, symbols: tuple[Symbol, ...], size: Size) -> Iterable[Instance]:
+    """Simple instances: special tokens first or last; small, medium and large a₀, a₁ and b."""
+    n = (size["d"] - setup.extra_columns) * size["t"]
+    options: dict[str, tuple[Any, ...]] = dict.fromkeys(_indices(setup), (1, n))
+    values = {"a0": (Fraction(1, 20), Fraction(1, 11)), "a1": (setup.least, Fraction(3, 2), Fraction(3))}
     options |= {name: values[name] for name in symbols}
-    if scene.family == "self":
+    if setup.family == "self":
         options["b"] = (Fraction(1, 10), Fraction(1, 2), Fraction(9, 10))
     for chosen in itertools.product(*options.values()):
         yield {**size, **dict(zip(options, chosen, strict=True))}
 
 
-def _indices(scene: Scene) -> tuple[str, ...]:
-    return ("j3",) if scene.family == "self" else ("j2", "j3")
+def _indices(setup: AttentionSetup) -> tuple[str, ...]:
+    return ("j3",) if setup.family == "self" else ("j2", "j3")

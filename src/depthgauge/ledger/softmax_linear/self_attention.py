@@ -1,39 +1,39 @@
-"""Lemmas D.2 to D.16 without signs: the entries of u, f and c on the self-attention data sets with QKᵀ all ones."""
+"""Lemmas D.2 to D.15 without random signs: entries of u, f and c on the self-attention data sets, QKᵀ all ones."""
 
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from depthgauge.ledger.claim import Claim
-from depthgauge.ledger.softmax_linear.dense_attention import Scene, World
-from depthgauge.ledger.softmax_linear.parts import Lemma, Part, entrywise
+from depthgauge.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
+from depthgauge.ledger.softmax_linear.parts import Lemma, Part, part_inequality
 
-SCENES = {
-    (kind, dataset): Scene("self", dataset, kind, product="ones", least=Fraction(7, 10))
+SETUPS = {
+    (kind, dataset): AttentionSetup("self", dataset, kind, product="ones", least=Fraction(7, 10))
     for kind in ("exp", "lin")
     for dataset in (0, 1)
 }
 HYPOTHESIS = "Definition D.1 (n = (d−2)t ≥ 2, b + c = 1, b and c ≥ 1/10, {a}), QKᵀ all ones"
 SIZE = {"a1": "a₁ ≥ 7/10", "a0": "0 < a₀ < 1/10"}
 _J1_FOR_J0 = {"keys": "any j₁"}
-_WRONG_INDEX = "Part 4b repeats the condition j₀ ≠ j₃ where j₁ ≠ j₃ is meant; as printed j₁ is free."
-_BULLETS = "Unnumbered bullets are called a and b."
+_WRONG_INDEX = "Part 4b repeats the condition j₀ ≠ j₃ where j₁ ≠ j₃ is intended; as printed j₁ is arbitrary."
+_BULLETS = "The unnumbered bullets are called a and b here."
 
 
-def _half(w: World) -> object:
-    return w.share(1, 2)
+def _half(att: DenseAttention) -> object:
+    return att.fraction(1, 2)
 
 
 def u_parts(kind: str) -> tuple[Part, ...]:
     """Parts 1 and 2 of Lemmas D.2, D.6 (exp) and D.10, D.14 (lin)."""
     if kind == "exp":
-        special = ("n^((1 + {a})²)", lambda w: w.power((1 + w.a) ** 2))
-        mixed = ("n^(1 + {a})", lambda w: w.power(1 + w.a))
-        plain = ("n", lambda w: w.ar.number(w.n))
+        special = ("n^((1 + {a})²)", lambda att: att.power((1 + att.a) ** 2))
+        mixed = ("n^(1 + {a})", lambda att: att.power(1 + att.a))
+        plain = ("n", lambda att: att.ar.number(att.n))
     else:
-        special = ("(1 + {a})² log n", lambda w: (1 + w.a) ** 2 * w.log)
-        mixed = ("(1 + {a}) log n", lambda w: (1 + w.a) * w.log)
-        plain = ("log n", lambda w: w.log)
+        special = ("(1 + {a})² log n", lambda att: (1 + att.a) ** 2 * att.log)
+        mixed = ("(1 + {a}) log n", lambda att: (1 + att.a) * att.log)
+        plain = ("log n", lambda att: att.log)
     return (
         Part("1a", "u", "j₀ = j₃", "j₁ = j₃", "=", *special),
         Part("1b", "u", "j₀ = j₃", "j₁ ≠ j₃", "=", *mixed),
@@ -42,10 +42,10 @@ def u_parts(kind: str) -> tuple[Part, ...]:
     )
 
 
-_NTH = ("1/n", lambda w: w.share(1, w.n))
-_NEAR_NTH = ("1/n^(1 − {a})", lambda w: w.power(w.a - 1))
-_SQUARED = ("1/n^(1 − 2{a})", lambda w: w.power(2 * w.a - 1))
-_TILTED = ("(1 + {a})/n", lambda w: (1 + w.a) * w.share(1, w.n))
+_NTH = ("1/n", lambda att: att.fraction(1, att.n))
+_NEAR_NTH = ("1/n^(1 − {a})", lambda att: att.power(att.a - 1))
+_SQUARED = ("1/n^(1 − 2{a})", lambda att: att.power(2 * att.a - 1))
+_TILTED = ("(1 + {a})/n", lambda att: (1 + att.a) * att.fraction(1, att.n))
 
 F_1 = (
     Part("3a", "f", "j₀ = j₃", "j₁ = j₃", ">=", "1/2", _half),
@@ -63,26 +63,35 @@ F_LIN = (
 
 _FIRST, _OWN, _OTHER, _BLOCK, _LAST = (
     "i₀ = 1",
-    "i₀ of the class of j₃",
-    "i₀ of another class",
-    "i₀ of a class",
+    "i₀ in the class of j₃",
+    "i₀ in another class",
+    "i₀ in a class",
     "i₀ = d",
 )
 
 
 def last_column(name: str, rows: str) -> Part:
-    """The last coordinate is c√(log n): rows of f sum to one."""
-    return Part(name, "c", rows, _LAST, "=", "c√(log n)", lambda w: w.c_size * w.root)
+    """The last coordinate is c√(log n), because the rows of f sum to 1."""
+    return Part(name, "c", rows, _LAST, "=", "c√(log n)", lambda att: att.c_parameter * att.root)
 
 
 def spread_evenly(name: str, rows: str, columns: str, corrected: str | None = None) -> Part:
-    """A class coordinate is at most its t keys' share of 1/n each."""
+    """A class coordinate is at most t·(1/n)·b√(log n): each of its t keys has weight at most 1/n."""
     text = "(t/n) b√(log n)"
-    return Part(name, "c", rows, columns, "<=", text, lambda w: w.share(w.t, w.n) * w.b * w.root, corrected=corrected)
+    return Part(
+        name,
+        "c",
+        rows,
+        columns,
+        "<=",
+        text,
+        lambda att: att.fraction(att.t, att.n) * att.b * att.root,
+        corrected=corrected,
+    )
 
 
 def _with_special(name: str, rows: str, factor: int) -> Part:
-    """The class of j₃: j₃'s own weight and 1/n from each of its t − 1 mates."""
+    """The class of j₃: the weight of j₃, and 1/n for each of the t − 1 other keys."""
     power = "1/n^(1 − 2{a})" if factor == 2 else "1/n^(1 − {a})"
     return Part(
         name,
@@ -91,12 +100,12 @@ def _with_special(name: str, rows: str, factor: int) -> Part:
         _OWN,
         "<=",
         f"({power} + (t − 1)/n) b√(log n)",
-        lambda w: (w.power(factor * w.a - 1) + w.share(w.t - 1, w.n)) * w.b * w.root,
+        lambda att: (att.power(factor * att.a - 1) + att.fraction(att.t - 1, att.n)) * att.b * att.root,
     )
 
 
 def _loose(name: str, rows: str, factor: int) -> Part:
-    """Every class coordinate, as if all of its t keys had j₃'s weight."""
+    """Every class coordinate, with the weight of j₃ as the bound for all t keys."""
     power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
     return Part(
         name,
@@ -105,19 +114,25 @@ def _loose(name: str, rows: str, factor: int) -> Part:
         _BLOCK,
         "<=",
         f"(t/{power}) b√(log n)",
-        lambda w: w.t * w.power(factor * w.a - 1) * w.b * w.root,
+        lambda att: att.t * att.power(factor * att.a - 1) * att.b * att.root,
     )
 
 
 def _first(name: str, rows: str, factor: int) -> Part:
     power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
     return Part(
-        name, "c", rows, _FIRST, "<=", f"(1/{power}) {{a}}√(log n)", lambda w: w.power(factor * w.a - 1) * w.a * w.root
+        name,
+        "c",
+        rows,
+        _FIRST,
+        "<=",
+        f"(1/{power}) {{a}}√(log n)",
+        lambda att: att.power(factor * att.a - 1) * att.a * att.root,
     )
 
 
-HALF_FIRST = Part("1", "c", "j₀ = j₃", _FIRST, ">=", "½ {a}√(log n)", lambda w: w.a * w.root / 2)
-HALF_OWN = Part("2a", "c", "j₀ = j₃", _OWN, ">=", "½ b√(log n)", lambda w: w.b * w.root / 2)
+HALF_FIRST = Part("1", "c", "j₀ = j₃", _FIRST, ">=", "½ {a}√(log n)", lambda att: att.a * att.root / 2)
+HALF_OWN = Part("2a", "c", "j₀ = j₃", _OWN, ">=", "½ b√(log n)", lambda att: att.b * att.root / 2)
 
 C_1 = (
     HALF_FIRST,
@@ -147,12 +162,23 @@ C_0 = tuple(
 
 def _linear_first(name: str, rows: str) -> Part:
     text = "((1 + {a})/n) {a}√(log n)"
-    return Part(name, "c", rows, _FIRST, "<=", text, lambda w: (1 + w.a) * w.share(1, w.n) * w.a * w.root, sharp=True)
+    return Part(
+        name,
+        "c",
+        rows,
+        _FIRST,
+        "<=",
+        text,
+        lambda att: (1 + att.a) * att.fraction(1, att.n) * att.a * att.root,
+        sharp=True,
+    )
 
 
 def _linear_class(name: str, rows: str) -> Part:
     text = "((1 + {a})/n) t b√(log n)"
-    return Part(name, "c", rows, _BLOCK, "<=", text, lambda w: (1 + w.a) * w.share(w.t, w.n) * w.b * w.root)
+    return Part(
+        name, "c", rows, _BLOCK, "<=", text, lambda att: (1 + att.a) * att.fraction(att.t, att.n) * att.b * att.root
+    )
 
 
 C_LIN = (
@@ -166,9 +192,9 @@ C_LIN = (
 
 
 def _lemma(id: str, kind: str, a: int, parts: tuple[Part, ...], note: str = "", **printed: Any) -> Lemma:
-    """A lemma about D₀ (a = 0) or D₁ (a = 1); `printed` is what the paper says of its scene instead."""
-    scene = SCENES[kind, a]
-    return Lemma(id, scene, scene.symbol, parts, HYPOTHESIS.format(a=SIZE[scene.symbol]), printed, note)
+    """A lemma about D₀ (a = 0) or D₁ (a = 1); `printed` holds the parts of the setup that are printed differently."""
+    setup = SETUPS[kind, a]
+    return Lemma(id, setup, setup.symbol, parts, HYPOTHESIS.format(a=SIZE[setup.symbol]), printed, note)
 
 
 LEMMAS = (
@@ -180,7 +206,7 @@ LEMMAS = (
         0,
         u_parts("exp") + F_0,
         dataset=1,
-        note=f"The lemma says D₁ where its formulas, in a₀, are those of D₀. {_WRONG_INDEX}",
+        note=f"D₁ is printed in place of D₀: the formulas contain a₀. {_WRONG_INDEX}",
     ),
     _lemma("D.7", "exp", 0, C_0, note=_BULLETS),
     _lemma("D.10", "lin", 1, u_parts("lin") + F_LIN, note=_WRONG_INDEX),
@@ -191,19 +217,19 @@ LEMMAS = (
         0,
         u_parts("lin") + F_LIN,
         product="identity",
-        note=f"The lemma says QKᵀ = I_d where its proof has all ones. {_WRONG_INDEX}",
+        note=f"The lemma is printed with QKᵀ = I_d; its proof has all ones. {_WRONG_INDEX}",
     ),
     _lemma("D.15", "lin", 0, tuple(replace(part, sharp=True) for part in C_LIN)),
 )
 
-_ROW_OF_ANOTHER = "for j₀ ≠ j₃: c_exp[j₀, i₀] ≤ (1/n^(1 − a₁) + (t − 1)/n) b√(log n) for the class of j₃"
+_ROW_OF_ANOTHER = "for j₀ ≠ j₃: c_exp[j₀, i₀] ≤ (1/n^(1 − a₁) + (t − 1)/n) b√(log n) for i₀ in the class of j₃"
 CORRECTED = Claim(
     id="ours.b-d-3-5",
-    where="Lemma D.3, Part 5, as Lemma D.7, Part 5 has it",
+    where="Lemma D.3, Part 5, in the form of Lemma D.7, Part 5",
     statement=_ROW_OF_ANOTHER,
-    check=entrywise(SCENES["exp", 1], "a1", _with_special("5", "j₀ ≠ j₃", 1)),
+    check=part_inequality(SETUPS["exp", 1], "a1", _with_special("5", "j₀ ≠ j₃", 1)),
     hypothesis=HYPOTHESIS.format(a=SIZE["a1"]),
-    note="For the other classes the printed bound (t/n) b√(log n) stands.",
+    note="For the other classes the bound (t/n) b√(log n) is as printed.",
 )
 
 CLAIMS: tuple[Claim, ...] = (*(claim for lemma in LEMMAS for claim in lemma.claims()), CORRECTED)

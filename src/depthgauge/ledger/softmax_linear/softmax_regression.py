@@ -1,8 +1,9 @@
-"""Softmax regression: Lemmas 4.1 to 5.4 on the data sets of Definition 3.8, by Hoeffding's bound on the worst of them.
+"""Softmax regression: Lemmas 4.1 to 5.4 on the data sets of Definition 3.8, by Hoeffding's bound for the worst case.
 
-For f with Σ f = 1 and random signs σ, P(|Σ f_i σ_i| > s) ≤ 2 exp(−s²/(2 Σ f_i²)). Among all data sets allowed Σ f_i² is
-largest at a corner: with k of the weights at their top and the others at their bottom, since (α + Σ v²) − s(β + Σ v)²
-is convex in every v for s < 1. So what is said below holds for every A, not for drawn ones.
+For f with Σ f = 1 and random signs σ, P(|Σ f_i σ_i| > s) ≤ 2 exp(−s²/(2 Σ f_i²)). Among all allowed data sets Σ f_i² is
+largest at a corner, with k of the weights at their maximum and the others at their minimum, because
+(α + Σ v²) − s(β + Σ v)² is convex in every v for s < 1 (docs/math.md 4.1). The bounds below therefore apply to every
+matrix A of the data set. They are evaluated for a list of n.
 """
 
 import math
@@ -15,25 +16,27 @@ import numpy as np
 from depthgauge._format import number
 from depthgauge.ledger.arithmetic import Arithmetic, Value
 from depthgauge.ledger.claim import Claim, Inequality, Instance, Observed, Relation, Size, Study
-from depthgauge.ledger.softmax_linear.chance import DELTA
+from depthgauge.ledger.softmax_linear.sign_probabilities import DELTA
 from depthgauge.separation.score_maps import EXP, LIN, Attention
 from depthgauge.separation.settings import Dataset
 
-LADDER = tuple(round(10 ** (k / 4)) for k in range(2, 33))
+TOKEN_COUNTS = tuple(round(10 ** (k / 4)) for k in range(2, 33))
 TAU = 0.25
 _WIDTH = 2
-"""m = ⌈2 log(n/δ)⌉: the constant C > 1 of Definition 3.7."""
-_READING = f"Read with δ = {DELTA} and δ/n for δ/poly(n); {len(LADDER)} values of n from {LADDER[0]} to 10⁸."
+"""The constant C > 1 of Definition 3.7: m = ⌈2 log(n/δ)⌉."""
+_READING = (
+    f"Read with δ = {DELTA} and δ/n for δ/poly(n), for {len(TOKEN_COUNTS)} values of n from {TOKEN_COUNTS[0]} to 10⁸."
+)
 _HYPOTHESIS = "Definition 3.8: (Ax)_i ∈ [log n, 1.4 log n]{}, σ uniform in {{−1, +1}}ⁿ, 0 < δ < 1/10"
-HYPOTHESES = {0: _HYPOTHESIS.format(""), 1: _HYPOTHESIS.format(" but for one index j with (Ax)_j = 4 log n")}
+HYPOTHESES = {0: _HYPOTHESIS.format(""), 1: _HYPOTHESIS.format(" except for one index j with (Ax)_j = 4 log n")}
 
 
 def largest_squares(kind: Attention, dataset: Dataset, n: int) -> float:
-    """The largest Σ f_i² of a data set, over all A that it allows.
+    """Return the largest Σ f_i² over all matrices A of a data set.
 
-    With weights 1 to `top`, and `peak` at j in D₁, it is the maximum over k of
-    (peak² + k·top² + rest)/(peak + k·top + rest)², rest = free − k. Its derivative in k has one zero, so the ends and
-    the whole numbers beside that zero are enough.
+    With weights from 1 to `top`, and `peak` at index j in D₁, it is the maximum over k of
+    (peak² + k·top² + free − k)/(peak + k·top + free − k)². The derivative in k has one zero, so it suffices to evaluate
+    the two ends and the integers next to that zero.
     """
     top = 1.4 if kind is LIN else n**0.4
     peak = 0.0 if dataset == 0 else (4.0 if kind is LIN else float(n) ** 3)
@@ -46,15 +49,15 @@ def largest_squares(kind: Attention, dataset: Dataset, n: int) -> float:
 
 
 def _since(bound: Callable[[int], float]) -> tuple[int | None, float]:
-    """The n from which on the bound stays within δ/n along the ladder, and the largest bound·n/δ from there on."""
-    shares = [bound(n) * n / float(DELTA) for n in LADDER]
+    """Return the n of the list from which on bound(n) ≤ δ/n, and the largest bound·n/δ from there on."""
+    shares = [bound(n) * n / float(DELTA) for n in TOKEN_COUNTS]
     bad = [i for i, share in enumerate(shares) if share > 1]
     first = bad[-1] + 1 if bad else 0
-    return (LADDER[first], max(shares[first:])) if first < len(LADDER) else (None, shares[-1])
+    return (TOKEN_COUNTS[first], max(shares[first:])) if first < len(TOKEN_COUNTS) else (None, shares[-1])
 
 
 def _deviation(kind: Attention, dataset: Dataset, rate: float) -> Observed:
-    """Lemma 4.1 and Part 1 of 4.2: |Σ f σ| ≤ C √(log(n/δ))/n^rate; the least C in halves that does everywhere."""
+    """Lemma 4.1 and Part 1 of 4.2: |Σ f σ| ≤ C √(log(n/δ))/n^rate, with the least multiple C of ½ that suffices."""
 
     def bound(factor: float) -> Callable[[int], float]:
         def at(n: int) -> float:
@@ -65,17 +68,19 @@ def _deviation(kind: Attention, dataset: Dataset, rate: float) -> Observed:
 
     for half in range(2, 41):
         since, share = _since(bound(half / 2))
-        if since == LADDER[0]:
-            words = (
-                f"C = {number(half / 2, 6)} is sufficiently large, for every A allowed and every n of the ladder.",
+        if since == TOKEN_COUNTS[0]:
+            remarks = (
+                f"By Hoeffding's bound C = {number(half / 2, 6)} suffices for every allowed A and every n of the list.",
                 _READING,
             )
-            return Observed("holds", share, len(LADDER) * (half - 1), words)
-    return Observed("undecided", None, 39 * len(LADDER), ("No C up to 20 does.", _READING))
+            return Observed("holds", share, len(TOKEN_COUNTS) * (half - 1), remarks)
+    return Observed(
+        "undecided", None, 39 * len(TOKEN_COUNTS), ("Hoeffding's bound does not show it for any C up to 20.", _READING)
+    )
 
 
-def _quiet(kind: Attention, dataset: Dataset) -> Observed:
-    """Lemmas 5.1, 5.3, 5.4: F = 0, as m·P(⟨f, y⟩ > τ) ≤ m exp(−τ²/(2 Σ f²)) is within δ/n."""
+def _zero_output(kind: Attention, dataset: Dataset) -> Observed:
+    """Lemmas 5.1, 5.3, 5.4: Pr[F > 0] ≤ m·P(⟨f, y⟩ > τ) ≤ m exp(−τ²/(2 Σ f²)) ≤ δ/n."""
 
     def bound(n: int) -> float:
         m = math.ceil(_WIDTH * math.log(n / DELTA))
@@ -83,29 +88,30 @@ def _quiet(kind: Attention, dataset: Dataset) -> Observed:
 
     since, share = _since(bound)
     if since is None:
-        return Observed("undecided", None, len(LADDER), ("Hoeffding's bound does not reach it.", _READING))
-    words = (
-        f"From n = {since:,} on, for every A allowed, with m = ⌈{_WIDTH} log(n/δ)⌉ and τ = {TAU}; below that "
-        "Hoeffding's bound says nothing.",
+        return Observed("undecided", None, len(TOKEN_COUNTS), ("Hoeffding's bound does not show it.", _READING))
+    remarks = (
+        f"Hoeffding's bound shows it from n = {since:,} on, for every allowed A, with m = ⌈{_WIDTH} log(n/δ)⌉ and "
+        f"τ = {TAU}. For smaller n it does not decide.",
         _READING,
     )
-    return Observed("holds", share, len(LADDER), words)
+    return Observed("holds", share, len(TOKEN_COUNTS), remarks)
 
 
-def _loud() -> Observed:
-    """Lemma 5.2: every y with y_j = + makes F positive, every other does not, so Pr[F = 0] = 2^(−m) exactly."""
-    shares = [2.0 ** -math.ceil(_WIDTH * math.log(n / DELTA)) * n / float(DELTA) for n in LADDER]
-    margin = min(1 - 2 / (1 + n**2.6 / (n - 1)) for n in LADDER)  # f_j − Σ_{i≠j} f_i with all others at their top
+def _positive_output() -> Observed:
+    """Lemma 5.2: a vector y makes F positive if and only if y_j = +1, so Pr[F = 0] = 2^(−m)."""
+    shares = [2.0 ** -math.ceil(_WIDTH * math.log(n / DELTA)) * n / float(DELTA) for n in TOKEN_COUNTS]
+    # f_j − Σ_{i≠j} f_i with the others at their maximum
+    margin = min(1 - 2 / (1 + n**2.6 / (n - 1)) for n in TOKEN_COUNTS)
     least = 1 / math.log(2)
-    words = (
-        f"f_j exceeds the others together by {number(margin)} or more, so ⟨f, y⟩ > τ = {TAU} exactly when y_j = +: "
-        "Pr[F = 0] = 2^(−m).",
-        f"That is within δ/n for m = C log(n/δ) exactly when C ≥ 1/log 2 = {least:.4f}; “some C > 1” is not enough, "
-        f"C = {_WIDTH} is.",
+    remarks = (
+        f"f_j exceeds the sum of the others by at least {number(margin)}, so ⟨f, y⟩ > τ = {TAU} if and only if "
+        "y_j = +1. Hence Pr[F = 0] = 2^(−m).",
+        f"For m = C log(n/δ) this is at most δ/n if and only if C ≥ 1/log 2 = {least:.4f}. An arbitrary C > 1 does not "
+        f"suffice; C = {_WIDTH} does.",
         _READING,
     )
     holds = max(shares) <= 1 and margin > TAU
-    return Observed("holds" if holds else "undecided", max(shares), len(LADDER), words)
+    return Observed("holds" if holds else "undecided", max(shares), len(TOKEN_COUNTS), remarks)
 
 
 def _softmax(ar: Arithmetic, n: int, u: Value) -> tuple[Value, Value]:
@@ -119,9 +125,9 @@ def _softmax(ar: Arithmetic, n: int, u: Value) -> tuple[Value, Value]:
 def _on_d1(
     left: str, right: str, relation: Relation, sides: Callable[[Arithmetic, Value, Value], tuple[Value, Value]]
 ) -> Inequality:
-    """An inequality about f_exp on D₁, the signs being as bad as they can be."""
+    """An inequality about f_exp on D₁ for the worst signs."""
 
-    def work(ar: Arithmetic, *, n: int, u: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, n: int, u: Value) -> Any:
         peak, others = _softmax(ar, n, u)
         yield "f_j", peak
         yield "the other f_i", others
@@ -133,7 +139,7 @@ def _on_d1(
     return Inequality(
         left=left,
         right=right,
-        work=work,
+        evaluate=evaluate,
         draw=lambda random, size: {**size, "u": random.uniform(1, 1.4, size=size["n"] - 1)},
         sizes=tuple({"n": n} for n in (2, 3, 4, 10, 40)),
         allowed=lambda ar, *, n, u: bool((u >= 1).all()) and bool((u <= ar.number("7/5")).all()),
@@ -147,7 +153,7 @@ def _study(id: str, where: str, statement: str, dataset: Dataset, run: Callable[
 
 
 _POLY = "≥ 1 − δ/poly(n)"
-_M = "m = C log(n/δ) sign vectors (Definition 3.7); τ is not given, 1/4 is Lemma 5.2's."
+_M = "m = C log(n/δ) sign vectors (Definition 3.7). τ = 1/4 is taken from Lemma 5.2, since none is given."
 CLAIMS: tuple[Claim, ...] = (
     _study(
         "4.1.1",
@@ -178,7 +184,7 @@ CLAIMS: tuple[Claim, ...] = (
             "1/4", "f_j − Σ_{i≠j} f_i", "<=", lambda ar, peak, others: (ar.number("1/4"), peak - others.sum())
         ),
         hypothesis=HYPOTHESES[1],
-        note="With probability 1 means for every σ; the worst σ has σ_i = −σ_j for all i ≠ j. u_i is (Ax)_i / log n.",
+        note="“With probability 1” means for every σ. The worst σ has σ_i = −σ_j for all i ≠ j. u_i is (Ax)_i/log n.",
     ),
     Claim(
         id="B.4.2.3",
@@ -186,10 +192,10 @@ CLAIMS: tuple[Claim, ...] = (
         statement="for D₁: Pr[Σ f_exp,i σ_i > 0] = Pr[Σ f_exp,i σ_i < 0] = 1/2",
         check=_on_d1("Σ_{i≠j} f_i", "f_j", "<", lambda ar, peak, rest: (rest.sum(), peak)),
         hypothesis=HYPOTHESES[1],
-        note="σ_j decides the sign exactly when f_j exceeds all the others together. u_i is (Ax)_i / log n.",
+        note="σ_j determines the sign for every σ if f_j exceeds the sum of the others. u_i is (Ax)_i/log n.",
     ),
-    _study("5.1", "Lemma 5.1", f"for D₀: Pr[F_exp = 0] {_POLY}", 0, lambda: _quiet(EXP, 0), _M),
-    _study("5.2", "Lemma 5.2", f"for D₁: Pr[F_exp > 0] {_POLY}", 1, _loud, _M),
-    _study("5.3", "Lemma 5.3", f"for D₀: Pr[F_lin = 0] {_POLY}", 0, lambda: _quiet(LIN, 0), _M),
-    _study("5.4", "Lemma 5.4", f"for D₁: Pr[F_lin = 0] {_POLY}", 1, lambda: _quiet(LIN, 1), _M),
+    _study("5.1", "Lemma 5.1", f"for D₀: Pr[F_exp = 0] {_POLY}", 0, lambda: _zero_output(EXP, 0), _M),
+    _study("5.2", "Lemma 5.2", f"for D₁: Pr[F_exp > 0] {_POLY}", 1, _positive_output, _M),
+    _study("5.3", "Lemma 5.3", f"for D₀: Pr[F_lin = 0] {_POLY}", 0, lambda: _zero_output(LIN, 0), _M),
+    _study("5.4", "Lemma 5.4", f"for D₁: Pr[F_lin = 0] {_POLY}", 1, lambda: _zero_output(LIN, 1), _M),
 )
