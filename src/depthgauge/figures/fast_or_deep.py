@@ -55,7 +55,7 @@ def _draw_degree(axes: Axes, found: FastOrDeep) -> None:
     for eta, degree, features in zip(found.etas, found.degree, found.features, strict=True):
         if math.isfinite(degree):
             axes.annotate(
-                _short(features), (eta, degree), textcoords="offset points", xytext=(0, 5), ha="center", fontsize=6,
+                _short(features), (eta, degree), textcoords="offset points", xytext=(2, 5), ha="right", fontsize=6,
                 color=FAINT,
             )  # fmt: skip
         else:
@@ -81,6 +81,8 @@ def _draw_speed(axes: Axes, found: FastOrDeep) -> None:
         "exact attention", (found.etas[0], 1), textcoords="offset points", xytext=(0, 3), fontsize=6.5, color=FAINT
     )
     axes.set_ylim(0.6, max(high) * 2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_ylabel("speed-up")
 
 
