@@ -79,11 +79,11 @@ def picture(target: Path, n: int, repetitions: int) -> None:
     """Speed-up over exact attention and degree, against B, for three tolerances: measured here and drawn."""
     import matplotlib.pyplot as plt
 
-    from depthgauge.figures.style import MARKERS, ORDERED, house_style
+    from depthgauge.figures.style import MARKERS, ORDERED, figure_style
 
     bounds = [2.0 ** (i / 2) for i in range(-16, 3)]
     exact = seconds(lambda: F.scaled_dot_product_attention(*draw(n, 0.1)), repetitions)
-    with house_style():
+    with figure_style():
         figure, (above, below) = plt.subplots(2, 1, figsize=(5.2, 4.2), sharex=True, height_ratios=(3, 2))
         for tolerance, colour, marker in zip((1e-2, 1e-3, 1e-4), ORDERED, MARKERS, strict=False):
             times, degrees = [], []

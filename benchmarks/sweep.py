@@ -1,8 +1,8 @@
-"""Sweeps: what a cell costs beyond its own work, and what a second process gains.
+"""Benchmark of sweeps: overhead per cell, and speed-up with a second process.
 
-Claims, each checked here: a cell that does nothing costs less than 2 ms on the local engine, its row committed and on
-the disk; two processes finish a grid of real cells at least 1.7 times as fast as one (start-up of the processes left
-out: they are warmed first). Both are refused where the rows are not the same.
+Claims checked here: (1) a cell that does nothing costs less than 2 ms with the local engine, including the commit of
+its row to disk; (2) two processes compute a grid of real cells at least 1.7 times as fast as one, not counting the
+start of the processes. The benchmark fails if one process and two processes give different rows.
 
 Run: python benchmarks/sweep.py [--out results/benchmarks/sweep.json]
 """
@@ -21,7 +21,8 @@ from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.parameters import SEED
-from depthgauge.sweeps.run import run_grid, status
+from depthgauge.sweeps.read import read_status
+from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.tasks import TASKS, Task
 
 EMPTY_CELLS = 2000
@@ -29,7 +30,7 @@ MOST_MILLISECONDS, LEAST_SCALING = 2.0, 1.7
 
 
 def nothing(cell: Cell) -> dict[str, Any]:
-    """The empty task."""
+    """Do nothing."""
     return {}
 
 
@@ -37,17 +38,17 @@ TASKS["nothing"] = Task("nothing", 1, {"seed": SEED}, nothing)
 
 
 def seconds(grid: Grid, store: Path, jobs: int) -> float:
-    """The wall-clock time of a whole run into a new store."""
+    """Return the wall-clock time of a run into a new store."""
     begun = time.perf_counter()
     done = run_grid(grid, store, engine=Local(jobs))
     taken = time.perf_counter() - begun
     if done.count.missing or done.count.failed:
-        sys.exit(f"not timed: the run is incomplete ({done.count})")
+        sys.exit(f"the run is incomplete: {done.count}")
     return taken
 
 
 def warm(folder: Path, jobs: int) -> None:
-    """Start the processes, and let each load what a cell needs."""
+    """Start the worker processes and import everything that a cell needs."""
     small = Grid("collapse-error", {**REAL, "tokens": [8]}, 8)
     run_grid(small, folder / f"warm{jobs}.db", engine=Local(jobs))
 
@@ -63,28 +64,28 @@ REAL: dict[str, Any] = {
 
 
 def overhead(folder: Path, jobs: int) -> float:
-    """Milliseconds a cell of nothing."""
+    """Return the milliseconds per empty cell."""
     grid = Grid("nothing", {"seed": list(range(EMPTY_CELLS))})
     best = min(seconds(grid, folder / f"empty{jobs}-{k}.db", jobs) for k in range(3))
     return 1000 * best / EMPTY_CELLS
 
 
 def scaling(folder: Path, repetitions: int) -> dict[str, float]:
-    """The same real cells with one process and with two, by turns; the best of three."""
+    """Time the same real cells with one and with two processes alternately; keep the best of three."""
     grid, times = Grid("collapse-error", REAL, repetitions), {1: float("inf"), 2: float("inf")}
     hashes = set()
     for turn in range(3):
         for jobs in times:
             store = folder / f"real{jobs}-{turn}.db"
             times[jobs] = min(times[jobs], seconds(grid, store, jobs))
-            hashes.add(status(store)["rows_sha256"])
+            hashes.add(read_status(store).rows_sha256)
     if len(hashes) != 1:
-        sys.exit("not timed: one process and two give different rows")
+        sys.exit("one process and two processes give different rows")
     return {"cells": len(grid.cells()), "one": times[1], "two": times[2], "ratio": times[1] / times[2]}
 
 
 def main() -> None:
-    """Measure, print, save, and fail where a claim does not hold."""
+    """Measure, print and save; exit with an error if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", default="results/benchmarks/sweep.json")
     parser.add_argument("--repetitions", type=int, default=25)
@@ -105,7 +106,7 @@ def main() -> None:
     found = {"overhead_ms": {str(jobs): cost for jobs, cost in per_cell.items()}, "scaling": real, "load": load}
     write_text(options.out, json.dumps(found, indent=2) + "\n")
     if max(per_cell.values()) >= MOST_MILLISECONDS or real["ratio"] < LEAST_SCALING:
-        sys.exit("a claim does not hold on this machine now")
+        sys.exit("a claim does not hold in this run")
 
 
 if __name__ == "__main__":

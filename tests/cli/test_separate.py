@@ -1,4 +1,4 @@
-"""`depthgauge separate` as a user types it."""
+"""The command `depthgauge separate`."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 
 def run(*words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `depthgauge` in a process of its own."""
+    """Run `depthgauge` in a separate process; return exit code, standard output, standard error."""
     code = "from depthgauge.cli.main import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, "separate", *words], capture_output=True, text=True, encoding="utf-8"
@@ -16,7 +16,7 @@ def run(*words: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_json_is_one_document_with_exactly_these_names() -> None:
+def test_json_has_exactly_these_keys() -> None:
     words = (
         "--kind self --x identity --n 200 --d 22 --m 15 --a0 0.01 --a1 1.2 --b 0.2 --c 0.8 --models 500 --seed 3 --json"
     )
@@ -56,7 +56,7 @@ def test_without_json_a_small_table() -> None:
     code, out, _ = run("--models", "10")
     assert code == 0
     assert len(out.splitlines()) == 7
-    assert "drawn (10 models)" in out
+    assert "sampled (10 networks)" in out
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_bad_input_is_one_sentence_and_exit_2(words: str, sentence: str) -> None
     assert sentence in err
 
 
-def test_the_papers_out_of_range_sweep_runs() -> None:
+def test_values_outside_the_definition_of_the_paper_run() -> None:
     code, out, _ = run("--kind", "cross", "--a0", "0.9", "--models", "10", "--json")
     assert code == 0
     assert 0.4 < json.loads(out)["exact"] < 0.6

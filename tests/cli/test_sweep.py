@@ -1,4 +1,4 @@
-"""`depthgauge sweep` as a user types it."""
+"""The command `depthgauge sweep`."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
-    """Run a verb in this process, in an empty directory: exit code, standard output, standard error."""
+    """Run a command in this process and an empty directory; return exit code, standard output, standard error."""
     monkeypatch.chdir(tmp_path)
 
     def command(*words: str) -> tuple[int, str, str]:
@@ -30,7 +30,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     return command
 
 
-def test_a_grid_is_computed_looked_at_and_exported(run: Run, tmp_path: Path) -> None:
+def test_run_status_and_export(run: Run, tmp_path: Path) -> None:
     write_grid(tmp_path, 2, tokens=6)
     code, out, err = run("sweep", "grid.toml", "--store", "s.db", "--jobs", "1", "--export", "rows.csv")
     assert (code, out) == (0, "")
@@ -56,7 +56,7 @@ def test_a_grid_is_computed_looked_at_and_exported(run: Run, tmp_path: Path) -> 
     assert err.startswith("0 cells computed")
 
 
-def test_rows_can_be_exported_later(run: Run, tmp_path: Path) -> None:
+def test_export_without_a_run(run: Run, tmp_path: Path) -> None:
     write_grid(tmp_path, 1, tokens=4)
     code, out, _ = run("sweep", "grid.toml", "--store", "s.db", "--jobs", "1", "--json")
     assert json.loads(out)["done"] == 6
@@ -84,7 +84,7 @@ def test_help_shows_a_grid(run: Run) -> None:
         (["--store", "a.db", "--status", "b.db"], "name two stores"),
         (["--status", "none.db"], "there is no store at none.db"),
         (["none.toml", "--store", "s.db"], "cannot read the grid none.toml"),
-        (["grid.toml", "--store", "grid.toml"], "grid.toml is not the store of a sweep"),
+        (["grid.toml", "--store", "grid.toml"], "grid.toml is not a sweep store"),
         (["grid.toml", "--store", "s.db", "--engine", "ray"], "engine must be one of local, dask"),
         (["grid.toml", "--store", "s.db", "--engine", "dask"], "needs --scheduler ADDRESS"),
         (["grid.toml", "--store", "s.db", "--jobs", "0"], "jobs must be a whole number of at least 1"),

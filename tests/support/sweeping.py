@@ -1,4 +1,4 @@
-"""A grid to sweep in tests, the command run as a process of its own, and what an undisturbed run gives."""
+"""A grid for tests, `depthgauge sweep` as a separate process, and the rows of an undisturbed run."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def write_grid(directory: Path, repetitions: int, tokens: int = 256) -> Path:
 
 
 def undisturbed(grid: Path, directory: Path) -> str:
-    """The hash of the rows of a run that nothing happened to."""
+    """Return the hash of the rows of an undisturbed run."""
     store = directory / "undisturbed.db"
     run_grid(read_grid(grid), store, engine=Local(1))
     return rows_sha256(store)
@@ -51,14 +51,14 @@ def rows_done(store: Path) -> int:
         return opened.count().done
 
 
-def heed_interrupts() -> None:
-    """As in a terminal: a shell lets what it starts in the background ignore Ctrl-C, and children inherit that."""
+def restore_interrupts() -> None:
+    """Restore the default action of Ctrl-C, which processes started in the background ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def sweep(*words: object, **options: object) -> "subprocess.Popen[str]":
-    """`depthgauge sweep …` as a process and a group of its own."""
-    options.setdefault("preexec_fn", heed_interrupts)
+    """Start `depthgauge sweep …` in its own process group."""
+    options.setdefault("preexec_fn", restore_interrupts)
     return subprocess.Popen(  # type: ignore[call-overload, no-any-return]
         [sys.executable, "-m", "depthgauge", "sweep", *map(str, words)],
         stdout=subprocess.PIPE,
@@ -74,5 +74,5 @@ def sweep(*words: object, **options: object) -> "subprocess.Popen[str]":
 def wait_until(ready: Callable[[], bool], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The cluster engine on a real cluster of two worker processes."""
+"""The Dask engine on a cluster of two worker processes."""
 
 import os
 import signal
@@ -15,7 +15,8 @@ from depthgauge.sweeps import engines, tasks
 from depthgauge.sweeps.engines import Dask, EngineError
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED
-from depthgauge.sweeps.run import InterruptedRunError, run_grid, status
+from depthgauge.sweeps.read import read_status
+from depthgauge.sweeps.run import InterruptedRunError, run_grid
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
@@ -29,7 +30,7 @@ def cluster() -> Iterator["distributed.LocalCluster"]:
         yield running
 
 
-def test_a_worker_killed_in_the_middle_costs_nothing(cluster: "distributed.LocalCluster", tmp_path: Path) -> None:
+def test_the_run_survives_a_killed_worker(cluster: "distributed.LocalCluster", tmp_path: Path) -> None:
     grid, store = write_grid(tmp_path, 20, tokens=100), tmp_path / "s.db"
     killed: list[int] = []
 
@@ -38,7 +39,7 @@ def test_a_worker_killed_in_the_middle_costs_nothing(cluster: "distributed.Local
             killed.append(next(iter(cluster.workers.values())).pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    done = run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), step=kill_one)
+    done = run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), progress=kill_one)
     assert killed
     assert (done.computed, done.count.done) == (120, 120)
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
@@ -52,12 +53,12 @@ def test_an_interrupted_run_is_resumed(cluster: "distributed.LocalCluster", tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(InterruptedRunError, match="7 of 24 cells are done"):
-        run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), step=stop)
+        run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), progress=stop)
     assert run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address)).computed == 17
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
 
 
-def test_a_worker_with_another_version_is_named(
+def test_the_error_names_a_worker_with_another_version(
     cluster: "distributed.LocalCluster", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engines, "__version__", "0.0.0")
@@ -66,8 +67,8 @@ def test_a_worker_with_another_version_is_named(
     assert not (tmp_path / "s.db").exists()
 
 
-def test_nobody_at_the_address_is_said_within_ten_seconds(tmp_path: Path) -> None:
-    with socket.socket() as taken:  # bound but not listening: nobody else will answer there
+def test_a_wrong_address_raises_within_ten_seconds(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound but not listening: no other process can answer there
         taken.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         begun = time.monotonic()
@@ -77,7 +78,7 @@ def test_nobody_at_the_address_is_said_within_ten_seconds(tmp_path: Path) -> Non
     assert not (tmp_path / "s.db").exists()
 
 
-def test_a_scheduler_without_workers_is_said(tmp_path: Path) -> None:
+def test_a_scheduler_without_workers_raises(tmp_path: Path) -> None:
     with (
         distributed.LocalCluster(
             n_workers=0, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
@@ -87,15 +88,15 @@ def test_a_scheduler_without_workers_is_said(tmp_path: Path) -> None:
         Dask(empty.scheduler_address).check()
 
 
-def test_a_cell_the_cluster_gives_up_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell that takes its worker down again and again must not be waited for forever."""
+def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run must not wait forever for a cell that kills every worker it runs on."""
     monkeypatch.setitem(tasks.TASKS, "deadly", tasks.Task("deadly", 1, {"seed": SEED}, lambda cell: os._exit(1)))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
         ) as fragile,
-        pytest.raises(EngineError, match=r"the cluster gave up a cell.*0 of 1 cells are done and kept"),
+        pytest.raises(EngineError, match=r"the cluster abandoned a cell.*0 of 1 cells are done and kept"),
     ):
         run_grid(Grid("deadly", {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))
-    assert status(tmp_path / "s.db")["missing"] == 1
+    assert read_status(tmp_path / "s.db").count.missing == 1

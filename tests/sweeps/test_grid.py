@@ -1,4 +1,4 @@
-"""A grid is checked as a whole before anything runs, and a cell is known by what it is."""
+"""Grids are checked as a whole before anything runs, and cells are identified by their definition."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def only(task: str, **parameters: Any) -> Cell:
     return cell
 
 
-def test_every_combination_is_a_cell_and_every_repetition_another() -> None:
+def test_each_combination_and_repetition_is_a_cell() -> None:
     cells = Grid("collapse-error", PLAIN, 3).cells()
     assert len(cells) == 12
     assert len({cell.identity for cell in cells}) == 12
@@ -38,7 +38,7 @@ def test_every_combination_is_a_cell_and_every_repetition_another() -> None:
     }
 
 
-def test_a_file_is_the_grid_it_describes(tmp_path: Path) -> None:
+def test_reading_a_grid_file(tmp_path: Path) -> None:
     (tmp_path / "g.toml").write_text(
         'task = "collapse-error"\nrepetitions = 2\n[parameters]\nmethod = ["mean-field"]\neta = [0.01, 1]\n'
         "layers = [2]\nheads = [1]\ndim = [4]\ntokens = [8]\nskip = [true]\n",
@@ -50,7 +50,7 @@ def test_a_file_is_the_grid_it_describes(tmp_path: Path) -> None:
     assert [cell.parameters["eta"] for cell in grid.cells()] == [0.01, 0.01, 1.0, 1.0]
 
 
-def test_optional_parameters_written_out_give_the_same_cell() -> None:
+def test_explicit_defaults_give_the_same_cell() -> None:
     short = {name: values[0] for name, values in PLAIN.items()}
     written = {"distribution": "uniform", "radius": 1, "skip": True, "seed": 0}
     assert only("collapse-error", **short) == only("collapse-error", **written, **short)
@@ -59,14 +59,14 @@ def test_optional_parameters_written_out_give_the_same_cell() -> None:
         assert only("collapse-error", **short | {name: other}).identity != only("collapse-error", **short).identity
 
 
-def test_what_the_paper_fills_in_is_written_out_in_a_separation_cell() -> None:
+def test_separation_cells_contain_the_defaults_of_the_paper() -> None:
     cell = only("separation", kind="self")
     assert cell.parameters["m"] == 15
     assert cell.identity == only("separation", kind="self", n=200, d=22, m=15, b=0.2, c=0.8, a1=1.2).identity
     assert only("separation", kind="self", c=0.7, b="tied").parameters["b"] == 0.3
 
 
-def test_a_separation_cell_makes_all_its_repetitions() -> None:
+def test_a_separation_cell_computes_all_its_repetitions() -> None:
     (cell,) = Grid("separation", {"kind": ["cross"]}, 500).cells()
     assert cell.repetition == 500
 
@@ -78,7 +78,7 @@ def test_a_separation_cell_makes_all_its_repetitions() -> None:
     version=st.integers(1, 9),
     skip=st.booleans(),
 )
-def test_the_identity_is_the_hash_of_everything_and_the_seed_follows(
+def test_identity_and_seed_depend_on_the_whole_definition(
     eta: float, layers: int, repetition: int, version: int, skip: bool
 ) -> None:
     given_parameters = {"eta": eta, "layers": layers, "skip": skip}
@@ -96,7 +96,7 @@ def test_the_identity_is_the_hash_of_everything_and_the_seed_follows(
     assert len({cell.identity, *(other.identity for other in others)}) == 5
 
 
-def test_canonical_json_refuses_what_json_cannot_say() -> None:
+def test_canonical_json_rejects_nan() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         canonical_json({"x": float("nan")})
 
@@ -124,7 +124,7 @@ def test_canonical_json_refuses_what_json_cannot_say() -> None:
         ({"task": "collapse-error", "parameters": PLAIN | {"skip": [False]}}, "parallel does not apply"),
         ({"task": "collapse-error", "parameters": PLAIN | {"seed": [-1]}}, "seed must be a whole number"),
         ({"task": "collapse-error", "parameters": PLAIN | {"seed": [2**63]}}, "seed must be a whole number"),
-        ({"task": "collapse-error", "parameters": PLAIN | {"eta": [1, 1.0]}}, "names a cell twice"),
+        ({"task": "collapse-error", "parameters": PLAIN | {"eta": [1, 1.0]}}, "contains the same cell twice"),
         ({"task": "collapse-error", "parameters": PLAIN, "repetitions": 0}, "repetitions must be a whole number"),
         ({"task": "separation", "parameters": {"kind": ["self"], "d": [9]}}, "n must be a multiple of d − 2"),
         ({"task": "separation", "parameters": {"kind": ["cross"], "b": [0.2]}}, "b is not used by kind cross"),
@@ -132,7 +132,7 @@ def test_canonical_json_refuses_what_json_cannot_say() -> None:
         ({"task": "separation", "parameters": {"kind": ["self"], "seed": range(MOST_CELLS + 1)}}, "split it"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_before_anything_runs(document: dict[str, Any], sentence: str) -> None:
+def test_invalid_grids_are_rejected(document: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
         parse_grid(document)
 
@@ -141,14 +141,14 @@ def test_what_is_wrong_is_said_before_anything_runs(document: dict[str, Any], se
     ("content", "sentence"),
     [(b"task = ", "is not a TOML file"), (b"task = '\xff'", "is not a TOML file"), (None, "No such file")],
 )
-def test_a_file_that_is_no_grid(tmp_path: Path, content: bytes | None, sentence: str) -> None:
+def test_files_that_are_not_grids_are_rejected(tmp_path: Path, content: bytes | None, sentence: str) -> None:
     if content is not None:
         (tmp_path / "g.toml").write_bytes(content)
     with pytest.raises(InputError, match=sentence):
         read_grid(tmp_path / "g.toml")
 
 
-def test_every_task_lists_what_it_takes() -> None:
+def test_errors_list_the_parameters_of_the_task() -> None:
     assert set(TASKS) >= {"collapse-error", "certificate", "effective-depth", "rank-collapse", "separation"}
     for task in TASKS.values():
         with pytest.raises(InputError, match="unknown parameter 'nonsense'") as raised:

@@ -1,4 +1,4 @@
-"""The store: one row a cell, committed at once, never lost, never twice; what is not a store is left alone."""
+"""The store: one row for each cell, committed at once, never lost or duplicated; other files are not changed."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "deep" / "s.db"
 
 
-def test_a_row_is_there_for_another_reader_at_once(path: Path) -> None:
+def test_other_readers_see_a_row_at_once(path: Path) -> None:
     first, second, *_ = cells(3)
     with Store.open(path, create=True) as store, Store.open(path) as reader:
         grid = store.plan("g", {"n": 3}, cells(3))
@@ -55,7 +55,7 @@ def test_a_row_is_there_for_another_reader_at_once(path: Path) -> None:
     assert [row.error for row in rows] == [None, "it broke", None]
 
 
-def test_a_row_that_is_done_stays_and_a_failed_one_can_be_mended(path: Path) -> None:
+def test_done_rows_are_final_and_failed_rows_can_be_replaced(path: Path) -> None:
     first, second = cells(2)
     with Store.open(path, create=True) as store:
         store.plan("g", {}, [first, second])
@@ -65,7 +65,7 @@ def test_a_row_that_is_done_stays_and_a_failed_one_can_be_mended(path: Path) -> 
         assert store.count() == Count(2, 0, 0)
 
 
-def test_rows_are_durable_by_their_settings(path: Path) -> None:
+def test_durability_settings(path: Path) -> None:
     with Store.open(path, create=True) as store:
         for opened in (store, Store.open(path)):
             with opened:
@@ -73,7 +73,7 @@ def test_rows_are_durable_by_their_settings(path: Path) -> None:
                 assert opened._connection.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
 
 
-def test_the_hash_sees_identities_and_results_but_no_order_and_no_time(tmp_path: Path) -> None:
+def test_the_hash_depends_on_identities_and_results_only(tmp_path: Path) -> None:
     hashes = []
     outcomes = [done(cell, 0.1 * k) for k, cell in enumerate(cells(4))]
     slower = [Outcome(o.identity, o.result, o.error, 9.0) for o in reversed(outcomes)]
@@ -88,7 +88,7 @@ def test_the_hash_sees_identities_and_results_but_no_order_and_no_time(tmp_path:
     assert len(set(hashes)) == 4
 
 
-def test_grids_are_kept_and_share_cells(path: Path) -> None:
+def test_grids_are_stored_and_share_cells(path: Path) -> None:
     every = cells(4)
     with Store.open(path, create=True) as store:
         store.plan("one", {"a": [1]}, every[:3])
@@ -97,12 +97,14 @@ def test_grids_are_kept_and_share_cells(path: Path) -> None:
         store.record(done(every[2]))
         assert store.grids() == [("one", {"a": [1]}, Count(1, 0, 2)), ("two", {"a": [2]}, Count(1, 0, 1))]
         assert store.count() == Count(1, 0, 3)
-        store.plan("one", {"a": [1]}, [*every[:2], Cell("t", 2, {}, 0)])  # a task changed: its cells are others now
+        store.plan(
+            "one", {"a": [1]}, [*every[:2], Cell("t", 2, {}, 0)]
+        )  # the version of a task changed, so its cells are new
         assert store.grids()[0][2] == Count(0, 0, 3)
         assert store.count() == Count(1, 0, 4)
 
 
-def test_what_is_not_a_store_is_said_and_left_alone(tmp_path: Path) -> None:
+def test_other_files_are_rejected_and_not_changed(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("not a database " * 100, encoding="utf-8")
     with sqlite3.connect(tmp_path / "other.db") as other:
         other.execute("CREATE TABLE mine (x)")
@@ -110,9 +112,9 @@ def test_what_is_not_a_store_is_said_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "empty.db").write_bytes(b"")
     for name in ("text.db", "other.db", "empty.db"):
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(InputError, match="is not the store of a sweep"):
+        with pytest.raises(InputError, match="is not a sweep store"):
             Store.open(tmp_path / name)
-        with pytest.raises(InputError, match="is not the store of a sweep"):
+        with pytest.raises(InputError, match="is not a sweep store"):
             Store.open(tmp_path / name, create=True)
         assert (tmp_path / name).read_bytes() == before
     with pytest.raises(InputError, match="there is no store"):
@@ -124,7 +126,7 @@ def test_what_is_not_a_store_is_said_and_left_alone(tmp_path: Path) -> None:
         Store.open(tmp_path / "text.db" / "s.db", create=True)
 
 
-def test_a_store_of_a_later_format_is_not_touched(path: Path) -> None:
+def test_a_store_of_a_newer_format_is_rejected(path: Path) -> None:
     Store.open(path, create=True).__exit__(None, None, None)
     connection = sqlite3.connect(path)
     connection.execute("PRAGMA user_version = 9")
@@ -133,13 +135,13 @@ def test_a_store_of_a_later_format_is_not_touched(path: Path) -> None:
         Store.open(path, create=True)
 
 
-def test_a_full_disk_is_one_sentence_and_the_store_stays_valid(path: Path) -> None:
+def test_a_full_disk_raises_and_the_store_stays_valid(path: Path) -> None:
     every = cells(400)
     with Store.open(path, create=True) as store:
         store.plan("g", {}, every)
         pages = store._connection.execute("PRAGMA page_count").fetchone()[0]
         store._connection.execute(f"PRAGMA max_page_count = {pages + 2}")
-        with pytest.raises(OutputError, match="full; make room and run the same command again") as raised:
+        with pytest.raises(OutputError, match="full; free some disk space and run the same command again") as raised:
             record_all(store, every)
         assert "\n" not in str(raised.value)
         kept = store.count().done
@@ -151,8 +153,8 @@ def test_a_full_disk_is_one_sentence_and_the_store_stays_valid(path: Path) -> No
         assert store._connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_a_log_torn_anywhere_leaves_a_beginning_of_the_rows(path: Path, tmp_path: Path) -> None:
-    """What a power cut can leave: the file as of the last checkpoint, and a log that ends anywhere."""
+def test_a_truncated_log_leaves_a_prefix_of_the_rows(path: Path, tmp_path: Path) -> None:
+    """A power cut can leave the file of the last checkpoint and a log that is truncated anywhere."""
     every = cells(12)
     with Store.open(path, create=True) as store:
         store.plan("g", {}, every)
@@ -167,7 +169,7 @@ def test_a_log_torn_anywhere_leaves_a_beginning_of_the_rows(path: Path, tmp_path
             copy.with_name(copy.name + "-wal").write_bytes(log[:cut])
             with Store.open(copy, create=True) as after:
                 rows = [row.result is not None for row in after.results().values()]
-                assert rows == sorted(rows, reverse=True)  # a beginning, without a hole
+                assert rows == sorted(rows, reverse=True)  # a prefix without gaps
                 seen.add(sum(rows))
                 record_all(after, every)
                 assert after.rows_sha256() == store.rows_sha256()
@@ -195,7 +197,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_the_lock_names_its_holder_and_dies_with_it(path: Path) -> None:
+def test_the_lock_names_its_holder_and_is_released_with_it(path: Path) -> None:
     path.parent.mkdir()
     for ending in ("kill", "communicate"):
         process = hold(path)
@@ -213,20 +215,20 @@ def test_the_lock_names_its_holder_and_dies_with_it(path: Path) -> None:
         assert not lock_path(path).exists()
 
 
-def test_looking_does_not_disturb(path: Path) -> None:
+def test_holder_of_does_not_disturb_a_run(path: Path) -> None:
     assert holder_of(path) is None
     assert not path.parent.exists()
     path.parent.mkdir()
     with run_lock(path):
         for _ in range(50):
             assert holder_of(path) is not None
-    lock_path(path).write_text("half a docu", encoding="utf-8")  # left by a process that was killed
+    lock_path(path).write_text("half a docu", encoding="utf-8")  # as a killed process leaves it
     assert holder_of(path) is None
     with run_lock(path):
         assert json.loads(lock_path(path).read_text(encoding="utf-8"))["pid"] > 0
 
 
-def test_a_place_that_cannot_be_locked_is_said(tmp_path: Path) -> None:
+def test_an_impossible_lock_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(OutputError, match="cannot lock"), run_lock(tmp_path / "file" / "s.db"):
         pass

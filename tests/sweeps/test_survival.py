@@ -1,4 +1,4 @@
-"""Whatever happens to a run: committed rows stay, each cell is there once, and the rows are those of a calm run."""
+"""Crash safety: committed rows are kept, no cell occurs twice, and resumed runs give the rows of an undisturbed run."""
 
 import json
 import os
@@ -49,23 +49,23 @@ def is_alive(pid: int) -> bool:
 
 def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> None:
     grid, store = write_grid(tmp_path, repetitions, tokens=128), tmp_path / "s.db"
-    chance, struck, before = random.Random(seed), 0, {}
+    rng, killed, before = random.Random(seed), 0, {}
     for _ in range(kills):
         process = sweep(grid, "--store", store, "--jobs", 2)
         have = len(before)
         wait_until(lambda p=process, have=have: rows_done(store) > have or p.poll() is not None)
         try:
-            process.wait(chance.uniform(0, 0.3))
+            process.wait(rng.uniform(0, 0.3))
         except subprocess.TimeoutExpired:
             workers = children_of(process.pid)
             process.kill()
-            struck += 1
+            killed += 1
             wait_until(lambda w=workers: not any(map(is_alive, w)), 10)
         process.communicate()
         after = committed(store)
-        assert before.items() <= after.items()  # nothing that was committed is lost or changed
+        assert before.items() <= after.items()  # no committed row is lost or changed
         before = after
-    assert struck >= kills // 2
+    assert killed >= kills // 2
     code, _, err = finish(grid, "--store", store, "--jobs", 2)
     assert code == 0, err
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
@@ -84,12 +84,12 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=20, repetitions=150, seed=2)
 
 
-def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
-    """A second run is refused by name, status reads on, and Ctrl-C, which reaches the whole group, ends it cleanly."""
+def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
+    """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
     grid, store, total = write_grid(tmp_path, 50), tmp_path / "s.db", 300
     process = sweep(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
-    os.kill(process.pid, signal.SIGSTOP)  # it holds the store for as long as this takes
+    os.kill(process.pid, signal.SIGSTOP)  # the stopped process keeps the lock
     code, out, err = finish(grid, "--store", store)
     assert (code, out) == (2, "")
     assert f"in use by process {process.pid} on" in err
@@ -102,8 +102,8 @@ def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
     assert process.returncode == 1
     kept = rows_done(store)
     assert 5 < kept < total
-    told = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
-    assert err == told + "run the same command again to resume\n"
+    expected = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
+    assert err == expected + "run the same command again to resume\n"
     code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)
     assert code == 0
     assert f"{total - kept} cells computed" in err
@@ -114,7 +114,7 @@ def test_interrupted_twice_held_once_and_resumed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.toml", "s.db", "undisturbed.db"]
 
 
-def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_with_one_error_and_keeps_rows(tmp_path: Path) -> None:
     grid, store = write_grid(tmp_path, 30, tokens=4), tmp_path / "s.db"
     limit = 2**18
 
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_a_run_in_one_sentence_and_loses_nothing(tmp_path: Path
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.count("\n") == 1
-    assert "make room and run the same command again" in err
+    assert "free some disk space and run the same command again" in err
     kept = rows_done(store)
     assert 0 < kept < 180
     code, _, err = finish(grid, "--store", store, "--jobs", 1)

@@ -1,4 +1,4 @@
-"""What the tasks compute: the numbers of the rooms they stand on, from the cell alone."""
+"""The results of the tasks are those of the underlying functions, and depend on the cell only."""
 
 import math
 from typing import Any
@@ -49,15 +49,15 @@ EXAMPLES = {
 
 
 @pytest.mark.parametrize("task", sorted(TASKS))
-def test_a_cell_computed_twice_is_the_same_and_another_repetition_is_not(task: str) -> None:
+def test_results_are_reproducible_and_differ_between_repetitions(task: str) -> None:
     cell = cell_of(task, 4, **EXAMPLES[task])
     result = run(cell)
     assert run(cell) == result
     assert run(cell_of(task, 6, **EXAMPLES[task])) != result
-    assert not set(result) & set(TASKS[task].parameters)  # one header for both in the exported table
+    assert not set(result) & set(TASKS[task].parameters)  # both become columns of one table
 
 
-def test_collapse_error_is_the_difference_on_its_own_input() -> None:
+def test_collapse_error_is_the_difference_of_the_outputs() -> None:
     cell = cell_of("collapse-error", method="parallel", tokens=8, radius=0.5, **NETWORK)
     network = drawn(cell)
     x = uniform_inputs(1, 8, 4, radius=0.5, seed=cell.seed("inputs"))[0]
@@ -66,13 +66,13 @@ def test_collapse_error_is_the_difference_on_its_own_input() -> None:
     assert run(cell)["error"] == expected > 0
 
 
-def test_weights_and_inputs_are_not_the_same_draw() -> None:
+def test_weights_and_inputs_use_different_random_numbers() -> None:
     cell = cell_of("collapse-error", method="identity", tokens=4, **NETWORK)
     x = uniform_inputs(1, 4, 4, seed=cell.seed("inputs"))[0]
     assert not torch.allclose(drawn(cell)[0].query[0] / 0.05, x)
 
 
-def test_certificate_is_the_sandwich() -> None:
+def test_certificate_is_the_lower_and_upper_bound() -> None:
     cell = cell_of("certificate", method="mean-field", tokens=6, **NETWORK)
     network = drawn(cell)
     found = certify(network, collapse(network, "mean-field"), radius=1.0, tokens=6, seed=cell.seed("attack"))
@@ -91,7 +91,7 @@ def test_effective_depth_is_certified_and_measured() -> None:
     assert result["measured"] <= result["certified"]
 
 
-def test_fast_attention_is_what_the_plans_of_all_layers_say() -> None:
+def test_fast_attention_summarises_the_plans_of_all_layers() -> None:
     small = run(cell_of("fast-attention", tolerance=1e-3, tokens=16, length=8192, **NETWORK))
     large = run(cell_of("fast-attention", tolerance=1e-3, tokens=16, length=8192, **{**NETWORK, "eta": 2.0}))
     assert small["polynomial"] == 1
@@ -102,7 +102,7 @@ def test_fast_attention_is_what_the_plans_of_all_layers_say() -> None:
     assert large["degree"] is None or large["degree"] > 4
 
 
-def test_the_plans_prove_the_scores_they_are_made_of() -> None:
+def test_the_plans_bound_the_measured_scores() -> None:
     network = random_network(3, 2, 4, 0.3, seed=1)
     x = uniform_inputs(1, 16, 4, seed=2)[0]
     seen = measure(network, x)
@@ -112,7 +112,7 @@ def test_the_plans_prove_the_scores_they_are_made_of() -> None:
     assert all(plan.bound_after >= score / 2 for plan, score in zip(heads, ranges, strict=True))
 
 
-def test_separation_counts_what_the_room_counts() -> None:
+def test_separation_is_the_estimate_and_the_exact_value() -> None:
     result = run(cell_of("separation", 99, kind="cross", d=5, seed=3))
     setting = CrossAttention(200, 5, 10, 0.01, 3.0)
     found = estimate(setting, 100, 3)
@@ -127,14 +127,14 @@ def test_separation_counts_what_the_room_counts() -> None:
 
 @pytest.mark.parametrize("eta", [0.003, 0.1, 1.0, 3.0])
 @pytest.mark.parametrize("skip", [True, False])
-def test_the_split_states_are_the_states(eta: float, skip: bool) -> None:
+def test_split_states_equal_the_states(eta: float, skip: bool) -> None:
     network = random_network(4, 2, 6, eta, skip=skip, seed=5)
     x = uniform_inputs(1, 9, 6, seed=6)[0]
     profile = measure(network, x)
     for ell, (split, state) in enumerate(zip(split_states(network, x), [x, *_after(network, x)], strict=True)):
         torch.testing.assert_close(split.joined(), state, rtol=1e-11, atol=1e-13 * float(max_norm(state)))
         seen = float(profile.residuals[ell]["midrange"]["max"].value[0])
-        if seen > 1e-8 * float(max_norm(state)):  # below, the states themselves have too few digits left
+        if seen > 1e-8 * float(max_norm(state)):  # below this the states have too few digits for a comparison
             assert math.exp(split.log_residual("max", "midrange")) == pytest.approx(seen, rel=1e-6)
             seen = float(profile.residuals[ell]["mean"]["composite"].value[0])
             assert math.exp(split.log_residual("composite", "mean")) == pytest.approx(seen, rel=1e-6)
@@ -144,8 +144,8 @@ def _after(network: Any, x: torch.Tensor) -> list[torch.Tensor]:
     return [trace.after[0].detach() for trace in network.trace(x[None])]
 
 
-def test_residuals_far_below_rounding_keep_their_digits() -> None:
-    """Far below one the step is linear in the scores: R' = U(βRWRᵀ − its row means)RV, exactly cubic in R."""
+def test_residuals_below_rounding_keep_their_accuracy() -> None:
+    """For tiny residuals the step is linear in the scores: R' = U(βRWRᵀ − row means)RV, which is cubic in R."""
     network = random_network(1, 2, 5, 0.3, skip=False, seed=1)
     shape = residual(uniform_inputs(1, 7, 5, seed=2)[0])
     common = torch.zeros(5, dtype=torch.float64)
@@ -170,7 +170,7 @@ def test_the_iterated_contraction_bound_is_never_exceeded(eta: float, skip: bool
 
 
 def test_the_contraction_bound_is_attained_by_two_opposite_tokens() -> None:
-    """n = 2, X = ±1ᵀ and constant weights attain one step of it, for every width."""
+    """n = 2, X = ±1ᵀ and constant weights attain one step of the bound, for every width."""
     for d in (1, 3, 8):
         network = random_network(1, 1, d, 0.3, skip=False, distribution="aligned")
         x = torch.ones(2, d, dtype=torch.float64) * torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
@@ -178,19 +178,19 @@ def test_the_contraction_bound_is_attained_by_two_opposite_tokens() -> None:
         assert seen == pytest.approx(log_contraction_bounds(network, 0.0)[1], abs=1e-9)
 
 
-def test_equal_tokens_have_no_residual_and_no_logarithm() -> None:
+def test_equal_tokens_have_residual_zero() -> None:
     state = SplitState.of(torch.ones(3, 2, dtype=torch.float64))
     assert state.log_size == -math.inf
     assert torch.equal(state.joined(), torch.ones(3, 2, dtype=torch.float64))
     result = run(cell_of("rank-collapse", tokens=1, **NETWORK))
     assert result["log10_ratio"] == [None] * 4
-    assert result["one_layer"][1] < 1e-12  # one token: attention is an average of one
+    assert result["one_layer"][1] < 1e-12  # with one token, attention is the identity on values
 
 
 def test_rank_falls_doubly_exponentially_without_skips_and_not_with_them() -> None:
     alone = run(cell_of("rank-collapse", tokens=16, skip=False, eta=0.01, layers=7, heads=1, dim=8))
     *_, before, last = alone["log10_ratio"]
-    assert last / before == pytest.approx(3, abs=0.05)  # every layer triples the digits that agree
+    assert last / before == pytest.approx(3, abs=0.05)  # every layer triples the number of digits that agree
     assert last < -1000
     with_skips = run(cell_of("rank-collapse", tokens=16, eta=0.01, layers=5, heads=1, dim=8))
     assert min(with_skips["log10_ratio"]) > -0.1

@@ -1,4 +1,4 @@
-"""A figure from its id to its files: rows that can be computed again alone, settings that say everything."""
+"""`reproduce`: from the id of a figure to its files; rows can be recomputed alone, settings are complete."""
 
 import csv
 import json
@@ -9,18 +9,23 @@ import pytest
 
 from depthgauge.errors import DepthgaugeError, InputError, OutputError
 from depthgauge.separation.montecarlo import estimate
+from depthgauge.separation.panels import SHEETS
 from depthgauge.separation.settings import Regression, build_setting
 from depthgauge.sweeps import tasks
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
-from depthgauge.sweeps.run import InterruptedRunError, status
-from depthgauge.workflows.reproduce import draw as study
+from depthgauge.sweeps.read import read_status
+from depthgauge.sweeps.run import InterruptedRunError
+from depthgauge.workflows.reproduce import draw
+from depthgauge.workflows.reproduce.catalog import FIGURES
 from depthgauge.workflows.reproduce.draw import find_study
-from depthgauge.workflows.reproduce.separation_figures import CONDITIONS, separate
+from depthgauge.workflows.reproduce.separation_figures import CONDITIONS
+from depthgauge.workflows.reproduce.study import Study
+from depthgauge.workflows.separate import separate
 
 HERE = Local(1)
-reproduce = partial(study.reproduce, engine=HERE)
-reproduce_all = partial(study.reproduce_all, engine=HERE)
+reproduce = partial(draw.reproduce, engine=HERE)
+reproduce_all = partial(draw.reproduce_all, engine=HERE)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -28,7 +33,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def test_five_files_lie_side_by_side_with_the_store(tmp_path: Path) -> None:
+def test_five_files_beside_the_store(tmp_path: Path) -> None:
     done = reproduce("B7b", tmp_path / "deep" / "er", models=20)
     assert done.figure == "B7b"
     assert done.points == 10
@@ -38,7 +43,7 @@ def test_five_files_lie_side_by_side_with_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figure", ["B4", "B7b", "A1", "A2", "A3", "A4"])
-def test_captions_tell_what_was_drawn_and_how_often(figure: str) -> None:
+def test_captions_state_repetitions_and_seed(figure: str) -> None:
     caption = find_study(figure, 17, 5).caption()
     assert caption.startswith(f"{figure}. ")
     assert "17 repetitions" in caption
@@ -48,14 +53,14 @@ def test_captions_tell_what_was_drawn_and_how_often(figure: str) -> None:
 
 
 @pytest.mark.parametrize("figure", ["B4b", "B5d", "B7b"])
-def test_a_point_computed_alone_is_its_row(figure: str, tmp_path: Path) -> None:
+def test_a_point_computed_alone_equals_its_row(figure: str, tmp_path: Path) -> None:
     reproduce(figure, tmp_path, models=30, seed=11)
     rows = read(tmp_path / f"{figure}.csv")
     for row in rows[:: max(1, len(rows) // 6)]:
         given = {name: float(row[name]) for name in ("a0", "a1", "b", "c") if row[name]}
         sizes = {name: int(row[name]) for name in ("n", "d", "m")}
         setting = build_setting(row["kind"], x=row["x"], attention=row["attention"], **given, **sizes)
-        alone = separate(setting, int(row["models"]), int(row["seed"])).document()
+        alone = separate(setting, int(row["models"]), int(row["seed"])).to_json()
         assert float(row["exact"]) == alone["exact"]
         assert float(row["ratio"]) == alone["ratio"] == int(row["successes"]) / 30
         assert [float(row["low"]), float(row["high"])] == alone["interval"]
@@ -72,10 +77,10 @@ def test_regression_rows_have_no_exact_value(tmp_path: Path) -> None:
     assert {row["d"] for row in rows} == {""}
     fourth = estimate(Regression(1000, 4), 5)
     assert float(rows[3]["ratio"]) == fourth.ratio
-    assert separate(Regression(50, 4), 5).document()["exact"] is None
+    assert separate(Regression(50, 4), 5).to_json()["exact"] is None
 
 
-def test_the_settings_say_everything(tmp_path: Path) -> None:
+def test_the_settings_are_complete(tmp_path: Path) -> None:
     reproduce("B7", tmp_path, models=3, seed=4)
     about = json.loads((tmp_path / "B7.json").read_text(encoding="utf-8"))
     assert about["schema"] == "depthgauge.figure/1"
@@ -97,7 +102,7 @@ def test_the_settings_say_everything(tmp_path: Path) -> None:
     assert [row["panel"] for row in rows] == [p["id"] for p in about["panels"] for _ in p["values"]]
 
 
-def test_the_papers_number_of_models_is_the_default(tmp_path: Path) -> None:
+def test_the_default_number_of_models_is_that_of_the_paper(tmp_path: Path) -> None:
     reproduce("B4b", tmp_path)
     assert {row["models"] for row in read(tmp_path / "B4b.csv")} == {"100"}
 
@@ -106,7 +111,7 @@ def test_the_degree_sheet_has_a_curve_for_every_n(tmp_path: Path) -> None:
     reproduce("B-degree-c", tmp_path, models=3)
     rows = read(tmp_path / "B-degree-c.csv")
     assert {int(row["n"]) for row in rows} == {200, 2_000, 20_000, 200_000}
-    needed = {}  # the least degree with an even chance grows with n
+    needed = {}  # the least degree with probability above one half grows with n
     for row in rows:
         if float(row["exact"]) > 0.5:
             needed.setdefault(int(row["n"]), int(row["value"]))
@@ -127,14 +132,16 @@ def test_a_wrong_id_stops_before_any_work(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_no_id_means_every_sheet_and_twice_is_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_id_means_all_default_figures_and_duplicates_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[str] = []
 
-    def note(figure: str, *_: object, **__: object) -> study.Reproduction:
+    def note(figure: str, *_: object, **__: object) -> draw.Reproduction:
         asked.append(figure)
-        return study.Reproduction(figure, 0, ())
+        return draw.Reproduction(figure, 0, ())
 
-    monkeypatch.setattr(study, "reproduce", note)
+    monkeypatch.setattr(draw, "reproduce", note)
     reproduce_all([], tmp_path)
     assert asked == ["A1", "A2", "A3", "A4", "A5", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()
@@ -147,7 +154,7 @@ def test_models_must_be_a_count(tmp_path: Path) -> None:
         reproduce("B7b", tmp_path, models=0)
 
 
-def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     with pytest.raises(OutputError, match="cannot lock"):
         reproduce("B7b", tmp_path / "file" / "out", models=2)
@@ -157,12 +164,12 @@ def test_a_directory_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 
 def test_progress_counts_every_point(tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
-    reproduce("B7b", tmp_path, models=2, step=lambda done, total, label: seen.append((done, total, label)))
+    reproduce("B7b", tmp_path, models=2, progress=lambda done, total, label: seen.append((done, total, label)))
     assert [done for done, _, _ in seen] == list(range(11))
     assert all(total == 10 and label.startswith("B7b") for _, total, label in seen)
 
 
-def test_the_summary_shows_exact_beside_drawn() -> None:
+def test_the_summary_shows_exact_and_sampled() -> None:
     found = separate(build_setting("cross"), 50)
     text = found.summary()
     assert found.exact is not None
@@ -172,40 +179,55 @@ def test_the_summary_shows_exact_beside_drawn() -> None:
     assert "–" in separate(Regression(50, 4), 5).summary()
 
 
-# --- the store underneath --------------------------------------------------------------------------------------------
+def test_the_catalog_lists_the_sheets_and_panels_of_paper_b() -> None:
+    sheets = {name: figure for name, figure in FIGURES.items() if name.startswith("B")}
+    assert list(sheets) == list(SHEETS)
+    for name, figure in sheets.items():
+        assert figure.panels == tuple(panel.id for panel in SHEETS[name].panels)
 
 
-def test_an_interrupted_figure_is_resumed_and_its_points_are_not_computed_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("figure", [name for name, figure in FIGURES.items() if figure.by_default])
+def test_every_figure_of_the_catalog_has_a_study(figure: str) -> None:
+    assert isinstance(find_study(figure), Study)
+    assert FIGURES[figure].shows.endswith(".")
+
+
+# --- the store --------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_figure_is_resumed(tmp_path: Path) -> None:
     def stop(done: int, total: int, label: str) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(InterruptedRunError, match="4 of 10 cells are done and kept"):
-        reproduce("B7b", tmp_path / "a", models=7, step=stop)
+        reproduce("B7b", tmp_path / "a", models=7, progress=stop)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["figures.db"]
     totals: list[int] = []
-    reproduce("B7b", tmp_path / "a", models=7, step=lambda done, total, label: totals.append(total))
+    reproduce("B7b", tmp_path / "a", models=7, progress=lambda done, total, label: totals.append(total))
     assert totals[0] == 6
     totals.clear()
-    reproduce("B7b", tmp_path / "a", models=7, step=lambda done, total, label: totals.append(total))
+    reproduce("B7b", tmp_path / "a", models=7, progress=lambda done, total, label: totals.append(total))
     assert totals == [0]
     reproduce("B7b", tmp_path / "b", models=7)
     for path in (tmp_path / "b").glob("B7b.*"):
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
 
 
-def test_a_sheet_and_its_panels_share_their_cells(tmp_path: Path) -> None:
+def test_a_sheet_and_its_panels_share_cells(tmp_path: Path) -> None:
     store = tmp_path / "mine.db"
     reproduce("B7", tmp_path / "sheet", models=3, store=store)
-    done = status(store)["done"]
+    done = read_status(store).count.done
     totals: list[int] = []
-    reproduce("B7d", tmp_path / "panel", models=3, store=store, step=lambda done, total, label: totals.append(total))
+    reproduce(
+        "B7d", tmp_path / "panel", models=3, store=store, progress=lambda done, total, label: totals.append(total)
+    )
     assert totals == [0]
-    assert status(store)["done"] == done
+    assert read_status(store).count.done == done
     assert not (tmp_path / "sheet" / "figures.db").exists()
 
 
-def test_a_point_that_fails_is_said_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_point_raises_and_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tasks.TASKS["separation"]
 
     def fails(cell: Cell) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""`depthgauge random`: write a network file."""
+"""`depthgauge random`: write a network file with random weights."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,26 +17,26 @@ _EXAMPLES = """
 
 
 def command(
-    out: Annotated[Path, typer.Option(help="The file to write (safetensors).")],
+    out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
     layers: Annotated[int, typer.Option(help="Number of layers L.")] = 12,
-    heads: Annotated[int, typer.Option(help="Heads per layer H.")] = 4,
+    heads: Annotated[int, typer.Option(help="Number of heads H per layer.")] = 4,
     dim: Annotated[int, typer.Option(help="Width d of a token.")] = 64,
-    eta: Annotated[float, typer.Option(help="Bound on every |weight|: small η collapses, large η does not.")] = 0.01,
+    eta: Annotated[float, typer.Option(help="Bound η on every |weight|; networks with small η collapse.")] = 0.01,
     key_dim: Annotated[int | None, typer.Option(help="Width k of queries and keys  [default: dim].")] = None,
     distribution: Annotated[
-        str, typer.Option(help="uniform, sign (±η), normal (clipped at η) or aligned (every entry +η).")
+        str, typer.Option(help="uniform, sign (±η), normal (clipped at η), or aligned (every entry +η).")
     ] = "uniform",
-    skip: Annotated[bool, typer.Option("--skip/--no-skip", help="Skip connections.")] = True,
+    skip: Annotated[bool, typer.Option("--skip/--no-skip", help="Add skip connections around attention.")] = True,
     causal: Annotated[
-        bool, typer.Option("--causal/--no-causal", help="Tokens see only themselves and earlier ones.")
+        bool, typer.Option("--causal/--no-causal", help="Let each token attend only to itself and to earlier tokens.")
     ] = False,
-    mlp: Annotated[int | None, typer.Option(help="Hidden width of an MLP per layer  [default: no MLP].")] = None,
-    activation: Annotated[str, typer.Option(help="The MLP's activation: relu or gelu.")] = "relu",
+    mlp: Annotated[int | None, typer.Option(help="Hidden width of the MLP in each layer  [default: no MLP].")] = None,
+    activation: Annotated[str, typer.Option(help="Activation of the MLP: relu or gelu.")] = "relu",
     norm: Annotated[str, typer.Option(help="LayerNorm: none, pre or post.")] = "none",
-    seed: Annotated[int, typer.Option(help="The same seed gives the same file.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Describe what was written as JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same file.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a description of the network as JSON.")] = False,
 ) -> None:
-    """Write a network with random weights, every one of them at most η in size."""
+    """Write a network file with random weights of size at most η."""
     from depthgauge.network.files import save_network
     from depthgauge.network.random_networks import random_network
 

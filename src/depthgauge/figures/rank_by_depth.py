@@ -1,4 +1,4 @@
-"""D2: the relative residual by depth of Dong et al. (2021), for a model as initialised and as trained."""
+"""Figure D2: the relative residual by layer as in Dong et al. (2021), for initial and for trained weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from depthgauge.figures.style import BLUE, FAINT, GREEN, INK, MARKERS, VERMILION, house_style
+from depthgauge.figures.style import BLUE, FAINT, GREEN, INK, MARKERS, VERMILION, figure_style
 
 _COLOURS = (VERMILION, INK, GREEN, BLUE)
 
 
 @dataclass(frozen=True)
 class DepthCurve:
-    """One variant: the ratio by layer, its geometric mean over samples and the factor it spreads by."""
+    """One variant: the ratio by layer, as geometric mean and geometric standard deviation over samples."""
 
     label: str
     mean: Sequence[float]
@@ -24,15 +24,15 @@ class DepthCurve:
 
 @dataclass(frozen=True)
 class DepthPanel:
-    """One model: its title, and a curve for each variant."""
+    """One model: a title and one curve for each variant."""
 
     title: str
     curves: Sequence[DepthCurve]
 
 
 def draw_depths(panels: Sequence[DepthPanel], floor: float) -> Figure:
-    """A panel for each model on one logarithmic scale, initialised above and trained below; `floor` is rounding's."""
-    with house_style():
+    """Draw one panel for each model on a common logarithmic axis; values below `floor` are rounding errors."""
+    with figure_style():
         figure = Figure(figsize=(3.6, 4.6), layout=ConstrainedLayoutEngine(h_pad=0.05, hspace=0.05))
         grid = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, panel in zip(grid, panels, strict=True):
@@ -50,7 +50,7 @@ def _draw(axes: Axes, panel: DepthPanel, floor: float) -> None:
         layers = range(len(curve.mean))
         low = [m / f for m, f in zip(curve.mean, curve.factor, strict=True)]
         high = [m * f for m, f in zip(curve.mean, curve.factor, strict=True)]
-        wide = order % 2 == 0  # the next curve may lie on top of this one
+        wide = order % 2 == 0  # drawn wider, since the next curve may cover it
         axes.fill_between(layers, low, high, color=_COLOURS[order], alpha=0.18, linewidth=0)
         axes.plot(
             layers, curve.mean, color=_COLOURS[order], marker=MARKERS[order], markersize=6.0 if wide else 3.0,
@@ -63,4 +63,4 @@ def _draw(axes: Axes, panel: DepthPanel, floor: float) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("relative residual")
     axes.set_title(panel.title, color=INK)
-    axes.text(0.1, floor / 3, "rounding", fontsize=7, color=FAINT, va="center")
+    axes.text(0.1, floor / 3, "rounding error", fontsize=7, color=FAINT, va="center")

@@ -1,4 +1,4 @@
-"""The look all figures share, and how they reach the disk."""
+"""The style of all figures, and how they are saved."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from depthgauge._io import write_atomically
 
 BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-"""From the palette of Okabe and Ito, told apart with every common kind of colour vision."""
+"""Colours of the Okabe–Ito palette, distinguishable with all common kinds of colour vision."""
 INK, FAINT = "#262626", "#6B6B6B"
 ORDERED = ("#0B2F52", "#2A8FB0", "#E69F00", "#A63A0B")
-"""For curves with an order, dark to warm: they differ in lightness too."""
+"""Colours for curves with an order; they also differ in lightness."""
 MARKERS = ("o", "s", "^", "D")
 FIVE = ("#6B6B6B", "#CC79A7", "#E69F00", "#0072B2", "#009E73")
-"""Five kinds without an order, from the same palette."""
+"""Five colours for categories without an order, from the Okabe–Ito palette."""
 
-_SETTINGS: Any = {  # Any: matplotlib types the keys as a closed list that grows with its versions
+_SETTINGS: Any = {  # Any: matplotlib types the keys as a Literal that differs between versions
     "font.family": "DejaVu Sans",
     "font.size": 8,
     "mathtext.fontset": "dejavusans",
@@ -47,20 +47,20 @@ _SETTINGS: Any = {  # Any: matplotlib types the keys as a closed list that grows
 
 
 @contextmanager
-def house_style() -> Iterator[None]:
-    """Draw in the house style; matplotlib's own settings are put back afterwards."""
+def figure_style() -> Iterator[None]:
+    """Draw with the style of this project; matplotlib's own settings are restored afterwards."""
     with matplotlib.rc_context(_SETTINGS):
         yield
 
 
 def save(figure: Figure, stem: Path) -> list[Path]:
-    """Write `stem`.png and `stem`.svg, each whole or not at all; the same figure gives the same bytes."""
+    """Write `stem`.png and `stem`.svg atomically; the same figure gives the same bytes."""
     written = []
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None, "Creator": None})):
         target = stem.with_name(stem.name + suffix)
 
         def write(temporary: Path, kind: str = suffix[1:], about: dict[str, Any] = metadata) -> None:
-            with house_style(), open(temporary, "wb") as handle:
+            with figure_style(), open(temporary, "wb") as handle:
                 figure.savefig(handle, format=kind, metadata=about, facecolor="white")
 
         write_atomically(target, write)

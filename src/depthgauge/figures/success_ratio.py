@@ -1,4 +1,4 @@
-"""Figures 3, 4, 5 and 7 of the softmax-against-linear paper, and the figure of degrees: ratio of success in sweeps."""
+"""Figures 3, 4, 5 and 7 of paper B and the figure B-degree: success rates in parameter sweeps."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
 
-from depthgauge.figures.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, house_style
+from depthgauge.figures.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
 
 _JOINED = (0, (2, 1.5))
 _SPARSE = 20
-"""Up to this many points on a curve there is room for larger ones."""
+"""Curves with at most this many points get larger markers."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One curve: the exact probability, None where there is none, and the counted ratio with its interval."""
+    """One curve: the exact probability (None if there is no closed form), and the sampled rate with its interval."""
 
     label: str
     x: Sequence[float]
@@ -30,7 +30,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class PanelDrawing:
-    """One set of axes: what to write above it, below it, and its curves."""
+    """One panel: its texts and its curves. `whole` marks a swept parameter that takes integer values."""
 
     title: str
     fixed: str
@@ -40,19 +40,19 @@ class PanelDrawing:
 
 
 def draw_panel(panel: PanelDrawing, models: str) -> Figure:
-    """One panel at the width of a column."""
+    """Draw one panel at the width of a column."""
     return _draw("", [panel], 1, models, width=3.6, height=2.9)
 
 
 def draw_sheet(title: str, panels: Sequence[PanelDrawing], columns: int, models: str) -> Figure:
-    """All panels of a figure, laid out as the paper does."""
+    """Draw all panels of a figure in the layout of the paper."""
     rows = -(-len(panels) // columns)
     return _draw(title, panels, columns, models, width=7.3, height=(2.15 if columns > 2 else 2.6) * rows + 0.5)
 
 
 def _draw(title: str, panels: Sequence[PanelDrawing], columns: int, models: str, width: float, height: float) -> Figure:
     rows = -(-len(panels) // columns)
-    with house_style():
+    with figure_style():
         layout = ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, wspace=0.03, hspace=0.05)
         figure = Figure(figsize=(width, height), layout=layout)
         grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
@@ -95,7 +95,7 @@ def _draw_axes(axes: Axes, panel: PanelDrawing, left: bool) -> None:
     axes.margins(x=0.03)
     axes.set_xlabel(panel.xlabel)
     if left:
-        axes.set_ylabel("ratio of success")
+        axes.set_ylabel("success rate")
     axes.set_title(panel.title, pad=15, color=INK)
     fixed = axes.text(0, 1.035, panel.fixed, transform=axes.transAxes, fontsize=5.8, color=FAINT, va="bottom")
     fixed.set_in_layout(False)
@@ -129,10 +129,10 @@ def _legend(figure: Figure, panels: Sequence[PanelDrawing], models: str) -> None
             marker="o",
             linestyle="none",
             markersize=3.2,
-            label=f"{models} models drawn, 95 % interval",
+            label=f"rate over {models} networks, 95 % interval",
         )
     )
     if several and any(curve.exact is None for panel in panels for curve in panel.curves):
-        joined = "drawn points joined, no exact probability"
+        joined = "joins sampled rates (no closed form)"
         handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=_JOINED, label=joined))
     figure.legend(handles=handles, loc="outside lower left", ncols=3, handletextpad=0.6, columnspacing=1.6)

@@ -1,4 +1,4 @@
-"""A2: the error of every one-layer network against the size of the weights."""
+"""Figure A2: the error of every one-layer surrogate against the size of the weights."""
 
 import math
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from depthgauge.figures.style import FAINT, FIVE, INK, house_style
+from depthgauge.figures.style import FAINT, FIVE, INK, figure_style
 
 _DASHED, _DOTTED = (0, (4, 1.8)), (0, (1, 1.4))
 
 
 @dataclass(frozen=True)
 class Band:
-    """A method's sandwich at every η, and the slope of its lower edge."""
+    """Lower and upper bound on the error of a method at every η, and the slope of the lower bound."""
 
     label: str
     lower: Sequence[float]
@@ -27,7 +27,7 @@ class Band:
 
 @dataclass(frozen=True)
 class PrintedCurve:
-    """A printed bound on one method at every η, and whether its own conditions hold there."""
+    """The bound printed in paper A for one method at every η, and whether its conditions hold there."""
 
     method: str
     values: Sequence[float]
@@ -35,8 +35,8 @@ class PrintedCurve:
 
 
 def draw_orders(etas: Sequence[float], bands: Sequence[Band], printed: PrintedCurve) -> Figure:
-    """Sandwich bands in logarithms, named where they begin; below, one of them over its printed bound."""
-    with house_style():
+    """Draw the bands on logarithmic axes with labels at their left ends; below, one band over its printed bound."""
+    with figure_style():
         figure = Figure(figsize=(5.0, 4.8), layout="constrained")
         main, strip = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 1))
         main.set_xscale("log")
@@ -47,11 +47,11 @@ def draw_orders(etas: Sequence[float], bands: Sequence[Band], printed: PrintedCu
             main.plot(etas, band.lower, color=colour, linewidth=1.5, marker="o", markersize=3)
         _draw_printed(main, etas, printed)
         _name_bands(main, etas, bands)
-        main.set_ylabel("worst error in an output entry, $|X| \\leq 1$")
+        main.set_ylabel("worst error of an output entry, $|X| \\leq 1$")
         main.yaxis.set_major_locator(LogLocator(base=100, numticks=20))
         main.yaxis.set_minor_locator(NullLocator())
         _draw_strip(strip, etas, bands, printed)
-        strip.set_xlim(etas[0] / _ROOM, etas[-1] * 1.2)
+        strip.set_xlim(etas[0] / _LABEL_SPACE, etas[-1] * 1.2)
         strip.set_xticks([eta for eta in etas if math.log10(eta) == round(math.log10(eta))])
         strip.xaxis.set_minor_locator(NullLocator())
         strip.set_xlabel("largest |weight| $\\eta$")
@@ -59,8 +59,8 @@ def draw_orders(etas: Sequence[float], bands: Sequence[Band], printed: PrintedCu
     return figure
 
 
-_ROOM = 30.0
-"""The axis begins this much below the first weight, which leaves room for the names."""
+_LABEL_SPACE = 30.0
+"""The η axis starts at the first η divided by this, which leaves space for the labels."""
 
 
 def _draw_printed(axes: Axes, etas: Sequence[float], printed: PrintedCurve) -> None:
@@ -71,7 +71,7 @@ def _draw_printed(axes: Axes, etas: Sequence[float], printed: PrintedCurve) -> N
 
 
 def _draw_strip(axes: Axes, etas: Sequence[float], bands: Sequence[Band], printed: PrintedCurve) -> None:
-    """The sandwich over the printed bound, where the bound's conditions hold."""
+    """Draw the two edges of a band divided by the printed bound, where the conditions of the bound hold."""
     (index,) = (k for k, band in enumerate(bands) if band.label == printed.method)
     holds = [k for k, applies in enumerate(printed.applies) if applies]
     x = [etas[k] for k in holds]
@@ -80,9 +80,9 @@ def _draw_strip(axes: Axes, etas: Sequence[float], bands: Sequence[Band], printe
     axes.plot(x, low, color=FIVE[index], linewidth=1.5, marker="o", markersize=3)
     axes.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=_DASHED, linewidth=1.2)
     axes.set_ylim(0.6, 1.5)
-    axes.set_ylabel("error/printed", fontsize=7)
+    axes.set_ylabel("error / bound", fontsize=7)
     axes.annotate(
-        f"{printed.method}:\nabove 1 the\nprinted bound\nis false",
+        f"{printed.method}:\nabove 1, the\nprinted bound\nis violated",
         (0.02, 0.5),
         xycoords="axes fraction",
         fontsize=7,
@@ -92,7 +92,7 @@ def _draw_strip(axes: Axes, etas: Sequence[float], bands: Sequence[Band], printe
 
 
 def _name_bands(axes: Axes, etas: Sequence[float], bands: Sequence[Band]) -> None:
-    """Name and slope at the left end of each band; names that would collide are moved apart."""
+    """Write the name and slope at the left end of each band; labels that would overlap are moved apart."""
     places: list[float] = []
     for band in bands:
         place = math.log10(band.lower[0])
@@ -115,8 +115,8 @@ def _name_bands(axes: Axes, etas: Sequence[float], bands: Sequence[Band]) -> Non
 
 def _legend(figure: Figure) -> None:
     handles = [
-        Patch(facecolor=FAINT, alpha=0.35, label="attacked … certified"),
+        Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate"),
         Line2D([], [], color=INK, linestyle=_DASHED, linewidth=1.2, label="Theorem D.1 as printed"),
-        Line2D([], [], color=INK, linestyle=_DOTTED, linewidth=1.2, label="beyond its conditions"),
+        Line2D([], [], color=INK, linestyle=_DOTTED, linewidth=1.2, label="outside its conditions"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.5, columnspacing=1.2)

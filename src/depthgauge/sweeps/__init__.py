@@ -1,1 +1,1 @@
-"""From a grid to rows: cells with an identity, a store that survives, engines that compute."""
+"""Parameter sweeps: grids of cells, the crash-safe store of their rows, and the engines that compute them."""

@@ -1,4 +1,4 @@
-"""The unit of a sweep: one computation, known by what it is."""
+"""Cells: the unit of work of a sweep, identified by a hash of its definition."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def canonical_json(document: Any) -> str:
-    """The one way to write a document: keys sorted, no spaces, every float so that reading it gives the same float.
+    """Serialise a document in exactly one way: sorted keys, no spaces, floats that round-trip.
 
     >>> canonical_json({"b": 0.1, "a": [1, None]})
     '{"a":[1,null],"b":0.1}'
@@ -18,16 +18,16 @@ def canonical_json(document: Any) -> str:
 
 
 def derived_seed(*parts: str | int) -> int:
-    """A seed from 0 to 2⁶³ − 1 that follows from the parts: the head of their SHA-256."""
+    """Return a seed in [0, 2⁶³) determined by the parts: the first 63 bits of their SHA-256."""
     digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A task at one setting of its parameters, defaults written out, and one repetition of it.
+    """One computation of a sweep: a task, a value for every parameter, and a repetition number.
 
-    Where a task repeats inside a cell, `repetition` is how many repetitions it makes.
+    For tasks that repeat inside a cell (`Task.repeats_inside`), `repetition` is the number of repetitions instead.
     """
 
     task: str
@@ -37,7 +37,7 @@ class Cell:
 
     @cached_property
     def identity(self) -> str:
-        """The SHA-256 of task, version, parameters and repetition: equal for equal cells, wherever they came from."""
+        """The SHA-256 of task, version, parameters and repetition; equal cells have equal identities."""
         document = {
             "task": self.task,
             "version": self.version,
@@ -47,13 +47,13 @@ class Cell:
         return hashlib.sha256(canonical_json(document).encode()).hexdigest()
 
     def seed(self, purpose: str) -> int:
-        """The seed for one purpose of the computation, such as its network or its inputs; follows from the identity."""
+        """Return the seed for one use of random numbers (`"network"`, `"inputs"`, …), derived from the identity."""
         return derived_seed(self.identity, purpose)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a cell: its `result`, or the `error` that stopped it; `seconds` is no part of either."""
+    """The outcome of a cell: its `result`, or the `error` that stopped it, and how many `seconds` it took."""
 
     identity: str
     result: dict[str, Any] | None

@@ -1,4 +1,4 @@
-"""Where cells are computed: in processes of this machine, or on a Dask cluster; the numbers are the same."""
+"""The engines that compute cells: processes on this machine, or a Dask cluster. Both give the same results."""
 
 import os
 import signal
@@ -19,54 +19,54 @@ from depthgauge.sweeps.tasks import TASKS
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4
-"""How long to wait for a scheduler, and then for its first worker."""
+"""Seconds to wait for the scheduler, and again for its first worker."""
 IN_FLIGHT = 1000
-"""Cells handed to a cluster at once, so that workers that join later find work."""
+"""Number of cells submitted to a cluster at once; large enough that workers that join later have work."""
 
-_ONE_AT_A_TIME = threading.Lock()
+_ONE_CELL = threading.Lock()
 
 
 class EngineError(DepthgaugeError):
-    """The machinery under a sweep failed; what was committed is kept."""
+    """An engine failed during a sweep; committed rows are kept."""
 
 
 @runtime_checkable
 class Engine(Protocol):
-    """Computes cells in any order."""
+    """Computes cells, in any order."""
 
     def check(self) -> None:
-        """Raise where it cannot work at all, before anything is written."""
+        """Raise InputError if the engine is not usable; called before anything is written."""
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
-        """The outcome of every cell, as each is done; closing it early stops the work."""
+        """Yield the outcome of each cell as soon as it is done; closing the iterator stops the work."""
 
 
 def compute(run: Callable[[Cell], dict[str, Any]], cell: Cell) -> Outcome:
-    """Run one cell on one thread: its result, or the error that stopped it."""
+    """Compute one cell on one thread, and return its result or its error."""
     own = TASKS.get(cell.task)
     if own is not None and own.version != cell.version:
         raise EngineError(
-            f"a worker has version {own.version} of the task {cell.task}, this machine {cell.version}; "
+            f"a worker has version {own.version} of the task {cell.task}, the cell has version {cell.version}; "
             "install the same depthgauge on every machine"
         )
-    # One cell at a time in a process: the precision of ball arithmetic is one setting for all threads.
-    with _ONE_AT_A_TIME, one_thread():
+    # The precision of arb numbers is global to the process, so a process computes one cell at a time.
+    with _ONE_CELL, one_thread():
         begun = time.perf_counter()
         try:
             result, error = run(cell), None
         except Exception as stopped:
-            result, error = None, _sentence(stopped)
+            result, error = None, _one_line(stopped)
         return Outcome(cell.identity, result, error, time.perf_counter() - begun)
 
 
-def _sentence(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, DepthgaugeError) else f"{type(error).__name__}: {text}"
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch on one thread: sums come out the same everywhere, and processes do not fight for cores."""
+    """Run torch on one thread, so that sums are reproducible and worker processes do not compete for cores."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -78,13 +78,13 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _settle_in(parent: int) -> None:
-    """Once in every worker process: leave Ctrl-C to the parent, and end when the parent does."""
+def _initialise_worker(parent: int) -> None:
+    """Initialise a worker process: ignore Ctrl-C, which the parent handles, and exit when the parent exits."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with, args=(parent,), daemon=True).start()
 
 
-def _end_with(parent: int) -> None:
+def _exit_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -92,19 +92,19 @@ def _end_with(parent: int) -> None:
 
 @dataclass(frozen=True)
 class Local:
-    """Processes on this machine, one for each core unless `jobs` says otherwise; with one job, this very process."""
+    """Computes cells in `jobs` processes on this machine, by default one per core; one job runs in this process."""
 
     jobs: int | None = None
 
     def __post_init__(self) -> None:
         if self.jobs is not None:
-            require_count("jobs", self.jobs, "the number of processes")
+            require_count("jobs", self.jobs, "the number of worker processes")
 
     def check(self) -> None:
-        """There is always this machine."""
+        """Do nothing: the local engine is always usable."""
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
-        """As `Engine` says."""
+        """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
         jobs = min(self.jobs or joblib.cpu_count(), len(cells))
@@ -113,19 +113,21 @@ class Local:
             return
         from joblib.externals.loky.process_executor import BrokenProcessPool
 
-        workers: Any = {"initializer": _settle_in, "initargs": (os.getpid(),)}
+        workers: Any = {"initializer": _initialise_worker, "initargs": (os.getpid(),)}
         with joblib.parallel_config(backend="loky", inner_max_num_threads=1, **workers):
             parallel = _parallel(jobs, pre_dispatch="4*n_jobs")
         try:
-            with _silence_after_stopping(parallel):
+            with _suppress_errors_after_abort(parallel):
                 yield from _unordered(parallel, cells)
         except BrokenProcessPool as error:
-            raise EngineError("a worker process died, perhaps for lack of memory: fewer --jobs need less") from error
+            raise EngineError(
+                "a worker process died, possibly because memory ran out; fewer jobs need less memory"
+            ) from error
 
 
 @contextmanager
-def _silence_after_stopping(parallel: Any) -> Iterator[None]:
-    """Leave unsaid what a pool's own thread complains of once its work was cut off under its feet."""
+def _suppress_errors_after_abort(parallel: Any) -> Iterator[None]:
+    """Suppress errors from pool threads after an abort."""
     before = threading.excepthook
 
     def hook(args: threading.ExceptHookArgs) -> None:
@@ -141,17 +143,17 @@ def _silence_after_stopping(parallel: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Dask:
-    """The workers of a running Dask scheduler, `dask scheduler` and any number of `dask worker ADDRESS`."""
+    """Computes cells on the workers of a running Dask scheduler (`dask scheduler`, `dask worker ADDRESS`)."""
 
     address: str
 
     def check(self) -> None:
-        """Connect once."""
+        """Connect once, and check that every worker has this version of depthgauge."""
         with connected(self.address):
             pass
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
-        """As `Engine` says."""
+        """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
         with connected(self.address) as client:
@@ -167,23 +169,23 @@ def _parallel(jobs: int, pre_dispatch: int | str) -> Any:
 
 
 def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
-    """joblib over the cells, each handed back as soon as it is done; stopping early cancels the rest."""
+    """Yield outcomes as joblib finishes them; closing the generator early cancels the remaining cells."""
     import joblib
 
-    with _quiet_tracker():
+    with _quiet_resource_tracker():
         done = parallel(joblib.delayed(compute)(TASKS[cell.task].run, cell) for cell in cells)
     try:
-        for outcome in done:  # noqa: UP028 - `yield from` would hand an early end on before warnings are off
+        for outcome in done:  # noqa: UP028 - `yield from` would close `done` before the warnings are disabled
             yield outcome
     finally:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # joblib warns of generators that are left early, which is meant here
+            warnings.simplefilter("ignore")  # joblib warns about generators that are closed early
             done.close()
 
 
 @contextmanager
-def _quiet_tracker() -> Iterator[None]:
-    """Let the process that tidies up after a pool, if it starts now, do so without words when the pool was cut off."""
+def _quiet_resource_tracker() -> Iterator[None]:
+    """Make the resource tracker process, if it starts now, ignore warnings about an aborted pool."""
     before = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join([*([before] if before else []), "ignore:resource_tracker:UserWarning"])
     try:
@@ -197,13 +199,13 @@ def _quiet_tracker() -> Iterator[None]:
 
 @contextmanager
 def connected(address: str) -> Iterator[Any]:
-    """A client of the scheduler at an address, with at least one worker that runs this version."""
+    """Yield a client of the scheduler at `address`, after checking that it has workers with this version."""
     try:
         from distributed import Client
     except ImportError as error:
-        raise InputError("the engine dask needs the extra cluster; pip install 'depthgauge[cluster]'") from error
+        raise InputError("the engine dask needs the extra cluster: pip install 'depthgauge[cluster]'") from error
     with _quiet("distributed"):
-        _probe(address)
+        _check_scheduler(address)
         client: Any = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
         with client:
             try:
@@ -216,30 +218,30 @@ def connected(address: str) -> Iterator[Any]:
             yield client
 
 
-def _probe(address: str) -> None:
-    """Shake hands once; a client that fails to do so would go on trying in the background."""
+def _check_scheduler(address: str) -> None:
+    """Connect and disconnect once; a Client whose connection fails would keep retrying in the background."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
 
     from distributed.comm.core import connect
 
-    async def shake_hands() -> None:
+    async def connect_once() -> None:
         reach: Any = connect
         comm = await asyncio.wait_for(reach(address, timeout=CONNECT_SECONDS), CONNECT_SECONDS)
         await comm.close()
 
-    with ThreadPoolExecutor(1) as thread:  # the caller may have an event loop of its own
+    with ThreadPoolExecutor(1) as thread:  # the caller may already run an event loop
         try:
-            thread.submit(asyncio.run, shake_hands()).result()
-        except Exception as error:  # whatever listens there may answer anything
+            thread.submit(asyncio.run, connect_once()).result()
+        except Exception as error:  # a different service at this address may raise anything
             raise InputError(
                 f"no Dask scheduler answers at {address!r}; start one with `dask scheduler` and give its address, "
-                "such as tcp://127.0.0.1:8786"
+                "for example tcp://127.0.0.1:8786"
             ) from error
 
 
 def _check_workers(client: Any) -> None:
-    """Every worker must have this version of depthgauge."""
+    """Raise InputError unless every worker has this version of depthgauge."""
     for worker, found in client.run(_installed, on_error="return").items():
         if found != __version__:
             raise InputError(
@@ -254,7 +256,7 @@ def _installed() -> str:
 
 @contextmanager
 def _quiet(logger: str) -> Iterator[None]:
-    """Leave warnings of a library unsaid: a lost worker is not an error, and its cells are computed again."""
+    """Suppress the log messages of a library: a lost worker is not an error, its cells are computed again."""
     import logging
 
     log = logging.getLogger(logger)
@@ -267,42 +269,48 @@ def _quiet(logger: str) -> Iterator[None]:
 
 
 def _reporting_backend(client: Any) -> Any:
-    """joblib's Dask backend, which also hands on a cell that the cluster gave up, instead of waiting for it forever."""
+    """Return joblib's Dask backend, extended to raise for a cell that the cluster abandoned instead of waiting."""
     from joblib._dask import DaskDistributedBackend
 
     class ReportingBackend(DaskDistributedBackend):  # type: ignore[misc]
         def effective_n_jobs(self, n_jobs: int) -> int:
-            return max(2, int(super().effective_n_jobs(n_jobs)))  # of one, joblib would do without the cluster
+            return max(2, int(super().effective_n_jobs(n_jobs)))  # with 1, joblib would not use the cluster
 
         def submit(self, func: Any, callback: Any = None) -> Any:
             future = super().submit(func, callback)
 
-            def hand_on(done: Any) -> None:
+            def report_failure(done: Any) -> None:
                 if callback is not None and done.exception() is not None:
                     callback(done)
 
-            future.add_done_callback(hand_on)
+            future.add_done_callback(report_failure)
             return future
 
         def retrieve_result_callback(self, out: Any) -> Any:
             if hasattr(out, "exception"):
                 reason = " ".join(str(out.exception()).split()).split(". ")[0]
-                raise EngineError(f"the cluster gave up a cell: {reason}")
+                raise EngineError(f"the cluster abandoned a cell: {reason}")
             return super().retrieve_result_callback(out)
 
     return ReportingBackend(client=client)
 
 
 def choose_engine(name: str, scheduler: str | None = None, jobs: int | None = None) -> Engine:
-    """The engine a user asked for."""
+    """Return the engine for the options of a user; raise InputError for options that do not fit together."""
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES)
     if name == "local":
         if scheduler is not None:
-            raise InputError(f"a scheduler is of use to the engine dask only, got {scheduler!r}; add --engine dask")
+            raise InputError(
+                f"--scheduler applies to the engine dask only, got {scheduler!r} with the engine local; "
+                "add --engine dask"
+            )
         return Local(jobs)
     if scheduler is None:
-        raise InputError("the engine dask needs --scheduler ADDRESS, such as tcp://127.0.0.1:8786")
+        raise InputError("the engine dask needs --scheduler ADDRESS, for example tcp://127.0.0.1:8786")
     if jobs is not None:
-        raise InputError("--jobs is for the engine local; a cluster has as many processes as it has workers")
+        raise InputError(
+            f"--jobs applies to the engine local only, got {jobs}; "
+            "a cluster computes one cell at a time on each of its workers"
+        )
     return Dask(scheduler)

@@ -1,4 +1,4 @@
-"""What fast attention would do in every layer of a network, for the task `fast-attention`."""
+"""The task `fast-attention`: the plan of fast attention in every layer of a network."""
 
 import math
 from typing import Any
@@ -13,14 +13,14 @@ from depthgauge.fast_attention.plan import HeadPlan
 from depthgauge.network.network import SelfAttentionNetwork, softmax_attention
 
 LARGEST_BOUND = 200.0
-"""Beyond this no degree is worth naming."""
+"""No degree is reported for score bounds above this."""
 
 
 def plans_of(network: SelfAttentionNetwork, x: Tensor, tolerance: float, length: int) -> list[HeadPlan]:
-    """The plan of every head of every layer on an input [n, d], whose tokens are repeated to `length` of them.
+    """Return the plan of every head of every layer for an input x [n, d] whose tokens are repeated up to `length`.
 
-    Repeating tokens changes neither the scores nor what is proved of them, only the number of tokens that costs are
-    predicted for.
+    Repeating tokens changes neither the set of scores nor the bounds on them, only the number of tokens for which the
+    cost is predicted.
     """
     heads: list[HeadPlan] = []
 
@@ -40,7 +40,10 @@ def _repeated(t: Tensor, length: int) -> Tensor:
 
 
 def degree_needed(bound: float, tolerance: float) -> int | None:
-    """The least degree that meets the tolerance for scores up to a bound; beyond 4 about it, None beyond reach."""
+    """Return the least degree that meets the tolerance for scores up to `bound`.
+
+    Above `HIGHEST_DEGREE` the degree is an estimate; above `LARGEST_BOUND` the result is None.
+    """
     for degree in range(HIGHEST_DEGREE + 1):
         index = limit_index(degree, tolerance)
         if index is not None and bound <= grid_bound(index):
@@ -49,10 +52,11 @@ def degree_needed(bound: float, tolerance: float) -> int | None:
 
 
 def summary(heads: list[HeadPlan], dim: int, tolerance: float) -> dict[str, Any]:
-    """The largest proved B, the least degree and features it takes, and the predicted speed-up over exact attention.
+    """Summarise the plans of all heads: score bound, degree, number of features, predicted speed-up.
 
-    `degree` and `features` are None where the scores are beyond any degree; `polynomial` is the share of heads on the
-    fast path.
+    `bound` is the largest proved score bound B, `degree` and `features` are what it requires (None if B is too large
+    for any degree), `polynomial` is the share of heads on the polynomial path, and `speedup` is the predicted cost of
+    exact attention over the cost of the chosen paths.
     """
     bound = max(min(head.bound_before, head.bound_after) for head in heads)
     degree = degree_needed(bound, tolerance)

@@ -1,4 +1,4 @@
-"""A grid: a task, lists of parameters, and how often to repeat; from a TOML file or from Python."""
+"""Grids: a task, a list of values for each parameter, and a number of repetitions; from a TOML file or from Python."""
 
 import itertools
 import math
@@ -16,12 +16,24 @@ from depthgauge.sweeps.tasks import TASKS, Task
 
 KEYS = ("task", "repetitions", "parameters")
 MOST_CELLS = 1_000_000
-"""A grid beyond this is refused: it is a slip of the pen more often than a wish."""
+"""Larger grids are rejected; they are usually a typing error."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination of the listed parameters, each repeated; checked as a whole when it is made.
+    """All combinations of the listed parameter values, each repeated.
+
+    The whole grid is checked when it is created.
+
+    Args:
+        task: Name of the task: `collapse-error`, `certificate`, `effective-depth`, `rank-collapse`, `fast-attention` or
+            `separation`.
+        parameters: A list of values for each parameter of the task; optional parameters may be left out.
+        repetitions: How often each combination is repeated, with new random numbers each time.
+        name: Shown in the status of a store; not part of the grid's identity.
+
+    Raises:
+        InputError: The task or a parameter is unknown, a value is invalid, or two cells are equal.
 
     >>> grid = Grid("rank-collapse", {"eta": [0.1, 0.2], "layers": [4], "heads": [1], "dim": [8], "tokens": [16]}, 3)
     >>> len(grid.cells())
@@ -42,12 +54,12 @@ class Grid:
         _check_distinct(self._cells)
 
     def document(self) -> dict[str, Any]:
-        """The grid as it is kept in a store."""
+        """Return the grid as the JSON document that a store keeps."""
         lists = {name: list(values) for name, values in self.parameters.items()}
         return {"task": self.task, "repetitions": self.repetitions, "parameters": lists}
 
     def cells(self) -> list[Cell]:
-        """The cells in order: the last parameter varies fastest, then the repetition."""
+        """Return the cells in order: the repetition varies fastest, then the last parameter."""
         return list(self._cells)
 
     @cached_property
@@ -65,7 +77,7 @@ class Grid:
 
 
 def make_cell(task: Task, setting: Mapping[str, Any], repetition: int) -> Cell:
-    """A cell from a setting as given: checked, defaults written out, every number in its one form."""
+    """Return the cell at a setting, with parameters checked, in normal form, and defaults filled in."""
     return Cell(
         task.name, task.version, task.complete(check_parameters(task.name, task.parameters, setting)), repetition
     )
@@ -76,19 +88,20 @@ def _check_list(name: str, values: Any) -> None:
         shown = canonical_json(values) if isinstance(values, bool | int | float | str) else "…"
         raise InputError(f"parameters.{name} must be a list, got {values!r}; write {name} = [{shown}]")
     if not values:
-        raise InputError(f"parameters.{name} is an empty list; give at least one value, or leave the key out")
+        raise InputError(f"parameters.{name} is an empty list; give at least one value, or omit the key")
 
 
 def _check_distinct(cells: list[Cell]) -> None:
     seen: set[str] = set()
     for cell in cells:
         if cell.identity in seen:
-            raise InputError(f"the grid names a cell twice: {canonical_json(dict(cell.parameters))}; drop the repeats")
+            setting = canonical_json(dict(cell.parameters))
+            raise InputError(f"the grid contains the same cell twice: {setting}; remove the duplicate values")
         seen.add(cell.identity)
 
 
 def read_grid(path: str | Path) -> Grid:
-    """The grid in a TOML file: keys `task`, `repetitions` and the table `[parameters]` of lists."""
+    """Read a grid from a TOML file with the keys `task` and `repetitions` and the table `[parameters]`."""
     try:
         with open(path, "rb") as handle:
             document = tomllib.load(handle)
@@ -103,10 +116,10 @@ def read_grid(path: str | Path) -> Grid:
 
 
 def parse_grid(document: Mapping[str, Any], name: str = "") -> Grid:
-    """The grid a document describes; an unknown key is an error that lists the known ones."""
+    """Return the grid that a document describes; raise InputError for unknown or missing keys."""
     for key in document:
         if key not in KEYS:
-            raise unknown_name("a grid's key", key, KEYS)
+            raise unknown_name("each key of a grid", key, KEYS)
     for key in ("task", "parameters"):
         if key not in document:
             raise InputError(f"the key {key!r} is missing; a grid has the keys {', '.join(KEYS)}")

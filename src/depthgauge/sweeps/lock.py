@@ -1,4 +1,4 @@
-"""One run at a time on a store: a lock that names its holder and dies with it."""
+"""The lock of a store: at most one run writes to it, and the system releases it when that process ends."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from pathlib import Path
 from depthgauge.errors import InputError, OutputError
 
 PATIENCE = 0.5
-"""Seconds a run keeps trying: whoever only looks holds the lock for less than that."""
+"""Seconds for which a run retries to lock; `holder_of` holds the lock for much less than that."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who runs on a store: process, machine, and when it began (UTC)."""
+    """The process that holds the lock of a store: process id, host name, start time (UTC)."""
 
     pid: int
     host: str
@@ -26,7 +26,7 @@ class Holder:
 
     @classmethod
     def me(cls) -> "Holder":
-        """This process, from now on."""
+        """Describe this process, starting now."""
         return cls(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
 
     def __str__(self) -> str:
@@ -34,13 +34,13 @@ class Holder:
 
 
 def lock_path(store: Path) -> Path:
-    """The file beside a store that a run locks."""
+    """Return the path of the lock file, beside the store."""
     return store.with_name(store.name + ".lock")
 
 
 @contextmanager
 def run_lock(store: Path) -> Iterator[None]:
-    """Hold the store for one run; a second run is refused by name. The system lets go when the process dies."""
+    """Hold the lock of a store during a run; raise InputError naming the holder if another process has it."""
     path = lock_path(store)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,13 +48,13 @@ def run_lock(store: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(f"cannot lock {store}: {error.strerror or error}") from error
     try:
-        with suppress(OSError):  # a full disk must not keep a run from saying so itself
+        with suppress(OSError):  # if the disk is full, the run itself reports it
             os.truncate(handle, 0)
             os.pwrite(handle, json.dumps(asdict(Holder.me())).encode(), 0)
         yield
     finally:
         with suppress(OSError):
-            path.unlink()  # while it is still held, so that nobody else's file is removed
+            path.unlink()  # before the lock is released, so that the file of another run is never removed
         os.close(handle)
 
 
@@ -69,7 +69,8 @@ def _acquire(path: Path, store: Path) -> int:
         if time.monotonic() > deadline:
             who = str(holder) if holder is not None else "another process"
             raise InputError(
-                f"{store} is in use by {who}; wait for it or stop it (`depthgauge sweep --status {store}` reads on)"
+                f"{store} is in use by {who}; wait until it ends or stop it "
+                f"(`depthgauge sweep --status {store}` works while it runs)"
             )
         time.sleep(0.02)
 
@@ -85,7 +86,7 @@ def _try_lock(handle: int) -> bool:
 
 
 def _is_file(handle: int, path: Path) -> bool:
-    """Whether the locked file is still the one at its path: a holder that ended has removed its own."""
+    """Whether `path` still names the locked file; the previous holder removes its file when it ends."""
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -95,12 +96,12 @@ def _is_file(handle: int, path: Path) -> bool:
 def _read(handle: int) -> Holder | None:
     try:
         return Holder(**json.loads(os.pread(handle, 4096, 0)))
-    except (OSError, ValueError, TypeError):  # being written this very moment
+    except (OSError, ValueError, TypeError):  # the holder is writing it at this moment
         return None
 
 
 def holder_of(store: Path) -> Holder | None:
-    """Who runs on a store at this moment, if anyone does."""
+    """Return the process that is running on a store now, or None."""
     try:
         handle = os.open(lock_path(store), os.O_RDONLY)
     except OSError:

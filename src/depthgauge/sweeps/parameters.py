@@ -1,4 +1,4 @@
-"""What a task's parameters may be: each is checked before anything runs, and written one way only."""
+"""Parameters of tasks: each value is checked before a sweep starts and stored in one normal form."""
 
 import math
 import numbers
@@ -9,26 +9,26 @@ from typing import Any
 from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
 
 Check = Callable[[str, Any], Any]
-"""(name, value as given) → the value in its one form; raises InputError."""
+"""Maps (parameter name, given value) to the value in normal form, or raises InputError."""
 
 REQUIRED = object()
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter's check and its default; one without a default must be given."""
+    """The check of a parameter and its default; a parameter without a default is required."""
 
     check: Check
     default: Any = REQUIRED
 
     @property
     def required(self) -> bool:
-        """Whether a grid must name it."""
+        """Whether every grid of the task must list this parameter."""
         return self.default is REQUIRED
 
 
 def count(meaning: str, least: int = 1) -> Check:
-    """A whole number of at least `least`."""
+    """Accept an integer of at least `least`."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
@@ -39,7 +39,7 @@ def count(meaning: str, least: int = 1) -> Check:
 
 
 def number(meaning: str) -> Check:
-    """Any finite number, held as a float."""
+    """Accept a finite number; the normal form is a float."""
 
     def check(name: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
@@ -50,7 +50,7 @@ def number(meaning: str) -> Check:
 
 
 def positive(meaning: str) -> Check:
-    """A positive number, held as a float."""
+    """Accept a positive finite number; the normal form is a float."""
     finite = number(meaning)
 
     def check(name: str, value: Any) -> float:
@@ -60,7 +60,7 @@ def positive(meaning: str) -> Check:
 
 
 def choice(*names: str) -> Check:
-    """One of a few names."""
+    """Accept one of the given strings."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str) or value not in names:
@@ -71,42 +71,42 @@ def choice(*names: str) -> Check:
 
 
 def flag(meaning: str) -> Check:
-    """True or false."""
+    """Accept true or false."""
 
     def check(name: str, value: Any) -> bool:
         if not isinstance(value, bool):
-            raise InputError(f"{name} must be true or false, got {value!r}; it says {meaning}")
+            raise InputError(f"{name} must be true or false, got {value!r}; it sets {meaning}")
         return value
 
     return check
 
 
 def or_word(word: str, check: Check) -> Check:
-    """What `check` takes, or one word."""
+    """Accept `word`, or any value that `check` accepts."""
     return lambda name, value: word if value == word else check(name, value)
 
 
 def text(meaning: str) -> Check:
-    """A word whose meaning the task itself knows."""
+    """Accept any string; the task itself interprets it."""
 
     def check(name: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise InputError(f"{name} must be a word, got {value!r}; it is {meaning}")
+            raise InputError(f"{name} must be a string, got {value!r}; it is {meaning}")
         return value
 
     return check
 
 
 def _seed(name: str, value: Any) -> int:
-    return require_seed(count("where the random numbers start", least=0)(name, value))
+    return require_seed(count("the seed of the random numbers", least=0)(name, value))
 
 
 SEED = Parameter(_seed, default=0)
-"""Every task takes a seed: another one gives other draws at the same settings."""
+"""The seed that every task takes; a different seed gives different draws at the same setting."""
 
 
 def check_parameters(task: str, known: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """All parameters in their one form, defaults filled in; an unknown or missing one is an error that lists them."""
+    """Return all parameters in normal form with defaults filled in; raise InputError for unknown or missing ones."""
     required = [name for name, parameter in known.items() if parameter.required]
     optional = [name for name, parameter in known.items() if not parameter.required]
     listed = f"{task} takes {', '.join(required)}, and optionally {', '.join(optional)}"

@@ -1,11 +1,12 @@
-"""Rank collapse followed as far as it goes: the common row and the residual apart, the residual's size in logarithms.
+"""Rank collapse below the floating-point floor: states split into a common row and a residual with its own scale.
 
-With X = 1yᵀ + R, the scores of row i are β(yᵀ + R_i)W R_jᵀ up to a constant of the row, so
+With X = 1yᵀ + R, the scores of row i are β(yᵀ + R_i)W R_jᵀ up to a constant in each row, so
 
     attention(X) = 1·p(yᵀ + R)V + (P − 1p)RV,   p = softm(β yᵀ W Rᵀ),   P_ij ∝ p_j exp(β R_i W R_jᵀ).
 
-P − 1p is formed without subtracting near-equal numbers, and R = e^s·R̂ with ‖R̂‖max = 1: a residual of 1e-300 000 keeps
-its digits, where the states themselves would be equal to the last bit from 1e-16 on.
+P − 1p is computed without subtracting nearly equal numbers, and R = e^s·R̂ with ‖R̂‖max = 1. A residual of 1e-300 000
+therefore keeps its relative accuracy, although the rows of X itself agree to the last bit from 1e-16 on.
+See docs/math.md, section 5.
 """
 
 import math
@@ -22,7 +23,7 @@ from depthgauge.network.network import Layer, SelfAttentionNetwork
 
 @dataclass(frozen=True)
 class SplitState:
-    """X = 1·common + e^log_size · shape, ‖shape‖max = 1; all tokens equal where log_size is −∞."""
+    """A state X = 1·common + e^log_size · shape with ‖shape‖max = 1; if log_size is −∞, all tokens are equal."""
 
     common: Float[Tensor, " d"]
     shape: Float[Tensor, "n d"]
@@ -30,21 +31,21 @@ class SplitState:
 
     @classmethod
     def of(cls, X: Float[Tensor, "n d"]) -> "SplitState":
-        """Split a state about its mid-range."""
+        """Split a state X [n, d] about its mid-range."""
         return _split(torch.zeros_like(X[0]), X, 0.0)
 
     def joined(self) -> Float[Tensor, "n d"]:
-        """The state itself, as far as floating point can tell."""
+        """Return X [n, d], rounded to floating point."""
         return self.common + math.exp(self.log_size) * self.shape
 
     def log_residual(self, norm: str, center: Center) -> float:
-        """log ‖Res(X)‖ in the `max` or `composite` norm."""
+        """Return log ‖Res(X)‖ in the `max` or `composite` norm."""
         measure = {"max": max_norm, "composite": composite_norm}[norm]
         return self.log_size + _log(float(measure(self.shape - center_row(self.shape, center))))
 
 
 def _split(common: Tensor, R: Tensor, log_size: float) -> SplitState:
-    """The state 1·common + e^log_size·R with the mid-range of R moved into the common row."""
+    """Return the state 1·common + e^log_size·R, with the mid-range of R moved into the common row."""
     row = center_row(R)
     size = float(max_norm(R - row))
     common = common + math.exp(log_size) * row[0]
@@ -55,7 +56,7 @@ def _split(common: Tensor, R: Tensor, log_size: float) -> SplitState:
 
 @torch.no_grad()
 def split_step(network: SelfAttentionNetwork, layer: Layer, state: SplitState) -> SplitState:
-    """layer(X), split again."""
+    """Return layer(X) as a split state."""
     size = math.exp(state.log_size)
     query, key = state.shape @ layer.query, state.shape @ layer.key
     pull = network.scale * size * (state.common[None] @ layer.query) @ key.mT  # β yᵀ W Rᵀ, [h, 1, n]
@@ -70,12 +71,13 @@ def split_step(network: SelfAttentionNetwork, layer: Layer, state: SplitState) -
 
 
 def _gap(pull: Float[Tensor, "h 1 n"], E: Float[Tensor, "h n n"], square: float) -> Float[Tensor, "h n n"]:
-    """(P − 1p)/square for P_ij ∝ p_j exp(square·E_ij), p = softm(pull): p_j (e_ij − ē_i)/(1 + square·ē_i), ē = Σ p e.
+    """Return (P − 1p)/square for P_ij ∝ p_j exp(square·E_ij) and p = softm(pull).
 
-    e = (exp(square·E) − 1)/square, which is E itself where square·E vanishes.
+    The entries are p_j (e_ij − ē_i)/(1 + square·ē_i) with e = (exp(square·E) − 1)/square and ē = Σ_j p_j e_j. As
+    square·E → 0, e → E.
     """
     p, scaled = torch.softmax(pull, dim=-1), square * E
-    if float(scaled.abs().amax()) > 1.0:  # nothing cancels, and the exponential might overflow
+    if float(scaled.abs().amax()) > 1.0:  # no cancellation here, and expm1 might overflow
         return (torch.softmax(pull + scaled, dim=-1) - p) / square
     e = torch.where(scaled.abs() < 1e-8, E * (1 + scaled / 2), torch.expm1(scaled) / max(square, 1e-300))
     mean = (p * e).sum(dim=-1, keepdim=True)
@@ -83,7 +85,7 @@ def _gap(pull: Float[Tensor, "h 1 n"], E: Float[Tensor, "h n n"], square: float)
 
 
 def split_states(network: SelfAttentionNetwork, X: Float[Tensor, "n d"]) -> list[SplitState]:
-    """X_0, …, X_L of a network of attention alone."""
+    """Return the split states X_0, …, X_L of a network without MLPs and LayerNorm, for an input X [n, d]."""
     states = [SplitState.of(X)]
     for layer in network:
         states.append(split_step(network, layer, states[-1]))
@@ -91,10 +93,11 @@ def split_states(network: SelfAttentionNetwork, X: Float[Tensor, "n d"]) -> list
 
 
 def log_contraction_bounds(network: SelfAttentionNetwork, log_residual: float) -> list[float]:
-    """log of the bound on ‖Res(X_ℓ)‖max for ℓ = 0 … L, from that of the input alone.
+    """Return log r_ℓ for ℓ = 0 … L, where ‖Res(X_ℓ)‖max ≤ r_ℓ and r_0 = ‖Res(X_0)‖max.
 
-    r_{ℓ+1} = Σ_h tanh(θ_ℓh/2)‖V_ℓh‖col · r_ℓ, plus r_ℓ with skips; θ_ℓh = 2β‖W_ℓh‖_{∞→1} r_ℓ² bounds the row ranges
-    of β Res W Resᵀ, since |Res| ≤ r_ℓ. Lemma 5.1 with the constant that holds, iterated.
+    r_{ℓ+1} = r_ℓ (s + Σ_h tanh(θ_ℓh/2)‖V_ℓh‖col) with s = 1 if the network has skips and 0 otherwise. Every row of
+    β Res(X_ℓ) W Res(X_ℓ)ᵀ has range at most θ_ℓh = 2β‖W_ℓh‖_{∞→1} r_ℓ², because |Res(X_ℓ)| ≤ r_ℓ. This iterates the
+    corrected Lemma 5.1 (docs/math.md, 2.6 and 5.2).
     """
     bounds = [log_residual]
     for layer in network:
@@ -112,7 +115,7 @@ def _log(x: float) -> float:
 
 
 def _log_tanh(log_x: float) -> float:
-    """log tanh(x) from log x; tanh(x) ≤ x is all that is left of it far below one."""
+    """Return log tanh(x) from log x. For x < e^−18 it returns log x, and tanh(x) ≤ x keeps the bound valid."""
     return log_x if log_x < -18 else _log(math.tanh(math.exp(min(log_x, 700.0))))
 
 

@@ -1,7 +1,7 @@
-"""The store of a sweep: an SQLite file in which every finished cell is one row, on the disk before the next is begun.
+"""The store of a sweep: an SQLite file with one row for each finished cell, committed as soon as the cell is done.
 
-Write-ahead log with synchronous=FULL: a committed row survives a killed process and a power cut, and readers never
-wait. Grids and their cells are kept beside the rows, so a store alone says what is missing.
+The database uses a write-ahead log with synchronous=FULL: a committed row survives a killed process or a power cut, and
+readers never block. The store also keeps the grids and their cells, so it can report what is missing.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ CREATE TABLE rows (identity TEXT PRIMARY KEY, result TEXT, error TEXT, seconds R
 
 @dataclass(frozen=True)
 class Row:
-    """A cell and what became of it; both `result` and `error` are None where it is still missing."""
+    """A cell with its result or its error; both are None if the cell has not been computed yet."""
 
     cell: Cell
     result: dict[str, Any] | None
@@ -51,26 +51,29 @@ class Count:
     failed: int
     missing: int
 
+    def __str__(self) -> str:
+        return f"{self.done} done, {self.failed} failed, {self.missing} missing"
+
 
 class Store:
-    """An open store; `with Store.open(path) as store`. Rows are written by one run at a time (see `lock`)."""
+    """An open store, used as `with Store.open(path) as store`. Only the holder of the lock may write (see `lock`)."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self.path = connection, path
 
     @classmethod
     def open(cls, path: str | Path, *, create: bool = False) -> "Store":
-        """The store in a file; `create`, for who holds its lock, makes one where there is none, whole or not at all."""
+        """Open the store in a file; with `create`, which requires the lock, create it atomically if it is missing."""
         path = Path(path)
         if path.is_dir():
-            raise InputError(f"{path} is a directory; name the store's file")
+            raise InputError(f"{path} is a directory; give the path of the store file")
         if not path.exists():
             if not create:
-                raise InputError(f"there is no store at {path}")
-            with _said(path):
+                raise InputError(f"there is no store at {path}; check the path")
+            with _translated_errors(path):
                 write_atomically(path, _make)
         mode = "rw" if os.access(path, os.W_OK) else "ro"
-        with _said(path):
+        with _translated_errors(path):
             connection = sqlite3.connect(
                 f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=30
             )
@@ -91,7 +94,7 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with _said(self.path):
+        with _translated_errors(self.path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -102,7 +105,7 @@ class Store:
                 raise
 
     def plan(self, name: str, document: dict[str, Any], cells: Sequence[Cell]) -> str:
-        """Keep a grid and its cells, and return the grid's key; planning it again changes nothing."""
+        """Store a grid with its cells and return its key; planning the same grid again changes nothing."""
         text = canonical_json(document)
         grid = hashlib.sha256(text.encode()).hexdigest()
         with self._transaction():
@@ -118,7 +121,7 @@ class Store:
         return grid
 
     def record(self, outcome: Outcome) -> None:
-        """Commit one finished cell, at once; a cell that is done stays as it is, a failed one may be replaced."""
+        """Commit the outcome of one cell; a row that is done is never replaced, a failed row may be."""
         result = None if outcome.result is None else canonical_json(outcome.result)
         with self._transaction():
             self._connection.execute(
@@ -128,13 +131,13 @@ class Store:
             )
 
     def settled(self, identities: Iterable[str], *, failed: bool = True) -> set[str]:
-        """Those of the cells that have a row; with `failed` false only those that are done."""
+        """Return the identities that have a row; with `failed=False` only those whose cell is done."""
         wanted = set(identities)
         condition = "" if failed else " WHERE error IS NULL"
         return {row[0] for row in self._read(f"SELECT identity FROM rows{condition}") if row[0] in wanted}
 
     def results(self) -> dict[str, Row]:
-        """Every planned cell by its identity, in the order planned, with what became of it."""
+        """Return the row of every planned cell by identity, in the order in which the cells were planned."""
         found = self._read(
             "SELECT c.identity, c.task, c.version, c.parameters, c.repetition, r.result, r.error "
             "FROM cells c LEFT JOIN rows r ON r.identity = c.identity ORDER BY c.rowid"
@@ -149,14 +152,14 @@ class Store:
         }
 
     def grids(self) -> list[tuple[str, dict[str, Any], Count]]:
-        """Every grid kept: its name, its document, and how far it is."""
+        """Return the name, document and progress of every grid in the store."""
         found = []
         for grid, name, document in self._read("SELECT grid, name, document FROM grids ORDER BY rowid"):
             found.append((name, json.loads(document), self.count(grid)))
         return found
 
     def count(self, grid: str | None = None) -> Count:
-        """How far one grid is, or all of them together (a cell in two grids counts once)."""
+        """Count the cells of one grid, or of all grids together (a cell in two grids counts once)."""
         where, values = ("WHERE g.grid = ?", [grid]) if grid is not None else ("", [])
         (done, failed, total) = self._read(
             "SELECT COUNT(r.result), COUNT(r.error), COUNT(*) FROM (SELECT DISTINCT g.identity AS identity "
@@ -166,23 +169,23 @@ class Store:
         return Count(done, failed, total - done - failed)
 
     def seconds(self) -> float:
-        """The time all rows took together."""
+        """Return the total computing time of all rows."""
         return float(self._read("SELECT COALESCE(SUM(seconds), 0) FROM rows")[0][0])
 
     def rows_sha256(self) -> str:
-        """The SHA-256 of every row's identity and result in order of identity; of a failed one the result is null."""
+        """Return the SHA-256 of all identities and results in order of identity; a failed row has the result null."""
         digest = hashlib.sha256()
         for identity, result in self._read("SELECT identity, result FROM rows ORDER BY identity"):
             digest.update(f"{identity} {'null' if result is None else result}\n".encode())
         return digest.hexdigest()
 
     def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
-        with _said(self.path):
+        with _translated_errors(self.path):
             return self._connection.execute(query, values).fetchall()
 
 
 def _make(path: Path) -> None:
-    """An empty store."""
+    """Create an empty store."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -190,14 +193,14 @@ def _make(path: Path) -> None:
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {FORMAT}")
     finally:
-        connection.close()  # which folds the log into the file
+        connection.close()  # merges the write-ahead log into the file
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that the file is a store of ours, and set what is set for each connection."""
+    """Check that the file is a sweep store of a known format, and configure the connection."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     if application != APPLICATION_ID:
-        raise InputError(f"{path} is not the store of a sweep; name another file")
+        raise InputError(f"{path} is not a sweep store; choose another file")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version > FORMAT:
         raise InputError(f"{path} has format {version}, newer than this version reads ({FORMAT}); upgrade depthgauge")
@@ -205,17 +208,17 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
 
 
 @contextmanager
-def _said(path: Path) -> Iterator[None]:
-    """What SQLite and the system say, as one sentence of ours."""
+def _translated_errors(path: Path) -> Iterator[None]:
+    """Convert errors of SQLite and of the operating system into one-sentence errors of depthgauge."""
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the extended codes refine the low byte
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # extended codes have the primary code in the low byte
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise InputError(f"{path} is not the store of a sweep ({error}); name another file") from error
+            raise InputError(f"{path} is not a sweep store ({error}); choose another file") from error
         advice = ""
         if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
-            advice = "; make room and run the same command again, no row that was kept is lost"
+            advice = "; free some disk space and run the same command again, no committed row is lost"
         raise OutputError(f"cannot use the store {path}: {error}{advice}") from error
     except OSError as error:
         raise OutputError(f"cannot use the store {path}: {error.strerror or error}") from error

@@ -1,7 +1,7 @@
-"""What a sweep can compute: each task with its parameters, its version, and the function from a cell to its numbers.
+"""The tasks of a sweep: each has parameters, a version, and a function from a cell to its results.
 
-A task's version is part of every cell's identity: raise it when the numbers change, and old rows are not mistaken for
-new ones. To add a task, write the function and add it to `TASKS`.
+The version of a task is part of the identity of its cells. Increase it when the results of the task change, so that old
+rows are not reused. To add a task, write its function and add it to `TASKS`.
 """
 
 import math
@@ -40,18 +40,16 @@ def _as_given(parameters: Values) -> Values:
 
 @dataclass(frozen=True)
 class Task:
-    """A name, what it takes, and what it does with a cell.
-
-    `complete` checks parameters against one another and fills in what depends on others; with `repeats_inside` a cell
-    makes all the repetitions of its setting itself.
-    """
+    """A task: its name, version and parameters, and the function that computes a cell."""
 
     name: str
     version: int
     parameters: Mapping[str, Parameter]
     run: Callable[[Cell], Values]
     complete: Callable[[Values], Values] = _as_given
+    """Checks the parameters against each other and fills in defaults that depend on other parameters."""
     repeats_inside: bool = False
+    """Whether one cell computes all repetitions of its setting."""
 
 
 _NETWORK = {
@@ -83,7 +81,7 @@ def _network(cell: Cell) -> SelfAttentionNetwork:
 
 
 def _applicable(parameters: Values) -> Values:
-    """Refuse a method that networks of this kind do not have."""
+    """Reject a method that does not apply to networks of this kind."""
     reason = _refusal(parameters["method"], parameters["skip"])
     if reason is not None:
         raise InputError(reason)
@@ -96,7 +94,7 @@ def _refusal(method: str, skip: bool) -> str | None:
 
 
 def collapse_error(cell: Cell) -> Values:
-    """max|S(X) − S'(X)| of a drawn network and its one-layer surrogate, on one input uniform in the box."""
+    """Compute ‖S(X) − S'(X)‖max for a random network S, its surrogate S' and one input X uniform in the box."""
     p, network = cell.parameters, _network(cell)
     surrogate = collapse(network, p["method"], radius=p["radius"], seed=cell.seed("fit"))
     x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
@@ -106,7 +104,7 @@ def collapse_error(cell: Cell) -> Values:
 
 
 def certificate(cell: Cell) -> Values:
-    """The sandwich of a drawn network and its surrogate: attacked from below, proved from above, the printed bound."""
+    """Compute the lower and the certified upper bound on sup ‖S(X) − S'(X)‖max, and paper A's printed bound."""
     p, network = cell.parameters, _network(cell)
     surrogate = collapse(network, p["method"], radius=p["radius"], seed=cell.seed("fit"))
     tokens = None if p["tokens"] == "any" else p["tokens"]
@@ -122,7 +120,7 @@ def certificate(cell: Cell) -> Values:
 
 
 def depth(cell: Cell) -> Values:
-    """The effective depth of a drawn network: certified for every input, and measured on inputs uniform in the box."""
+    """Compute the effective depth of a random network: certified for all inputs, and measured on random inputs."""
     p, network = cell.parameters, _network(cell)
     x = uniform_inputs(p["samples"], p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))
     proved = effective_depth(network, tolerance=p["tolerance"], radius=p["radius"])
@@ -136,10 +134,10 @@ def depth(cell: Cell) -> Values:
 
 
 def rank_collapse(cell: Cell) -> Values:
-    """Layer by layer, from the input on, what becomes of the tokens' differences and of the layers' work.
+    """Compute, for ℓ = 0 … L, the relative residual of the state X_ℓ and the error of a one-layer surrogate.
 
-    - `log10_ratio`: log₁₀ ‖Res(X_ℓ)‖max/‖X_ℓ‖max, `log10_bound` the iterated contraction bound over the same ‖X_ℓ‖max
-    - `log10_ratio_dong`, `log10_dong`: the same in Dong et al.'s norm and centre, with their rate
+    - `log10_ratio`: log₁₀ ‖Res(X_ℓ)‖max/‖X_ℓ‖max; `log10_bound`: the contraction bound on it
+    - `log10_ratio_dong`, `log10_dong`: the same with the norm, the centre and the rate of Dong et al.
     - `one_layer`: ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the mean-field surrogate S' of the first ℓ layers
     """
     p, network = cell.parameters, _network(cell)
@@ -162,7 +160,7 @@ def rank_collapse(cell: Cell) -> Values:
 
 
 def _residuals(states: list[SplitState], norm: str, center: Center) -> list[float]:
-    """log ‖Res(X_ℓ)‖ of every state."""
+    """Return log ‖Res(X_ℓ)‖ of every state."""
     return [state.log_residual(norm, center) for state in states]
 
 
@@ -171,7 +169,7 @@ def _log10(logs: list[float], scales: list[float]) -> list[float | None]:
 
 
 def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Tensor, ell: int) -> torch.Tensor:
-    """‖X_ℓ − S'(X)‖max/‖X_ℓ‖max, S' the mean field of the first ℓ layers; the input stands for itself."""
+    """Return ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the mean-field surrogate S' of the first ℓ layers; S' = I for ℓ = 0."""
     if ell == 0:
         return max_norm(X - x) / max_norm(X)
     mean = x.mean(dim=0, keepdim=True) @ drift_matrix(network, range(ell))
@@ -180,7 +178,7 @@ def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Te
 
 
 def fast_attention(cell: Cell) -> Values:
-    """What fast attention would do in a drawn network: the proved B, degree, features, and the predicted speed-up."""
+    """Compute the plan of fast attention in a random network: score bound B, degree, features, predicted speed-up."""
     p, network = cell.parameters, _network(cell)
     x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
     return summary(plans_of(network, x, p["tolerance"], p["length"]), p["dim"], p["tolerance"])
@@ -194,7 +192,7 @@ def _setting(parameters: Mapping[str, Any]) -> Setting:
 
 
 def _complete_setting(parameters: Values) -> Values:
-    """Everything the paper fills in, written out; numbers that are no counts as floats."""
+    """Return all parameters of the setting with paper B's defaults filled in; sizes are floats."""
     setting = _setting(parameters)
     full: Values = {"kind": setting.kind, **asdict(setting)}
     sizes: Values = {name: float(full[name]) for name in ("a0", "a1", "b", "c") if name in full}
@@ -202,7 +200,7 @@ def _complete_setting(parameters: Values) -> Values:
 
 
 def separation(cell: Cell) -> Values:
-    """One setting of softmax against linear attention: the exact probability and the counts over all repetitions."""
+    """Compute one setting of paper B: the exact probability of success, and the counts over all repetitions."""
     setting = _setting(cell.parameters)
     closed = None if isinstance(setting, Regression) else exact(setting)
     found = estimate(setting, cell.repetition, cell.parameters["seed"])
@@ -236,7 +234,7 @@ TASKS: dict[str, Task] = {
                 **_METHOD,
                 **_NETWORK,
                 **_OPTIONS,
-                "tokens": Parameter(or_word("any", count("the number of tokens of an input, or any")), "any"),
+                "tokens": Parameter(or_word("any", count("the number of tokens of an input, or the word any")), "any"),
                 "effort": Parameter(choice(*EFFORTS), "default"),
                 "seed": SEED,
             },
@@ -247,11 +245,11 @@ TASKS: dict[str, Task] = {
             "effective-depth",
             1,
             {
-                "tolerance": Parameter(positive("the largest error you accept in an output entry")),
+                "tolerance": Parameter(positive("the largest accepted error in an output entry")),
                 **_NETWORK,
                 **_TOKENS,
                 **_OPTIONS,
-                "samples": Parameter(count("how many inputs the depth is measured on"), 4),
+                "samples": Parameter(count("the number of inputs on which the depth is measured"), 4),
                 "seed": SEED,
             },
             depth,
@@ -260,11 +258,11 @@ TASKS: dict[str, Task] = {
             "fast-attention",
             1,
             {
-                "tolerance": Parameter(positive("the largest error, as a share of the values' range")),
+                "tolerance": Parameter(positive("the largest accepted error, relative to the range of the values")),
                 **_NETWORK,
                 **_TOKENS,
                 **_OPTIONS,
-                "length": Parameter(count("to how many tokens the input is repeated for the costs"), 65536),
+                "length": Parameter(count("the number of tokens for which the cost is predicted"), 65536),
                 "seed": SEED,
             },
             fast_attention,

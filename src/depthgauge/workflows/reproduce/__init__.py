@@ -1,1 +1,1 @@
-"""Draw the figures of both papers and our own."""
+"""Reproduce the figures of both papers and of this project."""

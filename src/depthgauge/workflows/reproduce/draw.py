@@ -1,56 +1,23 @@
-"""From a figure's id to its cells, their rows in a store, its drawing, and the files side by side."""
+"""Reproduce figures: from an id to the computed rows, the drawing, and the files beside each other."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from depthgauge._io import write_text
 from depthgauge._version import __version__
-from depthgauge.errors import DepthgaugeError, require_count, unknown_name
+from depthgauge.errors import require_count, require_seed
 from depthgauge.progress import Step, silent
-from depthgauge.separation.panels import PANELS, SHEETS
-from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine
-from depthgauge.sweeps.run import run_cells, to_csv
-from depthgauge.sweeps.store import Store
-from depthgauge.workflows.reproduce import rank_figure as dong
-from depthgauge.workflows.reproduce.collapse_figures import COLLAPSE_FIGURES
-from depthgauge.workflows.reproduce.fast_figure import A5
-from depthgauge.workflows.reproduce.separation_figures import separation_study
+from depthgauge.sweeps.sweep_records import to_csv
+from depthgauge.workflows.reproduce.catalog import DEFAULT_FIGURES, find_figure
+from depthgauge.workflows.reproduce.study import Computing, Study
 
 SCHEMA = "depthgauge.figure/1"
 STORE = "figures.db"
-"""The store in the output directory, unless another is named: an interrupted figure is resumed from it."""
-
-
-@runtime_checkable
-class Study(Protocol):
-    """A figure as it is computed: which cells, and what to make of their results, given by identity."""
-
-    @property
-    def id(self) -> str:
-        """The figure's id."""
-
-    @property
-    def title(self) -> str:
-        """What it shows."""
-
-    def cells(self) -> list[Cell]:
-        """What has to be computed."""
-
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the CSV."""
-
-    def settings(self) -> dict[str, Any]:
-        """Everything needed to compute it again."""
-
-    def caption(self) -> str:
-        """The text beneath the figure, repetitions included."""
-
-    def draw(self, results: Mapping[str, Mapping[str, Any]]) -> Any:
-        """The matplotlib figure."""
+"""Name of the default store in the output directory."""
 
 
 @dataclass(frozen=True)
@@ -61,22 +28,22 @@ class Reproduction:
     points: int
     files: tuple[Path, ...]
 
+    def __str__(self) -> str:
+        return f"{self.figure}: {self.points} rows, wrote {', '.join(map(str, self.files))}"
 
-OURS = {**COLLAPSE_FIGURES, A5.id: A5}
-FIGURES = (*OURS, *SHEETS)
-"""What is drawn when none is named; D2 needs a checkpoint, and is drawn by name."""
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the list `figures` that `depthgauge reproduce --json` prints."""
+        return {"figure": self.figure, "points": self.points, "files": [str(path) for path in self.files]}
 
 
-def find_study(figure: str, models: int | None = None, seed: int = 0) -> Study:
-    """The study behind an id; `models` replaces its number of repetitions."""
+def find_study(asked: str, models: int | None = None, seed: int = 0) -> Study:
+    """Return the study of a figure or panel; raise InputError if the id is unknown or a package is missing."""
+    figure = find_figure(asked)
     if models is not None:
-        require_count("models", models, "how many networks are drawn for every point")
-    require_count("seed", seed, "where the random numbers start", least=0)
-    if figure in OURS:
-        return OURS[figure](models, seed)
-    if figure in SHEETS or figure in PANELS:
-        return separation_study(figure, models, seed)
-    raise unknown_name("figure", figure, [*FIGURES, dong.FIGURE, *PANELS])
+        require_count("models", models, "how often every point is repeated")
+    require_seed(seed)
+    figure.require()
+    return figure.build(asked, models, seed)
 
 
 def reproduce(
@@ -87,48 +54,42 @@ def reproduce(
     *,
     store: str | Path | None = None,
     engine: Engine | None = None,
-    step: Step = silent,
+    progress: Step = silent,
 ) -> Reproduction:
-    """Compute a figure by its id and write ID.png, ID.svg, ID.csv, ID.json and ID.txt into the directory `out`.
+    """Compute a figure and write ID.png, ID.svg, ID.csv, ID.json and ID.txt.
 
-    Its rows are kept in `store` (figures.db in `out` unless named), so what is there already is not computed again.
+    Args:
+        figure: Id of a figure or of a panel, such as `A2` or `B4a`.
+        out: Directory of the files; created if it does not exist.
+        models: Number of repetitions of every point; by default that of the figure.
+        seed: Seed of the random numbers; the same seed gives the same points.
+        store: File that keeps the rows; by default `figures.db` in `out`. Rows in it are not computed again.
+        engine: Engine that computes the rows; by default one process per core.
+        progress: Called as `progress(done, total, label)`.
+
+    Returns:
+        The number of rows and the paths of the files.
+
+    Raises:
+        InputError: The id is unknown, or a package that the figure needs is not installed.
     """
+    where = Computing(Path(out) / STORE if store is None else Path(store), engine, progress)
+    return write_figure(find_study(figure, models, seed), out, where)
+
+
+def write_figure(study: Study, out: str | Path, where: Computing) -> Reproduction:
+    """Compute and draw a study, and write its files: drawing (.png, .svg), rows, settings and caption."""
     from depthgauge.figures.style import save
 
-    if figure == dong.FIGURE:
-        return Reproduction(figure, *dong.reproduce_dong(out, models, seed, step=step))
-    study = find_study(figure, models, seed)
-    results = compute(study, Path(out) / STORE if store is None else Path(store), models, seed, engine, step)
+    results = study.compute(where)
     stem = Path(out) / study.id
     rows = study.table(results)
-    documents = {".csv": to_csv(rows), ".json": json.dumps(describe(study, seed), indent=2, ensure_ascii=False) + "\n"}
+    documents = {".csv": to_csv(rows), ".json": json.dumps(describe(study), indent=2, ensure_ascii=False) + "\n"}
     documents[".txt"] = study.caption() + "\n"
     written = [stem.with_name(study.id + suffix) for suffix in documents]
     for path, text in zip(written, documents.values(), strict=True):
         write_text(path, text)
     return Reproduction(study.id, len(rows), (*save(study.draw(results), stem), *written))
-
-
-def compute(
-    study: Study, store: Path, models: int | None, seed: int, engine: Engine | None, step: Step
-) -> dict[str, dict[str, Any]]:
-    """The results of every cell of a figure by identity; those that the store lacks, or that failed, are computed."""
-    cells = list({cell.identity: cell for cell in study.cells()}.values())
-    document = {"figure": study.id, "models": models, "seed": seed}
-
-    def named(done: int, total: int, label: str) -> None:
-        step(done, total, f"{study.id} {label}".strip())
-
-    run_cells(study.id, document, cells, store, engine=engine, retry_failed=True, step=named)
-    with Store.open(store) as opened:
-        rows = opened.results()
-    results = {}
-    for cell in cells:
-        row = rows[cell.identity]
-        if row.result is None:
-            raise DepthgaugeError(f"{study.id} could not be computed: {row.error} (the rest is kept in {store})")
-        results[cell.identity] = row.result
-    return results
 
 
 def reproduce_all(
@@ -139,19 +100,16 @@ def reproduce_all(
     *,
     store: str | Path | None = None,
     engine: Engine | None = None,
-    step: Step = silent,
+    progress: Step = silent,
 ) -> list[Reproduction]:
-    """`reproduce` for each id, or for every figure when none is named; a wrong id stops before any work."""
-    wanted = list(dict.fromkeys(figures or FIGURES))
+    """Reproduce several figures, or all default figures if none is named; all ids are checked before any work."""
+    wanted = list(dict.fromkeys(figures or DEFAULT_FIGURES))
     for figure in wanted:
-        if figure == dong.FIGURE:
-            dong.check_dong(models, seed)
-        else:
-            find_study(figure, models, seed)
-    return [reproduce(figure, out, models, seed, store=store, engine=engine, step=step) for figure in wanted]
+        find_study(figure, models, seed)
+    return [reproduce(figure, out, models, seed, store=store, engine=engine, progress=progress) for figure in wanted]
 
 
-def describe(study: Study, seed: int) -> dict[str, Any]:
-    """The settings of a figure: everything needed to compute it again."""
-    head = {"schema": SCHEMA, "version": __version__, "figure": study.id, "title": study.title, "seed": seed}
+def describe(study: Study) -> dict[str, Any]:
+    """Return the settings of a figure: everything needed to compute it again."""
+    head = {"schema": SCHEMA, "version": __version__, "figure": study.id, "title": study.title, "seed": study.seed}
     return head | study.settings()

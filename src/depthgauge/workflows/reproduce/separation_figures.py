@@ -1,17 +1,16 @@
-"""Paper B's figures: a panel's settings to cells, and their rows to a table, a drawing and a caption."""
+"""The figures of paper B: cells from the settings of a panel; table, drawing and caption from their rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from depthgauge.progress import Step, silent
-from depthgauge.separation.exact import Exact, exact
-from depthgauge.separation.montecarlo import Estimate, estimate
-from depthgauge.separation.panels import SHEETS, Panel, Sheet, sheet
-from depthgauge.separation.settings import Regression, Setting
+from depthgauge.separation.panels import Panel, Sheet, sheet
+from depthgauge.separation.settings import Setting
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import make_cell
 from depthgauge.sweeps.tasks import TASKS
+from depthgauge.workflows.reproduce.study import CellStudy, Results
+from depthgauge.workflows.separate import Separation
 
 if TYPE_CHECKING:
     from depthgauge.figures.success_ratio import PanelDrawing
@@ -22,64 +21,12 @@ CONDITIONS = ("strong_d1_positive", "lin_d1_zero", "strong_d0_zero", "lin_d0_zer
 _PARAMETERS = ("kind", "x", "attention", "n", "d", "m", "a0", "a1", "b", "c")
 _SYMBOLS = {"n": "n", "d": "d", "m": "m", "a0": "$a_0$", "a1": "$a_1$", "b": "b", "c": "c", "g": "g"}
 _LABELS = {"n": "tokens n", "d": "embedding size d", "m": "width m", "g": "degree g of the polynomial"}
-_IN_WORDS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
-
-
-@dataclass(frozen=True)
-class Separation:
-    """One setting seen both ways; `exact` is None for regression, which is Monte Carlo only."""
-
-    setting: Setting
-    exact: Exact | None
-    estimate: Estimate
-    seed: int
-
-    @classmethod
-    def from_row(cls, setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> "Separation":
-        """What a cell of a sweep found."""
-        p, q, r, s = result["conditions"]
-        closed = None
-        if result["exact"] is not None:
-            e, f, g, h = result["exact_parts"]
-            closed = Exact(result["exact"], (e, f, g, h))
-        return cls(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
-
-    def document(self) -> dict[str, Any]:
-        """What `depthgauge separate --json` prints."""
-        return {
-            "exact": None if self.exact is None else self.exact.success,
-            "exact_parts": None if self.exact is None else list(self.exact.parts),
-            "ratio": self.estimate.ratio,
-            "interval": list(self.estimate.interval),
-            "parts": list(self.estimate.parts),
-            "models": self.estimate.models,
-        }
-
-    def summary(self) -> str:
-        """The same for a reader: success and its four conditions, exact beside drawn."""
-        low, high = self.estimate.interval
-        drawn = [self.estimate.ratio, *self.estimate.parts]
-        closed = [None] * 5 if self.exact is None else [self.exact.success, *self.exact.parts]
-        kind = self.setting.attention
-        names = ["success", f"F_{kind}(D₁) > 0", "F_lin(D₁) = 0", f"F_{kind}(D₀) = 0", "F_lin(D₀) = 0"]
-        width = max(map(len, names))
-        parameters = ", ".join(f"{name} = {value}" for name, value in asdict(self.setting).items())
-        lines = [f"{self.setting.kind}: {parameters}", f"{'':{width}}  exact     drawn ({self.estimate.models} models)"]
-        for name, p, rate in zip(names, closed, drawn, strict=True):
-            lines.append(f"{name:{width}}  {'–'.ljust(8) if p is None else f'{p:.6f}'}  {rate:.6f}")
-        lines[2] += f"  95 % interval {low:.6f} … {high:.6f}"
-        return "\n".join(lines)
-
-
-def separate(setting: Setting, models: int, seed: int = 0, step: Step = silent) -> Separation:
-    """The probability of success at one setting: in closed form where there is one, and by Monte Carlo."""
-    closed = None if isinstance(setting, Regression) else exact(setting)
-    return Separation(setting, closed, estimate(setting, models, seed, step=step), seed)
+_PLAIN_SYMBOLS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
 
 
 @dataclass(frozen=True)
 class Point:
-    """A row of a figure: where it stands, and what was found there."""
+    """A point of a figure: its panel, curve and swept value, and the probability of success there."""
 
     panel: Panel
     curve: str
@@ -87,9 +34,9 @@ class Point:
     found: Separation
 
     def row(self) -> dict[str, Any]:
-        """The row of the CSV; an empty cell is a parameter that the kind does not have."""
+        """Return the row of the CSV file; parameters that the kind does not have are None."""
         setting = {"kind": self.found.setting.kind, **asdict(self.found.setting)}
-        document = self.found.document()
+        document = self.found.to_json()
         exact_parts = document["exact_parts"] or [None] * len(CONDITIONS)
         return {
             "panel": self.panel.id,
@@ -109,33 +56,29 @@ class Point:
 
 
 @dataclass(frozen=True)
-class SeparationStudy:
-    """A sheet of paper B as `reproduce` draws it; `models` replaces the paper's number of repetitions."""
-
-    sheet: Sheet
-    models: int | None
-    seed: int
+class SeparationStudy(CellStudy):
+    """A figure or panel of paper B; `models` replaces the paper's number of repetitions."""
 
     @property
-    def id(self) -> str:
-        """The figure's id."""
-        return self.sheet.id
+    def sheet(self) -> Sheet:
+        """The panels of the figure; a single panel is a sheet of its own."""
+        return sheet(self.id)
 
     @property
     def title(self) -> str:
-        """What it shows."""
+        """The title of the sheet."""
         return self.sheet.title
 
     def cells(self) -> list[Cell]:
-        """One cell for every point; panels that share a point share its cell."""
+        """Return one cell for every point; panels that share a point share its cell."""
         return [self._cell(panel, setting) for panel in self.sheet.panels for _, _, setting in panel.settings()]
 
     def _cell(self, panel: Panel, setting: Setting) -> Cell:
         given = {"kind": setting.kind, **asdict(setting), "seed": self.seed}
         return make_cell(TASKS["separation"], given, self.models or panel.models)
 
-    def points(self, results: Mapping[str, Mapping[str, Any]]) -> list[Point]:
-        """Every point of every panel, from the results of its cells by identity."""
+    def points(self, results: Results) -> list[Point]:
+        """Return every point of every panel."""
         found = []
         for panel in self.sheet.panels:
             for curve, value, setting in panel.settings():
@@ -144,12 +87,12 @@ class SeparationStudy:
                 found.append(Point(panel, curve, value, seen))
         return found
 
-    def table(self, results: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the CSV."""
+    def table(self, results: Results) -> list[dict[str, Any]]:
+        """Return the rows of the CSV file."""
         return [point.row() for point in self.points(results)]
 
     def settings(self) -> dict[str, Any]:
-        """Everything needed to compute it again."""
+        """Return everything needed to compute the figure again."""
         return {
             "conditions": list(CONDITIONS),
             "panels": [
@@ -168,23 +111,23 @@ class SeparationStudy:
         }
 
     def caption(self) -> str:
-        """What the figure shows, what was drawn and how often, and what had to be decided."""
+        """Return the caption: what the figure shows, the number of repetitions, and choices the paper leaves open."""
         counts = " or ".join(str(c) for c in sorted({self.models or panel.models for panel in self.sheet.panels}))
         lines = [
-            f"{self.id}. {self.title}: the ratio of success, F(D₁) > 0 with softmax (or a polynomial) and F = 0 in the "
-            "three other cases, as one parameter varies. Dots: models drawn and counted "
-            f"({counts} repetitions a point, seed {self.seed}), with 95 % Wilson intervals. "
+            f"{self.id}. {self.title}: success rate as one parameter varies. Success means F(D₁) > 0 with softmax (or "
+            "a polynomial) and F = 0 in the three other cases. Dots: rate over random networks "
+            f"({counts} repetitions per point, seed {self.seed}), with 95 % Wilson intervals. "
             "Lines: the exact probability, where there is a closed form."
         ]
         for panel in self.sheet.panels:
-            swept = _IN_WORDS.get(panel.variable, panel.variable)
-            fixed = _in_words(_caption(panel))
+            swept = _PLAIN_SYMBOLS.get(panel.variable, panel.variable)
+            fixed = _plain_text(_fixed_line(panel))
             note = f" {panel.note}" if panel.note else ""
             lines.append(f"{panel.id}: {panel.title}, varying {swept}; {fixed}.{note}")
         return "\n".join(lines)
 
-    def draw(self, results: Mapping[str, Mapping[str, Any]]) -> Any:
-        """One panel at column width, several as a sheet."""
+    def draw(self, results: Results) -> Any:
+        """Return the matplotlib figure: one panel at column width, or several panels on a sheet."""
         from depthgauge.figures.success_ratio import draw_panel, draw_sheet
 
         points = self.points(results)
@@ -195,22 +138,14 @@ class SeparationStudy:
         return draw_sheet(f"{self.id}   {self.title}", drawings, self.sheet.columns, models)
 
     def _heading(self, panel: Panel) -> str:
-        """The panel's id and what the sheet's own title leaves unsaid."""
+        """Return the heading of a panel: its id, and its title or swept parameter."""
         if len(self.sheet.panels) == 1 or panel.title != self.title:
             return f"{panel.id}   {panel.title}"
         return f"{panel.id}   varying {_SYMBOLS[panel.variable]}"
 
 
-def separation_study(figure: str, models: int | None, seed: int) -> SeparationStudy:
-    """The study of a sheet or panel of paper B."""
-    return SeparationStudy(sheet(figure), models, seed)
-
-
-SEPARATION_FIGURES = tuple(SHEETS)
-
-
 def _fixed(panel: Panel) -> dict[str, Any]:
-    """What the points of a panel have in common; what they do not is a [least, largest] pair, if it was not swept."""
+    """Return the parameters that are not swept; one that depends on the swept parameter is a [least, largest] pair."""
     settings = [{"kind": s.kind, **asdict(s)} for _, _, s in panel.settings()]
     fixed: dict[str, Any] = {}
     for name in settings[0]:
@@ -242,15 +177,15 @@ def _drawing(panel: Panel, points: Sequence[Point], title: str) -> "PanelDrawing
         )
     return PanelDrawing(
         title=title,
-        fixed=_caption(panel),
+        fixed=_fixed_line(panel),
         xlabel=_LABELS.get(panel.variable, _SYMBOLS[panel.variable]),
         whole=panel.variable in ("n", "d", "m", "g"),
         curves=curves,
     )
 
 
-def _caption(panel: Panel) -> str:
-    """The fixed parameters in a line, such as `d=12, m=15`."""
+def _fixed_line(panel: Panel) -> str:
+    """Return the fixed parameters on one line, for example `d=12, m=15`."""
     parts = []
     for name, value in _fixed(panel).items():
         if name in _SYMBOLS and not (name == "n" and len(panel.curves) > 1):
@@ -259,6 +194,6 @@ def _caption(panel: Panel) -> str:
     return ", ".join(parts)
 
 
-def _in_words(line: str) -> str:
-    """The same without mathematics markup."""
+def _plain_text(line: str) -> str:
+    """Replace mathematics markup by plain text."""
     return line.replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")

@@ -1,4 +1,4 @@
-"""The figures show the rows they were given, all of them, and reach the disk whole."""
+"""Drawings of success rates show all given rows, and figures are saved atomically."""
 
 from pathlib import Path
 
@@ -42,14 +42,14 @@ def test_a_panel_shows_the_exact_curve_the_points_and_their_intervals() -> None:
     (bars,) = (c for c in axes.collections if isinstance(c, LineCollection))
     expected = [[[x, lo], [x, hi]] for x, lo, hi in zip(CURVE.x, CURVE.low, CURVE.high, strict=True)]
     np.testing.assert_array_equal(bars.get_segments(), expected)
-    for text in ("B4f", "n=200, d=22", "$a_1$", "exact probability", "100 models drawn, 95 % interval"):
+    for text in ("B4f", "n=200, d=22", "$a_1$", "exact probability", "rate over 100 networks, 95 % interval"):
         assert text in words(figure)
     low, high = axes.get_ylim()
     assert low < 0
     assert high > 1
 
 
-def test_without_a_closed_form_no_curve_is_drawn_or_promised() -> None:
+def test_without_a_closed_form_there_is_no_exact_curve() -> None:
     figure = draw_panel(panel(DRAWN_ONLY), "1000")
     (axes,) = visible(figure)
     assert len(axes.lines) == 1
@@ -57,14 +57,14 @@ def test_without_a_closed_form_no_curve_is_drawn_or_promised() -> None:
     assert "exact" not in words(figure)
 
 
-def test_a_sheet_has_its_panels_and_hides_the_empty_place() -> None:
+def test_a_sheet_hides_unused_axes() -> None:
     figure = draw_sheet("B7", [panel(CURVE)] * 5, 3, "100")
     assert len(figure.axes) == 6
     assert len(visible(figure)) == 5
     assert figure.get_suptitle() == "B7"
 
 
-def test_several_curves_are_told_apart_by_colour_and_marker() -> None:
+def test_several_curves_differ_in_colour_and_marker() -> None:
     curves = [Curve(f"n = {i}", [1, 2], [0, 1], [0, 1], [0, 0.9], [0.1, 1]) for i in range(4)]
     (axes,) = visible(draw_panel(panel(*curves), "100"))
     styles = {(line.get_color(), line.get_marker()) for line in axes.lines if line.get_marker() != "None"}
@@ -79,13 +79,13 @@ def luminance(colour: str) -> float:
     return float(np.dot(channels, [0.2126, 0.7152, 0.0722]))
 
 
-def test_colours_survive_printing_in_grey() -> None:
+def test_colours_differ_in_lightness() -> None:
     shades = sorted(luminance(colour) for colour in ORDERED)
     assert min(np.diff(shades)) > 0.05
     assert abs(luminance(BLUE) - luminance(VERMILION)) > 0.05
 
 
-def test_text_stays_inside_the_page() -> None:
+def test_text_stays_inside_the_figure() -> None:
     long = PanelDrawing("B4a   varying n", "d=12, m=15, $a_0$=0.01, $a_1$=1.2, b=0.2, c=0.8", "tokens n", True, [CURVE])
     figure = draw_sheet("B4   Self-attention, X = I", [long] * 6, 3, "100")
     canvas = FigureCanvasAgg(figure)
@@ -117,7 +117,7 @@ def test_a_figure_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["B4f.png", "B4f.svg"]
 
 
-def test_matplotlibs_own_settings_are_left_alone() -> None:
+def test_matplotlib_settings_are_restored() -> None:
     before = dict(matplotlib.rcParams)
     draw_panel(panel(CURVE), "100")
     assert dict(matplotlib.rcParams) == before

@@ -1,4 +1,4 @@
-"""A1 to A4 show the numbers they were given, name their axes, and stay on the page."""
+"""Drawings of A1 to A4: they show the given numbers, label their axes, and text stays inside the figure."""
 
 import math
 from pathlib import Path
@@ -29,8 +29,8 @@ def two_by_two() -> Figure:
         Spread([1, 1e-3, 1e-30], [1, 1e-4, 0], [1, 1e-2, 1e-29]),
         Spread([0, 0.9, 1], [0, 0.8, 1], [0, 1, 1.1]),
     )
-    up = CollapsePanel("without skips, η = 0.01", "rank collapses", fell, stayed, -1234.0)
-    down = CollapsePanel("with skips, η = 3", "nothing collapses", stayed, stayed, 0.0)
+    up = CollapsePanel("without skips, η = 0.01", "rank collapse", fell, stayed, -1234.0)
+    down = CollapsePanel("with skips, η = 3", "no collapse", stayed, stayed, 0.0)
     return draw_collapse([[up, down], [down, down]])
 
 
@@ -58,7 +58,7 @@ ALL = {"A1": rank, "A2": orders, "A3": phases, "A4": two_by_two}
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
-def test_axes_are_named_and_text_stays_on_the_page(name: str) -> None:
+def test_axes_have_labels_and_text_stays_inside_the_figure(name: str) -> None:
     figure = ALL[name]()
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
@@ -90,25 +90,27 @@ def lines(axes: object) -> list[np.ndarray]:
     return [line.get_ydata() for line in axes.lines]  # type: ignore[attr-defined]
 
 
-def test_rank_shows_every_curve_and_cuts_bounds_that_say_nothing() -> None:
+def test_rank_shows_every_curve_and_hides_bounds_above_one() -> None:
     left, right = rank().axes
     shown = lines(left)
     np.testing.assert_array_equal(shown[0], FALLING.middle)
     np.testing.assert_array_equal(shown[1], FALLING.bound)
-    np.testing.assert_array_equal(shown[2], [0, math.nan, math.nan])  # Dong's rate, above one from the first layer on
+    np.testing.assert_array_equal(
+        shown[2], [0, math.nan, math.nan]
+    )  # the rate of Dong et al. is above 1 from the first layer on
     assert len(lines(right)) == 2
     assert left.get_ylim() == right.get_ylim()
     assert [tick.get_text() for tick in left.get_yticklabels()][-2:] == ["$10^{-1}$", "1"]
 
 
-def test_the_two_by_two_says_where_a_curve_left_the_page() -> None:
+def test_a_curve_below_the_axis_is_annotated() -> None:
     first, *_ = two_by_two().axes
     assert any("10^{-1\u2009000}" in text.get_text() for text in first.texts)
     assert len(lines(first)[0]) == 3
     assert len(lines(first)[1]) == 2  # depth begins with the first layer
 
 
-def test_orders_show_both_edges_their_slopes_and_the_printed_bound() -> None:
+def test_orders_show_bands_slopes_and_the_printed_bound() -> None:
     main, strip = orders().axes
     words = [text.get_text() for text in main.texts]
     assert words == [f"{name}, slope {k}.00" for name, k in zip(NAMES, (1, 1, 2, 3, 4), strict=True)]
@@ -120,7 +122,7 @@ def test_orders_show_both_edges_their_slopes_and_the_printed_bound() -> None:
     assert min(abs(math.log10(a / b)) for i, a in enumerate(heights) for b in heights[:i]) > 0.7
 
 
-def test_phases_show_every_number() -> None:
+def test_phase_diagrams_show_every_number() -> None:
     figure = phases()
     first = figure.axes[0]
     assert [text.get_text() for text in first.texts] == ["1", "1", "3.5", "6", "1", "2", "6", "6"]
@@ -134,7 +136,7 @@ def test_phases_show_every_number() -> None:
     ]
 
 
-# What the eye's cones make of colours where one kind is missing (Viénot, Brettel and Mollon 1999), on linear RGB.
+# Simulation of colour blindness on linear RGB (Viénot, Brettel and Mollon 1999).
 DEFICIENT = {
     "protanopia": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],
     "deuteranopia": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
@@ -142,7 +144,7 @@ DEFICIENT = {
 
 
 @pytest.mark.parametrize("kind", sorted(DEFICIENT))
-def test_the_five_colours_stay_apart_to_every_common_eye(kind: str) -> None:
+def test_the_five_colours_differ_with_colour_blindness(kind: str) -> None:
     linear = np.array([[c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(x)] for x in FIVE])
     seen = linear @ np.array(DEFICIENT[kind]).T
     gaps = [float(np.linalg.norm(a - b)) for i, a in enumerate(seen) for b in seen[:i]]

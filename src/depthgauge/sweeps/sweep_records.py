@@ -1,0 +1,228 @@
+"""Records of what a sweep returns: the summary of a run, the table of rows, the status of a store.
+
+`to_json` and `to_csv` serialise; they compute nothing.
+"""
+
+import csv
+import html
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from depthgauge.errors import InputError
+from depthgauge.sweeps.cells import canonical_json
+from depthgauge.sweeps.lock import Holder
+from depthgauge.sweeps.store import Count, Row
+
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped, unused-ignore]
+
+SCHEMA = "depthgauge.sweep/1"
+_HTML_ROWS = 10
+"""Number of rows shown in a notebook."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What one run did: the cells it computed, the progress of the grid after it, and its duration in seconds."""
+
+    computed: int
+    count: Count
+    seconds: float
+
+    def __str__(self) -> str:
+        rate = f", {self.computed / self.seconds:.3g} cells/s" if self.computed else ""
+        return f"{self.computed} cells computed in {self.seconds:.1f} s{rate}; the grid has {self.count}"
+
+
+@dataclass(frozen=True, repr=False)
+class SweepRows:
+    """The table of rows of a sweep: one row for each cell that is done or failed."""
+
+    rows: tuple[Row, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.to_json())
+
+    def __repr__(self) -> str:
+        failed = sum(row.error is not None for row in self.rows)
+        return f"SweepRows({len(self.rows)} rows, {failed} failed)"
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return each row as a flat dictionary: identity, task, parameters, results, and `error_text`."""
+        return [_flat(row) for row in self.rows]
+
+    def to_csv(self) -> str:
+        """Return the table as CSV; lists and booleans are written as JSON, and numbers round-trip."""
+        return to_csv(self.to_json())
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Return the table as a pandas DataFrame with the columns of `to_json`.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return _pandas().DataFrame(self.to_json())
+
+    def _repr_html_(self) -> str:
+        rows = self.to_json()
+        names = [name for name in _names(rows) if name not in ("identity", "version")]
+        shown = [[_short(row.get(name)) for name in names] for row in rows[:_HTML_ROWS]]
+        more = f", the first {_HTML_ROWS} shown" if len(rows) > _HTML_ROWS else ""
+        return _html_table(f"{len(rows)} rows{more}", names, shown)
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult:
+    """What `sweep` returns: the summary of the run, and the rows of the grid."""
+
+    store: str | None
+    """Path of the store, or None if the sweep used a temporary one."""
+    summary: RunSummary
+    rows: SweepRows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        where = f" in {self.store}" if self.store is not None else ""
+        return f"SweepResult({self.summary.count}{where}; {self.summary.computed} computed in this run)"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as a JSON document with the rows under `rows`."""
+        return {
+            "schema": SCHEMA,
+            "store": self.store,
+            "computed": self.summary.computed,
+            **asdict(self.summary.count),
+            "seconds": self.summary.seconds,
+            "rows": self.rows.to_json(),
+        }
+
+    def to_frame(self) -> "pandas.DataFrame":
+        """Return the rows as a pandas DataFrame, one column for each parameter and each result.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
+        return self.rows.to_frame()
+
+    def _repr_html_(self) -> str:
+        return f"<p>{html.escape(str(self.summary))}</p>{self.rows._repr_html_()}"
+
+
+@dataclass(frozen=True)
+class GridProgress:
+    """A grid in a store: its name, its document, and the count of its cells."""
+
+    name: str
+    document: Mapping[str, Any]
+    count: Count
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the list `grids` in the status document."""
+        return {"name": self.name, **self.document, **asdict(self.count)}
+
+
+@dataclass(frozen=True)
+class FailedCell:
+    """A cell that failed: its task, its parameters, and the error."""
+
+    task: str
+    parameters: Mapping[str, Any]
+    error: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the entry of the list `errors` in the status document."""
+        return {"task": self.task, "parameters": dict(self.parameters), "error": self.error}
+
+
+@dataclass(frozen=True, repr=False)
+class SweepStatus:
+    """The status of a store: progress, failures, and the process that runs on it, if any."""
+
+    store: str
+    count: Count
+    rows_sha256: str
+    """Hash of all identities and results. It does not depend on the order, the engine or interruptions."""
+    seconds: float
+    """Total computing time of all rows."""
+    running: Holder | None
+    grids: tuple[GridProgress, ...]
+    errors: tuple[FailedCell, ...]
+
+    def __repr__(self) -> str:
+        running = f", running: {self.running}" if self.running is not None else ""
+        return f"SweepStatus({self.store}: {self.count}{running})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status document that `depthgauge sweep --status --json` prints."""
+        return {
+            "schema": SCHEMA,
+            "store": self.store,
+            **asdict(self.count),
+            "rows_sha256": self.rows_sha256,
+            "seconds": self.seconds,
+            "running": None if self.running is None else asdict(self.running),
+            "grids": [grid.to_json() for grid in self.grids],
+            "errors": [failure.to_json() for failure in self.errors],
+        }
+
+    def _repr_html_(self) -> str:
+        names = ["grid", "task", "done", "failed", "missing"]
+        rows = [
+            [grid.name or "–", str(grid.document.get("task", "–")), *map(str, asdict(grid.count).values())]
+            for grid in self.grids
+        ]
+        return _html_table(f"{self.store}: {self.count}", names, rows)
+
+
+def _flat(row: Row) -> dict[str, Any]:
+    cell = row.cell
+    head = {"identity": cell.identity, "task": cell.task, "version": cell.version, "repetition": cell.repetition}
+    return head | dict(cell.parameters) | (row.result or {}) | {"error_text": row.error}
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return every column name, in order of first occurrence."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV with a header of all names that occur; lists and booleans are written as JSON."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, fieldnames=_names(rows), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: _csv_value(value) for name, value in row.items()} for row in rows)
+    return text.getvalue()
+
+
+def _csv_value(value: Any) -> Any:
+    return canonical_json(value) if isinstance(value, list | dict | bool) else value
+
+
+def _pandas() -> Any:
+    try:
+        import pandas  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise InputError("to_frame needs pandas, which is not installed: pip install pandas") from error
+    return pandas
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = canonical_json(value) if isinstance(value, list | dict | bool) else str(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
+def _html_table(caption: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in row) + "</tr>" for row in rows)
+    return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"

