@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthgauge.errors import DepthgaugeError, InputError, OutputError
+from depthgauge.separation.comparison import separate_setting
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.settings import Regression, build_setting
 from depthgauge.sweeps import tasks
@@ -16,7 +17,7 @@ from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.run import InterruptedRunError, status
 from depthgauge.workflows.reproduce import draw as study
 from depthgauge.workflows.reproduce.draw import find_study
-from depthgauge.workflows.reproduce.separation_figures import CONDITIONS, separate
+from depthgauge.workflows.reproduce.separation_figures import CONDITIONS
 
 HERE = Local(1)
 reproduce = partial(study.reproduce, engine=HERE)
@@ -55,7 +56,7 @@ def test_a_point_computed_alone_is_its_row(figure: str, tmp_path: Path) -> None:
         given = {name: float(row[name]) for name in ("a0", "a1", "b", "c") if row[name]}
         sizes = {name: int(row[name]) for name in ("n", "d", "m")}
         setting = build_setting(row["kind"], x=row["x"], attention=row["attention"], **given, **sizes)
-        alone = separate(setting, int(row["models"]), int(row["seed"])).document()
+        alone = separate_setting(setting, int(row["models"]), int(row["seed"])).to_json()
         assert float(row["exact"]) == alone["exact"]
         assert float(row["ratio"]) == alone["ratio"] == int(row["successes"]) / 30
         assert [float(row["low"]), float(row["high"])] == alone["interval"]
@@ -72,7 +73,7 @@ def test_regression_rows_have_no_exact_value(tmp_path: Path) -> None:
     assert {row["d"] for row in rows} == {""}
     fourth = estimate(Regression(1000, 4), 5)
     assert float(rows[3]["ratio"]) == fourth.ratio
-    assert separate(Regression(50, 4), 5).document()["exact"] is None
+    assert separate_setting(Regression(50, 4), 5).to_json()["exact"] is None
 
 
 def test_the_settings_say_everything(tmp_path: Path) -> None:
@@ -163,13 +164,13 @@ def test_progress_counts_every_point(tmp_path: Path) -> None:
 
 
 def test_the_summary_shows_exact_beside_drawn() -> None:
-    found = separate(build_setting("cross"), 50)
+    found = separate_setting(build_setting("cross"), 50)
     text = found.summary()
     assert found.exact is not None
     assert f"{found.exact.success:.6f}" in text
     assert f"{found.estimate.ratio:.6f}" in text
     assert "F_lin(D₀) = 0" in text
-    assert "–" in separate(Regression(50, 4), 5).summary()
+    assert "–" in separate_setting(Regression(50, 4), 5).summary()
 
 
 # --- the store underneath --------------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from depthgauge.progress import Step, silent
-from depthgauge.separation.exact import Exact, exact
-from depthgauge.separation.montecarlo import Estimate, estimate
+from depthgauge.separation.comparison import Separation
+from depthgauge.separation.exact import Exact
+from depthgauge.separation.montecarlo import Estimate
 from depthgauge.separation.panels import SHEETS, Panel, Sheet, sheet
-from depthgauge.separation.settings import Regression, Setting
+from depthgauge.separation.settings import Setting
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import make_cell
 from depthgauge.sweeps.tasks import TASKS
@@ -25,56 +25,14 @@ _LABELS = {"n": "tokens n", "d": "embedding size d", "m": "width m", "g": "degre
 _IN_WORDS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
 
 
-@dataclass(frozen=True)
-class Separation:
-    """One setting seen both ways; `exact` is None for regression, which is Monte Carlo only."""
-
-    setting: Setting
-    exact: Exact | None
-    estimate: Estimate
-    seed: int
-
-    @classmethod
-    def from_row(cls, setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> "Separation":
-        """What a cell of a sweep found."""
-        p, q, r, s = result["conditions"]
-        closed = None
-        if result["exact"] is not None:
-            e, f, g, h = result["exact_parts"]
-            closed = Exact(result["exact"], (e, f, g, h))
-        return cls(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
-
-    def document(self) -> dict[str, Any]:
-        """What `depthgauge separate --json` prints."""
-        return {
-            "exact": None if self.exact is None else self.exact.success,
-            "exact_parts": None if self.exact is None else list(self.exact.parts),
-            "ratio": self.estimate.ratio,
-            "interval": list(self.estimate.interval),
-            "parts": list(self.estimate.parts),
-            "models": self.estimate.models,
-        }
-
-    def summary(self) -> str:
-        """The same for a reader: success and its four conditions, exact beside drawn."""
-        low, high = self.estimate.interval
-        drawn = [self.estimate.ratio, *self.estimate.parts]
-        closed = [None] * 5 if self.exact is None else [self.exact.success, *self.exact.parts]
-        kind = self.setting.attention
-        names = ["success", f"F_{kind}(D₁) > 0", "F_lin(D₁) = 0", f"F_{kind}(D₀) = 0", "F_lin(D₀) = 0"]
-        width = max(map(len, names))
-        parameters = ", ".join(f"{name} = {value}" for name, value in asdict(self.setting).items())
-        lines = [f"{self.setting.kind}: {parameters}", f"{'':{width}}  exact     drawn ({self.estimate.models} models)"]
-        for name, p, rate in zip(names, closed, drawn, strict=True):
-            lines.append(f"{name:{width}}  {'–'.ljust(8) if p is None else f'{p:.6f}'}  {rate:.6f}")
-        lines[2] += f"  95 % interval {low:.6f} … {high:.6f}"
-        return "\n".join(lines)
-
-
-def separate(setting: Setting, models: int, seed: int = 0, step: Step = silent) -> Separation:
-    """The probability of success at one setting: in closed form where there is one, and by Monte Carlo."""
-    closed = None if isinstance(setting, Regression) else exact(setting)
-    return Separation(setting, closed, estimate(setting, models, seed, step=step), seed)
+def _from_result(setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> Separation:
+    """Return the record for the result of a sweep cell."""
+    p, q, r, s = result["conditions"]
+    closed = None
+    if result["exact"] is not None:
+        e, f, g, h = result["exact_parts"]
+        closed = Exact(result["exact"], (e, f, g, h))
+    return Separation(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
 
 
 @dataclass(frozen=True)
@@ -89,7 +47,7 @@ class Point:
     def row(self) -> dict[str, Any]:
         """The row of the CSV; an empty cell is a parameter that the kind does not have."""
         setting = {"kind": self.found.setting.kind, **asdict(self.found.setting)}
-        document = self.found.document()
+        document = self.found.to_json()
         exact_parts = document["exact_parts"] or [None] * len(CONDITIONS)
         return {
             "panel": self.panel.id,
@@ -140,7 +98,7 @@ class SeparationStudy:
         for panel in self.sheet.panels:
             for curve, value, setting in panel.settings():
                 result = results[self._cell(panel, setting).identity]
-                seen = Separation.from_row(setting, self.models or panel.models, self.seed, result)
+                seen = _from_result(setting, self.models or panel.models, self.seed, result)
                 found.append(Point(panel, curve, value, seen))
         return found
 
