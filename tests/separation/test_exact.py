@@ -18,9 +18,7 @@ def brute_force(setting: AttentionSetting) -> tuple[float, list[float]]:
     tokens = range(setting.n)
     cross = isinstance(setting, CrossAttention)
     pairs = list(itertools.product(tokens, tokens))
-    queries = (
-        [(0, 0), (setting.n - 1, 1)] if cross else [(0, 0)]
-    )  # the result does not depend on j₂, so two choices are enough
+    queries = [(0, 0), (setting.n - 1, 1)] if cross else [(0, 0)]  # j₂ has no effect, so two choices suffice
     success, parts, total = 0, np.zeros(4), 0
     words = np.array(list(itertools.product(range(2**setting.d), repeat=setting.m)), dtype=np.uint64)
     for j3, j2 in itertools.product(pairs, queries):
