@@ -14,6 +14,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg import rounding as r
+from depthgauge.linalg.enclosures import Enclosure
 
 OPERATIONS = {
     "add": (r.add_up, r.add_down, lambda a, b: a + b),
@@ -217,19 +218,19 @@ def test_products_in_the_subnormals_are_bounded() -> None:
 @st.composite
 def enclosures_with_members(
     draw: st.DrawFn, shape: tuple[int, ...], size: float = 1e3, radius: float = 1.0
-) -> tuple[r.Enclosure, list[Fraction]]:
+) -> tuple[Enclosure, list[Fraction]]:
     """An enclosure and a member of it, exact to the last digit, on the boundary as often as not."""
     count = math.prod(shape)
     mids = draw(st.lists(floats(-size, size), min_size=count, max_size=count))
     rads = draw(st.lists(floats(0.0, radius), min_size=count, max_size=count))
     shares = draw(st.lists(st.sampled_from([-1, 0, 1, Fraction(1, 3)]), min_size=count, max_size=count))
-    enclosure = r.Enclosure(
+    enclosure = Enclosure(
         torch.tensor(mids, dtype=torch.float64).reshape(shape), torch.tensor(rads, dtype=torch.float64).reshape(shape)
     )
     return enclosure, [Fraction(m) + s * Fraction(d) for m, d, s in zip(mids, rads, shares, strict=True)]
 
 
-def holds(enclosure: r.Enclosure, member: list[Fraction]) -> bool:
+def holds(enclosure: Enclosure, member: list[Fraction]) -> bool:
     inside = [
         abs(exact - Fraction(mid)) <= Fraction(rad)
         for mid, rad, exact in zip(
@@ -244,7 +245,7 @@ def holds(enclosure: r.Enclosure, member: list[Fraction]) -> bool:
 
 @given(a=enclosures_with_members((3,)), b=enclosures_with_members((3,)))
 def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]]
 ) -> None:
     (A, x), (B, y) = a, b
     assert holds(A, x)
@@ -260,7 +261,7 @@ def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
 
 @given(a=enclosures_with_members((2, 3)), b=enclosures_with_members((3, 2)), c=enclosures_with_members((2, 2)))
 def test_chains_of_enclosure_products_enclose(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]], c: tuple[r.Enclosure, list[Fraction]]
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]], c: tuple[Enclosure, list[Fraction]]
 ) -> None:
     def grid(values: list[Fraction], columns: int) -> list[list[Fraction]]:
         return [values[i : i + columns] for i in range(0, len(values), columns)]
@@ -280,7 +281,7 @@ def test_chains_of_enclosure_products_enclose(
 
 @given(a=enclosures_with_members((2, 2), size=LARGEST, radius=LARGEST / 4), b=enclosures_with_members((2, 2), size=4.0))
 def test_enclosures_of_every_size_never_bound_wrongly(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]]
 ) -> None:
     """Near overflow a bound may be infinite or not a number, never finite and wrong."""
     (A, x), (B, y) = a, b
@@ -308,7 +309,7 @@ def test_an_overflow_on_the_way_does_not_become_a_finite_bound() -> None:
     ones = torch.ones(4, 1, dtype=torch.float64)
     exact = sum(map(Fraction, A[0].tolist()), Fraction(0))
     for sign in (1.0, -1.0):
-        for enclosure in (r.Enclosure.exact(sign * A) @ ones, r.Enclosure.exact(sign * A).sum(-1)):
+        for enclosure in (Enclosure.exact(sign * A) @ ones, Enclosure.exact(sign * A).sum(-1)):
             assert not math.isfinite(enclosure.upper().item()) or Fraction(enclosure.upper().item()) >= sign * exact
             assert not math.isfinite(enclosure.lower().item()) or Fraction(enclosure.lower().item()) <= sign * exact
 
@@ -316,13 +317,13 @@ def test_an_overflow_on_the_way_does_not_become_a_finite_bound() -> None:
 def test_ball_radii_stay_near_the_unit_roundoff() -> None:
     generator = torch.Generator().manual_seed(0)
     A, B = (torch.randn(20, 20, generator=generator, dtype=torch.float64) for _ in range(2))
-    product = r.Enclosure.exact(A) @ B
+    product = Enclosure.exact(A) @ B
     assert (product.rad / (A.abs() @ B.abs())).max() < 25 * r.UNIT
 
 
 def test_ball_products_ask_for_matrices() -> None:
     with pytest.raises(InputError, match="row or column"):
-        r.Enclosure.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
+        Enclosure.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
 
 
 # --- what is no number ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg import signs
-from depthgauge.linalg.rounding import Enclosure
+from depthgauge.linalg.enclosures import Enclosure
 
 ENTRIES = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0, -1.0]))
 

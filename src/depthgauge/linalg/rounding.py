@@ -1,8 +1,8 @@
 """Outward rounding: float64 computations with rigorous bounds on the real results.
 
 A function that ends in `_up` returns a float64 that is at least the real result for the given float64 arguments. A
-function that ends in `_down` returns one that is at most the real result. An `Enclosure` is a matrix of midpoints with a
-matrix of radii; it encloses results of either sign that pass through several operations.
+function that ends in `_down` returns one that is at most the real result. `enclosures` and `spectral` build on these
+functions.
 
 Assumptions:
 
@@ -14,15 +14,12 @@ Exponentials are computed here from their series, because the accuracy of librar
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
-from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
-from depthgauge._records import ArrayRecord
 from depthgauge.errors import InputError
 
 UNIT = 2.0**-53
@@ -199,7 +196,7 @@ def _power_of_two(k: Int64[Tensor, "*batch"]) -> Tensor:
     return ((k + 1023) << 52).view(torch.float64)
 
 
-def _scale(x: Tensor, k: Int64[Tensor, "*batch"]) -> Tensor:
+def times_power_of_two(x: Tensor, k: Int64[Tensor, "*batch"]) -> Tensor:
     """Return x · 2^k as two products. Only the second can round, and only if the result is subnormal."""
     half = k // 2
     return x * _power_of_two(half) * _power_of_two(k - half)
@@ -223,7 +220,7 @@ def exp_up(x: Tensor | float) -> Tensor:
     x = as_float64(x)
     inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
     k, _, r_up = _reduce(inside)
-    value = up(_scale(add_up(_expm1_series_up(r_up), 1.0), k))
+    value = up(times_power_of_two(add_up(_expm1_series_up(r_up), 1.0), k))
     value = torch.where(x < _EXP_LEAST, 2 * TINY, value)
     value = torch.where(x > _EXP_MOST, _INF, value)
     return torch.where(x.isnan(), x, value)
@@ -234,7 +231,7 @@ def exp_down(x: Tensor | float) -> Tensor:
     x = as_float64(x)
     inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
     k, r_down, _ = _reduce(inside)
-    value = down(_scale(add_down(_expm1_series_down(r_down), 1.0), k)).clamp(min=0.0)
+    value = down(times_power_of_two(add_down(_expm1_series_down(r_down), 1.0), k)).clamp(min=0.0)
     value = torch.where(x < _EXP_LEAST, 0.0, value)
     return torch.where(x.isnan(), x, value)
 
@@ -266,170 +263,3 @@ def tanh_up(x: Tensor | float) -> Tensor:
 def tanh_down(x: Tensor | float) -> Tensor:
     """Return a lower bound on tanh x."""
     return -tanh_up(-as_float64(x))
-
-
-# --- enclosures: midpoint–radius matrices -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Enclosure(ArrayRecord):
-    """The set of all matrices M with |M − mid| ≤ rad entrywise.
-
-    The result of an operation on enclosures contains the results for all members of the operands.
-    """
-
-    mid: Tensor
-    rad: Tensor
-
-    @staticmethod
-    def exact(x: Tensor | float) -> "Enclosure":
-        """Return the enclosure that contains only x."""
-        mid = as_float64(x)
-        return Enclosure(mid, torch.zeros_like(mid))
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the members."""
-        return self.mid.shape
-
-    @property
-    def mT(self) -> "Enclosure":
-        """The enclosure of the transposes."""
-        return Enclosure(self.mid.mT, self.rad.mT)
-
-    def move(self, rearrange: Callable[[Tensor], Tensor]) -> "Enclosure":
-        """Apply a function that only rearranges entries (reshape, permute, index, expand) to midpoints and radii."""
-        return Enclosure(rearrange(self.mid), rearrange(self.rad))
-
-    def at(self, indices: Sequence[int]) -> "Enclosure":
-        """Select entries of the first (batch) dimension."""
-        return self.move(lambda t: t[list(indices)])
-
-    def upper(self) -> Tensor:
-        """Return an entrywise upper bound on all members."""
-        return add_up(self.mid, self.rad)
-
-    def lower(self) -> Tensor:
-        """Return an entrywise lower bound on all members."""
-        return sub_down(self.mid, self.rad)
-
-    def abs_up(self) -> Tensor:
-        """Return an entrywise upper bound on |M| over all members M."""
-        return add_up(self.mid.abs(), self.rad)
-
-    def __neg__(self) -> "Enclosure":
-        return Enclosure(-self.mid, self.rad)
-
-    def __add__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
-        other = _enclosure(other)
-        mid = self.mid + other.mid
-        return Enclosure(mid, add_up(add_up(self.rad, other.rad), mul_up(mid.abs(), UNIT)))
-
-    def __sub__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
-        return self + (-_enclosure(other))
-
-    def __mul__(self, other: "Enclosure | Tensor | float") -> "Enclosure":
-        other = _enclosure(other)
-        mid = self.mid * other.mid
-        own = mul_up(mid.abs(), UNIT)
-        crossed = add_up(mul_up(self.mid.abs(), other.rad), mul_up(self.rad, other.abs_up()))
-        return Enclosure(mid, add_up(add_up(own, crossed), TINY))
-
-    def __matmul__(self, other: "Enclosure | Tensor") -> "Enclosure":
-        other = _enclosure(other)
-        k = self.shape[-1]
-        if self.mid.ndim < 2 or other.mid.ndim < 2:
-            raise InputError("a product of enclosures needs two matrices; give a vector a row or column dimension")
-        mid = self.mid @ other.mid
-        own = add_up(mul_up(gamma(k), other.mid.abs()), other.rad)
-        rad = nonnegative_matmul_up(self.mid.abs(), own)
-        if bool((self.rad != 0).any()):
-            rad = add_up(rad, nonnegative_matmul_up(self.rad, other.abs_up()))
-        return _without_overflow(mid, add_up(rad, k * TINY))
-
-    def sum(self, dim: int | tuple[int, ...]) -> "Enclosure":
-        """Return the enclosure of the sums over `dim`."""
-        mid = self.mid.sum(dim=dim)
-        count = max(self.mid.numel() // max(mid.numel(), 1), 1)
-        rad = nonnegative_sum_up(add_up(self.rad, mul_up(gamma(count - 1), self.mid.abs())), dim)
-        return _without_overflow(mid, rad)
-
-
-def _enclosure(x: Enclosure | Tensor | float) -> Enclosure:
-    return x if isinstance(x, Enclosure) else Enclosure.exact(x)
-
-
-def _without_overflow(mid: Tensor, rad: Tensor) -> Enclosure:
-    """Return the enclosure (mid, rad), with radius +∞ where mid is not finite.
-
-    A computed sum may overflow to ±∞ although the real sum is finite, and even if it has the other sign.
-    """
-    return Enclosure(torch.where(mid.isinf(), 0.0, mid), torch.where(mid.isfinite(), rad, _INF))
-
-
-# --- verified spectral bounds --------------------------------------------------------------------------------------
-
-
-def largest_eigenvalue_up(S: Enclosure | Float[Tensor, "*batch n n"]) -> Float[Tensor, "*batch"]:
-    """Return an upper bound on λ_max(S) for all symmetric matrices S in the enclosure.
-
-    Let V hold the floating-point eigenvectors, B = Vᵀ S V, δ ≥ ‖VᵀV − I‖row and λ = max_i (B_ii + Σ_{j≠i} |B_ij|).
-    If δ < 1, then V is invertible and every x is V y for some y. By Gershgorin's theorem,
-
-        xᵀSx / xᵀx = yᵀBy / yᵀVᵀVy ≤ λ/(1 − δ)  if λ ≥ 0,   and  ≤ λ/(1 + δ)  if λ < 0.
-
-    The bound holds for every V with δ < 1; it is tight if V is close to the eigenvectors. If δ ≥ ½ or a number is not
-    finite, the largest absolute row sum of S is returned instead.
-    """
-    S = _enclosure(S)
-    n = S.shape[-1]
-    row_sum = nonnegative_sum_up(S.abs_up(), -1).amax(dim=-1)
-    finite = S.mid.isfinite().all(dim=-1).all(dim=-1)
-    safe = torch.where(finite[..., None, None], S.mid, 0.0)
-    eye = torch.eye(n, dtype=torch.float64, device=S.mid.device)
-    try:
-        V = torch.linalg.eigh(safe / 2 + safe.mT / 2)[1]
-    except LinAlgError:  # no convergence: V = I gives the plain Gershgorin bound
-        V = eye.expand_as(safe)
-    delta = nonnegative_sum_up((Enclosure.exact(V).mT @ V - eye).abs_up(), -1).amax(dim=-1)
-    B = Enclosure.exact(V).mT @ S @ V
-    off_diagonal = nonnegative_sum_up(B.abs_up() * (1.0 - eye), -1)
-    gershgorin = add_up(B.upper().diagonal(dim1=-2, dim2=-1), off_diagonal).amax(dim=-1)
-    verified = torch.where(
-        gershgorin >= 0, div_up(gershgorin, sub_down(1.0, delta)), div_up(gershgorin, add_up(1.0, delta))
-    )
-    usable = finite & (delta < 0.5) & verified.isfinite()
-    return torch.where(usable, torch.minimum(verified, row_sum), row_sum)
-
-
-def frobenius_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
-    """Return an upper bound on ‖M‖F. Entries are scaled by a power of two, so squares do not overflow or underflow."""
-    size = _enclosure(M).abs_up()
-    scaled, exponent = _to_unit_scale(size)
-    squares = nonnegative_sum_up(mul_up(scaled, scaled), (-2, -1))
-    return up(_scale(sqrt_up(squares), exponent))
-
-
-def spectral_norm_up(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
-    """Return an upper bound on ‖M‖₂ = √λ_max(MᵀM) for all M in the enclosure."""
-    M = _enclosure(M)
-    if M.shape[-2] < M.shape[-1]:
-        M = M.mT
-    scaled, exponent = _to_unit_scale(M.mid)
-    # G = fl(MᵀM) satisfies |(G + Gᵀ)/2 − MᵀM| ≤ γ_{m+1} |M|ᵀ|M| up to underflow, hence
-    # ‖(G + Gᵀ)/2 − MᵀM‖₂ ≤ γ_{m+1} ‖M‖F² + 4mn·TINY.
-    m, n = scaled.shape[-2:]
-    size = frobenius_norm_up(scaled)
-    lost = add_up(mul_up(gamma(m + 1), mul_up(size, size)), 4.0 * m * n * TINY)
-    gram = scaled.mT @ scaled
-    square = add_up(largest_eigenvalue_up((gram + gram.mT) / 2).clamp(min=0.0), lost)
-    verified = up(_scale(sqrt_up(square), exponent))
-    of_mid = torch.minimum(verified, frobenius_norm_up(M.mid))
-    return add_up(of_mid, frobenius_norm_up(M.rad)) if bool((M.rad != 0).any()) else of_mid
-
-
-def _to_unit_scale(M: Tensor) -> tuple[Tensor, Int64[Tensor, "*batch"]]:
-    """Return M · 2^{−k} with largest absolute entry in [½, 1), and k, per matrix; keep zero and non-finite ones."""
-    largest = M.abs().amax(dim=(-2, -1))
-    k = torch.frexp(torch.where(largest.isfinite(), largest, 1.0))[1].to(torch.int64).clamp(min=-1020, max=1022)
-    return _scale(M, -k[..., None, None]), k

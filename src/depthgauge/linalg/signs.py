@@ -18,15 +18,9 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.errors import InputError
-from depthgauge.linalg.rounding import (
-    Enclosure,
-    as_float64,
-    div_up,
-    mul_up,
-    nonnegative_sum_up,
-    spectral_norm_up,
-    sqrt_up,
-)
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import as_float64, div_up, mul_up, nonnegative_sum_up, sqrt_up
+from depthgauge.linalg.spectral import spectral_norm_up
 
 ENUMERATED = 10
 """The longest side for which all sign vectors are enumerated (2⁹ up to an overall sign)."""
