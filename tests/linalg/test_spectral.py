@@ -1,4 +1,4 @@
-"""Verified spectral bounds, judged exactly: t ≥ λ_max(S) means that tI − S is positive semidefinite in rationals."""
+"""Verified spectral bounds, checked in rational arithmetic: t ≥ λ_max(S) iff tI − S is positive semidefinite."""
 
 import math
 from fractions import Fraction
@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.linalg import rounding as r
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.spectral import frobenius_norm_up, largest_eigenvalue_up, spectral_norm_up
 
@@ -30,11 +29,11 @@ def is_norm_bound(bound: float, M: Rows) -> bool:
 
 
 def is_tight_norm_bound(bound: float, M: Rows, relative: float = 1e-11, absolute: float = 1e-300) -> bool:
-    """Whether a slightly smaller number would be no bound."""
+    """Return whether a slightly smaller number is not a bound."""
     return not bounds_spectral_norm(Fraction(bound) * (1 - Fraction(relative)) - Fraction(absolute), M)
 
 
-def test_the_judge_knows_the_difference() -> None:
+def test_the_exact_checks_accept_and_reject() -> None:
     assert is_positive_semidefinite(rationals(torch.tensor([[2.0, 1.0], [1.0, 0.5]])))
     assert not is_positive_semidefinite(rationals(torch.tensor([[2.0, 1.0], [1.0, 0.4999]])))
     assert not is_positive_semidefinite(rationals(torch.tensor([[0.0, 1.0], [1.0, 0.0]])))
@@ -51,7 +50,7 @@ def test_spectral_norm_is_an_upper_bound_and_tight(M: Tensor) -> None:
 
 @given(A=matrices(st.just(4), st.just(4), ENTRIES), shift=st.sampled_from([0.0, 30.0, -50.0, -1000.0]))
 def test_largest_eigenvalue_is_an_upper_bound_and_tight(A: Tensor, shift: float) -> None:
-    """Shifted far down, λ < 0 takes the other branch of the bound: division by 1 + δ."""
+    """A large negative shift gives λ < 0, where the bound divides by 1 + δ."""
     S = (A + A.mT) / 2 + shift * torch.eye(4, dtype=torch.float64)
     bound = largest_eigenvalue_up(S).item()
     assert bounds_eigenvalues(Fraction(bound), rationals(S))
@@ -83,7 +82,7 @@ def test_against_flints_enclosure_of_the_eigenvalues(seed: int) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 3), (3, 5), (6, 6), (1, 7), (7, 1)])
 def test_rank_one_matrices_have_a_known_norm(shape: tuple[int, int]) -> None:
-    """Every entry ±2⁻³: the norm is 2⁻³ √(mn)."""
+    """All entries are ±2⁻³, so the norm is 2⁻³ √(mn)."""
     m, n = shape
     signs = torch.outer(
         torch.tensor([(-1.0) ** i for i in range(m)], dtype=torch.float64), torch.ones(n, dtype=torch.float64)
@@ -95,7 +94,7 @@ def test_rank_one_matrices_have_a_known_norm(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("exponent", [-1060, -1022, -700, -664, 0, 664, 1000, 1015])
 def test_powers_of_two_scale_through(exponent: int) -> None:
-    """The Hadamard matrix of order 4 has norm 2; multiplied by 2^e it has 2^{e+1}, far beyond where squares live."""
+    """The Hadamard matrix of order 4 has norm 2. Times 2^e it has norm 2^{e+1}, whose square may overflow or underflow."""
     H2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     M = torch.kron(H2, H2) * 2.0**exponent
     for bound in (spectral_norm_up(M).item(), spectral_norm_up(Enclosure.exact(M)).item()):
@@ -108,7 +107,7 @@ def test_powers_of_two_scale_through(exponent: int) -> None:
     high=st.sampled_from([1e200, 1e-200, 1e300, 1e-310]),
     low=st.sampled_from([1.0, 1e-200, 1e-320]),
 )
-def test_entries_of_wildly_different_sizes(M: Tensor, high: float, low: float) -> None:
+def test_entries_of_very_different_sizes(M: Tensor, high: float, low: float) -> None:
     scaled = M * torch.tensor([high, 1.0, low], dtype=torch.float64)
     bound = spectral_norm_up(scaled).item()
     assert is_norm_bound(bound, rationals(scaled))
@@ -157,8 +156,8 @@ def test_batches_are_bounded_matrix_by_matrix() -> None:
             assert math.isclose(together[i, j].item(), spectral_norm_up(batch[i, j]).item(), rel_tol=1e-12)
 
 
-def test_a_bad_basis_costs_tightness_never_truth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The eigenvectors are only a suggestion: wrong, singular or unavailable ones leave the bound true."""
+def test_a_bad_basis_gives_a_looser_but_valid_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound holds for wrong, singular and missing eigenvectors."""
     S = torch.tensor([[1.0, 2.0, 0.0], [2.0, -1.0, 1.0], [0.0, 1.0, 3.0]], dtype=torch.float64)
     exact = rationals(S)
     generator = torch.Generator().manual_seed(0)
@@ -172,12 +171,12 @@ def test_a_bad_basis_costs_tightness_never_truth(monkeypatch: pytest.MonkeyPatch
     for basis in bases:
         monkeypatch.setattr(torch.linalg, "eigh", lambda _, basis=basis: (None, basis))
         assert bounds_eigenvalues(Fraction(largest_eigenvalue_up(S).item()), exact)
-        below = S - 10 * torch.eye(3, dtype=torch.float64)  # negative definite: the other branch
+        below = S - 10 * torch.eye(3, dtype=torch.float64)  # negative definite: the branch λ < 0
         assert bounds_eigenvalues(Fraction(largest_eigenvalue_up(below).item()), rationals(below))
         assert bounds_spectral_norm(Fraction(spectral_norm_up(S).item()), exact)
 
     def fails(_: Tensor) -> None:
-        raise r.LinAlgError("no convergence")
+        raise torch.linalg.LinAlgError("no convergence")  # type: ignore[attr-defined]
 
     monkeypatch.setattr(torch.linalg, "eigh", fails)
     assert bounds_eigenvalues(Fraction(largest_eigenvalue_up(S).item()), exact)
@@ -185,10 +184,10 @@ def test_a_bad_basis_costs_tightness_never_truth(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("length", [0.8, 0.95, 1.05, 1.2])
 @pytest.mark.parametrize("eigenvalue", [3.0, -3.0])
-def test_a_basis_of_the_wrong_length_is_paid_for_in_either_sign(
+def test_a_basis_of_the_wrong_length_is_accounted_for_with_either_sign(
     monkeypatch: pytest.MonkeyPatch, length: float, eigenvalue: float
 ) -> None:
-    """Nothing but 1 ± δ stands between this basis and a false bound, so dividing by the wrong one shows."""
+    """With this basis only the division by 1 ± δ makes the bound valid, so dividing by the wrong one fails."""
     eye = torch.eye(3, dtype=torch.float64)
     monkeypatch.setattr(torch.linalg, "eigh", lambda _: (None, length * eye))
     bound = largest_eigenvalue_up(eigenvalue * eye).item()
@@ -197,7 +196,7 @@ def test_a_basis_of_the_wrong_length_is_paid_for_in_either_sign(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("position", [(0, 0), (0, 2), (2, 1)])
-def test_what_is_not_finite_has_no_finite_bound(bad: float, position: tuple[int, int]) -> None:
+def test_matrices_with_infinity_or_nan_have_no_finite_bound(bad: float, position: tuple[int, int]) -> None:
     M = torch.ones(3, 3, dtype=torch.float64)
     M[position] = bad
     batch = torch.stack([M, torch.ones(3, 3, dtype=torch.float64)])
@@ -205,7 +204,7 @@ def test_what_is_not_finite_has_no_finite_bound(bad: float, position: tuple[int,
         assert not math.isfinite(function(M).item())
         first, second = function(batch).tolist()
         assert not math.isfinite(first)
-        assert 3 <= second < 3.0001  # its neighbour in the batch is untouched
+        assert 3 <= second < 3.0001  # the other matrix of the batch is not affected
         assert not math.isfinite(function(Enclosure(torch.ones_like(M), (M - 1).abs())).item())
 
 
