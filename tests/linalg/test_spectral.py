@@ -94,7 +94,7 @@ def test_rank_one_matrices_have_a_known_norm(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("exponent", [-1060, -1022, -700, -664, 0, 664, 1000, 1015])
 def test_powers_of_two_scale_through(exponent: int) -> None:
-    """The Hadamard matrix of order 4 has norm 2. Times 2^e it has norm 2^{e+1}, whose square may overflow or underflow."""
+    """The Hadamard matrix of order 4 has norm 2. Times 2^e it has norm 2^{e+1}, whose square may overflow."""
     H2 = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     M = torch.kron(H2, H2) * 2.0**exponent
     for bound in (spectral_norm_up(M).item(), spectral_norm_up(Enclosure.exact(M)).item()):
