@@ -1,7 +1,7 @@
-"""Claim: `measure` at n = 8192 with 8 heads, 12 layers and dim 64 in float64 stays under 2 GB of memory.
+"""Claim: `measure` at n = 8192 with 8 heads, 12 layers and dim 64 in float64 needs less than 2 GB of memory.
 
-One attention matrix of that size is 0.5 GB, and the twelve layers have 96 of them; scores therefore come in blocks of
-rows. The run is a process of its own, whose peak resident size the operating system reports.
+One attention matrix of that size has 0.5 GB, and the network has 96 of them; `measure` computes scores in blocks of
+rows. The measurement runs in a separate process, and the operating system reports its peak resident size.
 """
 
 import argparse
@@ -36,7 +36,7 @@ print(json.dumps({"before_kb": before, "peak_kb": resource.getrusage(resource.RU
 
 
 def main() -> int:
-    """Run, print, save; exit 1 when the claim is not met."""
+    """Run, print and save. Return 1 if the claim is not met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=int, default=12)
@@ -47,11 +47,11 @@ def main() -> int:
     sizes = [str(options.tokens), str(options.layers), str(options.threads)]
     child = subprocess.run([sys.executable, "-c", CHILD, *sizes], capture_output=True, text=True, check=False)
     if child.returncode:
-        print(f"refusing to report: the run failed with {child.stderr.strip().splitlines()[-1:]}")
+        print(f"no result: the run failed with {child.stderr.strip().splitlines()[-1:]}")
         return 1
     found = json.loads(child.stdout)
     if not found["ok"]:
-        print("refusing to report: the profile breaks its own contraction bound")
+        print("no result: a contraction exceeds its bound")
         return 1
     in_gb = 1024 / 1e9 if sys.platform != "darwin" else 1 / 1e9  # kilobytes on Linux, bytes on macOS
     peak, before = found["peak_kb"] * in_gb, found["before_kb"] * in_gb
@@ -60,7 +60,7 @@ def main() -> int:
     print(f"n={options.tokens}, L={options.layers}, H=8, d=64, float64, {options.threads} thread(s)")
     print(f"{'before measuring':34} {before:7.3f} GB")
     print(f"{'peak':34} {peak:7.3f} GB")
-    print(f"{'scores of one layer, were they whole':34} {dense:5.1f} GB")
+    print(f"{'all scores of one layer, if stored':34} {dense:7.1f} GB")
     print(f"{'seconds':34} {found['seconds']:7.1f}")
     print(f"claim under {CLAIM_GB} GB: {'met' if met else 'NOT MET'}")
     options.out.parent.mkdir(parents=True, exist_ok=True)

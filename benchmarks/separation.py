@@ -1,8 +1,8 @@
-"""Softmax against linear attention: the structured path against batched dense torch, the panels, and large n.
+"""Softmax against linear attention: the structured implementation against dense torch, the panels, and large n.
 
-Claims, each checked here: the structured path decides exactly as the dense one and is at least 100 times faster a
-model at n = 1000, d = 12; all 19 panels of the paper, exact curves, files and pictures included, take less than
-60 seconds; 100 models at n = 10⁶, d = 1002 take less than one.
+Claims: The structured implementation makes the same decisions as the dense one, and is at least 100 times faster per
+model at n = 1000, d = 12. All 19 panels of the paper, including exact curves, files and pictures, take less than 60
+seconds. 100 models at n = 10⁶, d = 1002 take less than one second.
 
 Run: python benchmarks/separation.py [--out results/benchmarks/separation.json]
 """
@@ -35,7 +35,7 @@ LEAST_RATIO, MOST_PANEL_SECONDS, MOST_LARGE_SECONDS = 100.0, 60.0, 1.0
 
 
 def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
-    """The least of several wall-clock times."""
+    """Return the minimum of several wall-clock times."""
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
@@ -45,22 +45,22 @@ def seconds(work: Callable[[], Any], repeats: int = 3) -> float:
 
 
 def dense(setting: AttentionSetting, models: int) -> np.ndarray:
-    """The dense way, a few models to a batch so that the n × n scores stay in memory."""
+    """Run the dense implementation in small batches, so that the n × n scores fit into memory."""
     batches = [draw_attention(setting, 0, first, AT_ONCE) for first in range(0, models, AT_ONCE)]
     return np.concatenate([naive.conditions(setting, batch) for batch in batches])
 
 
 def ours(setting: AttentionSetting, models: int) -> np.ndarray:
-    """The structured way from nothing: the tables are made anew, the models drawn, the decisions looked up."""
+    """Run the structured implementation with an empty cache: build the tables, draw the models, look up decisions."""
     tables.cache_clear()
     return structured.conditions(setting, draw_attention(setting, 0, 0, models))
 
 
 def against_dense(setting: AttentionSetting) -> dict[str, Any]:
-    """Time a model both ways, after checking that both decide alike."""
+    """Check that both implementations make the same decisions, then time them."""
     expected = dense(setting, NAIVE_MODELS)
     if not np.array_equal(ours(setting, NAIVE_MODELS), expected):
-        sys.exit(f"structured and dense disagree at {setting}: nothing to time")
+        sys.exit(f"no timing: structured and dense disagree at {setting}")
     slow = seconds(lambda: dense(setting, NAIVE_MODELS), repeats=1) / NAIVE_MODELS
     few = seconds(lambda: ours(setting, NAIVE_MODELS)) / NAIVE_MODELS
     many = seconds(lambda: ours(setting, MANY)) / MANY
@@ -76,7 +76,7 @@ def against_dense(setting: AttentionSetting) -> dict[str, Any]:
 
 
 def all_panels() -> dict[str, Any]:
-    """Every sheet of the paper at its repetition counts, written to a directory that is thrown away."""
+    """Reproduce every figure of the paper with its number of models, in a temporary directory."""
     figures = [name for name in SHEETS if name != "B-degree"]
     taken = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -86,7 +86,7 @@ def all_panels() -> dict[str, Any]:
 
 
 def large() -> dict[str, Any]:
-    """100 models of a million tokens."""
+    """Time 100 models of a million tokens."""
     setting = build_setting("self", n=10**6, d=1002)
 
     def work() -> None:
@@ -97,7 +97,7 @@ def large() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, save, and fail when a claim does not hold."""
+    """Measure, print and save. Exit with status 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/benchmarks/separation.json"))
     out = parser.parse_args().out
@@ -116,7 +116,7 @@ def main() -> None:
     print(f"\nn = 10⁶, d = 1002, 100 models: {million['seconds']:.3f} s")
     panels = all_panels()
     parts = ", ".join(f"{name} {taken:.1f}" for name, taken in panels["by_figure"].items())
-    print(f"{panels['panels']} panels at the paper's repetition counts: {panels['seconds']:.1f} s ({parts})")
+    print(f"{panels['panels']} panels with the paper's number of models: {panels['seconds']:.1f} s ({parts})")
     held = {
         "structured at least 100 times faster": min(r[f"times_faster_of_{NAIVE_MODELS}"] for r in compared)
         >= LEAST_RATIO,

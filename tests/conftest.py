@@ -1,4 +1,4 @@
-"""What every test runs under: drawn cases that repeat, one thread, and shapes checked at every call of ours."""
+"""Settings for all tests: reproducible hypothesis examples, one thread, and runtime checks of all annotations."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# Before anything imports the package: from here on every annotation in it, shapes included, is enforced. An int is
-# welcome where a float is asked for, as it is to mypy; plain beartype would refuse it.
+# This must run before the package is imported. It enforces all annotations of the package, including tensor shapes.
+# As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
 _checker = ModuleType("enforced_annotations")
 _checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
 sys.modules[_checker.__name__] = _checker

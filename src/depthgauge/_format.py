@@ -1,4 +1,4 @@
-"""Numbers as a person reads them: one format for the terminal, the page, the verdicts and the ledger."""
+"""Number formatting, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
 
 import re
 
@@ -6,7 +6,9 @@ DASH = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A few significant digits; whole numbers, and what is left of the point below 100000, in full.
+    """Format a number with `digits` significant digits.
+
+    Integers are written in full. Floats from 10^digits to 100000 are rounded to the nearest integer. None is a dash.
 
     >>> number(5.1234e-8), number(2997.95), number(2.99e10), number(2048), number(None)
     ('5.12e-8', '2998', '2.99e10', '2048', '–')

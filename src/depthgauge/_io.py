@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file appears completely or not at all."""
 
 import os
 import secrets
@@ -10,7 +10,10 @@ from depthgauge.errors import OutputError
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename it; on failure nothing is left behind."""
+    """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
+
+    If anything fails, the temporary file is deleted and `path` is left as it was.
+    """
     target = Path(path)
     if os.path.isdir(target) or not target.name:
         raise OutputError(f"cannot write {target}: it is a directory; name a file")
@@ -20,7 +23,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
-        os.chmod(temporary, mode)  # some writers make their files private; ours are as readable as the user's others
+        os.chmod(temporary, mode)  # some writers restrict the permissions; restore the default
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(temporary, target)
@@ -32,7 +35,7 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` to `path` as UTF-8, whole or not at all."""
+    """Write `text` to `path` as UTF-8, atomically."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")

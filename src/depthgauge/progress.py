@@ -1,15 +1,15 @@
-"""How long work reports where it stands; whoever shows it supplies the function."""
+"""Progress callbacks. Long computations call a `Step`; the caller decides how to display it."""
 
 from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class Step(Protocol):
-    """Called as work advances: `done` of `total` units, and a word on the present one."""
+    """A callback that a computation calls as it advances."""
 
     def __call__(self, done: int, total: int, label: str) -> None:
-        """Show it."""
+        """Report that `done` of `total` units are finished; `label` describes the current unit."""
 
 
 def silent(done: int, total: int, label: str) -> None:
-    """Report to nobody."""
+    """Ignore the report. This is the default callback."""

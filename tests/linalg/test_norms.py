@@ -1,4 +1,4 @@
-"""Norms against loops in plain Python, and the residual with the inequalities it obeys."""
+"""Norms against loops in plain Python, and the inequalities for the residual."""
 
 import math
 
@@ -17,7 +17,7 @@ ROUNDING = 1 + 1e-12
 
 
 def naive(A: Tensor) -> dict[str, float]:
-    """Every norm by loops over the entries."""
+    """Compute all norms by loops over the entries."""
     rows = [[abs(x) for x in row] for row in A.tolist()]
     columns = list(zip(*rows, strict=True))
     largest_row, largest_column = max(map(math.fsum, rows)), max(map(math.fsum, columns))
@@ -58,7 +58,7 @@ def test_norms_take_batches(name: str) -> None:
 
 
 @given(A=matrices(st.just(3), st.just(4)), B=matrices(st.just(4), st.just(2)))
-def test_the_composite_norm_is_at_least_the_spectral_one_and_products_obey(A: Tensor, B: Tensor) -> None:
+def test_the_composite_norm_bounds_the_spectral_norm_and_is_submultiplicative(A: Tensor, B: Tensor) -> None:
     assert torch.linalg.matrix_norm(A, 2) <= norms.composite_norm(A) * ROUNDING + 1e-12
     assert norms.composite_norm(A @ B) <= norms.composite_norm(A) * norms.composite_norm(B) * ROUNDING + 1e-12
 
@@ -80,8 +80,8 @@ def test_mean_residual_by_its_definition(Z: Tensor) -> None:
 
 
 @given(Z=matrices(columns=st.just(3)), y=st.lists(st.floats(-10, 10), min_size=3, max_size=3))
-def test_no_other_row_does_better(Z: Tensor, y: list[float]) -> None:
-    """Mid-range is best in the largest entry, the mean in the sum of squares: in every column, not only overall."""
+def test_no_other_row_gives_a_smaller_residual(Z: Tensor, y: list[float]) -> None:
+    """In every column, the mid-range minimises the largest absolute entry and the mean minimises the sum of squares."""
     other = Z - torch.tensor(y, dtype=torch.float64)
     assert bool((norms.residual(Z).abs().amax(0) <= other.abs().amax(0) + 1e-13).all())
     assert bool((norms.residual(Z, "mean").square().sum(0) <= other.square().sum(0) * ROUNDING + 1e-11).all())
@@ -89,7 +89,7 @@ def test_no_other_row_does_better(Z: Tensor, y: list[float]) -> None:
 
 @given(Z=matrices(columns=st.just(3)), c=st.lists(st.floats(-10, 10), min_size=3, max_size=3))
 @pytest.mark.parametrize("center", norms.CENTERS)
-def test_the_residual_forgets_a_common_row(center: norms.Center, Z: Tensor, c: list[float]) -> None:
+def test_the_residual_does_not_depend_on_a_common_row(center: norms.Center, Z: Tensor, c: list[float]) -> None:
     shifted = Z + torch.tensor(c, dtype=torch.float64)
     assert torch.allclose(norms.residual(shifted, center), norms.residual(Z, center), atol=1e-13)
 
@@ -99,13 +99,13 @@ def test_midrange_does_not_overflow_where_the_sum_would() -> None:
     assert norms.residual(Z).flatten().tolist() == [0.125e308, -0.125e308]
 
 
-def test_an_unknown_centre_is_named() -> None:
+def test_an_unknown_center_is_named() -> None:
     with pytest.raises((InputError, TypeError), match="midrange"):
         norms.center_row(torch.ones(2, 2), "midrnage")  # type: ignore[arg-type]
 
 
 @given(A=matrices(st.just(4), st.just(3)), B=matrices(st.just(4), st.just(3)), near=st.booleans())
-def test_moving_a_matrix_moves_its_residual_at_most_twice_as_far(A: Tensor, B: Tensor, near: bool) -> None:
+def test_the_residual_changes_by_at_most_twice_the_change_of_the_matrix(A: Tensor, B: Tensor, near: bool) -> None:
     B = A + B / 100 if near else B
     epsilon = norms.max_norm(A - B).item()
     moved = norms.max_norm(norms.residual(A) - norms.residual(B)).item()
@@ -143,8 +143,8 @@ def test_the_attained_cases_refute_smaller_constants() -> None:
     assert value > norms.max_norm(Y) * norms.max_norm(V)  # ‖AB‖max ≤ ‖A‖max‖B‖max is false
 
 
-def test_the_mean_does_not_obey_the_bound_on_norms() -> None:
-    """Why mid-range is the default: about the mean the size of a residual can move by more than ε."""
+def test_the_bound_on_norms_fails_about_the_mean() -> None:
+    """About the mean, the norm of the residual can change by more than ε. This is why mid-range is the default."""
     A = torch.tensor([[1.0], [0.0], [0.0], [0.0]], dtype=torch.float64)
     B = torch.tensor([[2.0], [-1.0], [-1.0], [-1.0]], dtype=torch.float64)
     assert norms.max_norm(A - B) == 1
@@ -153,6 +153,6 @@ def test_the_mean_does_not_obey_the_bound_on_norms() -> None:
 
 
 @given(Z=matrices())
-def test_both_centres_agree_on_two_tokens(Z: Tensor) -> None:
+def test_both_centers_agree_on_two_tokens(Z: Tensor) -> None:
     assume(Z.shape[0] >= 2)
     assert torch.allclose(norms.residual(Z[:2]), norms.residual(Z[:2], "mean"), atol=1e-14)

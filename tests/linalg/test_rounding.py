@@ -14,6 +14,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg import rounding as r
+from depthgauge.linalg.enclosures import Enclosure
 
 OPERATIONS = {
     "add": (r.add_up, r.add_down, lambda a, b: a + b),
@@ -157,14 +158,14 @@ def test_sums_enclose_the_exact_sum(x: Tensor) -> None:
     assert bound == math.inf or Fraction(bound) <= size * (1 + Fraction(len(x) + 4, 2**52)) + Fraction(TINY)
 
 
-def test_a_long_sum_that_rounds_down_is_lifted_above_the_truth() -> None:
+def test_a_long_sum_that_rounds_down_still_gives_an_upper_bound() -> None:
     x = torch.cat([torch.ones(1, dtype=torch.float64), torch.full((4096,), 2.0**-54, dtype=torch.float64)])
     exact = 1 + Fraction(4096, 2**54)
     assert at_least(r.nonnegative_sum_up(x, 0).item(), exact)
     one_at_a_time = 1.0
     for term in x[1:].tolist():
         one_at_a_time += term
-    assert Fraction(one_at_a_time) < exact  # so a plain sum would have been no bound
+    assert Fraction(one_at_a_time) < exact  # so the plain sum is not an upper bound
 
 
 def test_sums_over_several_dimensions_count_all_their_terms() -> None:
@@ -183,7 +184,7 @@ def exact_product(A: list[list[float]], B: list[list[float]]) -> list[list[Fract
 
 @st.composite
 def chained(draw: st.DrawFn, low: float | None = None) -> tuple[Tensor, Tensor]:
-    """Two matrices that can be multiplied."""
+    """Draw two matrices that can be multiplied."""
     k = draw(st.integers(1, 6))
     A = draw(matrices(columns=st.just(k), elements=floats(low)))
     return A, draw(matrices(rows=st.just(k), elements=floats(low)))
@@ -193,7 +194,7 @@ def chained(draw: st.DrawFn, low: float | None = None) -> tuple[Tensor, Tensor]:
 def test_nonnegative_products(pair: tuple[Tensor, Tensor]) -> None:
     A, B = pair
     bound = r.nonnegative_matmul_up(A, B)
-    # Positive entries below 2⁻⁹⁰⁰ are raised to it, and that is all the bound may lose beyond rounding.
+    # Positive entries below 2⁻⁹⁰⁰ are raised to 2⁻⁹⁰⁰. Apart from rounding, the bound may lose nothing else.
     lifted = [[[max(x, 2.0**-900) if x > 0 else x for x in row] for row in M.tolist()] for M in (A, B)]
     products = exact_product(A.tolist(), B.tolist()), exact_product(*lifted)
     for row, exact_row, lifted_row in zip(bound.tolist(), *products, strict=True):
@@ -204,7 +205,7 @@ def test_nonnegative_products(pair: tuple[Tensor, Tensor]) -> None:
 
 
 def test_products_in_the_subnormals_are_bounded() -> None:
-    """A product library that flushed subnormals to zero would break the bound of k underflows."""
+    """If the matrix product flushed subnormal numbers to zero, the allowance for k underflows would be too small."""
     A = torch.full((8, 64), 2.0**-537, dtype=torch.float64)
     exact = 64 * Fraction(2) ** -1074
     assert Fraction((A @ A.mT).min().item()) >= exact * Fraction(1, 2)
@@ -217,19 +218,19 @@ def test_products_in_the_subnormals_are_bounded() -> None:
 @st.composite
 def enclosures_with_members(
     draw: st.DrawFn, shape: tuple[int, ...], size: float = 1e3, radius: float = 1.0
-) -> tuple[r.Enclosure, list[Fraction]]:
-    """An enclosure and a member of it, exact to the last digit, on the boundary as often as not."""
+) -> tuple[Enclosure, list[Fraction]]:
+    """Draw an enclosure and an exact rational member, often on the boundary."""
     count = math.prod(shape)
     mids = draw(st.lists(floats(-size, size), min_size=count, max_size=count))
     rads = draw(st.lists(floats(0.0, radius), min_size=count, max_size=count))
     shares = draw(st.lists(st.sampled_from([-1, 0, 1, Fraction(1, 3)]), min_size=count, max_size=count))
-    enclosure = r.Enclosure(
+    enclosure = Enclosure(
         torch.tensor(mids, dtype=torch.float64).reshape(shape), torch.tensor(rads, dtype=torch.float64).reshape(shape)
     )
     return enclosure, [Fraction(m) + s * Fraction(d) for m, d, s in zip(mids, rads, shares, strict=True)]
 
 
-def holds(enclosure: r.Enclosure, member: list[Fraction]) -> bool:
+def holds(enclosure: Enclosure, member: list[Fraction]) -> bool:
     inside = [
         abs(exact - Fraction(mid)) <= Fraction(rad)
         for mid, rad, exact in zip(
@@ -243,8 +244,8 @@ def holds(enclosure: r.Enclosure, member: list[Fraction]) -> bool:
 
 
 @given(a=enclosures_with_members((3,)), b=enclosures_with_members((3,)))
-def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
+def test_enclosure_arithmetic_encloses_exact_arithmetic_on_members(
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]]
 ) -> None:
     (A, x), (B, y) = a, b
     assert holds(A, x)
@@ -260,7 +261,7 @@ def test_ball_arithmetic_encloses_exact_arithmetic_on_members(
 
 @given(a=enclosures_with_members((2, 3)), b=enclosures_with_members((3, 2)), c=enclosures_with_members((2, 2)))
 def test_chains_of_enclosure_products_enclose(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]], c: tuple[r.Enclosure, list[Fraction]]
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]], c: tuple[Enclosure, list[Fraction]]
 ) -> None:
     def grid(values: list[Fraction], columns: int) -> list[list[Fraction]]:
         return [values[i : i + columns] for i in range(0, len(values), columns)]
@@ -280,9 +281,9 @@ def test_chains_of_enclosure_products_enclose(
 
 @given(a=enclosures_with_members((2, 2), size=LARGEST, radius=LARGEST / 4), b=enclosures_with_members((2, 2), size=4.0))
 def test_enclosures_of_every_size_never_bound_wrongly(
-    a: tuple[r.Enclosure, list[Fraction]], b: tuple[r.Enclosure, list[Fraction]]
+    a: tuple[Enclosure, list[Fraction]], b: tuple[Enclosure, list[Fraction]]
 ) -> None:
-    """Near overflow a bound may be infinite or not a number, never finite and wrong."""
+    """Near overflow a bound may be infinite or NaN, but never finite and wrong."""
     (A, x), (B, y) = a, b
     product = [
         x[0] * y[0] + x[1] * y[2],
@@ -302,39 +303,39 @@ def test_enclosures_of_every_size_never_bound_wrongly(
             assert not math.isfinite(low) or Fraction(low) <= exact
 
 
-def test_an_overflow_on_the_way_does_not_become_a_finite_bound() -> None:
+def test_an_intermediate_overflow_does_not_give_a_finite_bound() -> None:
     """1.5e308 + 1.5e308 − 2.5e308 = 0.5e308, but the partial sum is already infinite."""
     A = torch.tensor([[1.5e308, 1.5e308, -1.25e308, -1.25e308]], dtype=torch.float64)
     ones = torch.ones(4, 1, dtype=torch.float64)
     exact = sum(map(Fraction, A[0].tolist()), Fraction(0))
     for sign in (1.0, -1.0):
-        for enclosure in (r.Enclosure.exact(sign * A) @ ones, r.Enclosure.exact(sign * A).sum(-1)):
+        for enclosure in (Enclosure.exact(sign * A) @ ones, Enclosure.exact(sign * A).sum(-1)):
             assert not math.isfinite(enclosure.upper().item()) or Fraction(enclosure.upper().item()) >= sign * exact
             assert not math.isfinite(enclosure.lower().item()) or Fraction(enclosure.lower().item()) <= sign * exact
 
 
-def test_ball_radii_stay_near_the_unit_roundoff() -> None:
+def test_radii_stay_near_the_unit_roundoff() -> None:
     generator = torch.Generator().manual_seed(0)
     A, B = (torch.randn(20, 20, generator=generator, dtype=torch.float64) for _ in range(2))
-    product = r.Enclosure.exact(A) @ B
+    product = Enclosure.exact(A) @ B
     assert (product.rad / (A.abs() @ B.abs())).max() < 25 * r.UNIT
 
 
-def test_ball_products_ask_for_matrices() -> None:
+def test_enclosure_products_need_matrices() -> None:
     with pytest.raises(InputError, match="row or column"):
-        r.Enclosure.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
+        Enclosure.exact(torch.ones(3, dtype=torch.float64)) @ torch.ones(3, 3, dtype=torch.float64)
 
 
-# --- what is no number ---------------------------------------------------------------------------------------------
+# --- NaN, infinity and wrong dtypes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("other", AWKWARD)
-def test_no_finite_bound_comes_of_what_is_not_finite(bad: float, other: float) -> None:
+def test_operations_on_infinity_and_nan_give_no_finite_bounds(bad: float, other: float) -> None:
     for upward, downward, _ in OPERATIONS.values():
         for a, b in [(bad, other), (other, bad)]:
             if math.isinf(b) and upward is r.div_up:
-                continue  # a finite number over an infinite one is zero, and zero has finite bounds
+                continue  # a finite number divided by infinity is zero, which has finite bounds
             high, low = upward(a, b).item(), downward(a, b).item()
             assert not (math.isfinite(high) and math.isfinite(low))
             if math.isnan(bad):
@@ -344,7 +345,7 @@ def test_no_finite_bound_comes_of_what_is_not_finite(bad: float, other: float) -
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 @pytest.mark.parametrize("a", AWKWARD)
-def test_division_by_zero_bounds_nothing(a: float, zero: float) -> None:
+def test_division_by_zero_gives_infinite_bounds(a: float, zero: float) -> None:
     assert r.div_up(a, zero).item() == math.inf
     assert r.div_down(a, zero).item() == -math.inf
 
@@ -362,7 +363,7 @@ def test_functions_at_infinity() -> None:
     assert math.isnan(r.sqrt_up(-1.0).item())
 
 
-def test_what_is_not_float64_or_float32_is_refused() -> None:
+def test_other_dtypes_are_rejected() -> None:
     for bad in (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.float16), 2**53 + 1):
         with pytest.raises(InputError):
             r.add_up(bad, 1.0)

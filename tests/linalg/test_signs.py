@@ -1,4 +1,4 @@
-"""Bounds on the sign norm against the norm itself, enumerated here in exact rationals."""
+"""Bounds on the sign norm against the exact value, enumerated in rational arithmetic."""
 
 import itertools
 import math
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg import signs
-from depthgauge.linalg.rounding import Enclosure
+from depthgauge.linalg.enclosures import Enclosure
 
 ENTRIES = st.one_of(st.floats(-10, 10), st.sampled_from([0.0, 1.0, -1.0]))
 
 
-def truth(M: Tensor) -> Fraction:
-    """max xᵀMy over sign vectors, exactly: for given x the best y takes the sign of every column sum."""
+def exact_norm(M: Tensor) -> Fraction:
+    """Return max xᵀMy over sign vectors exactly. For given x, the best y has the signs of the entries of xᵀM."""
     rows = [[Fraction(v) for v in row] for row in (M if M.shape[0] <= M.shape[1] else M.mT).tolist()]
     return max(
         sum(
@@ -29,15 +29,15 @@ def truth(M: Tensor) -> Fraction:
     )
 
 
-def plain_truth(M: Tensor) -> float:
-    """The same in floating point, quick enough for d = 10; good to a relative 1e-13."""
+def norm_by_enumeration(M: Tensor) -> float:
+    """Return the same in floating point, with relative error below 1e-13; it is fast enough for d = 10."""
     x = torch.tensor(list(itertools.product((1.0, -1.0), repeat=M.shape[0])), dtype=torch.float64)
     return (x @ M).abs().sum(dim=-1).max().item()
 
 
 @given(M=matrices(st.integers(1, 5), st.integers(1, 5), ENTRIES))
-def test_every_bound_is_above_the_truth(M: Tensor) -> None:
-    exact = truth(M)
+def test_every_bound_is_above_the_exact_norm(M: Tensor) -> None:
+    exact = exact_norm(M)
     ones = torch.ones(M.shape[0], dtype=torch.float64), torch.ones(M.shape[1], dtype=torch.float64)
     bounds = {
         "absolute sum": signs.absolute_sum(M),
@@ -49,7 +49,7 @@ def test_every_bound_is_above_the_truth(M: Tensor) -> None:
     for name, bound in bounds.items():
         assert Fraction(bound.item()) >= exact, name
     assert bounds["kept"].item() <= bounds["absolute sum"].item()
-    # Enumeration is the norm itself, so only its rounding separates it from the truth.
+    # Enumeration gives the norm itself, up to rounding.
     assert Fraction(bounds["enumerated"].item()) <= exact * (1 + Fraction(1, 10**13)) + Fraction(1, 10**260)
 
 
@@ -58,34 +58,34 @@ def test_every_bound_is_above_the_truth(M: Tensor) -> None:
     rows=st.lists(st.floats(1e-3, 1e3), min_size=4, max_size=4),
     columns=st.lists(st.floats(1e-3, 1e3), min_size=3, max_size=3),
 )
-def test_any_positive_scaling_is_sound(M: Tensor, rows: list[float], columns: list[float]) -> None:
+def test_any_positive_scaling_gives_an_upper_bound(M: Tensor, rows: list[float], columns: list[float]) -> None:
     bound = signs.scaled_spectral(
         M, torch.tensor(rows, dtype=torch.float64), torch.tensor(columns, dtype=torch.float64)
     )
-    assert Fraction(bound.item()) >= truth(M)
+    assert Fraction(bound.item()) >= exact_norm(M)
 
 
 @given(M=seeded(10, 10), sparse=st.booleans())
 @settings(max_examples=20)
 def test_ten_by_ten_by_enumeration(M: Tensor, sparse: bool) -> None:
     M = M * (M.abs() > 1) if sparse else M
-    exact = plain_truth(M)
+    exact = norm_by_enumeration(M)
     slack = 1 - 1e-12
     ones = torch.ones(10, dtype=torch.float64)
     assert signs.absolute_sum(M).item() >= exact * slack
     assert signs.scaled_spectral(M, ones, ones).item() >= exact * slack
     optimised = signs.scaled_spectral(M, *signs.best_scalings(M)).item()
     assert optimised >= exact * slack
-    assert optimised <= 1.783 * exact * (1 + 1e-2)  # Grothendieck's constant, and what 60 turns leave of the way
+    assert optimised <= 1.783 * exact * (1 + 1e-2)  # Grothendieck's constant, and 1 % for incomplete convergence
     assert signs.sign_norm_up(M).value.item() == pytest.approx(exact, rel=1e-12)
 
 
 @given(M=seeded(10, 14))
 @settings(max_examples=15)
 def test_wide_and_tall_matrices_above_the_enumerated_size(M: Tensor) -> None:
-    """11 × 14 and its transpose take the spectral route; the truth by enumeration is never above."""
+    """11 × 14 matrices and their transposes use the spectral bounds, which are at least the enumerated norm."""
     M = torch.cat([M, M[:1].flip(-1)])
-    exact = plain_truth(M)
+    exact = norm_by_enumeration(M)
     for matrix in (M, M.mT):
         bound = signs.sign_norm_up(matrix)
         assert bound.value.item() >= exact * (1 - 1e-12)
@@ -104,13 +104,13 @@ def test_optimised_scalings_are_tighter_than_none_where_rows_differ() -> None:
     kept = signs.sign_norm_up(M)
     assert kept.method == "scaled spectral norm"
     assert kept.value == optimised
-    # The bound carries its own proof: the scalings it names give the value it states.
+    # The scalings in the record prove the bound: they give the same value again.
     assert kept.row_scale is not None
     assert kept.column_scale is not None
     assert signs.scaled_spectral(M, kept.row_scale, kept.column_scale) == kept.value
 
 
-def test_more_turns_do_not_loosen_the_bound_by_much() -> None:
+def test_more_iterations_do_not_make_the_bound_much_larger() -> None:
     generator = torch.Generator().manual_seed(1)
     M = torch.randn(16, 16, generator=generator, dtype=torch.float64)
     few, many = (signs.sign_norm_up(M, iterations=k).value.item() for k in (5, 200))
@@ -129,7 +129,7 @@ def test_a_matrix_of_one_sign_is_its_absolute_sum() -> None:
 
 @pytest.mark.parametrize("n", [12, 16])
 def test_hadamard_matrices_are_where_the_spectral_norm_wins(n: int) -> None:
-    """Orthogonal rows of ±1: √(mn)·σ = n√n, a factor √n below the absolute sum."""
+    """For orthogonal rows of ±1, √(mn)·σ = n√n, which is smaller than the absolute sum by a factor of √n."""
     H = torch.ones(1, 1, dtype=torch.float64)
     while len(H) < 16:
         H = torch.cat([torch.cat([H, H], -1), torch.cat([H, -H], -1)])
@@ -169,12 +169,12 @@ def test_every_member_of_an_enclosure_is_bounded(mid: Tensor, rad: Tensor, corne
 def test_batches_and_float32(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(2, 3, size, size, generator=generator, dtype=torch.float32)
-    batch[0, 0, 1] = 0.0  # a row of zeros must not spoil the scaling
+    batch[0, 0, 1] = 0.0  # a row of zeros must not break the scaling
     together = signs.sign_norm_up(batch).value
     assert together.shape == (2, 3)
     assert together.dtype == torch.float64
     for i, j in itertools.product(range(2), range(3)):
-        exact = plain_truth(batch[i, j].double())
+        exact = norm_by_enumeration(batch[i, j].double())
         assert together[i, j].item() >= exact * (1 - 1e-12)
         assert together[i, j].item() <= 1.5 * exact
 
@@ -183,14 +183,14 @@ def test_batches_and_float32(size: int) -> None:
 @pytest.mark.parametrize("scale", [1e-200, 1e200, 1e-310])
 def test_sizes_far_from_one(size: int, scale: float) -> None:
     M = torch.randn(size, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * scale
-    bound, exact = signs.sign_norm_up(M).value.item(), plain_truth(M)
+    bound, exact = signs.sign_norm_up(M).value.item(), norm_by_enumeration(M)
     assert bound >= exact * (1 - 1e-12)
     assert bound <= 1.5 * exact
 
 
 @pytest.mark.parametrize("size", [3, 12])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_bounded_by_infinity(size: int, bad: float) -> None:
+def test_matrices_with_infinity_or_nan_have_the_bound_infinity(size: int, bad: float) -> None:
     M = torch.ones(2, size, size, dtype=torch.float64)
     M[0, 1, 2] = bad
     first, second = signs.sign_norm_up(M).value.tolist()
@@ -203,7 +203,7 @@ def test_zero_matrices() -> None:
         assert 0 <= signs.sign_norm_up(torch.zeros(size, size, dtype=torch.float64)).value.item() < 1e-300
 
 
-def test_sign_vectors_are_all_of_them_up_to_sign() -> None:
+def test_sign_vectors_are_complete_up_to_an_overall_sign() -> None:
     for m in (1, 2, 5):
         rows = {tuple(row) for row in signs.sign_vectors(m).tolist()}
         everything = set(itertools.product((1.0, -1.0), repeat=m))
@@ -211,6 +211,6 @@ def test_sign_vectors_are_all_of_them_up_to_sign() -> None:
         assert rows | {tuple(-v for v in row) for row in rows} == everything
 
 
-def test_enumeration_refuses_what_would_take_forever() -> None:
+def test_enumeration_rejects_large_matrices() -> None:
     with pytest.raises(InputError, match="at most 20"):
         signs.enumerated(torch.ones(21, 21, dtype=torch.float64))

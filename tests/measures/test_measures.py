@@ -1,7 +1,9 @@
-"""Every measure against a dense computation in plain Python, in blocks of any size, causal or not."""
+"""Every measure against a dense computation in plain Python, for all block sizes, with and without causal masks."""
 
 import itertools
 import math
+import pickle
+import sys
 
 import pytest
 import torch
@@ -11,13 +13,13 @@ from plain import plain_forward, plain_head
 from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, measure, random_network
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.measures.heads import HeadMeasures, balance, entropy, measure_heads
 from depthgauge.measures.profile import number
 from depthgauge.measures.residuals import residual_size, residual_sizes
 from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network import trace
-from depthgauge.network.network import Layer
+from depthgauge.network.layer import Layer
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -41,7 +43,7 @@ def size(z: Tensor, norm: str) -> float:
 
 
 def plain_measures(read: Tensor, layer: Layer, h: int, scale: float, causal: bool) -> dict[str, float]:
-    """All measures of a head, from its whole attention matrix."""
+    """Compute all measures of a head from its dense attention matrix."""
     Q, K, V = layer.query[h], layer.key[h], layer.value[h]
     n = len(read)
     P, out = plain_head(read, Q, K, V, scale, causal)
@@ -239,7 +241,7 @@ def test_the_json_of_a_profile() -> None:
     assert WeightSizes.names() == ["eta", "value_col", "l1", "dong_beta"]
 
 
-def test_what_is_not_a_number_becomes_null() -> None:
+def test_values_that_are_not_finite_become_null() -> None:
     network = random_network(1, 1, 3, 0.5, seed=7)
     alone = measure(network, inputs(1, 3)).layers_to_json()[0]["heads"][0]
     assert alone["contraction"] is None
@@ -254,12 +256,67 @@ def test_what_is_not_a_number_becomes_null() -> None:
     assert number(torch.tensor(2.5)) == 2.5
 
 
+def test_profiles_and_their_parts_compare_and_pickle() -> None:
+    network = random_network(2, 3, 4, 0.5, causal=True, seed=6)
+    profile, again = measure(network, inputs(2, 5, 4)), measure(network, inputs(2, 5, 4))
+    other = measure(network, inputs(2, 5, 4, seed=1))
+    assert profile == again  # contraction_bound is NaN in a causal network, and NaN equals NaN here
+    assert profile != other
+    assert profile != "a profile"
+    assert pickle.loads(pickle.dumps(profile)) == profile
+    for part, same, different in (
+        (profile.heads[0], again.heads[0], other.heads[0]),
+        (profile.residuals[0]["mean"]["max"], again.residuals[0]["mean"]["max"], other.residuals[0]["mean"]["max"]),
+        (profile.weights[0], again.weights[0], profile.weights[1]),
+    ):
+        assert part == same
+        assert part != different
+        assert part != profile
+        assert pickle.loads(pickle.dumps(part)) == part
+
+
+def test_the_repr_of_a_profile_is_one_line() -> None:
+    network = random_network(2, 3, 4, 0.5, seed=6)
+    profile = measure(network, inputs(2, 5, 4))
+    ratios = profile.residual_ratio().mean(dim=0)
+    assert repr(profile).startswith(f"Profile(2 layers, 2 samples, residual ratio {ratios[0]:.3g} → {ratios[-1]:.3g}, ")
+    assert "\n" not in repr(profile)
+    assert repr(profile.weights[0]) == (
+        "WeightSizes(eta=float64[3], value_col=float64[3], l1=float64[3], dong_beta=float64[3])"
+    )
+    html = profile._repr_html_()
+    assert html.count("<tr>") == 3
+    assert f"<td>{ratios[2]:.3g}</td>" in html
+    alone = measure(network, inputs(1, 4))
+    assert repr(alone).startswith("Profile(2 layers, 1 sample, ")
+    assert "<td>–</td>" in alone._repr_html_()  # one token has no residual, so its contraction is NaN
+
+
+def test_the_data_frame_has_one_row_per_layer_and_head() -> None:
+    network = random_network(2, 3, 4, 0.5, causal=True, seed=6)
+    profile = measure(network, inputs(2, 5, 4))
+    table = profile.to_frame()
+    assert list(table.columns) == ["layer", "head", *HeadMeasures.names(), *WeightSizes.names()]
+    assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in range(2) for head in range(3)]
+    assert table["contraction_bound"].isna().all()
+    for entry, layer, head in zip(table.to_dict("records"), (0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 2), strict=True):
+        expected = profile.layers_to_json()[layer]["heads"][head]
+        assert all(entry[name] == expected[name] for name in expected if name not in ("index", "contraction_bound"))
+
+
+def test_a_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = measure(random_network(1, 1, 3, 0.5), inputs(2, 3))
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingPackageError, match="pip install pandas"):
+        profile.to_frame()
+
+
 def test_inputs_of_any_batch_are_samples() -> None:
     network = random_network(1, 1, 3, 0.5, seed=8)
     x = inputs(2, 3, 4, 3)
     assert measure(network, x).residual_ratio().shape == (6, 2)
     assert measure(network, x[0, 0]).residual_ratio().shape == (1, 2)
-    with pytest.raises(InputError, match="nothing to measure"):
+    with pytest.raises(InputError, match="no entries to measure"):
         measure(network, x[:0])
     with pytest.raises(InputError, match="must have shape"):
         measure(network, x[..., :2])

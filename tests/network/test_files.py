@@ -1,4 +1,4 @@
-"""Network files: bit for bit back again, named failures, and never half a file."""
+"""Network files: exact round trips, error messages, and atomic writes."""
 
 import json
 import os
@@ -22,7 +22,7 @@ import depthgauge.network.files
 from depthgauge import SelfAttentionNetwork, load_network, random_network, save_network
 from depthgauge._io import write_atomically, write_text
 from depthgauge.errors import InputError, NetworkFileError, OutputError
-from depthgauge.network.network import Layer
+from depthgauge.network.layer import Layer
 
 KINDS: list[dict[str, object]] = [
     {},
@@ -84,7 +84,7 @@ def test_the_scale_is_kept_to_the_last_bit(tmp_path_factory: pytest.TempPathFact
 
 
 def test_layers_that_differ_and_tensors_that_are_shared_or_strided_can_be_saved(tmp_path: Path) -> None:
-    """One matrix in two places, a view of a larger one, an expanded one, a transposed one: all plain in the file."""
+    """One matrix in two places, a view of a larger tensor, an expanded tensor and a transposed tensor can be saved."""
     big = torch.randn(2, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, expanded, turned = big[:1], torch.tensor(0.5, dtype=torch.float64).expand(2, 3, 3), big.mT
     network = SelfAttentionNetwork(
@@ -98,12 +98,12 @@ def test_layers_that_differ_and_tensors_that_are_shared_or_strided_can_be_saved(
             assert torch.equal(getattr(a, name), getattr(b, name))
 
 
-def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
+def test_a_loaded_network_does_not_depend_on_the_file(tmp_path: Path) -> None:
     path = tmp_path / "n.safetensors"
     network = drawn()
     save_network(network, path)
     loaded = load_network(path)
-    with open(path, "r+b") as handle:  # in place, so that a view of the file would see it
+    with open(path, "r+b") as handle:  # in place, so a view of the file would change
         handle.write(b"\0" * path.stat().st_size)
     assert identical(loaded, network)
     with open(path, "r+b") as handle:
@@ -111,7 +111,7 @@ def test_what_was_loaded_does_not_hang_on_the_file(tmp_path: Path) -> None:
     assert identical(loaded, network)
 
 
-# --- named failures --------------------------------------------------------------------------------------------------
+# --- error messages --------------------------------------------------------------------------------------------------
 
 
 def rewrite(edit: Callable[[Header], None]) -> Callable[[bytes], bytes]:
@@ -166,8 +166,8 @@ FAILURES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
         r"lacks the tensor layers\.0\.query; write",
     ),
     "part of an MLP": (renamed("layers.2.mlp.in_bias", "layers.3.query"), r"lacks the tensor layers\.2\.mlp\.in_bias"),
-    "an unknown tensor": (renamed("layers.1.key", "layers.1.keys"), r"unknown tensor 'layers\.1\.keys'; a network has"),
-    "a layer index with a zero before it": (renamed("layers.1.key", "layers.01.key"), "unknown tensor"),
+    "an unknown tensor": (renamed("layers.1.key", "layers.1.keys"), r"unknown tensor 'layers\.1\.keys'; a layer has"),
+    "a layer index with a leading zero": (renamed("layers.1.key", "layers.01.key"), "unknown tensor"),
     "a tensor of another library": (renamed("layers.1.key", "lm_head.weight"), "unknown tensor 'lm_head.weight'"),
     "norms that are not declared": (
         renamed("layers.1.key", "layers.1.norm.weight"), r"layers\.1\.norm\.weight.*norm='none'; set norm"),
@@ -175,26 +175,26 @@ FAILURES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a wrong rank": (reshaped("layers.1.key", [32]), r"layers\.1\.key has shape \[32\], expected 3 non-empty"),
     "an MLP that does not fit": (reshaped("layers.2.mlp.out", [4, 5]), r"layers\.2\.mlp\.out must have shape \[5, 4\]"),
     "a tensor of integers": (retyped("layers.1.key", "I64", [2, 4, 4]), r"layers\.1\.key is torch\.int64, expected"),
-    "a tensor of halves": (retyped("layers.1.key", "BF16", [2, 4, 16]), r"layers\.1\.key is torch\.bfloat16.*convert"),
+    "a bfloat16 tensor": (retyped("layers.1.key", "BF16", [2, 4, 16]), r"layers\.1\.key is torch\.bfloat16.*convert"),
     "NaN": (poisoned(float("nan")), r"layers\.1\.value holds NaN or infinity; repair"),
     "infinity": (poisoned(float("inf")), r"layers\.1\.value holds NaN or infinity; repair"),
     "minus infinity": (poisoned(float("-inf")), r"layers\.1\.value holds NaN or infinity"),
     "an unknown version": (metadata(version="2"), "version='2', this depthgauge reads version '1'; upgrade"),
     "no version": (metadata(version=None), "version=None"),
-    "another format": (metadata(format="pt"), "format='pt', expected 'depthgauge.network'"),
+    "another format": (metadata(format="pt"), "format='pt', expected 'depthgauge.network'; write it with save"),
     "no format": (metadata(format=None), "format=None"),
     "no metadata": (rewrite(lambda h: h.pop("__metadata__")), "format=None"),
-    "a scale that is no number": (metadata(scale="big"), "scale='big', expected a positive decimal number"),
+    "a scale that is not a number": (metadata(scale="big"), "scale='big', expected a positive decimal number"),
     "a scale of zero": (metadata(scale="0"), "scale='0'"),
     "an infinite scale": (metadata(scale="1e999"), "scale='1e999'"),
     "no scale": (metadata(scale=None), "scale=None"),
-    "a flag that is none": (metadata(skip="yes"), "skip='yes', expected 'true' or 'false'"),
+    "an invalid flag": (metadata(skip="yes"), "skip='yes', expected 'true' or 'false'"),
     "no causal flag": (metadata(causal=None), "causal=None, expected 'true' or 'false'"),
     "an unknown activation": (metadata(activation="tanh"), "activation='tanh', expected one of relu, gelu"),
     "an unknown norm": (metadata(norm="batch"), "norm='batch', expected one of none, pre, post"),
     "norms that are missing": (metadata(norm="pre"), r"lacks the tensor layers\.0\.norm\.weight"),
-    "provenance that is no JSON": (metadata(provenance="{"), "provenance that is not a JSON object; drop the key"),
-    "provenance nested without end": (metadata(provenance="[" * 100_000), "provenance that is not a JSON object"),
+    "provenance that is not JSON": (metadata(provenance="{"), "provenance that is not a JSON object; remove the key"),
+    "provenance with very deep nesting": (metadata(provenance="[" * 100_000), "provenance that is not a JSON object"),
     "provenance that is a list": (metadata(provenance="[1]"), "provenance that is not a JSON object"),
     "a header cut short": (lambda content: content[:100], "ends too early: 100 bytes.*truncated"),
     "data cut short": (lambda content: content[:-1], "not a readable safetensors file.*copy it again"),
@@ -202,8 +202,8 @@ FAILURES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "an empty file": (lambda _: b"", "ends too early: 0 bytes"),
     "seven bytes": (lambda _: b"1234567", "ends too early: 7 bytes"),
     "a header that claims to be huge": (
-        lambda content: struct.pack("<Q", 2**60) + content[8:], "its header alone asks for 1152921504606846984"),
-    "a pickle": (pickled, "is a pickle, which could run code when opened; convert it to safetensors"),
+        lambda content: struct.pack("<Q", 2**60) + content[8:], "its header needs 1152921504606846984"),
+    "a pickle": (pickled, "is a pickle, which can run code when it is opened; convert it to safetensors"),
     "text": (lambda _: b"layers: 12\nheads: 4\n", "truncated or not a safetensors file"),
 }  # fmt: skip
 
@@ -217,7 +217,7 @@ def good(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_every_named_failure_is_one_sentence_with_its_fix(failure: str, good: Path) -> None:
+def test_every_failure_is_one_sentence_with_a_fix(failure: str, good: Path) -> None:
     damage, complaint = FAILURES[failure]
     load_network(good)
     good.write_bytes(damage(good.read_bytes()))
@@ -229,17 +229,17 @@ def test_every_named_failure_is_one_sentence_with_its_fix(failure: str, good: Pa
 
 
 def test_a_header_beyond_the_limit_is_not_read(good: Path) -> None:
-    """The file is really that long (though sparse), so that only the limit can refuse it."""
+    """The file really has that length (it is sparse), so only the limit can reject it."""
     limit = depthgauge.network.files.HEADER_LIMIT
     with open(good, "r+b") as handle:
         handle.write(struct.pack("<Q", limit + 1))
         handle.truncate(limit + 1000)
-    with pytest.raises(NetworkFileError, match=f"header of {limit + 1} bytes, more than the {limit}"):
+    with pytest.raises(NetworkFileError, match=f"header of {limit + 1} bytes, more than the limit of {limit}"):
         load_network(good)
 
 
 def test_a_pickle_is_never_run(tmp_path: Path) -> None:
-    """torch.save's files, old and new: recognised by their first bytes, and nothing in them is executed."""
+    """Old and new files of `torch.save` are recognised by their first bytes, and no code in them is executed."""
     canary = tmp_path / "canary"
 
     class Bomb:
@@ -257,7 +257,7 @@ def test_a_pickle_is_never_run(tmp_path: Path) -> None:
     assert not canary.exists()
 
 
-def test_paths_that_are_no_files(tmp_path: Path) -> None:
+def test_paths_that_are_not_files(tmp_path: Path) -> None:
     with pytest.raises(NetworkFileError, match="is a directory; give the network file itself"):
         load_network(tmp_path)
     with pytest.raises(NetworkFileError, match=r"No such file or directory; `depthgauge random --out missing"):
@@ -353,9 +353,9 @@ def test_a_failed_write_leaves_what_was_there(
     assert path.read_bytes() == before
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="limits on file sizes are POSIX")
-def test_a_full_disk_is_an_error_of_ours(tmp_path: Path) -> None:
-    """A limit on file sizes makes the real writer fail, as a full disk does."""
+@pytest.mark.skipif(sys.platform == "win32", reason="file size limits need POSIX")
+def test_a_full_disk_is_an_output_error(tmp_path: Path) -> None:
+    """A limit on file sizes makes the writer fail in the same way as a full disk."""
     import resource
     import signal
 
@@ -390,7 +390,7 @@ def test_targets_that_cannot_be_files(tmp_path: Path) -> None:
 
 
 def test_folders_are_made_and_long_names_fit(tmp_path: Path) -> None:
-    """The temporary name must not be longer than the one asked for can be."""
+    """The temporary name must not exceed the limit on the length of file names."""
     path = tmp_path / "a" / "b" / ("n" * 255)
     write_text(path, "ℓ\n")
     assert path.read_text(encoding="utf-8") == "ℓ\n"
@@ -411,7 +411,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
 
 
 def test_a_network_file_is_as_readable_as_any_other_file(tmp_path: Path) -> None:
-    """safetensors makes its files private; what the user's umask allows to others stays allowed."""
+    """safetensors creates files that only the owner can read; `save_network` applies the umask instead."""
     before = os.umask(0o027)
     try:
         save_network(drawn(), tmp_path / "net")
@@ -431,7 +431,7 @@ def test_two_files_of_one_network_are_equal_bytes(tmp_path: Path) -> None:
 
 
 def test_a_file_made_by_hand_is_read(tmp_path: Path) -> None:
-    """What the guide shows: safetensors alone is enough to write a network."""
+    """The example of the documentation: safetensors alone can write a network file."""
     eye = torch.eye(3, dtype=torch.float64)[None]
     meta = {"format": "depthgauge.network", "version": "1", "scale": "1", "skip": "true", "causal": "false"}
     tensors = {"layers.0.query": eye, "layers.0.key": 2 * eye, "layers.0.value": 3 * eye}

@@ -1,4 +1,4 @@
-"""The forward pass against a plain loop for every switch, its gradients, and what a network can do with itself."""
+"""The forward pass against plain loops for all settings, gradients, traces, copies, clipping and rescaling."""
 
 import itertools
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, random_network
 from depthgauge.errors import InputError
-from depthgauge.network.network import Layer, Mlp, softmax_attention
+from depthgauge.network.layer import Layer, Mlp, softmax_attention
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def jumbled(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """LayerNorm weights away from 1 and 0, so that a swap of them would show."""
+def with_random_norms(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
+    """Perturb the LayerNorm weights, so that swapping them changes the output."""
     with torch.no_grad():
         for index, layer in enumerate(network):
             if layer.norm_weight is not None and layer.norm_bias is not None:
@@ -28,7 +28,7 @@ def jumbled(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
     return network
 
 
-SWITCHES = [
+SETTINGS = [
     {"skip": skip, "causal": causal, "norm": norm, "key_dim": key_dim, **mlp}
     for skip, causal, norm, key_dim, mlp in itertools.product(
         (True, False),
@@ -45,21 +45,21 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
-def test_forward_is_the_plain_loop_for_every_switch(switches: dict[str, object]) -> None:
-    network = jumbled(random_network(3, 2, 5, 1.0, seed=1, **switches))  # type: ignore[arg-type]
+@pytest.mark.parametrize("switches", SETTINGS, ids=lambda s: "-".join(f"{k}={v}" for k, v in s.items()))
+def test_forward_is_the_plain_loop_for_all_settings(switches: dict[str, object]) -> None:
+    network = with_random_norms(random_network(3, 2, 5, 1.0, seed=1, **switches))  # type: ignore[arg-type]
     x = normal(6, 5)
     with torch.no_grad():
         out = network(x)
         assert torch.allclose(out, plain_forward(network, x), rtol=1e-10, atol=1e-12)
 
 
-def test_no_two_switches_compute_the_same() -> None:
-    """So the comparison above compares what it says: every setting gives an output of its own."""
+def test_no_two_settings_compute_the_same() -> None:
+    """All settings give different outputs, so the test above would notice if a setting were ignored."""
     x = normal(6, 5)
-    outs = [jumbled(random_network(3, 2, 5, 1.0, seed=1, **s))(x).detach() for s in SWITCHES]  # type: ignore[arg-type]
+    outs = [with_random_norms(random_network(3, 2, 5, 1.0, seed=1, **s))(x).detach() for s in SETTINGS]  # type: ignore[arg-type]
     for a, b in itertools.combinations(range(len(outs)), 2):
-        assert not torch.allclose(outs[a], outs[b], atol=1e-6), (SWITCHES[a], SWITCHES[b])
+        assert not torch.allclose(outs[a], outs[b], atol=1e-6), (SETTINGS[a], SETTINGS[b])
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -96,7 +96,7 @@ def test_one_token_attends_to_itself(causal: bool) -> None:
 
 
 def uneven_network(scale: float | None) -> SelfAttentionNetwork:
-    """Layers that differ in heads and key width."""
+    """A network whose layers differ in the number of heads and in key width."""
     layers = [
         Layer(normal(h, 4, k, seed=h), normal(h, 4, k, seed=k), normal(h, 4, 4, seed=h + k) / 3)
         for h, k in ((1, 2), (3, 6), (2, 4))
@@ -194,7 +194,7 @@ def test_softmax_attention_for_any_widths(heads: int, n: int, k: int, d: int, ca
 @pytest.mark.parametrize("norm", ["none", "pre", "post"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_trace_passes_the_states_and_ends_at_the_output(norm: str, causal: bool) -> None:
-    network = jumbled(random_network(3, 2, 4, 0.8, mlp=5, norm=norm, causal=causal, seed=8))
+    network = with_random_norms(random_network(3, 2, 4, 0.8, mlp=5, norm=norm, causal=causal, seed=8))
     x = normal(2, 6, 4)
     state = x
     for index, seen in enumerate(network.trace(x)):
@@ -285,7 +285,7 @@ def test_rescale_sets_the_largest_weight(dtype: torch.dtype, eta: float) -> None
 
 
 def test_rescale_from_the_smallest_weights_to_the_largest() -> None:
-    """The factor alone would overflow; the weights must not."""
+    """The factor overflows; the weights must not."""
     tiny = random_network(1, 1, 2, 1e-310, seed=0)
     with torch.no_grad():
         tiny[0].key[0, 0, 0] = 0.0
@@ -310,14 +310,14 @@ def test_a_bound_must_be_positive(eta: float) -> None:
             change(eta)
 
 
-# --- what cannot be a network ----------------------------------------------------------------------------------------
+# --- invalid networks and inputs -------------------------------------------------------------------------------------
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
     q, v = torch.ones(2, 3, 4), torch.ones(2, 3, 3)
     with pytest.raises(InputError, match=r"layers\.1\.query must have shape \[2, 3, 4\], got \[2, 5, 4\]"):
         SelfAttentionNetwork([Layer(q, q, v), Layer(torch.ones(2, 5, 4), torch.ones(2, 5, 4), torch.ones(2, 5, 5))])
-    with pytest.raises(InputError, match=r"layers\.0\.norm\.weight must have shape \[1, 3\], got nothing"):
+    with pytest.raises(InputError, match=r"layers\.0\.norm\.weight must have shape \[1, 3\], got no tensor"):
         SelfAttentionNetwork([Layer(q, q, v)], norm="pre")
     with pytest.raises(InputError, match="at least one layer"):
         SelfAttentionNetwork([])
@@ -341,7 +341,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     [
         (torch.ones(4, 2, dtype=torch.float64), r"shape \[\.\.\., tokens, 3\], got \[4, 2\]"),
         (torch.ones(0, 3, dtype=torch.float64), r"got \[0, 3\]"),
-        (torch.ones(4, 3, dtype=torch.float32), "float32, the network torch.float64"),
+        (torch.ones(4, 3, dtype=torch.float32), "float32 but the network is torch.float64"),
     ],
 )
 def test_inputs_that_do_not_fit_are_refused(x: Tensor, complaint: str) -> None:
@@ -352,7 +352,7 @@ def test_inputs_that_do_not_fit_are_refused(x: Tensor, complaint: str) -> None:
         next(network.trace(x))
 
 
-def test_describe_and_summary_say_what_it_is() -> None:
+def test_describe_and_summary() -> None:
     network = random_network(2, 3, 4, 0.1, key_dim=2, mlp=8, norm="post", causal=True, skip=False, distribution="sign")
     described = network.describe()
     assert described["heads"] == [3, 3]
@@ -362,3 +362,4 @@ def test_describe_and_summary_say_what_it_is() -> None:
     assert described["dtype"] == "float64"
     assert network.summary() == "2 layers × 3 heads, dim 4, largest weight η = 0.1, no skip, causal, MLP, post-norm"
     assert "1–3 heads" in uneven_network(1.0).summary()
+    assert repr(network) == f"SelfAttentionNetwork({network.name!r}: {network.summary()})"

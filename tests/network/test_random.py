@@ -1,4 +1,4 @@
-"""Networks drawn at a weight bound, and inputs drawn in a box."""
+"""Random networks with bounded weights, and random inputs in a box."""
 
 import math
 
@@ -28,7 +28,7 @@ def test_no_weight_exceeds_the_bound(distribution: str, dtype: torch.dtype, eta:
     network = random_network(1, 2, 3, eta, distribution=distribution, mlp=4, seed=seed, dtype=dtype)
     weights = every_weight(network)
     assert weights.dtype == dtype
-    assert weights.double().abs().max().item() <= eta  # compared as the numbers they are, not as float32 rounds them
+    assert weights.double().abs().max().item() <= eta  # compare in float64, because float32 would round eta
     assert network.eta > 0
 
 
@@ -40,7 +40,7 @@ def test_a_bound_that_float32_would_round_up_is_kept(eta: float) -> None:
         assert held == pytest.approx(eta, rel=1e-7)
 
 
-def test_each_distribution_is_what_it_says() -> None:
+def test_each_distribution_has_the_right_moments() -> None:
     draw = {name: every_weight(random_network(2, 4, 32, 0.5, distribution=name, seed=1)) for name in DISTRIBUTIONS}
     assert bool((draw["aligned"] == 0.5).all())
     assert set(draw["sign"].tolist()) == {0.5, -0.5}
@@ -51,22 +51,24 @@ def test_each_distribution_is_what_it_says() -> None:
     assert uniform.abs().max().item() > 0.499
     normal = draw["normal"]
     clipped = (normal.abs() == 0.5).double().mean().item()
-    assert clipped == pytest.approx(math.erfc(2 / math.sqrt(2)), rel=0.15)  # what lies beyond two deviations
-    assert normal[normal.abs() < 0.5].std().item() == pytest.approx(0.25 * 0.8796, rel=0.03)  # a truncated normal's
+    assert clipped == pytest.approx(math.erfc(2 / math.sqrt(2)), rel=0.15)  # the mass beyond two standard deviations
+    assert normal[normal.abs() < 0.5].std().item() == pytest.approx(
+        0.25 * 0.8796, rel=0.03
+    )  # the truncated normal distribution
 
 
 def test_the_same_seed_gives_the_same_network_and_another_seed_another() -> None:
     first, again, other = (every_weight(random_network(2, 2, 4, 0.1, seed=s)) for s in (3, 3, 4))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    # Drawing never touches torch's own generator.
+    # Drawing does not change the state of the global generator of torch.
     state = torch.random.get_rng_state()
     random_network(1, 1, 2, 0.1, seed=0)
     uniform_inputs(1, 2, 2)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_a_network_says_how_it_was_made() -> None:
+def test_the_provenance_contains_the_arguments() -> None:
     network = random_network(2, 3, 4, 0.1, key_dim=5, seed=7, distribution="normal")
     assert network.provenance == {
         "made_by": "random_network", "layers": 2, "heads": 3, "dim": 4, "eta": 0.1, "key_dim": 5,
@@ -87,7 +89,7 @@ def test_a_network_says_how_it_was_made() -> None:
         ({"eta": -0.1}, "eta must be"),
         ({"eta": math.nan}, "eta must be"),
         ({"eta": math.inf}, "eta must be"),
-        ({"eta": 1e-60, "dtype": torch.float32}, "below the smallest number"),
+        ({"eta": 1e-60, "dtype": torch.float32}, "below the smallest positive torch.float32"),
         ({"distribution": "unifrom"}, "did you mean 'uniform'"),
         ({"norm": "batch"}, "norm must be one of"),
         ({"activation": "tanh"}, "activation must be one of"),
@@ -165,7 +167,7 @@ def test_input_files_that_do_not_fit_are_explained(tmp_path, tensors, dtype, com
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x80\x04K\x01.", b"not a tensor in sight"])
-def test_input_files_that_are_none_are_explained(tmp_path, content) -> None:  # type: ignore[no-untyped-def]
+def test_input_files_that_cannot_be_read_are_explained(tmp_path, content) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "x.safetensors"
     if content is not None:
         path.write_bytes(content)

@@ -1,4 +1,4 @@
-"""naive, structured and batched regression reach the same decision for every drawn model, ties at τ included."""
+"""The dense, structured and batched implementations make the same decisions, including exact ties at τ."""
 
 import random
 from fractions import Fraction
@@ -20,12 +20,12 @@ from depthgauge.separation.score_maps import EXP, LIN, Attention
 from depthgauge.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention, strong
 
 KINDS = ("exp", "exp", "lin", "poly:1", "poly:2", "poly:6")
-# Values that make exact ties likely: multiples of τ's tenth, zero, and equal ones.
+# Values that make exact ties likely: zero, multiples of 0.1, and equal values.
 TIE_PRONE = (0.0, 0.01, 0.1, 0.2, 0.3, 0.5, 1.0, 1.2)
 
 
 def a_setting(rng: random.Random) -> AttentionSetting | None:
-    """A random small setting, or None where the draw was not one."""
+    """Return a random small setting, or None if the drawn parameters are invalid."""
     classes, repeats = rng.randint(1, 9), rng.randint(1, 5)
     x, attention, m = rng.choice(["identity", "ones"]), rng.choice(KINDS), rng.randint(1, 6)
 
@@ -53,7 +53,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
         np.testing.assert_array_equal(structured.conditions(setting, draws), expected, err_msg=repr(setting))
         checked += 1
         seen += expected.sum(axis=0)
-    # Each condition both met and missed often, and decisions within rounding really met: the test can fail.
+    # Each condition is often True and often False, and many decisions are within the rounding error.
     assert (seen > 8 * checked // 50).all()
     assert (seen < 8 * checked - 8 * checked // 50).all()
     assert naive._settled.cache_info().misses > 200
@@ -85,7 +85,7 @@ def test_batched_regression_is_naive(n: int, m: int, attention: str) -> None:
 
 
 def test_a_regression_decision_within_single_precision_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the bound forced up every decision is settled exactly; nothing may change."""
+    """With a very large rounding bound, all decisions are made exactly. The results must not change."""
     setting = Regression(40, 4)
     draws = draw_regression(setting, seed=0, first=0, models=30)
     expected = regression.conditions(setting, draws)
@@ -97,7 +97,7 @@ def test_a_regression_decision_within_single_precision_is_settled(monkeypatch: p
     assert len(calls) == 30 * 4 * 4
 
 
-ALL_ALIKE = [
+SMALL_SETTINGS = [
     SelfAttention(12, 6, 3, 0.3, 1.2, 0.3, 0.4),
     SelfAttention(12, 6, 3, 0.1, 2.0, 0.9, 0.0, "identity", "poly:3"),
     SelfAttention(12, 6, 3, 0.1, 0.9, 0.3, 0.8, "ones", "lin"),
@@ -106,9 +106,11 @@ ALL_ALIKE = [
 ]
 
 
-@pytest.mark.parametrize("setting", ALL_ALIKE, ids=repr)
-def test_settling_every_decision_changes_none(setting: AttentionSetting, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where floating point is sure it agrees with the exact route, in the tables and in the dense network."""
+@pytest.mark.parametrize("setting", SMALL_SETTINGS, ids=repr)
+def test_deciding_everything_exactly_changes_nothing(
+    setting: AttentionSetting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decisions in floating point agree with exact decisions, in the tables and in the dense network."""
     kind = strong(setting)
     expected = [decision_table(setting, dataset, kind) for dataset in (0, 1)]
     draws = draw_attention(setting, seed=0, first=0, models=25)
@@ -125,18 +127,18 @@ def test_settling_every_decision_changes_none(setting: AttentionSetting, monkeyp
 def test_an_exact_tie_at_the_threshold_is_zero() -> None:
     """K = 20, b = 0.2, X = 1, a₀ = 0, 15 of 20 classes +: ⟨c, y⟩ = b·10/20 + c = c + 0.1 = τ, and φ_τ(τ) = 0.
 
-    No double can tell; the least a₀ > 0 tips it to the side of y₁.
+    Floating point cannot decide this. Any a₀ > 0 moves the sum to the side of y₁.
     """
     tie, above = (decision_table(SelfAttention(200, 22, 1, a0, 1.2, 0.2, 0.8, "ones"), 0, EXP) for a0 in (0.0, 1e-17))
-    assert not tie[1, 1, 1, 14]  # y_d = y_κ = + and 14 more
+    assert not tie[1, 1, 1, 14]  # y_d = y_κ = + and 14 more +
     assert tie[1, 1, 1, 15]
     assert above[1, 1, 1, 14]
     assert not above[0, 1, 1, 14]
     assert not above[1, 1, 1, 13]
 
 
-def test_the_tie_is_one_that_doubles_get_wrong() -> None:
-    """Some of the exact ties of the tables come out positive in plain floating point: settling them matters."""
+def test_floating_point_gets_some_ties_wrong() -> None:
+    """Some exact ties are positive in plain floating point, so exact decisions are necessary."""
     wrong = 0
     for b, classes in ((0.3, 3), (0.3, 9), (0.7, 7), (0.6, 6), (0.9, 9), (0.2, 20)):
         for plus in range(classes + 1):
@@ -178,8 +180,8 @@ def test_the_rows_are_those_of_the_dense_output(data: st.DataObject) -> None:
                 continue
             expected.append(c)
     distance = np.abs(dense[:, None, :] - np.array(expected)[None]).max(axis=2)
-    assert distance.min(axis=1).max() < 1e-11  # every dense row is one of ours
-    assert distance.min(axis=0).max() < 1e-11  # and every one of ours is there
+    assert distance.min(axis=1).max() < 1e-11  # every dense row is one of the structured rows
+    assert distance.min(axis=0).max() < 1e-11  # and every structured row occurs
 
 
 @given(data=st.data())

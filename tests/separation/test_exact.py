@@ -1,4 +1,4 @@
-"""The closed form against brute force over every sign and every pair of special tokens."""
+"""The closed form against enumeration of all signs and all pairs of special tokens."""
 
 import itertools
 
@@ -14,11 +14,11 @@ from depthgauge.separation.settings import AttentionSetting, CrossAttention, Sel
 
 
 def brute_force(setting: AttentionSetting) -> tuple[float, list[float]]:
-    """Success and its parts by the dense network on all 2^(d·m) signs and all special tokens of both data sets."""
+    """Enumerate all 2^(d·m) signs and all special tokens of both data sets with the dense network."""
     tokens = range(setting.n)
     cross = isinstance(setting, CrossAttention)
     pairs = list(itertools.product(tokens, tokens))
-    queries = [(0, 0), (setting.n - 1, 1)] if cross else [(0, 0)]  # j₂ must not matter: two choices are enough
+    queries = [(0, 0), (setting.n - 1, 1)] if cross else [(0, 0)]  # j₂ has no effect, so two choices suffice
     success, parts, total = 0, np.zeros(4), 0
     words = np.array(list(itertools.product(range(2**setting.d), repeat=setting.m)), dtype=np.uint64)
     for j3, j2 in itertools.product(pairs, queries):
@@ -38,7 +38,7 @@ CASES = [
     SelfAttention(4, 4, 2, 0.5, 2.0, 0.3, 0.6, "ones"),
     SelfAttention(6, 5, 1, 0.1, 1.5, 0.4, 0.6),
     SelfAttention(6, 5, 2, 0.1, 1.5, 0.4, 0.6, "ones", "poly:2"),
-    SelfAttention(3, 5, 2, 0.01, 2.5, 0.2, 0.8),  # every class of one token
+    SelfAttention(3, 5, 2, 0.01, 2.5, 0.2, 0.8),  # each class has one token
     SelfAttention(8, 6, 1, 0.01, 1.2, 0.35, 0.65),
     SelfAttention(4, 3, 2, 0.01, 1.2, 0.08, 0.8),  # one class
     SelfAttention(8, 4, 2, 0.0, 1.0, 0.1, 0.5),  # ties
@@ -58,18 +58,19 @@ def test_exact_is_brute_force(setting: AttentionSetting) -> None:
     np.testing.assert_allclose(found.parts, parts, rtol=0, atol=1e-15)
 
 
-def test_the_brute_force_cases_say_something() -> None:
+def test_the_brute_force_cases_are_not_trivial() -> None:
     values = [exact(setting).success for setting in CASES]
     assert sum(0.01 < value < 0.99 for value in values) >= 6
 
 
 def test_a_case_worked_by_hand() -> None:
-    """Cross, X = I, two classes, n = 2, m = 1, a₀ = 0: every row but j₂'s on D₁ is ½(y₁ + y_2 + y_3) − over 2 tokens.
+    """Cross-attention, X = I, two classes, n = 2, m = 1, a₀ = 0, a₁ = 2.
 
-    Rows are (½, ½, ½) wherever attention is uniform, 1.5 > 0.9 only if all signs are +, ½ < 0.9 otherwise; linear
-    attention on D₁ at j₂ has f = (1 + a, 1)/(2 + a), a = 2: c = (¾, ¾, ¼), above 0.9 if y₁ = y_κ = +.
-    So F_lin(D₁) = 0 has chance ¾, F(D₀) = F_lin(D₀) = 0 has 7/8.  Softmax on D₁ at j₂ has f = (n², 1)/(n² + 1) =
-    (4, 1)/5: c = (4/5, 4/5, 1/5): also y₁ = y_κ = +, where linear attention fires too.  No success.
+    Where attention is uniform, c = (½, ½, ½). Then ⟨c, y⟩ = 1.5 > 0.9 if all signs are +, and ⟨c, y⟩ ≤ ½ otherwise.
+    Linear attention on D₁ in row j₂ has f = (1 + a, 1)/(2 + a) with a = 2, so c = (¾, ¾, ¼), which exceeds 0.9 if
+    y₁ = y_κ = +. So P(F_lin(D₁) = 0) = ¾ and P(F(D₀) = 0) = P(F_lin(D₀) = 0) = 7/8. Softmax on D₁ in row j₂ has
+    f = (n², 1)/(n² + 1) = (4, 1)/5, so c = (4/5, 4/5, 1/5), which also exceeds 0.9 if y₁ = y_κ = +. Then linear
+    attention is positive too, so success is impossible.
     """
     found = exact(CrossAttention(2, 3, 1, 0.0, 2.0))
     assert found.success == 0
@@ -84,7 +85,7 @@ def test_a_case_worked_by_hand() -> None:
     x=st.sampled_from(["identity", "ones"]),
     attention=st.sampled_from(["exp", "lin", "poly:3"]),
 )
-def test_success_lies_where_its_parts_let_it(
+def test_success_satisfies_the_frechet_bounds(
     classes: int, repeats: int, m: int, sizes: tuple[float, ...], x: str, attention: str
 ) -> None:
     n = classes * repeats
@@ -93,12 +94,12 @@ def test_success_lies_where_its_parts_let_it(
     found = exact(SelfAttention(n, classes + 2, m, *sizes, x, attention))
     assert max(0.0, sum(found.parts) - 3) - 1e-12 <= found.success <= min(found.parts) + 1e-12
     if attention == "lin":
-        assert found.success == 0  # linear attention cannot do both
+        assert found.success == 0  # linear attention cannot be both positive and zero
         assert found.parts[0] == pytest.approx(1 - found.parts[1], abs=1e-12)
 
 
 def test_wide_networks_keep_their_digits() -> None:
-    """1 − qᵐ and gᵐ − hᵐ where naive floating point would have cancelled or underflowed."""
+    """1 − qᵐ and gᵐ − hᵐ are accurate where plain floating point would cancel or underflow."""
     few = [exact(build_setting("self", m=m)) for m in (10, 20)]
     quiet = [1 - e.parts[0] for e in few]
     assert quiet[1] == pytest.approx(quiet[0] ** 2, rel=1e-9)
@@ -114,7 +115,7 @@ def test_large_sizes_are_no_obstacle() -> None:
 
 
 def test_extreme_parameters_have_an_answer() -> None:
-    """Nothing overflows; with a₁ = 10³⁰⁰ one + at y₁ decides everything on D₁ but linear attention fires as well."""
+    """Nothing overflows. With a₁ = 10³⁰⁰, y₁ = + makes F(D₁) positive for softmax and for linear attention."""
     found = exact(SelfAttention(20, 12, 3, 0.0, 1e300, 0.2, 0.8))
     assert found.success == 0
     assert found.parts[0] >= 1 - 2.0**-3

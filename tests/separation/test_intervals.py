@@ -1,3 +1,5 @@
+"""The Wilson interval against its definition, and the validation of counts."""
+
 import math
 from statistics import NormalDist
 
@@ -6,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
-from depthgauge.separation.counted_ratio import wilson
+from depthgauge.separation.montecarlo import Estimate, wilson
 
 Z = NormalDist().inv_cdf(0.975)
 
 
 @given(trials=st.integers(1, 10**6), share=st.floats(0, 1))
-def test_the_ends_are_where_the_score_test_turns(trials: int, share: float) -> None:
-    """Each end p solves |ratio − p| = z·√(p(1 − p)/N), the definition of the interval."""
+def test_the_ends_solve_the_equation_of_the_score_test(trials: int, share: float) -> None:
+    """Each end p solves |ratio − p| = z·√(p(1 − p)/N), which defines the interval."""
     successes = round(share * trials)
     low, high = wilson(successes, trials)
     ratio = successes / trials
@@ -30,5 +32,7 @@ def test_none_and_all_reach_the_ends() -> None:
 
 @pytest.mark.parametrize(("successes", "trials"), [(-1, 10), (11, 10), (0, 0)])
 def test_impossible_counts_are_refused(successes: int, trials: int) -> None:
-    with pytest.raises(InputError, match="successes must lie between"):
-        wilson(successes, trials)
+    with pytest.raises(InputError, match=r"counts must be between 0 and the number of models, got .* of \d+"):
+        Estimate(trials, successes, (0, 0, 0, 0))
+    with pytest.raises(InputError, match="counts must be between 0 and the number of models"):
+        Estimate(trials, 0, (0, 0, successes, 0) if trials else (0, 0, 0, 0))

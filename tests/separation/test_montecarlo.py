@@ -1,15 +1,15 @@
-"""Monte Carlo: the same models however it is split, and within its interval of the exact value at the stated rate."""
+"""Monte Carlo: results do not depend on how the work is divided, and the intervals have the stated coverage."""
 
 import math
+from functools import lru_cache
 
 import numpy as np
 import pytest
 
 from depthgauge.errors import InputError
 from depthgauge.separation import montecarlo
-from depthgauge.separation.counted_ratio import wilson
 from depthgauge.separation.exact import exact
-from depthgauge.separation.montecarlo import conditions, estimate
+from depthgauge.separation.montecarlo import conditions, estimate, wilson
 from depthgauge.separation.sampling import draw_attention, draw_regression, stream_key, unpack
 from depthgauge.separation.settings import CrossAttention, Regression, SelfAttention, Setting, build_setting
 
@@ -22,7 +22,7 @@ SETTINGS: list[Setting] = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=repr)
-def test_how_work_is_split_changes_nothing(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_how_the_work_is_divided(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = conditions(setting, 7, 0, 60)
     for start, stop in ((0, 1), (1, 2), (17, 40), (59, 60)):
         np.testing.assert_array_equal(conditions(setting, 7, start, stop - start), whole[start:stop])
@@ -34,7 +34,7 @@ def test_how_work_is_split_changes_nothing(setting: Setting, monkeypatch: pytest
     assert estimate(setting, 60, seed=7) == expected
 
 
-def test_the_seed_the_task_and_every_parameter_make_the_stream() -> None:
+def test_the_key_depends_on_the_task_the_seed_and_every_parameter() -> None:
     base = build_setting("self")
     others = [
         build_setting("self", x="ones"),
@@ -53,17 +53,17 @@ def test_the_seed_the_task_and_every_parameter_make_the_stream() -> None:
     assert all(0 <= key < 2**128 for key in keys)
 
 
-def test_the_same_models_are_seen_through_every_attention() -> None:
+def test_all_attention_kinds_use_the_same_models() -> None:
     assert stream_key(build_setting("self", attention="poly:3"), 0) == stream_key(build_setting("self"), 0)
 
 
-def test_a_whole_number_is_one_parameter_however_written() -> None:
+def test_equal_numbers_of_different_types_give_the_same_key() -> None:
     assert stream_key(build_setting("self", a1=1), 0) == stream_key(build_setting("self", a1=1.0), 0)
     assert stream_key(build_setting("self", a1=np.float64(1.5)), 0) == stream_key(build_setting("self", a1=1.5), 0)
 
 
 def test_draws_are_fair() -> None:
-    """Signs, special tokens and uniforms have the mean and spread they should, within five standard errors."""
+    """Signs, special tokens and uniforms have the right mean and variance, within five standard errors."""
     setting = SelfAttention(30, 12, 20, 0.01, 1.2, 0.2, 0.8)
     draws = draw_attention(setting, 0, 0, 4000)
     bits = unpack(draws.words, 12)
@@ -108,18 +108,21 @@ def test_progress_reaches_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == sorted(seen)
 
 
+cached_wilson = lru_cache(maxsize=None)(wilson)
+
+
 def coverage(p: float, models: int) -> float:
-    """The chance that the Wilson interval of `models` draws holds p."""
+    """Return the probability that the Wilson interval of `models` draws contains p."""
     total = 0.0
     for k in range(models + 1):
-        low, high = wilson(k, models)
+        low, high = cached_wilson(k, models)
         if low <= p <= high:
             total += math.comb(models, k) * p**k * (1 - p) ** (models - k)
     return total
 
 
-def test_the_intervals_hold_the_exact_value_at_the_stated_rate() -> None:
-    """300 settings: the number covered, and the squared deviations, are where the binomial law puts them."""
+def test_the_intervals_have_the_stated_coverage() -> None:
+    """In 300 settings, the number of covering intervals and the squared deviations agree with the binomial law."""
     models, covered, expected, variance, chi2, degrees = 200, 0, 0.0, 0.0, 0.0, 0
     rng = np.random.default_rng(5)
     for index in range(300):

@@ -1,4 +1,4 @@
-"""The panels carry the paper's settings: read off section 7 and F.6, letter by letter of the captions."""
+"""The panels have the settings of sections 7 and F.6, with the letters of the figure captions."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_the_sweeps_are_the_papers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PANELS)
-def test_every_point_is_a_setting_that_carries_its_value(name: str) -> None:
+def test_the_setting_of_every_point_has_the_swept_value(name: str) -> None:
     panel = PANELS[name]
     points = list(panel.settings())
     assert len(points) == len(panel.values) * len(panel.curves)
@@ -74,7 +74,7 @@ def test_the_fixed_parameters_are_the_papers() -> None:
     assert at("B7e", 0.9) == CrossAttention(200, 11, 10, 0.9, 3.0)
 
 
-def test_what_the_paper_leaves_open_is_said() -> None:
+def test_notes_list_what_the_paper_leaves_open() -> None:
     for name, words in (
         ("B3a", "τ = 1/4"),
         ("B4d", "b = 0.2 is kept"),
@@ -85,13 +85,13 @@ def test_what_the_paper_leaves_open_is_said() -> None:
         assert words in PANELS[name].note
 
 
-def test_grids_count_in_decimals() -> None:
+def test_grids_are_computed_in_decimals() -> None:
     assert grid("0.5", "0.9", "0.005")[7] == 0.535  # repeated addition of 0.005 gives 0.5350000000000001
     assert grid("1", "3", "1") == (1, 2, 3)
     assert all(isinstance(value, int) for value in grid("1", "3", "1"))
 
 
-def test_a_panel_is_a_sheet_of_one_and_a_wrong_id_is_named() -> None:
+def test_a_panel_id_gives_a_sheet_with_one_panel_and_a_wrong_id_is_named() -> None:
     assert sheet("B4a").panels == (PANELS["B4a"],)
     assert [panel.id for panel in sheet("B7").panels] == ["B7a", "B7b", "B7c", "B7d", "B7e"]
     with pytest.raises(InputError, match=r"figure must be one of .*, got 'B4g'; did you mean 'B4"):

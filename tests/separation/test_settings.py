@@ -1,3 +1,5 @@
+"""Settings: validation, defaults and decimal parameters."""
+
 import math
 from fractions import Fraction
 
@@ -75,7 +77,7 @@ def test_the_widths_are_rounded_up() -> None:
     assert [width_self(n) for n in (200, 10**6)] == [15, 19]  # 15 is the least; log 10⁸ = 18.4
 
 
-def test_what_is_left_out_is_the_papers() -> None:
+def test_omitted_parameters_take_the_values_of_the_paper() -> None:
     assert build_setting("self") == SelfAttention(200, 22, 15, 0.01, 1.2, 0.2, 0.8)
     assert build_setting("cross", x="ones", n=400) == CrossAttention(400, 11, 11, 0.01, 3.0, "ones")
     assert build_setting("regression", attention="poly:3") == Regression(1000, 7, "poly:3")
@@ -104,7 +106,7 @@ def test_tied_b_is_one_minus_c_in_decimals() -> None:
         ({"kind": "cross", "n": -5}, "n must be a whole number of at least 2"),
     ],
 )
-def test_what_cannot_be_used_is_refused(arguments: dict[str, object], words: str) -> None:
+def test_invalid_parameters_are_rejected(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(InputError, match=words):
         build_setting(**arguments)  # type: ignore[arg-type]
 

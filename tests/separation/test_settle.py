@@ -1,4 +1,4 @@
-"""The sign of Σ r·k(q·log n), above all where it is zero or nearly so."""
+"""The sign of Σ r·k(q·log n), in particular for sums that are zero or nearly zero."""
 
 from fractions import Fraction
 from math import comb
@@ -20,7 +20,7 @@ terms = st.lists(st.tuples(small, scores), max_size=6)
 
 
 def reference(kind: Attention, n: int, given_terms: list[tuple[Fraction, Fraction]]) -> int:
-    """The sign at 3000 bits, written apart from the code under test; 0 when even that cannot tell."""
+    """Return the sign at 3000 bits, computed independently of the code under test; 0 if it is undecided."""
     with ctx.workprec(3000):
         total = arb(0)
         for r, q in given_terms:
@@ -46,8 +46,8 @@ def test_the_sign_is_that_of_a_long_evaluation(terms: list[tuple[F, F]], n: int,
     shift=st.integers(0, 5),
     pieces=st.lists(st.tuples(small, scores), min_size=1, max_size=4),
 )
-def test_powers_that_cancel_are_seen_to(root: int, power: int, shift: int, pieces: list[tuple[F, F]]) -> None:
-    """r·n^q and r·v^s·n^(q − s/k) are one number when n = v^k; what is left over decides."""
+def test_powers_that_cancel_are_recognised(root: int, power: int, shift: int, pieces: list[tuple[F, F]]) -> None:
+    """r·n^q and r·v^s·n^(q − s/k) are equal if n = v^k, so they cancel and the remaining term decides."""
     n = root**power
     zero = []
     for r, q in pieces:
@@ -59,7 +59,7 @@ def test_powers_that_cancel_are_seen_to(root: int, power: int, shift: int, piece
 
 
 @given(degree=st.integers(1, 8), step=st.fractions(F(1, 9), 2, max_denominator=9), n=st.integers(2, 10**6))
-def test_polynomials_that_vanish_are_seen_to(degree: int, step: F, n: int) -> None:
+def test_polynomials_that_vanish_are_recognised(degree: int, step: F, n: int) -> None:
     """The (g+1)-th difference of a polynomial of degree g is zero; the g-th is not."""
     kind = Attention("poly", degree)
     zero = [(F((-1) ** i * comb(degree + 1, i)), i * step) for i in range(degree + 2)]
@@ -80,7 +80,7 @@ def test_irrational_powers_do_not_cancel() -> None:
     assert sign_of_sum(EXP, 2, [(F(close, 10**12), F(0)), (F(-1), F(1, 2))]) == (1 if close**2 > 2 * 10**24 else -1)
 
 
-def test_enormous_exponents_end() -> None:
+def test_very_large_exponents_terminate() -> None:
     huge = F(10) ** 30
     assert sign_of_sum(EXP, 5, [(F(1), huge), (F(-1), huge + 1), (F(5), huge)]) == 1
     assert sign_of_sum(EXP, 5, [(F(-5), huge), (F(1), huge + 1)]) == 0
@@ -88,6 +88,6 @@ def test_enormous_exponents_end() -> None:
 
 
 @pytest.mark.parametrize("kind", [EXP, LIN, Attention("poly", 3)])
-def test_nothing_sums_to_zero(kind: Attention) -> None:
+def test_empty_and_cancelling_sums_are_zero(kind: Attention) -> None:
     assert sign_of_sum(kind, 10, []) == 0
     assert sign_of_sum(kind, 10, [(F(1), F(1, 3)), (F(-1), F(1, 3))]) == 0

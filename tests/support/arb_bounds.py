@@ -10,7 +10,7 @@ BITS = 200
 
 
 def at_200_bits(f: Callable[[], Any]) -> Any:
-    """Evaluate with 200 bits, whatever the precision was."""
+    """Evaluate with 200 bits and restore the precision."""
     before, ctx.prec = ctx.prec, BITS
     try:
         return f()
@@ -19,10 +19,10 @@ def at_200_bits(f: Callable[[], Any]) -> Any:
 
 
 def is_upper(bound: float, exact: arb) -> bool:
-    """Return whether `bound` is at least the real number that `exact` encloses; NaN is not a bound."""
+    """Return whether `bound` is certainly at least the real number enclosed by `exact`. NaN is not a bound."""
     return bound == math.inf or bool(at_200_bits(lambda: arb(bound) >= exact))
 
 
 def is_lower(bound: float, exact: arb) -> bool:
-    """Whether `bound` is certainly at most the real number that `exact` encloses."""
+    """Return whether `bound` is certainly at most the real number enclosed by `exact`."""
     return bound == -math.inf or bool(at_200_bits(lambda: arb(bound) <= exact))

@@ -1,4 +1,4 @@
-"""What hypothesis draws: awkward floats, score rows, and matrices of any shape and size."""
+"""Hypothesis strategies: floats with many edge cases, vectors and matrices."""
 
 import math
 
@@ -29,7 +29,7 @@ AWKWARD = [
     2.0**53 + 2.0,
     0.1,
     -0.3,
-    2.0**-537,  # squares to the smallest subnormal's neighbourhood
+    2.0**-537,  # the square is near the smallest subnormal number
     1.5 * 2.0**-538,
     2.0**511,
     LARGEST,
@@ -39,14 +39,14 @@ AWKWARD = [
 
 
 def floats(low: float | None = None, high: float | None = None) -> st.SearchStrategy[float]:
-    """Finite floats of every size, subnormals included, with the awkward ones drawn often."""
+    """Draw finite floats of every size, including subnormal numbers; edge cases are drawn often."""
     inside = [x for x in AWKWARD if (low is None or x >= low) and (high is None or x <= high)]
     anywhere = st.floats(low, high, allow_nan=False, allow_infinity=False)
     return st.one_of(anywhere, st.sampled_from(inside)) if inside else anywhere
 
 
 def vectors(elements: st.SearchStrategy[float], least: int = 1, most: int = 12) -> st.SearchStrategy[Tensor]:
-    """float64 vectors."""
+    """Draw float64 vectors."""
     return st.lists(elements, min_size=least, max_size=most).map(lambda x: torch.tensor(x, dtype=torch.float64))
 
 
@@ -57,7 +57,7 @@ def matrices(
     columns: st.SearchStrategy[int] | None = None,
     elements: st.SearchStrategy[float] | None = None,
 ) -> Tensor:
-    """float64 matrices, rows and columns from 1 to 6 unless said otherwise."""
+    """Draw float64 matrices, by default with 1 to 6 rows and columns."""
     shape = draw(st.integers(1, 6) if rows is None else rows), draw(st.integers(1, 6) if columns is None else columns)
     entries = draw(hnp.arrays("float64", shape, elements=st.floats(-10, 10) if elements is None else elements))
     return torch.from_numpy(entries.copy())
@@ -65,19 +65,19 @@ def matrices(
 
 @st.composite
 def seeded(draw: st.DrawFn, *shape: int, spread: float = 1.0) -> Tensor:
-    """A matrix of normal entries from a drawn seed: quick where hypothesis itself would be slow."""
+    """Draw a matrix of normal entries from a random seed. This is faster than drawing each entry."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     return spread * torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def probability(weights: Tensor) -> Tensor:
-    """Non-negative numbers made into a probability vector; all zero becomes uniform."""
+    """Normalise non-negative numbers to a probability vector; zeros give the uniform distribution."""
     total = weights.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, weights / torch.where(total > 0, total, 1.0), 1.0 / weights.shape[-1])
 
 
 def ulps_between(low: float, high: float) -> float:
-    """How many float64 steps lie from `low` to `high`."""
+    """Return the number of float64 steps from `low` to `high`."""
     return (_index(high) - _index(low)) if math.isfinite(low) and math.isfinite(high) else math.inf
 
 

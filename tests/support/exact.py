@@ -1,4 +1,4 @@
-"""Exact linear algebra in rationals: what a verified spectral bound is judged by."""
+"""Exact linear algebra with rational numbers, to check verified spectral bounds."""
 
 from fractions import Fraction
 
@@ -8,18 +8,18 @@ Rows = list[list[Fraction]]
 
 
 def rationals(A: Tensor) -> Rows:
-    """A float matrix as the rational one it is."""
+    """Convert a float matrix to rational numbers exactly."""
     return [[Fraction(x) for x in row] for row in A.tolist()]
 
 
 def gram(M: Rows) -> Rows:
-    """MᵀM."""
+    """Return MᵀM."""
     columns = list(zip(*M, strict=True))
     return [[sum((a * b for a, b in zip(p, q, strict=True)), Fraction(0)) for q in columns] for p in columns]
 
 
 def is_positive_semidefinite(S: Rows) -> bool:
-    """Whether a symmetric matrix is positive semidefinite: elimination by its largest diagonal entry."""
+    """Return whether a symmetric matrix is positive semidefinite, by elimination with the largest diagonal entry."""
     S = [row[:] for row in S]
     while S:
         pivot = max(range(len(S)), key=lambda i: S[i][i])
@@ -32,11 +32,11 @@ def is_positive_semidefinite(S: Rows) -> bool:
 
 
 def bounds_eigenvalues(t: Fraction, S: Rows) -> bool:
-    """Whether t ≥ λ_max(S), that is whether tI − S is positive semidefinite."""
+    """Return whether t ≥ λ_max(S), that is, whether tI − S is positive semidefinite."""
     return is_positive_semidefinite([[(t if i == j else 0) - x for j, x in enumerate(row)] for i, row in enumerate(S)])
 
 
 def bounds_spectral_norm(t: Fraction, M: Rows) -> bool:
-    """Whether t ≥ ‖M‖₂."""
+    """Return whether t ≥ ‖M‖₂."""
     M = M if len(M) >= len(M[0]) else [list(column) for column in zip(*M, strict=True)]
     return t >= 0 and bounds_eigenvalues(t * t, gram(M))

@@ -1,4 +1,4 @@
-"""Damage for network files: bytes flipped, cut, doubled, lengths and headers edited, tensors renamed."""
+"""Random damage to network files: changed, removed and added bytes, edited lengths and headers, renamed tensors."""
 
 import json
 import random
@@ -10,13 +10,13 @@ Header = dict[str, Any]
 
 
 def split(content: bytes) -> tuple[Header, bytes]:
-    """A safetensors file as its header and its data."""
+    """Split a safetensors file into its header and its data."""
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
 def join(header: Any, data: bytes) -> bytes:
-    """And back, with a length that fits; a header given as bytes is taken as it is."""
+    """Join header and data with the correct length. A header given as bytes is used unchanged."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode("utf-8", "surrogatepass")
     return struct.pack("<Q", len(text)) + text + data
 
@@ -70,7 +70,7 @@ def _garble_json(rng: random.Random, content: bytes) -> bytes:
 
 
 def _edit_floats(rng: random.Random, content: bytes) -> bytes:
-    """NaN, infinities, subnormals and huge numbers among the weights."""
+    """Replace a weight by NaN, infinity, a subnormal number or a huge number."""
     header, data = split(content)
     damaged = bytearray(data)
     value = rng.choice((float("nan"), float("inf"), -float("inf"), 1e308, -1e308, 5e-324, 0.0))
@@ -174,7 +174,7 @@ MUTATIONS: list[Callable[[random.Random, bytes], bytes]] = [
 
 
 def mutated(rng: random.Random, content: bytes) -> bytes:
-    """A file with one kind of damage, now and then with two."""
+    """Apply one kind of damage, sometimes two."""
     damaged = rng.choice(MUTATIONS)(rng, content)
     if rng.random() < 0.15 and len(damaged) > 16:
         damaged = rng.choice((_flip_bytes, _truncate, _edit_length))(rng, damaged)

@@ -1,4 +1,4 @@
-"""The network once more, written to be obviously right: loops over heads and rows, nothing shared with the package."""
+"""A second implementation of the network: loops over heads and rows, independent of the package."""
 
 import math
 
@@ -9,7 +9,7 @@ from depthgauge import SelfAttentionNetwork
 
 
 def plain_head(x: Tensor, Q: Tensor, K: Tensor, V: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """One head on one input [n, d], row by row: its attention matrix and its output."""
+    """Return the attention matrix and the output of one head on one input [n, d], computed row by row."""
     scores = scale * (x @ Q) @ (x @ K).T
     P = torch.zeros_like(scores)
     for i in range(len(x)):
@@ -20,13 +20,13 @@ def plain_head(x: Tensor, Q: Tensor, K: Tensor, V: Tensor, scale: float, causal:
 
 
 def plain_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """LayerNorm of every row."""
+    """Apply LayerNorm to each row."""
     centred = x - x.mean(dim=-1, keepdim=True)
     return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
 
 def plain_forward(network: SelfAttentionNetwork, x: Tensor) -> Tensor:
-    """S(x) for one input [n, d]."""
+    """Return S(x) for one input [n, d]."""
     for layer in network:
         read = plain_norm(x, layer.norm_weight[0], layer.norm_bias[0]) if network.norm == "pre" else x
         y = x.clone() if network.skip else torch.zeros_like(x)

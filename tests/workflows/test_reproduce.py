@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from depthgauge.errors import DepthgaugeError, InputError, OutputError
+from depthgauge.separation.comparison import separate_setting
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.panels import SHEETS
 from depthgauge.separation.settings import Regression, build_setting
@@ -21,7 +22,6 @@ from depthgauge.workflows.reproduce.catalog import FIGURES
 from depthgauge.workflows.reproduce.draw import find_study
 from depthgauge.workflows.reproduce.separation_figures import CONDITIONS
 from depthgauge.workflows.reproduce.study import Study
-from depthgauge.workflows.separate import separate
 
 HERE = Local(1)
 reproduce = partial(draw.reproduce, engine=HERE)
@@ -60,7 +60,7 @@ def test_a_point_computed_alone_equals_its_row(figure: str, tmp_path: Path) -> N
         given = {name: float(row[name]) for name in ("a0", "a1", "b", "c") if row[name]}
         sizes = {name: int(row[name]) for name in ("n", "d", "m")}
         setting = build_setting(row["kind"], x=row["x"], attention=row["attention"], **given, **sizes)
-        alone = separate(setting, int(row["models"]), int(row["seed"])).to_json()
+        alone = separate_setting(setting, int(row["models"]), int(row["seed"])).to_json()
         assert float(row["exact"]) == alone["exact"]
         assert float(row["ratio"]) == alone["ratio"] == int(row["successes"]) / 30
         assert [float(row["low"]), float(row["high"])] == alone["interval"]
@@ -77,7 +77,7 @@ def test_regression_rows_have_no_exact_value(tmp_path: Path) -> None:
     assert {row["d"] for row in rows} == {""}
     fourth = estimate(Regression(1000, 4), 5)
     assert float(rows[3]["ratio"]) == fourth.ratio
-    assert separate(Regression(50, 4), 5).to_json()["exact"] is None
+    assert separate_setting(Regression(50, 4), 5).to_json()["exact"] is None
 
 
 def test_the_settings_are_complete(tmp_path: Path) -> None:
@@ -169,14 +169,14 @@ def test_progress_counts_every_point(tmp_path: Path) -> None:
     assert all(total == 10 and label.startswith("B7b") for _, total, label in seen)
 
 
-def test_the_summary_shows_exact_and_sampled() -> None:
-    found = separate(build_setting("cross"), 50)
+def test_the_summary_shows_exact_beside_drawn() -> None:
+    found = separate_setting(build_setting("cross"), 50)
     text = found.summary()
     assert found.exact is not None
     assert f"{found.exact.success:.6f}" in text
     assert f"{found.estimate.ratio:.6f}" in text
     assert "F_lin(D₀) = 0" in text
-    assert "–" in separate(Regression(50, 4), 5).summary()
+    assert "–" in separate_setting(Regression(50, 4), 5).summary()
 
 
 def test_the_catalog_lists_the_sheets_and_panels_of_paper_b() -> None:

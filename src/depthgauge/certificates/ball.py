@@ -13,15 +13,9 @@ from torch import Tensor
 
 from depthgauge.certificates.box import RHO, PerHead, Vector, drift_in_query, drift_of_output, head_tensor, total
 from depthgauge.certificates.lead import Rank1Sum
-from depthgauge.linalg.rounding import (
-    Enclosure,
-    add_up,
-    mul_up,
-    nonnegative_sum_up,
-    spectral_norm_up,
-    sqrt_up,
-    tanh_up,
-)
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up, sqrt_up, tanh_up
+from depthgauge.linalg.spectral import spectral_norm_up
 from depthgauge.surrogates.expansion import Expansion
 
 Number = Float[Tensor, ""]

@@ -14,7 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
-from depthgauge.linalg.rounding import Enclosure, add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
 from depthgauge.linalg.signs import SignBound, sign_norm_up
 from depthgauge.linalg.softmax import LINEAR_REMAINDER
 from depthgauge.surrogates.expansion import Expansion

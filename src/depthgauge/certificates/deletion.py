@@ -18,13 +18,8 @@ from torch import Tensor
 
 from depthgauge.certificates.box import Norms, PartsByLayer, PerHead, Vector, weighted, weighted_per_head
 from depthgauge.errors import InputError
-from depthgauge.linalg.rounding import (
-    Enclosure,
-    add_up,
-    mul_up,
-    nonnegative_matmul_up,
-    tanh_up,
-)
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, tanh_up
 from depthgauge.network.network import Layer, SelfAttentionNetwork
 from depthgauge.surrogates.matching import match_heads
 

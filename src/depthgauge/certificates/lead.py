@@ -14,18 +14,18 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import (
     TINY,
-    Enclosure,
     add_up,
     div_up,
     gamma,
     mul_up,
     nonnegative_matmul_up,
     nonnegative_sum_up,
-    spectral_norm_up,
     sqrt_up,
 )
+from depthgauge.linalg.spectral import spectral_norm_up
 
 STEPS = 40
 LEARNING_RATE = 0.2

@@ -15,7 +15,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, assemble, scale_tensor, scaled_norm
-from depthgauge.linalg.rounding import TINY, add_up, frobenius_norm_up, gamma, largest_eigenvalue_up, mul_up, sqrt_up
+from depthgauge.linalg.rounding import TINY, add_up, gamma, mul_up, sqrt_up
+from depthgauge.linalg.spectral import frobenius_norm_up, largest_eigenvalue_up
 
 STEPS = 30
 

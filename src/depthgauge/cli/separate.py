@@ -40,13 +40,25 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same networks.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """Compute how likely softmax attention separates D₁ from D₀ while linear attention does not."""
-    from depthgauge.separation.settings import build_setting
-    from depthgauge.workflows.separate import separate
+    """The probability that softmax attention tells D₁ from D₀ where linear attention does not."""
+    from depthgauge.separation.comparison import separate
 
-    setting = build_setting(kind, attention=attention, x=x, n=n, d=d, m=m, a0=a0, a1=a1, b=b, c=c)
     with progress_bar("drawing") as step:
-        found = separate(setting, models, seed, step)
+        found = separate(
+            kind,
+            attention=attention,
+            x=x,
+            n=n,
+            d=d,
+            m=m,
+            a0=a0,
+            a1=a1,
+            b=b,
+            c=c,
+            models=models,
+            seed=seed,
+            progress=step,
+        )
     if as_json:
         print_json(found.to_json())
     else:

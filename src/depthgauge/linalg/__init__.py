@@ -1,1 +1,1 @@
-"""Norms, softmax, sign norms and rounding: tensors in, tensors out; this room knows no network."""
+"""Norms, softmax and its sharp constants, sign norms, and outward rounding. Tensors in, tensors out."""

@@ -1,6 +1,6 @@
-"""The norms of attention theory, and what is left of a matrix when its best constant row is taken away.
+"""Matrix norms, and the residual of a matrix: its distance from a matrix with equal rows.
 
-Throughout, tokens are the rows of a matrix Z [n, d]; leading batch dimensions are allowed everywhere.
+Tokens are the rows of a matrix Z of shape [n, d]. All functions accept leading batch dimensions.
 """
 
 from typing import Literal
@@ -15,7 +15,7 @@ CENTERS: tuple[Center, ...] = ("midrange", "mean")
 
 
 def max_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖max = max_ij |A_ij|, the largest entry in size.
+    """Return ‖A‖max = max_ij |A_ij|, the largest absolute entry.
 
     >>> import torch
     >>> max_norm(torch.tensor([[1.0, -3.0], [2.0, 0.0]])).item()
@@ -25,32 +25,32 @@ def max_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
 
 
 def entry_sum_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖₁ = Σ_ij |A_ij|, the sum of all entries in size."""
+    """Return ‖A‖₁ = Σ_ij |A_ij|, the sum of all absolute entries."""
     return A.abs().sum(dim=(-2, -1))
 
 
 def column_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖col = max_j Σ_i |A_ij|, the largest column sum; ‖Y A‖max ≤ ‖Y‖max ‖A‖col."""
+    """Return ‖A‖col = max_j Σ_i |A_ij|, the largest absolute column sum. It satisfies ‖Y A‖max ≤ ‖Y‖max ‖A‖col."""
     return A.abs().sum(dim=-2).amax(dim=-1)
 
 
 def row_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖row = max_i Σ_j |A_ij|, the largest row sum."""
+    """Return ‖A‖row = max_i Σ_j |A_ij|, the largest absolute row sum."""
     return A.abs().sum(dim=-1).amax(dim=-1)
 
 
 def composite_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖₁,∞ = √(‖A‖col · ‖A‖row), the composite norm of Dong et al. (2021)."""
+    """Return ‖A‖₁,∞ = √(‖A‖col · ‖A‖row), the composite norm of Dong et al. (2021)."""
     return (column_norm(A) * row_norm(A)).sqrt()
 
 
 def frobenius_norm(A: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch"]:
-    """‖A‖F = √(Σ_ij A_ij²)."""
+    """Return the Frobenius norm ‖A‖F = √(Σ_ij A_ij²)."""
     return A.square().sum(dim=(-2, -1)).sqrt()
 
 
 def center_row(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> Float[Tensor, "*batch 1 d"]:
-    """The row yᵀ that `residual` subtracts: per column (max + min)/2, or the token mean."""
+    """Return the row yᵀ that `residual` subtracts: (max + min)/2 of each column, or the mean of each column."""
     if center == "midrange":
         return Z.amin(dim=-2, keepdim=True) / 2 + Z.amax(dim=-2, keepdim=True) / 2
     if center == "mean":
@@ -59,11 +59,11 @@ def center_row(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> F
 
 
 def residual(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> Float[Tensor, "*batch n d"]:
-    """Res(Z) = Z − 1yᵀ.
+    """Return the residual Res(Z) = Z − 1yᵀ.
 
-    `midrange` takes y_c = (max_i Z_ic + min_i Z_ic)/2, the minimiser of ‖Z − 1yᵀ‖max that is optimal in every
-    column (the minimiser itself is not unique: only the widest column is forced); `mean` is the choice of
-    Dong et al.
+    With `center="midrange"`, y_c = (max_i Z_ic + min_i Z_ic)/2. This y minimises ‖Z − 1yᵀ‖max. The minimiser is not
+    unique, because only the column with the largest range determines the norm; this one is optimal in every column.
+    With `center="mean"`, y is the mean of the tokens, as in Dong et al. (2021).
 
     >>> import torch
     >>> residual(torch.tensor([[2.0], [0.0], [-2.0]])).flatten().tolist()
@@ -73,18 +73,24 @@ def residual(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> Flo
 
 
 def residual_shift_bound(epsilon: float) -> float:
-    """‖A − B‖max ≤ ε gives ‖Res(A) − Res(B)‖max ≤ 2ε (mid-range), attained by A = (2, 0, −2)ᵀ, B = (1, 1, −3)ᵀ."""
+    """Return 2ε: if ‖A − B‖max ≤ ε, then ‖Res(A) − Res(B)‖max ≤ 2ε, with Res about the mid-range.
+
+    A = (2, 0, −2)ᵀ and B = (1, 1, −3)ᵀ attain the bound.
+    """
     return 2.0 * epsilon
 
 
 def residual_norm_shift_bound(epsilon: float) -> float:
-    """‖A − B‖max ≤ ε gives | ‖Res A‖max − ‖Res B‖max | ≤ ε (mid-range): half a range moves by at most ε."""
+    """Return ε: if ‖A − B‖max ≤ ε, then | ‖Res A‖max − ‖Res B‖max | ≤ ε, with Res about the mid-range.
+
+    ‖Res A‖max is half the largest column range, and a column range changes by at most 2ε.
+    """
     return epsilon
 
 
 def projected_max_bound(y_max: float, v_col: float) -> float:
-    """‖P Y V‖max ≤ ‖Y‖max · ‖V‖col for row-stochastic P; `y_max` is ‖Y‖max and `v_col` is ‖V‖col.
+    """Return the bound ‖P Y V‖max ≤ ‖Y‖max · ‖V‖col for row-stochastic P; `y_max` is ‖Y‖max and `v_col` is ‖V‖col.
 
-    (‖AB‖max ≤ ‖A‖max ‖B‖max is false: the inner dimension has to be paid for, here by the column sum.)
+    The inequality ‖AB‖max ≤ ‖A‖max ‖B‖max is false: a factor for the inner dimension is missing.
     """
     return y_max * v_col

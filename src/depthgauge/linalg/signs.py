@@ -1,12 +1,12 @@
 """Upper bounds on the sign norm ‖M‖_{∞→1} = max xᵀMy over sign vectors x, y.
 
-The value itself is NP-hard. Three bounds, each proved with its rounding, and the least is kept:
+Computing the value is NP-hard. This module takes the smallest of three upper bounds, all with outward rounding:
 
-- Σ|M|, which is exact for matrices of one sign;
+- Σ_ij |M_ij|, which is the exact value if all entries have one sign;
 - for any u, v > 0,  xᵀMy ≤ σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), because |D_u^{½} x|² = Σu and |D_v^{½} y|² = Σv;
-  u = v = 1 gives √(mn)·σ_max, and the best u, v give the semidefinite (Grothendieck) value, at most 1.783 times
-  the truth;
-- where the shorter side is at most `ENUMERATED`, the maximum over all its sign vectors, which is the truth.
+  u = v = 1 gives √(mn)·σ_max, and the best u, v give the value of the semidefinite relaxation, which is at most
+  1.783 times the norm (Grothendieck's inequality);
+- if the shorter side is at most `ENUMERATED`, the maximum over all its sign vectors, which is the exact value.
 """
 
 import math
@@ -16,26 +16,21 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.errors import InputError
-from depthgauge.linalg.rounding import (
-    Enclosure,
-    as_float64,
-    div_up,
-    mul_up,
-    nonnegative_sum_up,
-    spectral_norm_up,
-    sqrt_up,
-)
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import as_float64, div_up, mul_up, nonnegative_sum_up, sqrt_up
+from depthgauge.linalg.spectral import spectral_norm_up
 
 ENUMERATED = 10
-"""Up to this many rows or columns the sign vectors are enumerated (2⁹ of them)."""
+"""The longest side for which all sign vectors are enumerated (2⁹ up to an overall sign)."""
 
 
-@dataclass(frozen=True)
-class SignBound:
-    """An upper bound on ‖M‖_{∞→1}, how it was reached, and the scalings that prove it.
+@dataclass(frozen=True, eq=False, repr=False)
+class SignBound(ArrayRecord):
+    """An upper bound on ‖M‖_{∞→1}, the method that gave it, and the scalings that prove it.
 
-    `row_scale` and `column_scale` are D_u^{-½} and D_v^{-½} as used: u = 1/row_scale², v = 1/column_scale².
+    `row_scale` and `column_scale` are D_u^{-½} and D_v^{-½}, so u = 1/row_scale² and v = 1/column_scale².
     """
 
     value: Float[Tensor, "*batch"]
@@ -45,7 +40,7 @@ class SignBound:
 
 
 def absolute_sum(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
-    """Σ_ij |M_ij|, rounded up."""
+    """Return Σ_ij |M_ij|, rounded up."""
     size = M.abs_up() if isinstance(M, Enclosure) else M.abs()
     return nonnegative_sum_up(size, (-2, -1))
 
@@ -55,7 +50,10 @@ def scaled_spectral(
     row_scale: Float[Tensor, "*batch m"],
     column_scale: Float[Tensor, "*batch n"],
 ) -> Float[Tensor, "*batch"]:
-    """σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), rounded up; the scales are D_u^{-½} and D_v^{-½}, any positive."""
+    """Return σ_max(D_u^{-½} M D_v^{-½}) · √(Σu · Σv), rounded up.
+
+    `row_scale` is D_u^{-½} and `column_scale` is D_v^{-½}. Any positive scales give an upper bound.
+    """
     M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
     scaled = M * row_scale[..., :, None] * column_scale[..., None, :]
     mass_u = nonnegative_sum_up(div_up(div_up(1.0, row_scale), row_scale), -1)
@@ -64,7 +62,7 @@ def scaled_spectral(
 
 
 def enumerated(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
-    """max_x Σ_j |Σ_i x_i M_ij| over all sign vectors x of the shorter side, rounded up: the norm itself."""
+    """Return ‖M‖_{∞→1} = max_x Σ_j |Σ_i x_i M_ij| over all sign vectors x of the shorter side, rounded up."""
     M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
     if M.shape[-2] > M.shape[-1]:
         M = M.mT
@@ -76,7 +74,7 @@ def enumerated(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*ba
 
 
 def sign_vectors(m: int) -> Float[Tensor, "p m"]:
-    """All sign vectors of length m up to an overall sign: 2^{m−1} rows that begin with +1."""
+    """Return all sign vectors of length m up to an overall sign: 2^{m−1} rows that start with +1."""
     codes = torch.arange(2 ** max(m - 1, 0))
     bits = (codes[:, None] >> torch.arange(max(m - 1, 0))) & 1
     ones = torch.ones(len(codes), min(m, 1), dtype=torch.float64)
@@ -86,11 +84,12 @@ def sign_vectors(m: int) -> Float[Tensor, "p m"]:
 def best_scalings(
     M: Float[Tensor, "*batch m n"], iterations: int = 60
 ) -> tuple[Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]:
-    """D_u^{-½} and D_v^{-½} near the best ones, from the dual of the semidefinite relaxation.
+    """Return nearly optimal D_u^{-½} and D_v^{-½}, from the dual of the semidefinite relaxation.
 
-    The relaxation max Σ_ij M_ij ⟨x_i, y_j⟩ over unit vectors is climbed by turns, x_i ∝ Σ_j M_ij y_j and
-    y_j ∝ Σ_i M_ij x_i, in a dimension high enough to have no false summits; at its summit the lengths of those sums
-    are the optimal u and v. Any positive scaling is sound, so nothing has to converge for the bound to hold.
+    The relaxation max Σ_ij M_ij ⟨x_i, y_j⟩ over unit vectors is maximised by alternating updates, x_i ∝ Σ_j M_ij y_j
+    and y_j ∝ Σ_i M_ij x_i, in a dimension that is high enough to have no spurious local maxima. At the maximum the
+    lengths of these sums are the optimal u and v. The bound holds for any positive scaling, so convergence affects
+    only its tightness.
     """
     *batch, m, n = M.shape
     size = M.abs().amax(dim=(-2, -1), keepdim=True)
@@ -106,16 +105,16 @@ def best_scalings(
         v = y.norm(dim=-1, keepdim=True)
         y = y / v.clamp(min=1e-300)
     u, v = u.squeeze(-1), v.squeeze(-1)
-    # A row that is (almost) zero would get an infinite scale; a floor costs next to nothing.
+    # A zero row would get an infinite scale. The lower limit hardly changes the bound.
     u = u.clamp(min=1e-300).maximum(1e-6 * u.amax(dim=-1, keepdim=True))
     v = v.clamp(min=1e-300).maximum(1e-6 * v.amax(dim=-1, keepdim=True))
     return u.rsqrt(), v.rsqrt()
 
 
 def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 60) -> SignBound:
-    """At least ‖M‖_{∞→1} for every matrix in the enclosure: the least of the bounds of this module.
+    """Return the smallest of the bounds of this module on ‖M‖_{∞→1}, for all M in the enclosure.
 
-    Batched; `method` names the bound that was least for most of the batch.
+    The bound is taken per matrix of the batch; `method` names the bound that was smallest for most of them.
 
     >>> M = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
     >>> round(sign_norm_up(M).value.item(), 9), round(absolute_sum(M).item(), 9)
@@ -133,13 +132,13 @@ def sign_norm_up(M: Enclosure | Float[Tensor, "*batch m n"], iterations: int = 6
         "spectral norm": scaled_spectral(M, *ones),
         "scaled spectral norm": scaled_spectral(M, row_scale, column_scale),
     }
-    # The scalings are kept in any case: some matrix of the batch may need them though most do not.
+    # Keep the scalings even if another bound is smaller for most matrices: a single matrix may need them.
     least = _least(bounds)
     return SignBound(least.value, least.method, row_scale, column_scale)
 
 
 def _least(bounds: dict[str, Float[Tensor, "*batch"]]) -> SignBound:
-    """The smallest bound per matrix; a bound that is not a number counts as infinite."""
+    """Return the smallest bound per matrix. A NaN bound counts as +∞."""
     values = torch.stack([torch.where(b.isnan(), math.inf, b) for b in bounds.values()])
     winner = values.argmin(dim=0).flatten().mode().values if values[0].numel() else torch.tensor(0)
     return SignBound(values.amin(dim=0), list(bounds)[int(winner)])

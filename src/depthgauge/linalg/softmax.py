@@ -1,7 +1,7 @@
-"""Softmax, its balance, and the sharp constants by which it moves.
+"""Softmax, the balance of its scores, and sharp perturbation bounds.
 
-The bounds here are plain floating-point formulas, written to be read; a certificate uses their outward-rounded
-twins from `depthgauge.linalg.rounding`.
+The bounds in this file are plain floating-point formulas. Certificates use the outward-rounded versions, which are
+built from `depthgauge.linalg.rounding`.
 """
 
 import math
@@ -15,12 +15,12 @@ LINEAR_REMAINDER = 1.0 / (12.0 * math.sqrt(3.0))
 
 
 def alpha(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
-    """α(x) = ⟨exp(x), 1⟩, the normaliser of softm (Definition 3.1)."""
+    """Return α(x) = ⟨exp(x), 1⟩, the normaliser of softm (Definition 3.1)."""
     return x.exp().sum(dim=-1)
 
 
 def softm(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """softm(x) = exp(x)/α(x), row by row, computed without overflow.
+    """Return softm(x) = exp(x)/α(x) along the last dimension, computed without overflow.
 
     >>> softm(torch.tensor([1000.0, 1000.0])).tolist()
     [0.5, 0.5]
@@ -29,59 +29,64 @@ def softm(x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
 
 
 def total_variation(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*#batch n"]) -> Float[Tensor, "*batch"]:
-    """TV(p, q) = ½ Σ_j |p_j − q_j|."""
+    """Return the total variation distance TV(p, q) = ½ Σ_j |p_j − q_j|."""
     return (p - q).abs().sum(dim=-1) / 2
 
 
 def row_ranges(E: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n"]:
-    """D_ii(E) = max_{j,l} |E_ij − E_il|, the range of every row (Definition 3.5)."""
+    """Return D_ii(E) = max_{j,l} |E_ij − E_il|, the range of each row (Definition 3.5)."""
     return E.amax(dim=-1) - E.amin(dim=-1)
 
 
 def is_balanced(E: Float[Tensor, "*batch n m"], theta: float) -> Bool[Tensor, "*batch"]:
-    """Whether every row range of E is at most θ (Definition 3.5)."""
+    """Return whether every row range of E is at most θ (Definition 3.5)."""
     return row_ranges(E).amax(dim=-1) <= theta
 
 
 def shift_tv_bound(range_b: float) -> float:
-    """TV(softm(a + b), softm(a)) ≤ tanh(range(b)/4), for every a.
+    """Return tanh(range(b)/4), the bound on TV(softm(a + b), softm(a)) for every a.
 
-    Attained: with a share 1/(1 + e^{range/2}) of softm(a)'s mass where b is largest, the rest where it is least.
+    Equality holds if b takes only its largest and its smallest value, and softm(a) puts the mass 1/(1 + e^{range/2})
+    on the entries where b is largest.
     """
     return math.tanh(range_b / 4)
 
 
 def shift_max_bound(epsilon: float) -> float:
-    """|b| ≤ ε gives ‖softm(a + b) − softm(a)‖max ≤ tanh(ε/2); attained.
+    """Return tanh(ε/2): if |b| ≤ ε entrywise, then ‖softm(a + b) − softm(a)‖max ≤ tanh(ε/2). The bound is attained.
 
-    The printed constant 2(e^ε − 1) is four times larger at small ε.
+    The constant printed in paper A, 2(e^ε − 1), is four times larger for small ε.
     """
     return math.tanh(epsilon / 2)
 
 
 def uniform_tv_bound(range_a: float) -> float:
-    """TV(softm(a), uniform) ≤ tanh(range(a)/4).
+    """Return tanh(range(a)/4), the bound on TV(softm(a), uniform).
 
-    Attained by k of n scores at the top and the others at the bottom, where e^{range/2} = (n − k)/k; for other ranges
-    in the limit of many tokens.
+    Equality holds if k of the n scores are at the maximum, the others are at the minimum, and e^{range/2} = (n − k)/k.
+    For other ranges the bound is attained in the limit n → ∞.
     """
     return math.tanh(range_a / 4)
 
 
 def average_gap_bound(tv: float, range_z: float) -> float:
-    """|Σ_j (p_j − q_j) z_j| ≤ TV(p, q) · range(z); `tv` is TV(p, q)."""
+    """Return TV(p, q) · range(z), the bound on |Σ_j (p_j − q_j) z_j|; `tv` is TV(p, q)."""
     return tv * range_z
 
 
 def contraction_bound(theta: Float[Tensor, "*batch"], v_col: Float[Tensor, "*#batch"]) -> Float[Tensor, "*batch"]:
-    """‖Res(attention(X))‖max / ‖Res(X)‖max ≤ tanh(θ/2) · ‖V‖col.
+    """Return tanh(θ/2) · ‖V‖col, the bound on ‖Res(attention(X))‖max / ‖Res(X)‖max.
 
-    θ bounds the row ranges of E = β Res(X) W Res(X)ᵀ. This is Lemma 5.1 with the constant that holds: the printed
-    (e^θ − 1)‖V‖max fails from d = 3 on. Attained by n = 2, X = ±1ᵀ and constant Q, K, V, for every d.
+    θ bounds the row ranges of E = β Res(X) W Res(X)ᵀ. This is Lemma 5.1 of paper A with a correct constant: the
+    printed bound (e^θ − 1)‖V‖max fails for every d ≥ 3. Two tokens X = ±1ᵀ and constant Q, K, V attain the bound for
+    every d.
     """
     return torch.tanh(theta / 2) * v_col
 
 
 def linearization_bound(theta: float) -> float:
-    """TV(softm(s), (1 + s − s̄)/n) ≤ ρθ² with θ = range(s), s̄ the mean of s, ρ = 1/(12√3); sharp."""
+    """Return ρθ², the sharp bound on TV(softm(s), (1 + s − s̄)/n).
+
+    Here θ = range(s), s̄ is the mean of s, and ρ = 1/(12√3).
+    """
     return LINEAR_REMAINDER * theta * theta

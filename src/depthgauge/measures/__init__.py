@@ -1,1 +1,1 @@
-"""What is measured on a trace: one quantity, one function, gathered in a Profile."""
+"""Measurements on the trace of a network. Each quantity is one function; a `Profile` collects them."""

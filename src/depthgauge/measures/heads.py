@@ -1,6 +1,6 @@
-"""What each head does to an input: how far from uniform it looks, and how much it contracts the tokens.
+"""Measures of attention heads: the distance of the attention from uniform, and the contraction of the tokens.
 
-Scores come in blocks of rows, all heads together; nothing of size n×n is ever whole.
+Scores are computed in blocks of rows, so no n×n matrix is stored.
 """
 
 from dataclasses import dataclass, fields
@@ -9,23 +9,29 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.linalg.norms import column_norm, max_norm, residual
 from depthgauge.linalg.softmax import contraction_bound, softm, total_variation
-from depthgauge.network.network import Layer
+from depthgauge.network.layer import Layer
 from depthgauge.network.trace import LayerTrace, ScoreBlock
 
 
-@dataclass(frozen=True)
-class HeadMeasures:
-    """Per sample and head. Rows are tokens as queries; a causal row sees itself and earlier tokens only.
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadMeasures(ArrayRecord):
+    """Measures of the heads of one layer, per sample and head.
 
-    - `score_range`: θ, the largest row range of the scores β X W Xᵀ
-    - `balance`: the largest row range of E = β Res(X) W Res(X)ᵀ
-    - `tv_mean`, `tv_max`: TV of attention rows to uniform (over what the row sees), mean and largest
-    - `entropy`: mean over rows of −Σ p log p, in nats
-    - `contraction`: ‖Res(attention_h(X))‖max / ‖Res(X)‖max; not a number where all tokens are equal
-    - `contraction_bound`: tanh(balance/2) · ‖V‖col, which it cannot exceed; not a number in causal networks, whose
-      rows share no common distribution to contract to
+    In causal networks, the visible tokens of row i are the tokens 0 to i.
+
+    Attributes:
+        score_range: θ, the largest row range of the scores β X W Xᵀ, where W = Q Kᵀ.
+        balance: The largest row range of E = β Res(X) W Res(X)ᵀ.
+        tv_mean: The mean over rows of the total variation distance between the attention row and the uniform
+            distribution over the visible tokens.
+        tv_max: The largest of these distances.
+        entropy: The mean over rows of −Σ_j p_j log p_j, in nats.
+        contraction: ‖Res(attention_h(X))‖max / ‖Res(X)‖max. NaN if all tokens are equal.
+        contraction_bound: tanh(balance/2) · ‖V‖col, an upper bound on `contraction`. NaN in causal networks, where the
+            rows of the attention have different supports and the bound does not apply.
     """
 
     score_range: Float[Tensor, "samples heads"]
@@ -38,12 +44,12 @@ class HeadMeasures:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the measures."""
+        """Return the names of the measures."""
         return [field.name for field in fields(cls)]
 
 
 def uniform_tv(p: Float[Tensor, "samples heads rows n"], block: ScoreBlock) -> Float[Tensor, "samples heads rows"]:
-    """TV of attention rows to the uniform distribution over what each row sees."""
+    """Return TV(p_i, uniform) for each attention row p_i, with the uniform distribution over the visible tokens."""
     uniform = 1.0 / block.visible_counts()[:, None]
     if block.visible is None:
         return total_variation(p, uniform.expand(-1, p.shape[-1]))
@@ -51,14 +57,14 @@ def uniform_tv(p: Float[Tensor, "samples heads rows n"], block: ScoreBlock) -> F
 
 
 def entropy(p: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
-    """−Σ_j p_j log p_j in nats, with 0 log 0 = 0."""
+    """Return −Σ_j p_j log p_j in nats, with 0 log 0 = 0."""
     return -torch.xlogy(p, p).sum(dim=-1)
 
 
 def balance(trace: LayerTrace, layer: Layer) -> Float[Tensor, "samples heads"]:
-    """The largest row range of E = β Res(X) W Res(X)ᵀ.
+    """Return the largest row range of E = β Res(X) W Res(X)ᵀ.
 
-    Shifting the keys moves a row by a constant, so Res(X) is needed on the query side only.
+    The row ranges of β Res(X) W Xᵀ are the same, because subtracting 1yᵀ from the keys changes row i by a constant.
     """
     centred_query = residual(trace.attention_input).unsqueeze(-3) @ layer.query
     ranges = [block.row_ranges().amax(dim=-1) for block in trace.score_blocks(centred_query)]
@@ -66,7 +72,7 @@ def balance(trace: LayerTrace, layer: Layer) -> Float[Tensor, "samples heads"]:
 
 
 def measure_heads(trace: LayerTrace, layer: Layer) -> HeadMeasures:
-    """All head measures of one layer, for states `[samples, n, d]`."""
+    """Compute all head measures of one layer, for states of shape [samples, n, d]."""
     x = trace.attention_input
     score_range, tv_max, tv_sum, entropy_sum, low, high = [], [], [], [], [], []
     for block in trace.score_blocks():
@@ -81,7 +87,7 @@ def measure_heads(trace: LayerTrace, layer: Layer) -> HeadMeasures:
         high.append(out.amax(dim=-2))
     n = x.shape[-2]
     theta_balance = balance(trace, layer)
-    # ‖Res‖max about the mid-range is half the widest column range.
+    # ‖Res‖max about the mid-range is half the largest column range.
     widest = (torch.stack(high).amax(dim=0) - torch.stack(low).amin(dim=0)).amax(dim=-1)
     bound = contraction_bound(theta_balance, column_norm(layer.value))
     return HeadMeasures(

@@ -1,4 +1,4 @@
-"""A network measured on inputs: the Profile."""
+"""The `Profile` of a network: all measurements on given inputs, layer by layer."""
 
 import math
 from dataclasses import dataclass
@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge import _format
+from depthgauge._frames import frame, html_table
 from depthgauge.errors import InputError
 from depthgauge.measures.heads import HeadMeasures, measure_heads
 from depthgauge.measures.residuals import Residuals, residual_sizes
@@ -16,15 +18,18 @@ from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 
 _LARGEST = {"score_range", "balance", "tv_max", "contraction", "contraction_bound"}
-"""Head measures of which the result shows the largest over samples; of the others it shows the mean."""
+"""Head measures that are summarised by the maximum over samples. The others are summarised by the mean."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
-    """What `measure` found, sample by sample.
+    """The measurements of a network on a batch of inputs. `measure` returns it.
 
-    `residuals[ℓ]` belongs to the state X_ℓ, from the input (0) to the output (L); `heads[ℓ]` and `weights[ℓ]` to
-    layer ℓ.
+    Attributes:
+        residuals: The residual of each state X_0 (the input) to X_L (the output): L + 1 mappings
+            center → norm → `ResidualSize`.
+        heads: The head measures of each layer: L records of tensors of shape [samples, heads].
+        weights: The weight norms of each layer: L records of tensors of shape [heads].
     """
 
     residuals: tuple[Residuals, ...]
@@ -32,15 +37,41 @@ class Profile:
     weights: tuple[WeightSizes, ...]
 
     def residual_ratio(self, norm: str = "max", center: str = "midrange") -> Float[Tensor, "samples states"]:
-        """‖Res(X_ℓ)‖/‖X_ℓ‖ for ℓ = 0 … L, the curve of rank collapse."""
+        """Return ‖Res(X_ℓ)‖/‖X_ℓ‖ for ℓ = 0, …, L. Rank collapse means that it tends to 0.
+
+        Args:
+            norm: `"max"`, `"frobenius"` or `"composite"`.
+            center: The row that Res subtracts, `"midrange"` or `"mean"`.
+
+        Returns:
+            A tensor of shape [samples, L + 1].
+        """
         return torch.stack([state[center][norm].ratio for state in self.residuals], dim=-1)
 
+    def to_frame(self) -> Any:
+        """Return a `pandas.DataFrame` with one row per layer and head.
+
+        The columns are `layer`, `head`, the attributes of `HeadMeasures` and the attributes of `WeightSizes`.
+        `score_range`, `balance`, `tv_max`, `contraction` and `contraction_bound` are the maximum over the samples;
+        `tv_mean` and `entropy` are the mean.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        return frame(
+            [
+                {"layer": index, "head": head, **values}
+                for index, (heads, weights) in enumerate(zip(self.heads, self.weights, strict=True))
+                for head, values in enumerate(_head_values(heads, weights))
+            ]
+        )
+
     def input_to_json(self) -> dict[str, Any]:
-        """The residual of the input, as in the result JSON."""
+        """Return the residual of the input, as in the result JSON."""
         return {"residual": _residual_json(self.residuals[0])}
 
     def layers_to_json(self) -> list[dict[str, Any]]:
-        """One entry a layer, as in the result JSON: `residual` is that of the state the layer hands on."""
+        """Return one entry per layer, as in the result JSON. `residual` belongs to the output of the layer."""
         return [
             {"index": index, "residual": _residual_json(state), "heads": _heads_json(heads, weights)}
             for index, (state, heads, weights) in enumerate(
@@ -48,10 +79,51 @@ class Profile:
             )
         ]
 
+    def __repr__(self) -> str:
+        return f"Profile({self._title()})"
+
+    def _repr_html_(self) -> str:
+        ratios = self.residual_ratio().mean(dim=0)[1:].tolist()
+        rows = []
+        for index, (heads, ratio) in enumerate(zip(self.heads, ratios, strict=True)):
+            rows.append(
+                {
+                    "layer": index,
+                    "heads": heads.entropy.shape[1],
+                    "residual ratio after": number(ratio),
+                    "largest score range": number(heads.score_range.amax()),
+                    "mean entropy": number(heads.entropy.mean()),
+                    "largest contraction": number(heads.contraction.amax()),
+                }
+            )
+        return html_table(f"Profile: {self._title()}", rows)
+
+    def _title(self) -> str:
+        ratios = self.residual_ratio().mean(dim=0)
+        samples = self.residual_ratio().shape[0]
+        theta = max(float(heads.score_range.amax()) for heads in self.heads)
+        return (
+            f"{len(self.heads)} layer{'s' if len(self.heads) > 1 else ''}, "
+            f"{samples} sample{'s' if samples > 1 else ''}, "
+            f"residual ratio {_format.number(float(ratios[0]))} → {_format.number(float(ratios[-1]))}, "
+            f"largest score range {_format.number(theta)}"
+        )
+
 
 @torch.no_grad()
 def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, progress: Step = silent) -> Profile:
-    """Measure a network on inputs x, `[n, d]` or `[..., n, d]`: residuals, heads and weights, layer by layer.
+    """Measure the residuals, heads and weights of a network on inputs, layer by layer.
+
+    Args:
+        network: The network, with L layers of width d.
+        x: The inputs X, of shape [n, d] or [..., n, d], in the dtype of the network. Leading dimensions are samples.
+        progress: A callback `(done, total, label)`, called before each layer and at the end.
+
+    Returns:
+        The profile.
+
+    Raises:
+        InputError: The shape or dtype of x does not fit the network, or x is empty.
 
     >>> from depthgauge import random_network
     >>> network = random_network(layers=2, heads=1, dim=4, eta=0.01)
@@ -61,7 +133,7 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
     """
     network.check_input(x)
     if x.numel() == 0:
-        raise InputError(f"there is nothing to measure in an input of shape {list(x.shape)}; give at least one sample")
+        raise InputError(f"the input has shape {list(x.shape)} and no entries to measure; give at least one sample")
     samples = x.reshape(-1, *x.shape[-2:])
     residuals, heads, weights = [residual_sizes(samples)], [], []
     for trace in network.trace(samples):
@@ -75,7 +147,7 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
 
 
 def _residual_json(state: Residuals) -> dict[str, Any]:
-    """Centre → norm → mean and spread over samples."""
+    """Return center → norm → mean and standard deviation over the samples."""
     return {
         center: {
             norm: {
@@ -90,18 +162,25 @@ def _residual_json(state: Residuals) -> dict[str, Any]:
 
 
 def _heads_json(heads: HeadMeasures, weights: WeightSizes) -> list[dict[str, Any]]:
+    return [
+        {"index": head} | {name: number(value) for name, value in values.items()}
+        for head, values in enumerate(_head_values(heads, weights))
+    ]
+
+
+def _head_values(heads: HeadMeasures, weights: WeightSizes) -> list[dict[str, float]]:
+    """Return the measures and weight sizes of each head, summarised over the samples."""
     entries = []
-    for h in range(len(weights.eta)):
-        entry: dict[str, Any] = {"index": h}
+    for head in range(len(weights.eta)):
+        entry = {}
         for name in HeadMeasures.names():
-            per_sample = getattr(heads, name)[:, h]
-            entry[name] = number(per_sample.amax() if name in _LARGEST else per_sample.mean())
-        entry |= {name: number(getattr(weights, name)[h]) for name in WeightSizes.names()}
-        entries.append(entry)
+            per_sample = getattr(heads, name)[:, head]
+            entry[name] = float(per_sample.amax() if name in _LARGEST else per_sample.mean())
+        entries.append(entry | {name: float(getattr(weights, name)[head]) for name in WeightSizes.names()})
     return entries
 
 
 def number(value: Tensor | float) -> float | None:
-    """A JSON number, or None for what is not a finite one."""
+    """Return a float for JSON, or None if the value is not finite."""
     plain = float(value)
     return plain if math.isfinite(plain) else None

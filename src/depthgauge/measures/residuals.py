@@ -1,4 +1,4 @@
-"""How far a state is from all tokens being equal: the residual, in three norms and about two centres."""
+"""The size of the residual: the distance of a state from equal tokens, in three norms and about two centers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.linalg.norms import CENTERS, Center, composite_norm, frobenius_norm, max_norm, residual
 
 NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -15,23 +16,29 @@ NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
-class ResidualSize:
-    """‖Res(X)‖ and its ratio to ‖X‖, per sample; the ratio of a zero state is not a number."""
+@dataclass(frozen=True, eq=False, repr=False)
+class ResidualSize(ArrayRecord):
+    """The residual of a state in one norm, per sample.
+
+    Attributes:
+        value: ‖Res(X)‖.
+        ratio: ‖Res(X)‖/‖X‖. NaN if X = 0.
+    """
 
     value: Float[Tensor, " samples"]
     ratio: Float[Tensor, " samples"]
 
 
 Residuals = Mapping[str, Mapping[str, ResidualSize]]
-"""Centre → norm → size."""
+"""Center → norm → size."""
 
 
 def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) -> ResidualSize:
-    """‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm; a ratio of 0 says that all tokens are equal.
+    """Return ‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm.
 
-    About 1 says that they share next to nothing. The ratio cannot exceed 1 where the centre is the best one for the
-    norm (`max` about the mid-range, `frobenius` about the mean), and can exceed it slightly elsewhere.
+    A ratio of 0 means that all tokens are equal. A ratio near 1 means that the tokens have almost no common part. The
+    ratio is at most 1 if the center minimises the norm of the residual (`max` with `midrange`, `frobenius` with
+    `mean`). With other combinations it can be slightly larger than 1.
     """
     measure = NORMS[norm]
     value = measure(residual(X, center))
@@ -39,5 +46,5 @@ def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) ->
 
 
 def residual_sizes(X: Float[Tensor, "samples n d"]) -> Residuals:
-    """Every norm and centre at once."""
+    """Return the residual sizes for all centers and norms."""
     return {center: {norm: residual_size(X, norm, center) for norm in NORMS} for center in CENTERS}

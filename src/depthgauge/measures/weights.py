@@ -1,4 +1,4 @@
-"""The sizes of a layer's weights, head by head: what the theorems ask for."""
+"""Norms of the weights of a layer, per head, as used in the theorems."""
 
 from dataclasses import dataclass, fields
 
@@ -6,18 +6,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.linalg.norms import column_norm, composite_norm, entry_sum_norm, max_norm
-from depthgauge.network.network import Layer
+from depthgauge.network.layer import Layer
 
 
-@dataclass(frozen=True)
-class WeightSizes:
-    """Per head.
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightSizes(ArrayRecord):
+    """Norms of the weights of one layer, per head.
 
-    - `eta`: η, the largest |entry| of Q, K and V (paper A's measure)
-    - `value_col`: ‖V‖col, by which values can grow
-    - `l1`: the largest of ‖Q‖₁, ‖K‖₁, ‖V‖₁, sums of all |entries| (the β of equation 1)
-    - `dong_beta`: ‖QKᵀ‖col · ‖V‖₁,∞, the product that Dong et al.'s rate is made of
+    Attributes:
+        eta: η, the largest absolute entry of Q, K and V (paper A).
+        value_col: ‖V‖col, the largest factor by which the values can grow.
+        l1: max(‖Q‖₁, ‖K‖₁, ‖V‖₁), sums of all absolute entries (β in equation 1 of paper A).
+        dong_beta: ‖QKᵀ‖col · ‖V‖₁,∞, the product in the rate of Dong et al. (2021).
     """
 
     eta: Float[Tensor, " heads"]
@@ -27,12 +29,12 @@ class WeightSizes:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The names of the sizes."""
+        """Return the names of the sizes."""
         return [field.name for field in fields(cls)]
 
 
 def weight_sizes(layer: Layer) -> WeightSizes:
-    """The sizes of one layer's weights."""
+    """Compute the sizes of the weights of one layer."""
     weights = [w.detach() for w in (layer.query, layer.key, layer.value)]
     query, key, value = weights
     return WeightSizes(

@@ -1,1 +1,1 @@
-"""The networks that are gauged: the model, random draws of it, and its file format."""
+"""Self-attention networks: the model, random networks, the network file, inputs and traces."""

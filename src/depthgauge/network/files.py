@@ -1,4 +1,4 @@
-"""Network files: safetensors with a few words of metadata, read with suspicion and written whole or not at all."""
+"""Network files: safetensors files with metadata. Reading validates everything; writing is atomic."""
 
 import json
 import math
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from depthgauge._io import write_atomically
 from depthgauge.errors import InputError, NetworkFileError, OutputError
-from depthgauge.network.network import ACTIVATIONS, NORMS, Layer, Mlp, SelfAttentionNetwork
+from depthgauge.network.layer import Layer, Mlp
+from depthgauge.network.network import ACTIVATIONS, NORMS, SelfAttentionNetwork
 
 FORMAT = "depthgauge.network"
 VERSION = "1"
 HEADER_LIMIT = 16 * 2**20
-"""The largest header that is read, in bytes; a network of a million tensors needs less."""
+"""The largest accepted header, in bytes. A network of 100,000 tensors needs less."""
 
 _ATTENTION = ("query", "key", "value")
 _MLP = ("mlp.in", "mlp.in_bias", "mlp.out", "mlp.out_bias")
@@ -34,7 +35,19 @@ _OWN_KEYS = frozenset(
 
 
 def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
-    """Write a network file, atomically: a reader never sees half of one."""
+    """Write a network to a safetensors file, atomically.
+
+    `load_network` reads the file back bit for bit. The file contains the weights, the settings, `name`, `provenance`
+    and `other_metadata`.
+
+    Args:
+        network: The network. All weights must be finite.
+        path: The file to write. Missing folders are created; an existing file is replaced.
+
+    Raises:
+        InputError: A weight is NaN or infinite, or `provenance` is not plain JSON.
+        OutputError: The file cannot be written.
+    """
     tensors: dict[str, Tensor] = {}
     for index, layer in enumerate(network):
         parts: dict[str, Tensor | None] = {"query": layer.query, "key": layer.key, "value": layer.value}
@@ -45,11 +58,11 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
             parts |= dict(zip(_NORM, (layer.norm_weight, layer.norm_bias), strict=True))
         for part, tensor in parts.items():
             assert tensor is not None
-            # A copy of its own: safetensors refuses tensors that share memory, and one matrix may serve twice.
+            # Copy each tensor: safetensors rejects tensors that share memory, and layers may share a matrix.
             tensors[f"layers.{index}.{part}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
-            raise InputError(f"{name} holds NaN or infinity; a network file holds finite weights only")
+            raise InputError(f"{name} holds NaN or infinity; a network file can hold finite weights only")
     metadata = network.other_metadata | {
         "format": FORMAT,
         "version": VERSION,
@@ -66,16 +79,26 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
     def write(temporary: Path) -> None:
         try:
             save_file(tensors, temporary, metadata=metadata)
-        except SafetensorError as error:  # how safetensors reports a full disk
+        except SafetensorError as error:  # safetensors raises this if the disk is full
             raise OutputError(f"cannot write {path}: {_brief(error)}") from error
 
     write_atomically(path, write)
 
 
 def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> SelfAttentionNetwork:
-    """Read a network file; float32 weights become float64 unless another `dtype` is asked for.
+    """Read a network from a file written by `save_network`.
 
-    Anything wrong with the file is a `NetworkFileError` that names the file, the tensor or key, and the fix.
+    Args:
+        path: The network file.
+        dtype: The dtype of the loaded weights, `torch.float64` or `torch.float32`. float32 weights convert to float64
+            exactly.
+
+    Returns:
+        The network. Its tensors do not share memory with the file.
+
+    Raises:
+        NetworkFileError: The file cannot be read or is not a valid network. The message names the file and the tensor
+            or metadata key, and says how to fix it.
     """
     path = Path(path)
     _check_container(path)
@@ -92,20 +115,20 @@ def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> Sel
         if isinstance(error, NetworkFileError):
             raise
         raise NetworkFileError(
-            f"{path} is not a readable safetensors file ({_brief(error)}); copy it again or write it anew"
+            f"{path} is not a readable safetensors file ({_brief(error)}); copy it again or write it again"
         ) from error
     try:
         network = SelfAttentionNetwork([_layer(path, i, parts, dtype) for i, parts in enumerate(loaded)], **settings)
     except NetworkFileError:
         raise
     except InputError as error:
-        raise NetworkFileError(f"{path}: {error}; write the file anew with save_network") from error
+        raise NetworkFileError(f"{path}: {error}; write the file again with save_network") from error
     network.other_metadata = {key: value for key, value in metadata.items() if key not in _OWN_KEYS}
     return network
 
 
 def _check_container(path: Path) -> None:
-    """Refuse what is plainly not a safetensors file before anything parses it."""
+    """Reject files that cannot be safetensors files before parsing them."""
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
@@ -120,29 +143,29 @@ def _check_container(path: Path) -> None:
         ) from error
     size = status.st_size
     if start[:1] == b"\x80" or start[:4] == b"PK\x03\x04":
-        raise NetworkFileError(
-            f"{path} is a pickle, which could run code when opened; convert it to safetensors and try again"
-        )
+        raise NetworkFileError(f"{path} is a pickle, which can run code when it is opened; convert it to safetensors")
     header = int.from_bytes(start, "little")
     if size < 8 or header > size - 8:
         raise NetworkFileError(
-            f"{path} ends too early: {size} bytes, its header alone asks for {header + 8}; "
+            f"{path} ends too early: {size} bytes, but its header needs {header + 8}; "
             "it is truncated or not a safetensors file, copy it again"
         )
     if header > HEADER_LIMIT:
-        raise NetworkFileError(f"{path} has a header of {header} bytes, more than the {HEADER_LIMIT} that are read")
+        raise NetworkFileError(
+            f"{path} has a header of {header} bytes, more than the limit of {HEADER_LIMIT}; it is damaged"
+        )
 
 
 def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The network's switches out of the metadata."""
+    """Read the keyword arguments of `SelfAttentionNetwork` from the metadata."""
     if metadata.get("format") != FORMAT:
         raise NetworkFileError(
-            f"{path} says format={_quoted(metadata.get('format'))}, expected {FORMAT!r}; only networks of ours are read"
+            f"{path} has format={_quoted(metadata.get('format'))}, expected {FORMAT!r}; write it with save_network"
         )
     if metadata.get("version") != VERSION:
         raise NetworkFileError(
             f"{path} has version={_quoted(metadata.get('version'))}, "
-            f"this depthgauge reads version {VERSION!r}; upgrade it"
+            f"this depthgauge reads version {VERSION!r}; upgrade depthgauge"
         )
     try:
         scale = float(metadata["scale"])
@@ -151,14 +174,14 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if not (math.isfinite(scale) and scale > 0):
         raise NetworkFileError(
             f"{path} has scale={_quoted(metadata.get('scale'))}, "
-            "expected a positive decimal number: the factor of the scores"
+            "expected a positive decimal number; it is β, the factor of the scores"
         )
     try:
         provenance = json.loads(metadata.get("provenance", "{}"))
     except (ValueError, RecursionError):
         provenance = None
     if not isinstance(provenance, dict):
-        raise NetworkFileError(f"{path} has a provenance that is not a JSON object; drop the key or repair it")
+        raise NetworkFileError(f"{path} has a provenance that is not a JSON object; remove the key or repair it")
     return {
         "scale": scale,
         "skip": _read_flag(path, metadata, "skip", None),
@@ -186,16 +209,16 @@ def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple
 
 
 def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]]:
-    """The parts of each layer, in order; a name too many or too few is an error that says which."""
+    """Return the names of each layer's tensors in order; raise `NetworkFileError` if one is unknown or missing."""
     found: dict[int, set[str]] = {}
     for name in names:
         match = _TENSOR_NAME.fullmatch(name)
         if match is None or match[2] not in _RANKS:
             raise NetworkFileError(
-                f"{path} holds an unknown tensor {_quoted(name)}; a network has {', '.join(_RANKS)} per layer"
+                f"{path} contains an unknown tensor {_quoted(name)}; a layer has the tensors {', '.join(_RANKS)}"
             )
         if match[2] in _NORM and norm == "none":
-            raise NetworkFileError(f"{path} holds {name!r} but says norm='none'; set norm to 'pre' or 'post'")
+            raise NetworkFileError(f"{path} contains {name!r} although norm='none'; set norm to 'pre' or 'post'")
         found.setdefault(int(match[1]), set()).add(match[2])
     layers = []
     for index in range(max(len(found), 1)):
@@ -203,7 +226,7 @@ def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]
         expected = _ATTENTION + (_MLP if present & set(_MLP) else ()) + (_NORM if norm != "none" else ())
         missing = [part for part in expected if part not in present]
         if missing:
-            raise NetworkFileError(f"{path} lacks the tensor layers.{index}.{missing[0]}; write the file anew")
+            raise NetworkFileError(f"{path} lacks the tensor layers.{index}.{missing[0]}; write the file again")
         layers.append(expected)
     return layers
 
@@ -215,12 +238,12 @@ def _checked(path: Path, name: str, tensor: Tensor) -> Tensor:
     if tensor.ndim != rank or 0 in tensor.shape:
         raise NetworkFileError(f"{path}: {name} has shape {list(tensor.shape)}, expected {rank} non-empty dimensions")
     if not bool(tensor.isfinite().all()):
-        raise NetworkFileError(f"{path}: {name} holds NaN or infinity; repair the weights and write the file anew")
+        raise NetworkFileError(f"{path}: {name} holds NaN or infinity; repair the weights and write the file again")
     return tensor
 
 
 def _layer(path: Path, index: int, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Layer:
-    # Copies: what safetensors hands out may be a view of the file, which others can change or cut short.
+    # Copy: a tensor from safetensors may be a view of the memory-mapped file, which can change or be truncated.
     converted = {part: tensor.to(dtype, copy=True) for part, tensor in parts.items()}
     for part, tensor in converted.items():
         if not bool(tensor.isfinite().all()):
@@ -240,7 +263,7 @@ def _provenance_text(network: SelfAttentionNetwork) -> str:
     try:
         return json.dumps(network.provenance, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"provenance must be plain JSON to be written to a file, but {_brief(error)}") from error
+        raise InputError(f"provenance must be plain JSON: {_brief(error)}; use strings and numbers") from error
 
 
 def _flag(value: bool) -> str:
@@ -248,7 +271,7 @@ def _flag(value: bool) -> str:
 
 
 def _quoted(value: str | None) -> str:
-    """What a file says, in quotes and not at any length."""
+    """Return a metadata value in quotes, shortened to 60 characters."""
     return repr(value) if value is None or len(value) <= 60 else repr(value[:57]) + "…"
 
 

@@ -1,4 +1,4 @@
-"""Inputs to gauge a network on: drawn from a box, or read from a file."""
+"""Inputs for measurements: random inputs in a box, or inputs from a file."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def uniform_inputs(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> Float[Tensor, "samples tokens dim"]:
-    """Inputs uniform in the box ‖X‖max ≤ φ; `radius` is φ. The same seed gives the same inputs."""
+    """Draw inputs uniformly from the box ‖X‖max ≤ φ; `radius` is φ. The same seed gives the same inputs."""
     require_count("samples", samples, "the number of inputs")
     require_count("tokens", tokens, "the number of tokens n of an input")
     require_positive("radius", radius, "the largest |entry| an input may have")
@@ -32,19 +32,19 @@ def uniform_inputs(
 
 
 def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) -> Float[Tensor, "samples tokens dim"]:
-    """The tensor `x` of a safetensors file, `[tokens, dim]` or `[samples, tokens, dim]`, checked."""
+    """Read and validate the tensor `x`, `[tokens, dim]` or `[samples, tokens, dim]`, of a safetensors file."""
     path = Path(path)
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise InputFileError(
-            f"cannot read inputs from {path}: {reason}; expected safetensors with a tensor x"
+            f"cannot read inputs from {path}: {reason}; expected a safetensors file with a tensor named x"
         ) from error
     if "x" not in tensors:
         names = sorted(tensors)
         held = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        raise InputFileError(f"{path} holds {held or 'nothing'}, expected a tensor named x")
+        raise InputFileError(f"{path} holds {held or 'no tensor'}, expected a tensor named x")
     x = tensors["x"]
     if x.dtype not in (torch.float32, torch.float64):
         raise InputFileError(f"x in {path} is {x.dtype}, expected float32 or float64; convert it")
@@ -53,8 +53,8 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
             f"x in {path} has shape {list(x.shape)}, expected [tokens, {dim}] or [samples, tokens, {dim}]"
         )
     if not bool(x.isfinite().all()):
-        raise InputFileError(f"x in {path} holds NaN or infinity; repair it")
+        raise InputFileError(f"x in {path} holds NaN or infinity; remove those entries")
     converted = x.reshape(-1, *x.shape[-2:]).to(dtype)
     if not bool(converted.isfinite().all()):
-        raise InputFileError(f"x in {path} overflows {dtype}, the dtype of the network; use a float64 network")
+        raise InputFileError(f"x in {path} overflows {dtype}, the dtype of the network; load the network in float64")
     return converted

@@ -1,11 +1,12 @@
-"""Networks drawn at a weight bound: every |weight| ≤ η."""
+"""Random networks with bounded weights: every |weight| ≤ η."""
 
 import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
 from depthgauge.linalg.rounding import largest_not_above
-from depthgauge.network.network import Layer, Mlp, SelfAttentionNetwork
+from depthgauge.network.layer import Layer, Mlp
+from depthgauge.network.network import SelfAttentionNetwork
 
 DISTRIBUTIONS = ("uniform", "sign", "normal", "aligned")
 
@@ -13,10 +14,11 @@ DISTRIBUTIONS = ("uniform", "sign", "normal", "aligned")
 def draw_weights(
     shape: tuple[int, ...], eta: float, distribution: str, generator: torch.Generator, dtype: torch.dtype
 ) -> Tensor:
-    """Weights of a shape with every |entry| ≤ η.
+    """Draw weights with every |entry| ≤ η.
 
-    `uniform` on [−η, η]; `sign` is ±η; `normal` has standard deviation η/2 and is clipped at η; `aligned` is +η
-    everywhere, the adversarial case for bounds that claim not to depend on the dimension.
+    The distribution `uniform` is uniform on [−η, η]. `sign` is ±η with equal probability. `normal` has standard
+    deviation η/2 and is clipped to [−η, η]. `aligned` is +η everywhere; it is the worst case for bounds that claim to
+    be independent of the dimension.
     """
     if distribution == "aligned":
         return torch.full(shape, eta, dtype=dtype)
@@ -48,10 +50,31 @@ def random_network(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
 ) -> SelfAttentionNetwork:
-    """A network of L layers with H heads, width d and every |weight| ≤ η (`eta`), the same for the same seed.
+    """Draw a network in which every |weight| ≤ η.
 
-    `key_dim` is k (d by default); `mlp` is the hidden width of an MLP per layer, whose weights and biases obey the
-    same bound; LayerNorm, where `norm` asks for it, starts as the identity's weights (1) and biases (0).
+    Args:
+        layers: L, the number of layers.
+        heads: H, the number of heads per layer.
+        dim: d, the width of a token.
+        eta: η, the largest absolute weight, including the weights and biases of the MLPs.
+        key_dim: k, the width of queries and keys. The default is d.
+        distribution: `"uniform"` on [−η, η], `"sign"` (±η), `"normal"` (standard deviation η/2, clipped to [−η, η]) or
+            `"aligned"` (all weights +η).
+        skip: Whether the layers have a skip connection around the attention.
+        causal: Whether a token attends only to itself and earlier tokens.
+        mlp: The hidden width of an MLP in each layer, or None for no MLP.
+        activation: The activation of the MLPs, `"relu"` or `"gelu"`.
+        norm: LayerNorm before (`"pre"`) or after (`"post"`) each sublayer, or `"none"`. The LayerNorm weights are 1 and
+            the biases are 0. None means `"none"`.
+        mlp_skip: Whether the layers have a skip connection around the MLP.
+        seed: The seed of the random number generator. The same seed gives the same network.
+        dtype: The dtype of the weights, `torch.float64` or `torch.float32`.
+
+    Returns:
+        The network. Its `provenance` contains the arguments.
+
+    Raises:
+        InputError: An argument is out of range.
 
     >>> random_network(layers=2, heads=3, dim=4, eta=0.1, distribution="sign").summary()
     '2 layers × 3 heads, dim 4, largest weight η = 0.1, skip'
@@ -61,14 +84,14 @@ def random_network(
     require_count("dim", dim, "the width d of a token")
     key_dim = dim if key_dim is None else require_count("key_dim", key_dim, "the width k of queries and keys")
     if mlp is not None:
-        require_count("mlp", mlp, "the hidden width of the MLP; leave it out for none")
+        require_count("mlp", mlp, "the hidden width of the MLP; omit it for no MLP")
     require_positive("eta", eta, "the largest |weight|")
     require_seed(seed)
     if dtype not in (torch.float64, torch.float32):
         raise InputError(f"dtype must be torch.float64 or torch.float32, got {dtype}")
     asked, eta = eta, largest_not_above(eta, dtype)
     if eta == 0:
-        raise InputError(f"eta = {asked!r} is below the smallest number {dtype} holds; use float64 or a larger eta")
+        raise InputError(f"eta = {asked!r} is below the smallest positive {dtype}; use float64 or a larger eta")
     norm = "none" if norm is None else norm
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,4 +1,4 @@
-"""What a network did to an input, one layer at a time, without ever holding all of it."""
+"""Traces: the states and scores of a network on an input, one layer at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,16 +7,18 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
+
 BLOCK_ENTRIES = 2**22
-"""Scores held at once by `score_blocks` unless asked otherwise (32 MB in float64)."""
+"""The default number of scores in one block of `score_blocks` (32 MB in float64)."""
 
 
-@dataclass(frozen=True)
-class LayerTrace:
-    """One layer seen in passing: its states, and its scores on demand.
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerTrace(ArrayRecord):
+    """The states of one layer, and its scores on demand.
 
-    `before` and `after` are X_ℓ and X_{ℓ+1}; `attention_input` is what the attention reads (LayerNorm(X_ℓ) in a
-    pre-norm network); `query` and `key` are its X Q_h and X K_h.
+    `before` and `after` are X_ℓ and X_{ℓ+1}. `attention_input` is the input of the attention, which is LayerNorm(X_ℓ)
+    in a pre-norm network and X_ℓ otherwise. `query` and `key` are X Q_h and X K_h for this input X.
     """
 
     index: int
@@ -31,9 +33,9 @@ class LayerTrace:
     def score_blocks(
         self, query: Float[Tensor, "*batch heads n k"] | None = None, entries: int = BLOCK_ENTRIES
     ) -> Iterator["ScoreBlock"]:
-        """β Q K^T, a block of rows at a time, all heads together, at most about `entries` numbers each.
+        """Yield the scores β Q Kᵀ of all heads in blocks of rows, with about `entries` numbers per block at most.
 
-        Another `query` may be scored against the same keys; masked entries hold −∞.
+        `query` replaces the queries of the trace if given. Masked entries are −∞.
         """
         query = self.query if query is None else query
         n = self.key.shape[-2]
@@ -49,9 +51,9 @@ class LayerTrace:
             yield ScoreBlock(start, stop, scores, visible)
 
 
-@dataclass(frozen=True)
-class ScoreBlock:
-    """Rows `start` to `stop` of the scores of every head; `visible` is the causal mask of these rows, or None."""
+@dataclass(frozen=True, eq=False, repr=False)
+class ScoreBlock(ArrayRecord):
+    """Rows `start` to `stop` of the scores of every head. `visible` is the causal mask of these rows, or None."""
 
     start: int
     stop: int
@@ -59,14 +61,14 @@ class ScoreBlock:
     visible: Bool[Tensor, "rows n"] | None
 
     def row_ranges(self) -> Float[Tensor, "*batch heads rows"]:
-        """max_j − min_j over the visible entries of every row."""
+        """Return max_j − min_j over the visible entries of each row."""
         low = self.scores
         if self.visible is not None:
             low = low.masked_fill(~self.visible, float("inf"))
         return self.scores.amax(dim=-1) - low.amin(dim=-1)
 
     def visible_counts(self) -> Float[Tensor, " rows"]:
-        """How many entries each row sees."""
+        """Return the number of visible entries of each row."""
         if self.visible is None:
             rows, n = self.scores.shape[-2:]
             return torch.full((rows,), float(n), dtype=self.scores.dtype, device=self.scores.device)

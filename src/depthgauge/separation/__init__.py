@@ -1,8 +1,9 @@
-"""Softmax against linear attention: data sets on which a network with the one tells D₁ from D₀ and the other does not.
+"""Softmax against linear attention (paper B).
 
-Three ways to the same decisions, each checked against the others:
+The paper defines pairs of data sets D₀, D₁ on which a network with softmax attention separates D₁ from D₀ and a network
+with linear attention does not. Three implementations compute the same decisions and are tested against each other:
 
-- `naive`: dense matrices, exactly the formulas of the definitions;
-- `structured`: the attention output has a handful of distinct rows, so a model costs O(d·m), whatever n is;
-- `exact`: the probability of success in closed form, for self- and cross-attention.
+- `dense`: dense matrices and the formulas of the definitions;
+- `structured`: the attention output has few distinct rows, so one model costs O(d·m) operations for every n;
+- `exact`: the probability of success in closed form, for self-attention and cross-attention.
 """

@@ -1,4 +1,4 @@
-"""The data sets as dense matrices: in float64 for every model at once, and one model in exact rational numbers."""
+"""The data sets as dense matrices: float64 for a batch of models, exact rational numbers for one model."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -8,12 +8,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.separation.settings import AttentionSetting, Dataset, SelfAttention, decimal, special
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """A₁ and A₂; A₃ = A₂ in all of the data sets."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Inputs(ArrayRecord):
+    """A₁ and A₂. In all data sets, A₃ = A₂."""
 
     a1: Float[Tensor, "models n d"]
     a2: Float[Tensor, "models n d"]
@@ -22,7 +23,7 @@ class Inputs:
 def inputs(
     setting: AttentionSetting, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
 ) -> Inputs:
-    """The models' inputs from D₀ or D₁ (`dataset`), special tokens at rows `j2` and `j3`."""
+    """Return the inputs of the models from D₀ or D₁ (`dataset`), with special tokens in rows `j2` and `j3`."""
     if isinstance(setting, SelfAttention):
         return self_inputs(setting, dataset, j3)
     models, n, d = len(j3), setting.n, setting.d
@@ -36,7 +37,7 @@ def inputs(
 
 
 def self_inputs(setting: SelfAttention, dataset: Dataset, j3: Int[Tensor, " models"]) -> Inputs:
-    """Definition D.1: the first column a·e_{j₃}, then b·I repeated, the last column c, all times √(log n)."""
+    """Return Definition D.1: √(log n) · [ a·e_{j₃} | b·I repeated | c·1 ]."""
     models, n, d = len(j3), setting.n, setting.d
     a = torch.zeros(models, n, d, dtype=torch.float64)
     a[torch.arange(models), j3, 0] = float(special(setting, dataset))
@@ -47,7 +48,7 @@ def self_inputs(setting: SelfAttention, dataset: Dataset, j3: Int[Tensor, " mode
 
 
 def threshold(setting: AttentionSetting) -> float:
-    """τ = (c + 0.1)·√(log n) for self-attention, 0.9 for cross-attention."""
+    """Return τ: (c + 0.1)·√(log n) for self-attention, 0.9 for cross-attention."""
     return float(setting.threshold) * (sqrt(log(setting.n)) if isinstance(setting, SelfAttention) else 1.0)
 
 
@@ -55,7 +56,7 @@ Rational = list[list[Fraction]]
 
 
 def rational_inputs(setting: AttentionSetting, dataset: Dataset, j2: int, j3: int) -> tuple[Rational, Rational]:
-    """A₁ and A₂ of one model, in units that make them rational: √(log n) both (self), log n and 1 (cross)."""
+    """Return A₁ and A₂ of one model, divided by √(log n) both (self), or by log n and 1 (cross): rational matrices."""
     n, d, a = setting.n, setting.d, special(setting, dataset)
     classes, zero, one = setting.classes, Fraction(0), Fraction(1)
     if isinstance(setting, SelfAttention):

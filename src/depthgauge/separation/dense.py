@@ -1,7 +1,6 @@
-"""The networks exactly as the definitions write them: dense, batched over models, O(n²·d) a model.
+"""The networks as defined in the paper: dense matrices, batched over models, O(n²·d) operations per model.
 
-This is the reference that the structured and the exact way are held against.  It shares nothing with them but the
-drawn models and the arithmetic that settles the sign of a sum.
+This is the reference for `structured` and `exact`. It shares only the drawn models and `sign_of_sum` with them.
 """
 
 from fractions import Fraction
@@ -23,7 +22,7 @@ _ULP = 2.0**-53
 
 
 def product(setting: AttentionSetting) -> Float[Tensor, "d d"]:
-    """X = QKᵀ: the identity, or all ones."""
+    """Return X = QKᵀ: the identity or the matrix of ones."""
     d = setting.d
     return torch.eye(d, dtype=torch.float64) if setting.x == "identity" else torch.ones(d, d, dtype=torch.float64)
 
@@ -31,20 +30,20 @@ def product(setting: AttentionSetting) -> Float[Tensor, "d d"]:
 def scores(
     a1: Float[Tensor, "*models n d"], x: Float[Tensor, "d d"], a2: Float[Tensor, "*models n d"]
 ) -> Float[Tensor, "*models n n"]:
-    """u = A₁ X A₂ᵀ."""
+    """Return the scores u = A₁ X A₂ᵀ."""
     return a1 @ x @ a2.mT
 
 
 def scores_kronecker(
     a1: Float[Tensor, "n d"], x: Float[Tensor, "d d"], a2: Float[Tensor, "n d"]
 ) -> Float[Tensor, "n n"]:
-    """The same by Fact A.1: (A₁ ⊗ A₂)·vec(X), n²·d² numbers, for tiny sizes; vec goes along the rows."""
+    """Return the scores by Fact A.1, (A₁ ⊗ A₂)·vec(X) with row-major vec. It needs n²·d² numbers."""
     n = a1.shape[0]
     return (torch.kron(a1, a2) @ x.reshape(-1)).reshape(n, n)
 
 
 def attend(kind: Attention, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*models n"]:
-    """f = k(u) / Σ k(u) along the last axis."""
+    """Return f = k(u) / Σ k(u) along the last axis."""
     if kind.family == "exp":
         return torch.softmax(u, dim=-1)
     if kind.family == "lin":
@@ -56,26 +55,26 @@ def attend(kind: Attention, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*mo
 
 
 def network(c: Float[Tensor, "models n d"], y: Float[Tensor, "models d m"], tau: float) -> Float[Tensor, " models"]:
-    """F = φ(Σ_{j₀,l} φ_τ(⟨c_{j₀}, y_l⟩)), φ_τ(z) = max(z − τ, 0)."""
+    """Return F = φ(Σ_{j₀,l} φ_τ(⟨c_{j₀}, y_l⟩)) with φ_τ(z) = max(z − τ, 0)."""
     return torch.relu(torch.relu(c @ y - tau).sum(dim=(-2, -1)))
 
 
 def output(
     setting: AttentionSetting, kind: Attention, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
 ) -> Float[Tensor, "models n d"]:
-    """c = f·A₃V with V = I."""
+    """Return c = f·A₃V with V = I."""
     given = inputs(setting, dataset, j2, j3)
     v = torch.eye(setting.d, dtype=torch.float64)
     return attend(kind, scores(given.a1, product(setting), given.a2)) @ (given.a2 @ v)
 
 
 def signs(draws: AttentionDraws | RegressionDraws, length: int) -> Float[Tensor, "models length m"]:
-    """The drawn sign vectors as columns of ±1."""
+    """Return the drawn sign vectors as columns of ±1."""
     return torch.from_numpy(unpack(draws.words, length).astype(np.float64)).mT * 2 - 1
 
 
 def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndarray, "models 4"]:
-    """For each model: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0, F with the setting's attention kind."""
+    """Return whether F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0; F uses the attention of the setting."""
     kind = strong(setting)
     met = [
         positive(setting, kind, 1, draws),
@@ -89,7 +88,7 @@ def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndar
 def positive(
     setting: AttentionSetting, kind: Attention, dataset: Dataset, draws: AttentionDraws
 ) -> Bool[np.ndarray, " models"]:
-    """Whether F > 0 on the data set, decided without rounding where the margin to τ is within it."""
+    """Return whether F > 0 on the data set. Margins within the rounding error are decided in exact arithmetic."""
     j2, j3 = torch.from_numpy(draws.j2[:, dataset]), torch.from_numpy(draws.j3[:, dataset])
     c = output(setting, kind, dataset, j2, j3)
     y = signs(draws, setting.d)
@@ -97,7 +96,7 @@ def positive(
     margin = c @ y - tau
     slack = rounding(setting, kind, dataset) * (c.sum(dim=-1, keepdim=True) + tau)
     answer: Bool[np.ndarray, " models"] = network(c, y, tau).numpy() > 0
-    sure = _any(margin > slack)  # F > 0 whatever the others do
+    sure = _any(margin > slack)  # one positive margin is enough for F > 0
     undecided = margin.abs() <= slack
     for model in np.flatnonzero(_any(undecided) & ~sure):
         at = (int(j2[model]), int(j3[model]))
@@ -113,11 +112,11 @@ def _any(entries: Bool[Tensor, "models n m"]) -> Bool[np.ndarray, " models"]:
 
 
 def rounding(setting: AttentionSetting, kind: Attention, dataset: Dataset) -> float:
-    """A bound on the rounding of ⟨c, y⟩ − τ, relative to Σ|c| + τ.
+    """Return a bound on the rounding error of ⟨c, y⟩ − τ, relative to Σ|c| + τ.
 
-    All numbers before the signs are non-negative, so relative errors add up: (2d + 16) for a score u, then
-    u times that for exp and poly:g (their logarithm has slope at most 1) and the terms of the polynomial's own
-    logarithm, n for each of the two sums over keys, d for the product with y.
+    All numbers before the product with y are non-negative, so relative errors add. In units of 2⁻⁵³: a score u has
+    relative error 2d + 16. k(u) has at most u times that for exp and poly:g, because the derivative of log k is at most
+    1, plus the error of evaluating log k. Each of the two sums over keys adds n, and the product with y adds d.
     """
     n, d = setting.n, setting.d
     a = setting.a1 if dataset == 1 else setting.a0
@@ -132,7 +131,7 @@ def rounding(setting: AttentionSetting, kind: Attention, dataset: Dataset) -> fl
 
 
 def _largest_score(setting: AttentionSetting, a: float) -> float:
-    """max u / log n, from the row sums of A₁ and A₂."""
+    """Return an upper bound on max u / log n, from the row sums of A₁ and A₂."""
     if isinstance(setting, CrossAttention):
         return 2 * (a + setting.d)
     return float((a + setting.b + setting.c) ** 2)
@@ -149,7 +148,7 @@ def _rational(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int]) 
 
 @lru_cache(maxsize=256)
 def _first_alike(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int]) -> tuple[int, ...]:
-    """For each row of A₁ the first row equal to it: equal queries attend alike and are settled once."""
+    """Return, for each row of A₁, the index of the first equal row. Equal queries need one decision only."""
     first: dict[tuple[Fraction, ...], int] = {}
     return tuple(first.setdefault(query, i) for i, query in enumerate(_rational(setting, dataset, at)[0]))
 
@@ -158,7 +157,7 @@ def _first_alike(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int
 def _settled(
     setting: AttentionSetting, kind: Attention, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
 ) -> bool:
-    """Whether ⟨c_row, y⟩ > τ: the sign of Σ_j (⟨(A₃)_j, y⟩ − τ)·k(u_{row,j}) over all n keys."""
+    """Decide ⟨c_row, y⟩ > τ exactly, from the sign of Σ_j (⟨(A₃)_j, y⟩ − τ)·k(u_{row,j}) over all n keys."""
     a1, a2 = _rational(setting, dataset, at)
     query = a1[row]
     terms = []
@@ -173,7 +172,7 @@ def _settled(
 
 
 def regression_conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, "models 4"]:
-    """Definitions 3.5 and 3.6, F = φ(Σ_l φ_τ(⟨f, y_l⟩)): the four conditions for each model."""
+    """Return the four conditions for the regression model F = φ(Σ_l φ_τ(⟨f, y_l⟩)) of Definitions 3.5 and 3.6."""
     kind = strong(setting)
     met = [
         _regression_positive(setting, kind, 1, draws),
@@ -185,7 +184,7 @@ def regression_conditions(setting: Regression, draws: RegressionDraws) -> Bool[n
 
 
 def regression_scores(setting: Regression, dataset: Dataset, draws: RegressionDraws) -> Float[Tensor, "models n"]:
-    """u = Ax of Definition 3.8: log n·(1 + 0.4·uniform), and 4·log n at D₁'s index j."""
+    """Return u = Ax of Definition 3.8: log n·(1 + 0.4·uniform), and 4·log n at index j of D₁."""
     log_n = float(np.log(setting.n))
     u = log_n * (1 + 0.4 * torch.from_numpy(draws.uniform[:, dataset]))
     if dataset == 1:

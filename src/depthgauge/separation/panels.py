@@ -1,7 +1,7 @@
-"""The paper's figures as data: which parameter each panel sweeps, over what, with everything else fixed.
+"""The panels of the paper's figures: the swept parameter, its values, and the fixed parameters.
 
-Panels carry the letters of the figures' captions; the text of section 7.2 swaps (d) and (f) of Figures 4 and 5.
-Whatever had to be decided because the paper is silent or contradicts itself is in `note`.
+Panels have the letters of the figure captions. The text of section 7.2 swaps (d) and (f) of Figures 4 and 5. The field
+`note` lists choices made here because the paper gives no value or contradicts itself.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,10 +23,16 @@ from depthgauge.separation.settings import (
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes: a curve for each of `curves`, with a point at each of the `values` of the swept `variable`.
+    """One panel of a figure.
 
-    A curve maps the swept value to a setting; its name is "" where there is but one.  `models` is how many networks
-    are drawn for a point.
+    Attributes:
+        id: The name of the panel, such as `B4a`.
+        title: The title.
+        variable: The swept parameter.
+        values: The values of the swept parameter.
+        models: The number of networks drawn per point.
+        curves: Curve name → function from the swept value to a setting. The name is "" if there is one curve.
+        note: Choices that the paper does not determine.
     """
 
     id: str
@@ -38,7 +44,7 @@ class Panel:
     note: str = ""
 
     def settings(self) -> Iterator[tuple[str, float, Setting]]:
-        """Every point: the curve it is on, the swept value, the setting."""
+        """Yield curve name, swept value and setting for each point."""
         for name, build in self.curves.items():
             for value in self.values:
                 yield name, value, build(value)
@@ -46,7 +52,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A whole figure: its panels, laid out as the paper does."""
+    """A figure with its panels, arranged as in the paper."""
 
     id: str
     title: str
@@ -55,7 +61,7 @@ class Sheet:
 
 
 def grid(first: str, last: str, step: str) -> tuple[float, ...]:
-    """first, first + step, … up to last, counted in exact decimals.
+    """Return first, first + step, … up to last, computed in exact decimals.
 
     >>> grid("0.1", "0.2", "0.036")
     (0.1, 0.136, 0.172)
@@ -66,12 +72,12 @@ def grid(first: str, last: str, step: str) -> tuple[float, ...]:
 
 
 def _number(value: Fraction) -> float:
-    """The value as the float or whole number it is written as."""
+    """Return an int if the value is whole, a float otherwise."""
     return int(value) if value.denominator == 1 else float(value)
 
 
 def _self(x: str, **fixed: float) -> Callable[..., SelfAttention]:
-    """Section 7.2's setting with some parameters replaced: the fixed ones, and then the swept one."""
+    """Return a builder of section 7.2's setting, with `fixed` and then the swept parameter replaced."""
 
     def build(**swept: Any) -> SelfAttention:
         values: dict[str, Any] = {"n": 200, "d": 22, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8, **fixed, **swept}
@@ -82,7 +88,7 @@ def _self(x: str, **fixed: float) -> Callable[..., SelfAttention]:
 
 
 def _cross(**fixed: float) -> Callable[..., CrossAttention]:
-    """Section F.6's setting with some parameters replaced."""
+    """Return a builder of section F.6's setting, with `fixed` and then the swept parameter replaced."""
 
     def build(**swept: Any) -> CrossAttention:
         values: dict[str, Any] = {"n": 200, "d": 11, "a0": 0.01, "a1": 3.0, **fixed, **swept}
@@ -93,18 +99,18 @@ def _cross(**fixed: float) -> Callable[..., CrossAttention]:
 
 
 def _sweep(build: Callable[..., Setting], variable: str) -> dict[str, Callable[[Any], Setting]]:
-    """The one curve of a panel that sweeps `variable`."""
+    """Return the single curve of a panel that sweeps `variable`."""
     return {"": lambda value: build(**{variable: value})}
 
 
-_NOTE_A0 = "The paper gives no a₀ for this sweep: 0.01, as in its other panels."
-_NOTE_C = f"{_NOTE_A0} Its b = 0.2 is kept, so b + c = 1 holds at c = 0.8 only."
-_NOTE_D = "The paper's d = 12 does not divide n = 200 into blocks of d − 1: d = 11, as in its panels (a) to (c)."
-_NOTE_ONES_D = "The sizes d of the text are used; the paper's axis ends near 35, before d = 66."
+_NOTE_A0 = "The paper gives no a₀ for this sweep; a₀ = 0.01, as in its other panels."
+_NOTE_C = f"{_NOTE_A0} The paper's b = 0.2 is kept, so b + c = 1 holds only at c = 0.8."
+_NOTE_D = "The paper gives d = 12, but n = 200 is not a multiple of d − 1 = 11; d = 11, as in panels (a) to (c)."
+_NOTE_ONES_D = "The values of d are those of the text; the axis in the paper ends near 35, before d = 66."
 
 
 def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
-    """Panels (a) to (f) of Figures 4 and 5, which differ in X alone."""
+    """Return panels (a) to (f) of Figure 4 or 5. The figures differ only in X."""
     where = "X = I" if x == "identity" else "X = 1"
     sweeps: list[tuple[str, tuple[float, ...], dict[str, float], str]] = [
         ("n", grid("200", "1000", "10"), {"d": 12}, ""),
@@ -121,7 +127,7 @@ def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
 
 
 def _cross_panels() -> tuple[Panel, ...]:
-    """Panels (a) to (e) of Figure 7."""
+    """Return panels (a) to (e) of Figure 7."""
     sweeps: list[tuple[str, tuple[float, ...], str]] = [
         ("n", grid("200", "1000", "10"), ""),
         ("d", (2, 3, 5, 6, 9, 11, 21, 26, 41, 51), ""),
@@ -143,18 +149,18 @@ _REGRESSION_PANELS = (
         grid("100", "2000", "10"),
         1000,
         {"": lambda n: Regression(n, width_regression(n))},
-        "The paper gives no distribution inside the interval and no threshold: uniform, and τ = 1/4 of Lemma 5.2.",
+        "The paper gives no distribution in the interval and no threshold; uniform, and τ = 1/4 as in Lemma 5.2.",
     ),
     Panel("B3b", "Softmax regression", "m", grid("1", "100", "1"), 1000, {"": lambda m: Regression(1000, m)}),
 )
 
-_DEGREE_NOTE = "Not in the paper: the degree-g truncation of exp takes the place of exp."
+_DEGREE_NOTE = "Not in the paper: exp is replaced by its Taylor polynomial of degree g."
 
 
 def _degree_panel(
     letter: str, title: str, models: int, tokens: tuple[int, ...], build: Callable[[int, str], Setting]
 ) -> Panel:
-    """How success depends on the degree, a curve for each number of tokens."""
+    """Return the panel of success against the degree, with one curve per number of tokens."""
 
     def curve(n: int) -> Callable[[Any], Setting]:
         return lambda degree: build(n, f"poly:{degree}")
@@ -178,7 +184,7 @@ SHEETS: dict[str, Sheet] = {
         Sheet("B4", "Self-attention, X = I", _self_panels("B4", "identity"), 3),
         Sheet("B5", "Self-attention, X = 1", _self_panels("B5", "ones"), 3),
         Sheet("B7", "Cross-attention, X = I", _cross_panels(), 3),
-        Sheet("B-degree", "At which degree do the data sets come apart?", _DEGREE_PANELS, 2),
+        Sheet("B-degree", "Which polynomial degree separates the data sets?", _DEGREE_PANELS, 2),
     )
 }
 PANELS: dict[str, Panel] = {panel.id: panel for sheet in SHEETS.values() for panel in sheet.panels}
@@ -186,7 +192,7 @@ PAPER_PANELS: tuple[str, ...] = tuple(name for name in PANELS if not name.starts
 
 
 def sheet(figure: str) -> Sheet:
-    """The sheet that an id stands for; a single panel is a sheet of one."""
+    """Return the sheet with the given id. The id of a single panel gives a sheet with that panel."""
     if figure in SHEETS:
         return SHEETS[figure]
     if figure not in PANELS:

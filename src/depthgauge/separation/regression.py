@@ -1,4 +1,4 @@
-"""The regression model, batched: a dense product of signs, with every decision near the threshold settled exactly."""
+"""The regression model, batched. Decisions near the threshold are made in exact arithmetic."""
 
 from fractions import Fraction
 from math import log
@@ -12,16 +12,16 @@ from depthgauge.separation.settings import Dataset, Regression, strong
 from depthgauge.separation.settle import sign_of_sum
 
 _SINGLE_UP_TO = 100_000
-"""Tokens up to which a first pass in single precision leaves few decisions open."""
+"""The largest n for which the first pass uses single precision. It leaves few decisions undecided."""
 
 _INTERVAL = Fraction(4, 10)
 _PEAK = Fraction(4)
 
 
 def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, "models 4"]:
-    """For each model: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0, F with the setting's attention kind.
+    """Return whether F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0; F uses the attention of the setting.
 
-    As Σ f = 1, ⟨f, y⟩ > τ says that the tokens with sign + hold more than (1 + τ)/2 of the weight.
+    Because Σ f = 1, ⟨f, y⟩ > τ is equivalent to Σ_{i: yᵢ = +1} fᵢ > (1 + τ)/2.
     """
     bits = unpack(draws.words, setting.n)
     cases: list[tuple[Attention, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
@@ -30,16 +30,16 @@ def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, 
     kept = np.float32 if single else np.float64
     share = np.matmul(bits.astype(kept), f.astype(kept)).astype(np.float64)
     margin = share - float((1 + setting.threshold) / 2)
-    fires = margin > 0
+    positive = margin > 0
     for model, vector, case in np.argwhere(np.abs(margin) <= _rounding(setting, single)):
         kind, dataset = cases[case]
-        fires[model, vector, case] = _settled(setting, draws, bits, kind, dataset, int(model), int(vector))
-    touched = fires.any(axis=1)
-    return np.stack([touched[:, 0], ~touched[:, 1], ~touched[:, 2], ~touched[:, 3]], axis=1)
+        positive[model, vector, case] = _settled(setting, draws, bits, kind, dataset, int(model), int(vector))
+    any_positive = positive.any(axis=1)
+    return np.stack([any_positive[:, 0], *(~any_positive[:, case] for case in (1, 2, 3))], axis=1)
 
 
 def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "models n"]:
-    """(Ax)ᵢ / log n."""
+    """Return (Ax)ᵢ / log n."""
     scores = 1 + float(_INTERVAL) * draws.uniform[:, dataset]
     if dataset == 1:
         scores[np.arange(len(scores)), draws.j] = float(_PEAK)
@@ -47,7 +47,7 @@ def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "mode
 
 
 def _normalised(kind: Attention, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
-    """f = k(u) / Σ k(u), u = log n · scores."""
+    """Return f = k(u) / Σ k(u) with u = log n · scores."""
     u = log(n) * scores
     if kind.family == "exp":
         k = np.exp(u - u.max(axis=1, keepdims=True))
@@ -61,9 +61,10 @@ def _normalised(kind: Attention, n: int, scores: Float[np.ndarray, "models n"]) 
 
 
 def _rounding(setting: Regression, single: bool) -> float:
-    """A bound on the rounding of a share: n additions in the product's precision, and the errors of f in double.
+    """Return a bound on the rounding error of Σ_{i: yᵢ = +1} fᵢ.
 
-    A weight k(u) with u ≤ 4·log n is good to (8u + 4g + 16) ulps, its normaliser to n more.
+    It covers n additions in the precision of the product, and the error of f in double precision: k(u) with
+    u ≤ 4·log n has relative error at most (8u + 4g + 16)·2⁻⁵², and its normaliser at most n·2⁻⁵² more.
     """
     u = 4 * log(setting.n)
     in_double = (8 * u + 4 * strong(setting).degree + setting.n + 32) * 2.0**-52
@@ -79,7 +80,7 @@ def _settled(
     model: int,
     vector: int,
 ) -> bool:
-    """Whether ⟨f, y⟩ > τ, without rounding: Σ (yᵢ − τ)·k(qᵢ·log n) > 0."""
+    """Decide ⟨f, y⟩ > τ exactly, from the sign of Σ (yᵢ − τ)·k(qᵢ·log n)."""
     scores = [1 + _INTERVAL * Fraction(float(u)) for u in draws.uniform[model, dataset]]
     if dataset == 1:
         scores[int(draws.j[model])] = _PEAK

@@ -1,4 +1,4 @@
-"""The entry-wise map k from a score to a weight: exp (softmax), lin (linear attention), poly:g (between the two)."""
+"""The entrywise map k from scores to weights: exp (softmax), lin (linear attention), poly:g (Taylor polynomial)."""
 
 import re
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from depthgauge.errors import InputError, unknown_name
 
 @dataclass(frozen=True)
 class Attention:
-    """A kind of attention, f = k(u) / Σ k(u): exp is k(u) = eᵘ, lin is k(u) = u, poly:g is k(u) = Σ_{i≤g} uⁱ/i!.
+    """A kind of attention f = k(u) / Σ k(u), with k(u) = eᵘ (exp), k(u) = u (lin) or k(u) = Σ_{i≤g} uⁱ/i! (poly:g).
 
-    Note that lin is u itself, as in the paper, and not the truncation poly:1, which is 1 + u.
+    As in the paper, lin is k(u) = u. It differs from poly:1, which is 1 + u.
     """
 
     family: Literal["exp", "lin", "poly"]
@@ -22,7 +22,7 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """The name a user types."""
+        """The name on the command line."""
         return f"poly:{self.degree}" if self.family == "poly" else self.family
 
 
@@ -31,7 +31,7 @@ LIN = Attention("lin")
 
 
 def parse_attention(name: str) -> Attention:
-    """The attention kind that `name` stands for.
+    """Return the attention kind with the given name.
 
     >>> parse_attention("poly:3")
     Attention(family='poly', degree=3)
@@ -45,31 +45,31 @@ def parse_attention(name: str) -> Attention:
         raise unknown_name("attention", name, ["exp", "lin", "poly:G"])
     degree = int(match[1])
     if degree < 1:
-        raise InputError(f"the degree of {name} must be at least 1; poly:0 weighs every token alike")
+        raise InputError(f"the degree of {name} must be at least 1; poly:0 gives all tokens the same weight")
     return Attention("poly", degree)
 
 
-def ball(number: Fraction | int) -> Any:
-    """`number` as an arb ball at the working precision."""
+def to_arb(number: Fraction | int) -> Any:
+    """Convert a rational number to arb at the working precision."""
     return arb(fmpq(number.numerator, number.denominator))
 
 
 def weights(kind: Attention, n: int, scores: list[Fraction]) -> list[Any]:
-    """Balls around k(q·log n) for each q in `scores`, up to one positive factor common to all of them.
+    """Return k(q·log n) for each q in `scores` as arb, up to a common positive factor.
 
-    For exp the factor is n^(−max q), so that huge scores do no harm.
+    For exp the factor is n^(−max q), which avoids overflow for large scores.
     """
     log_n = arb(n).log()
     if kind.family == "lin":
-        return [ball(q) for q in scores]
+        return [to_arb(q) for q in scores]
     if kind.family == "exp":
         top = max(scores)
-        return [(ball(q - top) * log_n).exp() for q in scores]
-    return [_truncated_exp(ball(q) * log_n, kind.degree) for q in scores]
+        return [(to_arb(q - top) * log_n).exp() for q in scores]
+    return [_truncated_exp(to_arb(q) * log_n, kind.degree) for q in scores]
 
 
 def _truncated_exp(u: Any, degree: int) -> Any:
-    """Σ_{i≤g} uⁱ/i! by Horner's rule: 1 + u/1·(1 + u/2·(1 + …))."""
+    """Return Σ_{i≤g} uⁱ/i! by Horner's rule: 1 + u/1·(1 + u/2·(1 + …))."""
     total = arb(1)
     for i in range(degree, 0, -1):
         total = 1 + total * u / i

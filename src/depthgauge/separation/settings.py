@@ -1,4 +1,4 @@
-"""What one experiment is: the data sets of Definitions 3.8, D.1 and F.1 with the width of the network, checked."""
+"""Settings: the parameters of the data sets of Definitions 3.8, D.1 and F.1, and the width of the network."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from depthgauge.separation.score_maps import Attention, parse_attention
 
 Dataset = Literal[0, 1]
 DELTA = 0.01
-"""The paper's failure probability δ, which only decides how wide its networks are."""
+"""The paper's failure probability δ. It only determines the width of the networks."""
 
 _MEANINGS = {
     "a0": "the size of the special token in D₀",
@@ -21,7 +21,7 @@ _MEANINGS = {
 
 
 def decimal(value: float) -> Fraction:
-    """The decimal that a parameter was written as: 0.1 is one tenth, not the nearest binary fraction.
+    """Return the decimal number that a float was written as: 0.1 is one tenth, not the nearest binary fraction.
 
     >>> decimal(0.1)
     Fraction(1, 10)
@@ -30,17 +30,17 @@ def decimal(value: float) -> Fraction:
 
 
 def width_regression(n: int) -> int:
-    """m = ⌈log n⌉, the paper's width for the regression model."""
+    """Return m = ⌈log n⌉, the paper's width for the regression model."""
     return math.ceil(math.log(n))
 
 
 def width_self(n: int) -> int:
-    """m = max(⌈log(n/δ)⌉, 15), the paper's width for self-attention."""
+    """Return m = max(⌈log(n/δ)⌉, 15), the paper's width for self-attention."""
     return max(math.ceil(math.log(n / DELTA)), 15)
 
 
 def width_cross(n: int) -> int:
-    """m = ⌈log(n/δ)⌉, the paper's width for cross-attention."""
+    """Return m = ⌈log(n/δ)⌉, the paper's width for cross-attention."""
     return math.ceil(math.log(n / DELTA))
 
 
@@ -53,7 +53,7 @@ def _require_parameters(setting: object, names: str) -> None:
 
 def _require_sizes(setting: "SelfAttention | CrossAttention | Regression") -> None:
     require_count("n", setting.n, "the number of tokens", least=2)
-    require_count("m", setting.m, "the number of sign vectors y, the network's width")
+    require_count("m", setting.m, "the number of sign vectors y, which is the width of the network")
     parse_attention(setting.attention)
 
 
@@ -61,7 +61,7 @@ def _require_blocks(n: int, d: int, spare: int) -> None:
     if n % (d - spare):
         raise InputError(
             f"n must be a multiple of d − {spare} = {d - spare}, got n = {n}; "
-            f"the data sets repeat an identity of that size n/(d − {spare}) times"
+            f"the data sets contain n/(d − {spare}) copies of an identity matrix of that size"
         )
 
 
@@ -74,8 +74,18 @@ def _require_product(x: str) -> None:
 class SelfAttention:
     """Definition D.1: A₁ = A₂ = A₃ = √(log n) · [ a·e_{j₃} | b·I_{d−2} repeated t times | c·1 ], n = (d−2)·t.
 
-    `a0` and `a1` are the a of D₀ and D₁; `x` is QKᵀ, the identity or all ones; `m` is the number of sign
-    vectors; `attention` is the kind that is held against linear attention.  The threshold is (c + 0.1)·√(log n).
+    The threshold is τ = (c + 0.1)·√(log n).
+
+    Attributes:
+        n: The number of tokens, a multiple of d − 2.
+        d: The width of a token.
+        m: The number of sign vectors, which is the width of the network.
+        a0: a for the data set D₀.
+        a1: a for the data set D₁.
+        b: The factor of the repeated identity.
+        c: The entries of the last column.
+        x: QKᵀ: `"identity"`, or `"ones"` for the matrix of ones.
+        attention: The attention kind that is compared with linear attention.
     """
 
     n: int
@@ -96,11 +106,11 @@ class SelfAttention:
         _require_product(self.x)
         _require_parameters(self, "a0 a1 b c")
         if self.b == 0 and self.c == 0:
-            raise InputError("b and c must not both be 0; linear attention would divide by the sum of a row of zeros")
+            raise InputError("b and c must not both be 0; linear attention would divide by zero")
 
     @property
     def classes(self) -> int:
-        """K: tokens j and j' are in one class when they carry the same row of the repeated identity."""
+        """K, the number of classes. Tokens with the same row of the repeated identity form a class."""
         return self.d - 2
 
     @property
@@ -113,7 +123,7 @@ class SelfAttention:
 class CrossAttention:
     """Definition F.1: A₁ = log n · [ a·e_{j₂} | 1 ], A₂ = A₃ = [ e_{j₃} | I_{d−1} repeated t times ], n = (d−1)·t.
 
-    Symbols as in `SelfAttention`.  The threshold is 0.9.
+    The threshold is τ = 0.9. The attributes are those of `SelfAttention` without `b` and `c`; n is a multiple of d − 1.
     """
 
     n: int
@@ -134,7 +144,7 @@ class CrossAttention:
 
     @property
     def classes(self) -> int:
-        """K: tokens j and j' are in one class when they carry the same row of the repeated identity."""
+        """K, the number of classes. Tokens with the same row of the repeated identity form a class."""
         return self.d - 1
 
     @property
@@ -145,9 +155,9 @@ class CrossAttention:
 
 @dataclass(frozen=True)
 class Regression:
-    """Definition 3.8: (Ax)ᵢ in [log n, 1.4·log n] for every i, except one of D₁ that is 4·log n.
+    """Definition 3.8: (Ax)ᵢ is in [log n, 1.4·log n] for all i, except for one i of D₁, where it is 4·log n.
 
-    Here (Ax)ᵢ is uniform in its interval and a sign vector has length n.  The threshold is 1/4 (Lemma 5.2).
+    Here (Ax)ᵢ is uniform in the interval, and sign vectors have length n. The threshold is τ = 1/4 (Lemma 5.2).
     """
 
     n: int
@@ -169,12 +179,12 @@ Setting = SelfAttention | CrossAttention | Regression
 
 
 def strong(setting: Setting) -> Attention:
-    """The attention kind that should tell the data sets apart; linear attention is the one that should not."""
+    """Return the attention kind that is compared with linear attention."""
     return parse_attention(setting.attention)
 
 
 def special(setting: AttentionSetting, dataset: Dataset) -> Fraction:
-    """The parameter a of the data set: a₀ of D₀, a₁ of D₁."""
+    """Return the parameter a of a data set: a₀ for D₀, a₁ for D₁."""
     return decimal(setting.a1 if dataset == 1 else setting.a0)
 
 
@@ -198,9 +208,9 @@ def build_setting(
     b: float | str | None = None,
     c: float | None = None,
 ) -> Setting:
-    """A setting from what a user gave; what was left out is the paper's, what `kind` does not use is an error.
+    """Build a setting from user input. Omitted parameters take the paper's values.
 
-    `b` may be "tied": then b = 1 − c, as Definition D.1 asks.
+    `b="tied"` means b = 1 − c, as in Definition D.1. A parameter that `kind` does not use raises `InputError`.
 
     >>> build_setting("cross", d=21).m
     10
@@ -210,7 +220,7 @@ def build_setting(
     given = {"x": x, "n": n, "d": d, "m": m, "a0": a0, "a1": a1, "b": b, "c": c}
     unused = [name for name, value in given.items() if value is not None and name not in _USED[kind]]
     if unused:
-        raise InputError(f"{unused[0]} is not used by kind {kind}; leave it out (used: {', '.join(_USED[kind])})")
+        raise InputError(f"{unused[0]} is not used by kind {kind}; omit it (used: {', '.join(_USED[kind])})")
     if kind == "regression":
         tokens = 1000 if n is None else require_count("n", n, "the number of tokens", least=2)
         return Regression(tokens, width_regression(tokens) if m is None else m, attention)
@@ -237,12 +247,12 @@ def build_setting(
 
 
 def _block_size(b: float | str | None, c: float) -> float:
-    """The number b stands for: 0.2 when not given, 1 − c when tied."""
+    """Return b as a number: 0.2 by default, 1 − c if tied."""
     if b is None:
         return 0.2
     if b == "tied":
         if not (isinstance(c, int | float) and math.isfinite(c) and 0 <= c <= 1):
-            raise InputError(f"c must be between 0 and 1 when b is tied to it, got {c!r}; tied means b = 1 − c")
+            raise InputError(f"c must be between 0 and 1 when b is tied, got {c!r}; tied means b = 1 − c")
         return float(1 - decimal(c))
     try:
         return float(b)

@@ -1,4 +1,4 @@
-"""Self- and cross-attention in O(d·m) a model, batched: count signs, look the decision up."""
+"""Self-attention and cross-attention in O(d·m) operations per model: count signs, then look up the decision."""
 
 import numpy as np
 from jaxtyping import Bool, Int, UInt64
@@ -11,7 +11,7 @@ _ONES_IN_OCTET = np.array([octet.bit_count() for octet in range(256)], dtype=np.
 
 
 def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndarray, "models 4"]:
-    """For each model: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0, F with the setting's attention kind."""
+    """Return whether F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0; F uses the attention of the setting."""
     strong_1, lin_1, strong_0, lin_0 = tables(setting)
     words = draws.words
     first = _bit(words, np.zeros(len(words), dtype=np.int64))
@@ -33,19 +33,19 @@ def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndar
 
 
 def _bit(words: UInt64[np.ndarray, "models m w"], position: Int[np.ndarray, " models"]) -> Int[np.ndarray, "models m"]:
-    """Bit `position` of each of a model's sign vectors."""
+    """Return bit `position` of each sign vector of a model."""
     chosen = np.take_along_axis(words, (position // 64)[:, None, None], axis=2)[:, :, 0]
     return ((chosen >> (position % 64).astype(np.uint64)[:, None]) & np.uint64(1)).astype(np.int64)
 
 
 def _class_bits(setting: AttentionSetting) -> UInt64[np.ndarray, " w"]:
-    """A mask of the bits 1, …, K: the signs of the classes."""
+    """Return a mask of the bits 1, …, K, which are the signs of the classes."""
     mask = ((1 << setting.classes) - 1) << 1
     words = -(-setting.d // 64)
     return np.array([(mask >> (64 * i)) & (2**64 - 1) for i in range(words)], dtype=np.uint64)
 
 
 def _count_ones(words: UInt64[np.ndarray, "models m w"]) -> Int[np.ndarray, "models m"]:
-    """How many bits of each sign vector are set."""
+    """Return the number of set bits of each sign vector."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     return np.asarray(_ONES_IN_OCTET[octets].sum(axis=-1, dtype=np.int64))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError
-from depthgauge.linalg.rounding import Enclosure
+from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.network.network import SelfAttentionNetwork
 
 

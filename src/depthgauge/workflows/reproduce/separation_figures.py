@@ -1,16 +1,18 @@
 """The figures of paper B: cells from the settings of a panel; table, drawing and caption from their rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from depthgauge.separation.comparison import Separation
+from depthgauge.separation.exact import Exact
+from depthgauge.separation.montecarlo import Estimate
 from depthgauge.separation.panels import Panel, Sheet, sheet
 from depthgauge.separation.settings import Setting
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import make_cell
 from depthgauge.sweeps.tasks import TASKS
 from depthgauge.workflows.reproduce.study import CellStudy, Results
-from depthgauge.workflows.separate import Separation
 
 if TYPE_CHECKING:
     from depthgauge.figures.success_ratio import PanelDrawing
@@ -22,6 +24,16 @@ _PARAMETERS = ("kind", "x", "attention", "n", "d", "m", "a0", "a1", "b", "c")
 _SYMBOLS = {"n": "n", "d": "d", "m": "m", "a0": "$a_0$", "a1": "$a_1$", "b": "b", "c": "c", "g": "g"}
 _LABELS = {"n": "tokens n", "d": "embedding size d", "m": "width m", "g": "degree g of the polynomial"}
 _PLAIN_SYMBOLS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
+
+
+def _from_result(setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> Separation:
+    """Return the record for the result of a sweep cell."""
+    p, q, r, s = result["conditions"]
+    closed = None
+    if result["exact"] is not None:
+        e, f, g, h = result["exact_parts"]
+        closed = Exact(result["exact"], (e, f, g, h))
+    return Separation(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ class SeparationStudy(CellStudy):
         for panel in self.sheet.panels:
             for curve, value, setting in panel.settings():
                 result = results[self._cell(panel, setting).identity]
-                seen = Separation.from_row(setting, self.models or panel.models, self.seed, result)
+                seen = _from_result(setting, self.models or panel.models, self.seed, result)
                 found.append(Point(panel, curve, value, seen))
         return found
 

@@ -1,0 +1,152 @@
+"""One layer of a self-attention network: its weights, the attention of all heads, and the MLP."""
+
+from typing import Protocol, runtime_checkable
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+NORM_EPSILON = 1e-5
+
+
+@runtime_checkable
+class AttentionFunction(Protocol):
+    """The signature of the `attention` argument of `forward`, as in torch's `scaled_dot_product_attention`."""
+
+    def __call__(
+        self,
+        query: Float[Tensor, "*batch heads n k"],
+        key: Float[Tensor, "*batch heads n k"],
+        value: Float[Tensor, "*batch heads n d"],
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> Float[Tensor, "*batch heads n d"]:
+        """Return softm(scale · query keyᵀ) value, with softm applied to each row."""
+
+
+class Mlp(nn.Module):
+    """The MLP f(x) = act(x W_in + b_in) W_out + b_out, applied to each token."""
+
+    def __init__(
+        self,
+        w_in: Tensor,  # [d, m]
+        b_in: Tensor,  # [m]
+        w_out: Tensor,  # [m, d]
+        b_out: Tensor,  # [d]
+    ) -> None:
+        super().__init__()
+        self.w_in, self.b_in = nn.Parameter(w_in), nn.Parameter(b_in)
+        self.w_out, self.b_out = nn.Parameter(w_out), nn.Parameter(b_out)
+
+    def forward(self, x: Float[Tensor, "*batch n d"], activation: str) -> Float[Tensor, "*batch n d"]:
+        """Apply the MLP to each token."""
+        hidden = x @ self.w_in + self.b_in
+        hidden = F.relu(hidden) if activation == "relu" else F.gelu(hidden)
+        return hidden @ self.w_out + self.b_out
+
+
+class Layer(nn.Module):
+    """The weights of one layer. `SelfAttentionNetwork` checks their shapes.
+
+    Args:
+        query: Q, of shape [H, d, k].
+        key: K, of shape [H, d, k].
+        value: V, of shape [H, d, d].
+        mlp: The MLP, or None.
+        norm_weight: LayerNorm weights of shape [s, d], or None. s is 2 if the layer has an MLP and 1 otherwise.
+        norm_bias: LayerNorm biases of shape [s, d], or None.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mlp: Mlp | None = None,
+        norm_weight: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Parameter(query), nn.Parameter(key), nn.Parameter(value)
+        self.mlp = mlp
+        self.norm_weight = None if norm_weight is None else nn.Parameter(norm_weight)
+        self.norm_bias = None if norm_bias is None else nn.Parameter(norm_bias)
+
+    @property
+    def heads(self) -> int:
+        """H, the number of heads."""
+        return self.query.shape[0]
+
+    @property
+    def key_dim(self) -> int:
+        """k, the width of queries and keys."""
+        return self.query.shape[2]
+
+    def copy(self) -> "Layer":
+        """Return a deep copy."""
+
+        def own(weight: Tensor | None) -> Tensor | None:
+            return None if weight is None else weight.detach().clone()
+
+        attention = [weight.detach().clone() for weight in (self.query, self.key, self.value)]
+        mlp = None if self.mlp is None else Mlp(*(weight.detach().clone() for weight in self.mlp.parameters()))
+        return Layer(attention[0], attention[1], attention[2], mlp, own(self.norm_weight), own(self.norm_bias))
+
+    def normalize(self, x: Float[Tensor, "*batch n d"], sublayer: int) -> Float[Tensor, "*batch n d"]:
+        """Apply LayerNorm to each token, with the weights of sublayer 0 (attention) or 1 (MLP)."""
+        assert self.norm_weight is not None
+        assert self.norm_bias is not None
+        return F.layer_norm(x, x.shape[-1:], self.norm_weight[sublayer], self.norm_bias[sublayer], NORM_EPSILON)
+
+    def project(
+        self, x: Float[Tensor, "*batch n d"]
+    ) -> tuple[Float[Tensor, "*batch heads n k"], Float[Tensor, "*batch heads n k"]]:
+        """Return X Q_h and X K_h for all heads, each computed as one matrix product."""
+        return self._project_heads(x, self.query), self._project_heads(x, self.key)
+
+    def _project_heads(
+        self, x: Float[Tensor, "*batch n d"], weight: Float[Tensor, "heads d k"]
+    ) -> Float[Tensor, "*batch heads n k"]:
+        together = x @ weight.transpose(0, 1).flatten(1)
+        return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
+
+    def attend(
+        self,
+        x: Float[Tensor, "*batch n d"],
+        attention: AttentionFunction,
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> Float[Tensor, "*batch n d"]:
+        """Return Σ_h P_h X V_h.
+
+        All heads use X as values. One matrix product then applies all V_h and sums over h.
+        """
+        q, k = self.project(x)
+        shared = x.unsqueeze(-3).expand(*x.shape[:-2], self.heads, *x.shape[-2:])
+        mixed = attention(q, k, shared, is_causal=is_causal, scale=scale)
+        return mixed.transpose(-2, -3).flatten(-2) @ self.value.flatten(0, 1)
+
+
+def softmax_attention(
+    query: Float[Tensor, "*batch heads n k"],
+    key: Float[Tensor, "*batch heads n k"],
+    value: Float[Tensor, "*batch heads n d"],
+    *,
+    is_causal: bool,
+    scale: float,
+) -> Float[Tensor, "*batch heads n d"]:
+    """Return softm(scale · query keyᵀ) value, computed by torch's fused kernel without storing the n×n scores.
+
+    The kernel needs exactly one batch dimension, and keys and values of equal width. The narrower ones are padded with
+    zeros, which does not change the result.
+    """
+    batch, (k, d) = query.shape[:-3], (query.shape[-1], value.shape[-1])
+    query, key, value = (t.reshape(-1, *t.shape[-3:]) for t in (query, key, value))
+    if k < d:
+        query, key = F.pad(query, (0, d - k)), F.pad(key, (0, d - k))
+    elif d < k:
+        value = F.pad(value, (0, k - d))
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale)
+    return mixed[..., :d].reshape(*batch, *mixed.shape[1:-1], d)
