@@ -9,6 +9,11 @@ from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+# Without a GPU, the Triton kernels run under Triton's interpreter. Triton reads the variable when it is imported.
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Before anything imports the package: from here on every annotation in it, shapes included, is enforced. An int is
 # welcome where a float is asked for, as it is to mypy; plain beartype would refuse it.
 _checker = ModuleType("enforced_annotations")
