@@ -9,6 +9,11 @@ from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
+# Without a GPU, the Triton kernels run under Triton's interpreter. Triton reads the variable when it is imported.
+if not torch.cuda.is_available():
+    assert "triton" not in sys.modules
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # This must run before the package is imported. It enforces all annotations of the package, including tensor shapes.
 # As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
 _checker = ModuleType("enforced_annotations")

@@ -11,6 +11,7 @@ from depthgauge._version import __version__ as __version__
 if TYPE_CHECKING:
     from depthgauge.certificates.certificate import Certificate as Certificate
     from depthgauge.certificates.certificate import certify as certify
+    from depthgauge.checkpoints.registered_attention import register_attention as register_attention
     from depthgauge.depth.effective import Depth as Depth
     from depthgauge.depth.effective import effective_depth as effective_depth
     from depthgauge.depth.methods import collapse as collapse
@@ -27,9 +28,12 @@ if TYPE_CHECKING:
     from depthgauge.network.random_networks import random_network as random_network
     from depthgauge.report.write import write_report as write_report
     from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
+    from depthgauge.separation.comparison import separate as separate
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
+    from depthgauge.workflows.sweep import sweep as sweep
+    from depthgauge.workflows.sweep import sweep_status as sweep_status
 
 _MODULES = {
     "Certificate": "depthgauge.certificates.certificate",
@@ -51,7 +55,11 @@ _MODULES = {
     "load_result": "depthgauge.workflows.gauge",
     "measure": "depthgauge.measures.profile",
     "random_network": "depthgauge.network.random_networks",
+    "register_attention": "depthgauge.checkpoints.registered_attention",
     "save_network": "depthgauge.network.files",
+    "separate": "depthgauge.separation.comparison",
+    "sweep": "depthgauge.workflows.sweep",
+    "sweep_status": "depthgauge.workflows.sweep",
     "write_report": "depthgauge.report.write",
 }
 
@@ -76,7 +84,11 @@ __all__ = [
     "load_result",
     "measure",
     "random_network",
+    "register_attention",
     "save_network",
+    "separate",
+    "sweep",
+    "sweep_status",
     "write_report",
 ]
 

@@ -1,4 +1,4 @@
-"""Fast attention as an implementation of transformers: within its tolerance, exact where it must be, and planned."""
+"""Fast attention as an implementation of transformers: within its tolerance, and exact for unsupported masks."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import MODELS, tiny_model, tokens
 
-from depthgauge.checkpoints import registered_attention as fast
+from depthgauge.checkpoints import registered_attention
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.registered_attention import NAME, fast_plans, layer_plan, register_fast
+from depthgauge.checkpoints.registered_attention import NAME, fast_plans, layer_plan, register_attention
 from depthgauge.errors import InputError
 
 
@@ -21,8 +21,8 @@ def final(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> to
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_implementation_is_the_models_own_attention(name: str, padded: bool) -> None:
-    """At these sizes exact is cheapest, so that nothing but rounding may differ."""
+def test_the_implementation_agrees_with_eager_attention(name: str, padded: bool) -> None:
+    """At these sizes the exact path is cheapest, so only rounding may differ."""
     model, ids = tiny_model(name), tokens()
     mask = None
     if padded:
@@ -30,7 +30,7 @@ def test_the_implementation_is_the_models_own_attention(name: str, padded: bool)
         mask[1, :3] = 0
     model.set_attn_implementation("eager")
     stock = final(model, ids, mask)
-    register_fast(1e-6)
+    register_attention(1e-6)
     model.set_attn_implementation(NAME)
     ours = final(model, ids, mask)
     real = slice(None) if mask is None else mask.bool()
@@ -38,10 +38,10 @@ def test_the_implementation_is_the_models_own_attention(name: str, padded: bool)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_small_scores_run_on_a_polynomial_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_scores_use_a_polynomial_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model(name, spread=0.08), tokens(32, batch=1)
     outputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    real = fast.attention
+    real = registered_attention.attention
 
     def forced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
         exact = real(q, k, v, *rest, **keywords | {"force": "exact"})
@@ -49,8 +49,8 @@ def test_small_scores_run_on_a_polynomial_within_the_tolerance(name: str, monkey
         outputs.append((exact, rough, v))
         return rough
 
-    monkeypatch.setattr(fast, "attention", forced)
-    register_fast(1e-2)
+    monkeypatch.setattr(registered_attention, "attention", forced)
+    register_attention(1e-2)
     model.set_attn_implementation(NAME)
     final(model, ids)
     assert len(outputs) == 3
@@ -60,17 +60,17 @@ def test_small_scores_run_on_a_polynomial_within_the_tolerance(name: str, monkey
         assert 0 < share <= 1e-2 + 1e-5
 
 
-def test_what_is_not_understood_is_refused() -> None:
+def test_unsupported_arguments_raise_an_error() -> None:
     model = tiny_model("llama")
-    register_fast()
+    register_attention()
     model.set_attn_implementation(NAME)
-    with pytest.raises(InputError, match="attention that is given s_aux has no implementation 'depthgauge'"):
+    with pytest.raises(InputError, match="'depthgauge' does not support s_aux"):
         model(input_ids=tokens(), s_aux=torch.zeros(4))
     with pytest.raises(InputError, match="tolerance must be a positive number"):
-        register_fast(0.0)
+        register_attention(0.0)
 
 
-def test_plans_say_which_heads_could() -> None:
+def test_plans_list_the_polynomial_heads() -> None:
     small, large = wrap(tiny_model("llama", spread=0.05)), wrap(tiny_model("llama", spread=2.0))
     ids = tokens(24, batch=1)
     for layer in fast_plans(large, ids):
@@ -83,7 +83,7 @@ def test_plans_say_which_heads_could() -> None:
     assert fast_plans(wrap(tiny_model("gemma2")), ids)[1].why == "its scores are capped"
 
 
-def test_long_and_small_is_where_heads_run_fast() -> None:
+def test_long_sequences_with_small_scores_use_a_polynomial() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (0.05 * torch.randn(1, 2, 4096, 8, generator=generator) for _ in range(3))
     q[:, 1] *= 400

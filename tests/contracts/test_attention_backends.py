@@ -1,64 +1,61 @@
-"""The contract of every backend of the fast path: one function of q, k and v, whoever computes it.
+"""The contract of every backend of the polynomial path: the same function of q, k and v.
 
-`naive` is the definition in float64, `torch` runs everywhere, `triton` under its interpreter (TRITON_INTERPRET=1).
+`naive` is the definition in float64, `torch` runs on every device, and `triton` runs on a GPU or under its interpreter.
 """
 
-import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from kernel_settings import DEVICE, on_device
 from torch import Tensor
 
 from depthgauge.fast_attention.attention import decide, make_spec
-from depthgauge.fast_attention.backends import Backward, Forward
+from depthgauge.fast_attention.backends import TORCH_CPU, TORCH_GPU, TRITON, Backend
+from depthgauge.fast_attention.decide.cost import CPU
 from depthgauge.fast_attention.decide.decision import Decision
+from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
-from depthgauge.fast_attention.problem import Problem, checked
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.torch import backend as torch_backend
-from depthgauge.fast_attention.triton import backend as triton_backend
-from depthgauge.fast_attention.triton import gradient as triton_gradient
+from depthgauge.fast_attention.problem import Options, Problem, checked
+from depthgauge.fast_attention.spec import Repeatable, Spec
+from depthgauge.fast_attention.torch.backend import TorchBackend
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.workspace import Workspace
 
 Run = Callable[[Spec, Problem], Tensor]
 BLOCK = 128
+TORCH = TorchBackend(CPU, causal_chunk=BLOCK)
+KERNELS = TritonBackend(Workspace(causal_block=BLOCK))
 
 
 def naive(spec: Spec, problem: Problem) -> Tensor:
     q, k, v = (x.double() for x in (problem.q, problem.k[:, None], problem.v[:, None]))
     keep = None if spec.keep is None else spec.keep[:, None]
-    coefficients = torch.tensor(spec.coefficients, dtype=torch.float64)[:, None]
+    coefficients = torch.tensor(spec.coefficients, dtype=torch.float64, device=q.device)[:, None]
     centres = spec.query_centre.double()[:, None], spec.key_centre.double()[:, None]
-    return polynomial_attention(q, k, v, coefficients, spec.scale, *centres, problem.causal, keep, BLOCK)
+    causal_block = BLOCK if problem.causal else None
+    return polynomial_attention(q, k, v, coefficients, spec.scale, centres, keep, causal_block)
 
 
 def in_torch(spec: Spec, problem: Problem) -> Tensor:
-    return torch_backend.forward(spec, problem.q, problem.k, problem.v)[0]
+    return TORCH.forward(spec, problem.q, problem.k, problem.v)[0]
 
 
 def in_triton(spec: Spec, problem: Problem) -> Tensor:
-    return triton_backend.forward(spec, problem.q, problem.k, problem.v)[0]
+    return KERNELS.forward(spec, problem.q, problem.k, problem.v)[0]
 
 
-needs_interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
-)
-BACKENDS = [
+FUNCTIONS = [
     pytest.param(naive, id="naive"),
     pytest.param(in_torch, id="torch"),
-    pytest.param(in_triton, id="triton", marks=needs_interpreter),
+    pytest.param(in_triton, id="triton", marks=pytest.mark.kernels),
 ]
-PASSES = [
-    pytest.param(torch_backend.forward, torch_backend.backward, id="torch"),
-    pytest.param(triton_backend.forward, triton_gradient.backward, id="triton", marks=needs_interpreter),
+BACKENDS = [
+    pytest.param(TORCH, id="torch"),
+    pytest.param(KERNELS, id="triton", marks=pytest.mark.kernels),
 ]
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
-
-
-@pytest.fixture(autouse=True)
-def _same_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_backend, "CAUSAL_CHUNK", BLOCK)
-    monkeypatch.setattr(triton_backend, "CAUSAL_BLOCK", BLOCK)
 
 
 def draw(n: int = 150, m: int = 150, groups: int = 1, shift: float = 0.0, size: float = 0.09) -> list[Tensor]:
@@ -68,26 +65,28 @@ def draw(n: int = 150, m: int = 150, groups: int = 1, shift: float = 0.0, size: 
     return [q, k, torch.randn(1, 2, m, 16, generator=generator) + 2]
 
 
-def settled(q: Tensor, k: Tensor, v: Tensor, **how: object) -> tuple[Spec, Problem, Decision]:
-    """The spec of the fast path at degree 2."""
-    request = checked(
-        q, k, v, None, 0.0, bool(how.get("causal", False)), 1e-3, 1.0, how.get("padding"),  # type: ignore[arg-type]
-        q.shape[1] != k.shape[1], "polynomial",
-    )  # fmt: skip
+def decided(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, padding: Tensor | None = None
+) -> tuple[Spec, Problem, Decision]:
+    """Return the description of the polynomial path at degree 2, decided on the CPU, on the device of the kernels."""
+    options = Options(
+        is_causal=causal, scale=1.0, key_padding=padding, enable_gqa=q.shape[1] != k.shape[1], force="polynomial"
+    )
+    request = checked(q, k, v, options)
     problem = request.flat()
     decision = decide(request, problem)
     degrees = {choice.polynomial.degree for choice in decision.choices if choice.polynomial is not None}
     assert degrees == {2}
-    return make_spec(problem, decision, list(range(problem.heads)), 2), problem, decision
+    return *on_device(make_spec(problem, decision, list(range(problem.heads)), 2), problem), decision
 
 
-@pytest.mark.parametrize("run", BACKENDS)
+@pytest.mark.parametrize("run", FUNCTIONS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("n", "m", "groups", "shift"), [(150, 150, 1, 0.0), (40, 150, 1, 0.0), (300, 131, 2, 0.5)])
-def test_every_backend_is_the_definition_and_keeps_the_guarantee(
+def test_every_backend_computes_the_definition_within_the_guarantee(
     run: Run, causal: bool, n: int, m: int, groups: int, shift: float
 ) -> None:
-    spec, problem, decision = settled(*draw(n, m, groups, shift), causal=causal)
+    spec, problem, decision = decided(*draw(n, m, groups, shift), causal=causal)
     assert spec.exact_rows is None
     out = run(spec, problem).double()
     torch.testing.assert_close(out, naive(spec, problem), **CLOSE)
@@ -99,90 +98,100 @@ def test_every_backend_is_the_definition_and_keeps_the_guarantee(
     assert bool(((out - exact).abs() <= allowed * width[:, None, None] + 1e-6 * exact.abs()).all())
 
 
-@pytest.mark.parametrize("run", BACKENDS)
+@pytest.mark.parametrize("run", FUNCTIONS)
 def test_the_order_of_keys_does_not_matter(run: Run) -> None:
     q, k, v = draw()
-    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))
-    spec, problem, _ = settled(q, k, v)
-    mixed = Problem(problem.q, problem.k[:, order], problem.v[:, order], 1.0, False, None)
+    order = torch.randperm(150, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    spec, problem, _ = decided(q, k, v)
+    mixed = replace(problem, k=problem.k[:, order], v=problem.v[:, order])
     torch.testing.assert_close(run(spec, mixed), run(spec, problem), **CLOSE)
 
 
-@pytest.mark.parametrize("run", BACKENDS)
+@pytest.mark.parametrize("run", FUNCTIONS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_values_pass_through_linearly_and_constants_exactly(run: Run, causal: bool) -> None:
+def test_the_output_is_linear_in_the_values_and_preserves_constants(run: Run, causal: bool) -> None:
     q, k, v = draw()
-    spec, problem, _ = settled(q, k, v, causal=causal)
-    constant, problem_c, _ = settled(q, k, torch.full_like(v, 7.0), causal=causal)
+    spec, problem, _ = decided(q, k, v, causal=causal)
+    constant, problem_c, _ = decided(q, k, torch.full_like(v, 7.0), causal=causal)
     torch.testing.assert_close(run(constant, problem_c).double(), torch.full_like(problem.v, 7.0).double()[:, None])
-    double, problem_d, _ = settled(q, k, 2 * v + 1, causal=causal)
+    double, problem_d, _ = decided(q, k, 2 * v + 1, causal=causal)
     torch.testing.assert_close(run(double, problem_d), 2 * run(spec, problem) + 1, **CLOSE)
 
 
-@pytest.mark.parametrize("run", BACKENDS)
+@pytest.mark.parametrize("run", FUNCTIONS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_padding_is_leaving_out(run: Run, causal: bool) -> None:
+def test_padding_keys_have_no_effect(run: Run, causal: bool) -> None:
     q, k, v = draw()
     padding = torch.arange(150)[None] >= 140
     k[:, :, 140:], v[:, :, 140:] = 50.0, -1e3
-    spec, problem, _ = settled(q, k, v, causal=causal, padding=padding)
-    short, problem_s, _ = settled(q, k[:, :, :140], v[:, :, :140], causal=causal)
+    spec, problem, _ = decided(q, k, v, causal=causal, padding=padding)
+    short, problem_s, _ = decided(q, k[:, :, :140], v[:, :, :140], causal=causal)
     torch.testing.assert_close(run(spec, problem), run(short, problem_s), **CLOSE)
 
 
-@pytest.mark.parametrize("run", BACKENDS)
+@pytest.mark.parametrize("run", FUNCTIONS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_shared_keys_are_repeated_keys(run: Run, causal: bool) -> None:
+def test_shared_keys_equal_repeated_keys(run: Run, causal: bool) -> None:
     q, k, v = draw(groups=3)
-    spec, problem, _ = settled(q, k, v, causal=causal)
-    wide = settled(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1), causal=causal)
+    spec, problem, _ = decided(q, k, v, causal=causal)
+    wide = decided(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1), causal=causal)
     torch.testing.assert_close(run(spec, problem).flatten(0, 1), run(*wide[:2])[:, 0], rtol=2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("run", BACKENDS)
-def test_causal_rows_see_nothing_later(run: Run) -> None:
+@pytest.mark.parametrize("run", FUNCTIONS)
+def test_causal_rows_ignore_later_keys(run: Run) -> None:
     q, k, v = draw()
-    spec, problem, _ = settled(q, k, v, causal=True)
+    spec, problem, _ = decided(q, k, v, causal=True)
     out = run(spec, problem)
     torch.testing.assert_close(out[:, 0, 0].float(), problem.v[:, 0], **CLOSE)
-    later = Problem(problem.q, problem.k, problem.v.clone(), 1.0, True, None)
+    later = replace(problem, v=problem.v.clone())
     later.v[:, 140:] = 0.0
     torch.testing.assert_close(run(spec, later)[:, :, :140], out[:, :, :140], **CLOSE)
 
 
-@pytest.mark.parametrize(("forward", "backward"), PASSES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("n", "m", "groups", "shift"), [(150, 150, 1, 0.0), (300, 131, 2, 0.5)])
 def test_every_backend_has_the_gradients_of_the_definition(
-    forward: Forward, backward: Backward, causal: bool, n: int, m: int, groups: int, shift: float
+    backend: Backend, causal: bool, n: int, m: int, groups: int, shift: float
 ) -> None:
-    spec, problem, _ = settled(*draw(n, m, groups, shift), causal=causal)
+    spec, problem, _ = decided(*draw(n, m, groups, shift), causal=causal)
     given = problem.q, problem.k, problem.v
-    out, _, saved = forward(spec, *given, True)
-    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    out, _, saved = backend.forward(spec, *given, True)
+    up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     leaves = [x.double().requires_grad_() for x in given]
     exact = naive(spec, Problem(*leaves, problem.scale, causal, problem.keep))
     true = torch.autograd.grad(exact, leaves, up.double())
-    for one, other in zip(backward(spec, *given, saved, up), true, strict=True):
+    for one, other in zip(backend.backward(spec, *given, saved, up), true, strict=True):
         assert float((one.double() - other).norm() / other.norm()) < 2e-5
 
 
-@pytest.mark.parametrize(("forward", "backward"), PASSES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_where_heads_and_tokens_lie_in_memory_does_not_matter(
-    forward: Forward, backward: Backward, causal: bool, padded: bool, dtype: torch.dtype
-) -> None:
+def test_the_memory_layout_does_not_matter(backend: Backend, causal: bool, padded: bool, dtype: torch.dtype) -> None:
     given = [x.to(dtype) for x in draw(140, 140)]
     padding = torch.arange(140)[None] % 5 == 3 if padded else None
+    spec, problem, _ = decided(*given, causal=causal, padding=padding)
+    contiguous = problem.q, problem.k, problem.v
+    strided = [x.transpose(0, -2).contiguous().transpose(0, -2) for x in contiguous]
+    assert not any(x.is_contiguous() for x in strided)
     found = []
-    for q, k, v in (given, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]):
-        spec, problem, _ = settled(q, k, v, causal=causal, padding=padding)
-        tensors = problem.q, problem.k, problem.v
-        out, _, saved = forward(spec, *tensors, True)
-        up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for q, k, v in (contiguous, strided):
+        out, _, saved = backend.forward(spec, q, k, v, True)
+        up = torch.randn(out.shape, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
         up = up if q.is_contiguous() else up.transpose(0, 2).contiguous().transpose(0, 2)
-        found.append((out, *backward(spec, *tensors, saved, up)))
+        found.append((out, *backend.backward(spec, q, k, v, saved, up)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("backend", [TORCH_CPU, TORCH_GPU, TRITON])
+def test_every_instance_has_the_interface(backend: Backend) -> None:
+    assert isinstance(backend, Backend)
+    assert backend.rates.block % CAUSAL_STEP == 0  # the row bounds rely on it
+    problem = checked(*draw(), Options()).flat()
+    assert not backend.can_repeat(problem)
+    backend.remember((), Repeatable(problem, (1.0, 1.0), 0, 0))
+    assert backend.repeat((), problem.q, problem.k, problem.v) is None

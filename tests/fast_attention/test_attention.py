@@ -1,4 +1,4 @@
-"""`attention` and `attention_plan` as they are called: arguments, paths, reasons, and use in networks."""
+"""`attention` and `attention_plan` from the outside: arguments, paths, reasons, and use in networks."""
 
 import math
 import subprocess
@@ -14,22 +14,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import depthgauge as dg
 from depthgauge.errors import InputError
-from depthgauge.fast_attention import attention as room
+from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.decide.decision import Decision, GuaranteeError, is_never_worth_it
-from depthgauge.fast_attention.problem import Problem, checked
+from depthgauge.fast_attention.problem import Options, Problem, checked
 
 
 def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
-    """q, k, v whose scores are about `size` times a normal number."""
+    """Draw q, k, v whose scores are about `size` times a normal number."""
     generator = torch.Generator().manual_seed(seed)
     factor = math.sqrt(size)
     q, k, v = (torch.randn(1, heads, n, d, generator=generator, **kind) for _ in range(3))  # type: ignore[arg-type]
     return [factor * q, factor * k, v]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- invalid arguments ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -40,23 +40,23 @@ def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int
         ({"tolerance": float("nan")}, "got nan"),
         ({"force": "polynomal"}, "did you mean 'polynomial'"),
         ({"scale": float("inf")}, "scale must be a finite number, got inf"),
-        ({"dropout_p": 1.5}, "dropout_p must be a probability, got 1.5"),
+        ({"dropout_p": 1.5}, "dropout_p must be a probability between 0 and 1, got 1.5"),
         ({"dropout_p": True}, "got True"),
         ({"q": torch.zeros(1, 2, 300, 7)}, "same width, got q [1, 2, 300, 7]"),
-        ({"q": torch.zeros(1, 4, 300, 8)}, "or set enable_gqa"),
+        ({"q": torch.zeros(1, 4, 300, 8)}, "unless enable_gqa is set"),
         ({"q": torch.zeros(1, 3, 300, 8), "enable_gqa": True}, "multiple of the key heads"),
         ({"q": torch.zeros(2, 4, 300, 8), "enable_gqa": True}, "same batch and a head axis"),
         ({"v": torch.zeros(1, 2, 299, 8)}, "same heads and tokens"),
         ({"q": torch.zeros(8)}, "got shape [8]"),
         ({"q": torch.zeros(1, 2, 300, 8, dtype=torch.int64)}, "got torch.int64"),
-        ({"k": torch.zeros(1, 2, 300, 8, dtype=torch.float64)}, "share dtype and device"),
-        ({"attn_mask": torch.ones(300, 300, dtype=torch.bool), "is_causal": True}, "cannot both be given"),
-        ({"key_padding": torch.zeros(1, 2, 300)}, "key_padding must be bool of shape [1, 300]"),
+        ({"k": torch.zeros(1, 2, 300, 8, dtype=torch.float64)}, "same dtype and device"),
+        ({"attn_mask": torch.ones(300, 300, dtype=torch.bool), "is_causal": True}, "cannot be combined"),
+        ({"key_padding": torch.zeros(1, 2, 300)}, "key_padding must be a bool tensor of shape [1, 300]"),
         ({"attn_mask": torch.ones(300, 300, dtype=torch.bool), "force": "polynomial"}, "a general mask"),
-        ({"dropout_p": 0.1, "force": "polynomial"}, "dropout has no polynomial path"),
+        ({"dropout_p": 0.1, "force": "polynomial"}, "does not support dropout"),
     ],
 )
-def test_bad_input_is_named(change: dict[str, object], words: str) -> None:
+def test_invalid_arguments_raise_an_error_that_names_them(change: dict[str, object], words: str) -> None:
     arguments = dict(zip("qkv", draw(), strict=True)) | change
     for call in (dg.attention, dg.attention_plan):
         with pytest.raises(InputError) as caught:
@@ -64,14 +64,14 @@ def test_bad_input_is_named(change: dict[str, object], words: str) -> None:
         assert words in str(caught.value)
 
 
-def test_forcing_the_polynomial_beyond_reach_says_the_bound_and_the_degree() -> None:
+def test_forcing_the_polynomial_for_large_scores_reports_the_bound_and_the_degree() -> None:
     q, k, v = draw(size=9.0)
     with pytest.raises(GuaranteeError, match=r"B = \d+.* about degree \d\d"):
         dg.attention(q, k, v, force="polynomial")
     assert dg.attention_plan(q, k, v).path == "exact"
 
 
-# --- which path, and why ----------------------------------------------------------------------------------------------
+# --- paths and reasons ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_forcing_the_polynomial_beyond_reach_says_the_bound_and_the_degree() -> 
     [
         ({"attn_mask": torch.zeros(300, 300)}, "a general mask"),
         ({"dropout_p": 0.5}, "dropout"),
-        ({"force": "exact"}, "asked for"),
-        ({"key_padding": torch.ones(1, 300, dtype=torch.bool)}, "no key that is not padding"),
-        ({"key_padding": torch.arange(300)[None] < 1, "is_causal": True}, "causal rows without any key"),
+        ({"force": "exact"}, 'force="exact" was given'),
+        ({"key_padding": torch.ones(1, 300, dtype=torch.bool)}, "padding keys only"),
+        ({"key_padding": torch.arange(300)[None] < 1, "is_causal": True}, "the first causal row has no key"),
     ],
 )
-def test_what_has_no_fast_path_is_exact_and_says_why(change: dict[str, object], why: str) -> None:
+def test_calls_without_a_polynomial_path_are_exact_with_a_reason(change: dict[str, object], why: str) -> None:
     q, k, v = draw()
     plan = dg.attention_plan(q, k, v, **change)  # type: ignore[arg-type]
     assert plan.path == "exact"
@@ -92,7 +92,7 @@ def test_what_has_no_fast_path_is_exact_and_says_why(change: dict[str, object], 
     assert why in str(plan)
 
 
-def test_masks_dropout_and_padding_go_to_torch() -> None:
+def test_masks_dropout_and_padding_are_computed_by_torch() -> None:
     q, k, v = draw(n=20)
     mask = torch.rand(20, 20, generator=torch.Generator().manual_seed(1)) < 0.7
     mask[:, 0] = True
@@ -112,7 +112,7 @@ def test_masks_dropout_and_padding_go_to_torch() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_not_finite_behaves_as_torch_does(bad: float, where: int) -> None:
+def test_inputs_that_are_not_finite_give_the_output_of_torch(bad: float, where: int) -> None:
     tensors = draw(n=64)
     tensors[where][0, 1, 5, 2] = bad
     plan = dg.attention_plan(*tensors)
@@ -120,11 +120,11 @@ def test_not_finite_behaves_as_torch_does(bad: float, where: int) -> None:
     assert "not finite" in plan.heads[1].why
     out = dg.attention(*tensors)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(*tensors), rtol=1e-3, atol=4e-3, equal_nan=True)
-    forced = dg.attention_plan(*tensors, force="polynomial")  # the other head can be forced, this one never
+    forced = dg.attention_plan(*tensors, force="polynomial")  # the other head can be forced, this one cannot
     assert [head.path for head in forced.heads] == ["polynomial", "exact"]
 
 
-def test_padding_that_is_not_finite_reaches_nobody_silently() -> None:
+def test_padding_that_is_not_finite_selects_the_exact_path() -> None:
     q, k, v = draw(n=64)
     padding = torch.arange(64)[None] >= 60
     k[..., 61, :] = math.nan
@@ -157,7 +157,7 @@ def test_heads_are_decided_one_by_one() -> None:
     assert [head.path for head in plan.heads][::3] == ["exact", "exact"]
 
 
-def test_centring_takes_out_what_softmax_does_not_see() -> None:
+def test_centring_removes_a_common_shift() -> None:
     q, k, v = draw(n=500)
     plain = dg.attention_plan(q, k, v, force="polynomial").heads[0]
     moved = dg.attention_plan(q + 3, k - 5, v, force="polynomial").heads[0]
@@ -169,7 +169,7 @@ def test_centring_takes_out_what_softmax_does_not_see() -> None:
     assert keys.centring == "keys"
 
 
-def test_few_rows_beyond_the_limit_are_done_exactly() -> None:
+def test_few_rows_beyond_the_limit_are_computed_exactly() -> None:
     q, k, v = draw(n=4000, d=16)
     q[:, :, ::1000] *= 60
     plan = dg.attention_plan(q, k, v)
@@ -184,14 +184,14 @@ def test_few_rows_beyond_the_limit_are_done_exactly() -> None:
         assert bool(((out - exact).abs() <= 1.2e-3 * width).all())
 
 
-def test_weights_that_would_vanish_on_the_causal_path_are_not_used() -> None:
+def test_weights_that_would_underflow_on_the_causal_path_are_not_used() -> None:
     q, k, v = draw(n=300)
     shifted = dg.attention_plan(q + 1e3, k, v, is_causal=True)
     assert shifted.path == "exact"
     assert dg.attention_plan(q + 1e3, k, v, force="polynomial").path == "polynomial"
 
 
-def test_a_degree_that_is_nearly_free_is_taken_and_dear_ones_are_not() -> None:
+def test_a_higher_degree_is_chosen_only_if_it_costs_little_more() -> None:
     few, many = (dg.attention_plan(*draw(n=n, d=4, size=1e-5), force="polynomial").heads[0] for n in (100, 40000))
     assert (few.degree or 0) > (many.degree or 0)
     assert few.guarantee < many.guarantee
@@ -208,7 +208,7 @@ def test_the_plan_prints_as_a_table() -> None:
     assert 0 < plan.rounding < 1e-3
 
 
-def test_reduced_precision_products_are_in_the_allowance() -> None:
+def test_the_allowance_counts_reduced_precision_products() -> None:
     arguments = draw(n=4096)
     fine = dg.attention_plan(*arguments, force="polynomial").rounding
     before = torch.get_float32_matmul_precision()
@@ -220,7 +220,7 @@ def test_reduced_precision_products_are_in_the_allowance() -> None:
     assert coarse > fine + 2**-11
 
 
-def test_a_gpu_without_the_extra_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_notes_a_missing_gpu_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
     monkeypatch.setattr(backends, "has_triton", lambda: False)
     assert "extra gpu" in backends.notes(gpu)[0]
@@ -243,13 +243,13 @@ def test_any_number_of_leading_axes(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("empty", [(1, 2, 0, 4), (0, 2, 5, 4), (1, 2, 5, 0)])
-def test_nothing_to_compute(empty: tuple[int, ...]) -> None:
+def test_empty_tensors(empty: tuple[int, ...]) -> None:
     q = torch.zeros(*empty)
     assert dg.attention(q, q, q).shape == empty
     assert dg.attention_plan(q, q, q).path == "exact"
 
 
-def test_the_room_imports_with_torch_alone() -> None:
+def test_attention_needs_torch_alone() -> None:
     code = (
         "import sys\n"
         "for name in ('jaxtyping', 'scipy', 'typer', 'safetensors', 'matplotlib', 'flint', 'triton'):\n"
@@ -262,18 +262,18 @@ def test_the_room_imports_with_torch_alone() -> None:
     assert done.stdout.strip() == "torch.Size([4, 4])", done.stderr
 
 
-def test_nothing_is_surveyed_where_exact_attention_is_cheaper_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_survey_if_exact_attention_is_always_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed: list[int] = []
-    original = room.survey_of
+    original = attention_module.survey_of
 
     def watched(problem: Problem) -> Survey:
         surveyed.append(problem.q.shape[2])
         return original(problem)
 
-    monkeypatch.setattr(room, "survey_of", watched)
+    monkeypatch.setattr(attention_module, "survey_of", watched)
     few, many = draw(n=64, d=8), draw(n=20000, d=4, size=1e-4, heads=1)
     assert dg.attention_plan(*few).path == "exact"
-    assert surveyed == [64]  # a plan says B in any case
+    assert surveyed == [64]  # a plan always reports B
     torch.testing.assert_close(dg.attention(*few), F.scaled_dot_product_attention(*few), rtol=0, atol=0)
     _, bound = dg.attention(*few, return_bound=True)
     assert float(bound.abs().max()) == 0
@@ -288,7 +288,7 @@ def test_nothing_is_surveyed_where_exact_attention_is_cheaper_anyway(monkeypatch
 def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None:
     for d, size in ((2, 1e-9), (8, 1e-4), (16, 1e-2)):
         tensors = draw(n=n, d=d, size=size, heads=1)
-        problem = checked(*tensors, None, 0.0, False, 1e-3, None, None, False, None).flat()
+        problem = checked(*tensors, Options()).flat()
         tensors[0].requires_grad_(gradients)
         never = is_never_worth_it(problem, gradients)
         assert never or n > 64
@@ -296,11 +296,11 @@ def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None
         assert not never or dg.attention_plan(*tensors).path == "exact"
 
 
-# --- around torch -----------------------------------------------------------------------------------------------------
+# --- torch features ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_autocast_does_not_round_what_was_promised(causal: bool) -> None:
+def test_autocast_does_not_change_the_result(causal: bool) -> None:
     q, k, v = draw(n=600, d=8)
     how = {"is_causal": causal, "force": "polynomial"}
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -313,8 +313,8 @@ def test_autocast_does_not_round_what_was_promised(causal: bool) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own formulas for tangents
-def test_forward_mode_derivatives_are_exact_or_refused() -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # used by torch for tangents
+def test_forward_mode_derivatives_use_the_exact_path() -> None:
     q, k, v = draw(n=100, d=8)
     tangent = torch.ones_like(q)
     with forward_ad.dual_level():
@@ -327,24 +327,24 @@ def test_forward_mode_derivatives_are_exact_or_refused() -> None:
             dg.attention(dual, k, v, force="polynomial")
 
 
-def test_compiled_code_decides_between_its_graphs() -> None:
+def test_compiled_code_breaks_the_graph() -> None:
     q, k, v = draw(n=100, d=8)
     compiled = torch.compile(lambda x: 2 * dg.attention(x + 1, k, v, force="polynomial"), backend="eager")
     for factor in (1.0, 0.5):
         torch.testing.assert_close(compiled(factor * q), 2 * dg.attention(factor * q + 1, k, v, force="polynomial"))
 
 
-def test_heads_that_are_changed_do_not_change_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_centred_heads_are_computed_apart_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(n=300, d=8, size=0.02)
     q[:, 1] += 1.0
     done: list[list[int]] = []
-    original = room.polynomial_heads
+    original = attention_module.polynomial_heads
 
     def watched(problem: Problem, decision: Decision, members: list[int], *others: Any) -> tuple[Tensor, Tensor | None]:
         done.append([decision.choices[head].centring for head in members])
         return original(problem, decision, members, *others)
 
-    monkeypatch.setattr(room, "polynomial_heads", watched)
+    monkeypatch.setattr(attention_module, "polynomial_heads", watched)
     out = dg.attention(q, k, v, scale=1.0, force="polynomial")
     assert len({tuple(centrings) for centrings in done}) > 1
     assert all(len(set(centrings)) == 1 for centrings in done)
@@ -354,18 +354,18 @@ def test_heads_that_are_changed_do_not_change_others(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("padded", [False, True])
-def test_masks_of_exact_rows_are_made_in_blocks(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_exact_rows_are_created_in_blocks(causal: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(n=400, d=8, size=0.05)
     q[:, :, 5::40] *= 40
     padding = (torch.arange(400) % 7 == 3)[None].expand(q.shape[0], -1) if padded else None
     how = {"is_causal": causal, "key_padding": padding, "scale": 1.0, "force": "polynomial"}
     whole = dg.attention(q, k, v, **how)
     assert dg.attention_plan(q, k, v, **how).heads[0].exact_rows > 0
-    monkeypatch.setattr(room, "MASK_ENTRIES", 3000)
+    monkeypatch.setattr(attention_module, "MASK_ENTRIES", 3000)
     torch.testing.assert_close(dg.attention(q, k, v, **how), whole)
 
 
-# --- in use -----------------------------------------------------------------------------------------------------------
+# --- inside networks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -387,7 +387,7 @@ def test_swapped_into_a_self_attention_network(causal: bool) -> None:
 
 
 class Block(nn.Module):
-    """A plain transformer block that calls whatever attention it is given."""
+    """A transformer block that calls the given attention function."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -414,7 +414,7 @@ def test_swapped_into_a_transformer_block_with_small_and_with_trained_weights() 
         small = block(x, F.scaled_dot_product_attention)
         fast = block(x, lambda *a, **b: dg.attention(*a, **b, force="polynomial"))
         assert 0 < float((small - fast).abs().max()) < 1e-2
-        block.inwards.weight[:64] *= 25  # as large as trained ones grow
+        block.inwards.weight[:64] *= 25  # as large as trained weights
         torch.testing.assert_close(block(x, F.scaled_dot_product_attention), block(x, dg.attention))
     parameters = list(block.parameters())
     block.inwards.weight.data[:64] /= 25

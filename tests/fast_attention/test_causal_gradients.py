@@ -1,31 +1,35 @@
-"""Causal gradients in Triton against autograd of the definition, under Triton's interpreter (see test_kernels)."""
+"""Causal gradients in Triton against autograd of the definition."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
-from kernel_settings import DTYPES, expected, needs_interpreter, setting
+from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected
 from torch import Tensor
 
 from depthgauge.fast_attention.decide import decision as decisions
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import backend as triton_backend
-from depthgauge.fast_attention.triton import causal_gradient as triton_causal_gradient
-from depthgauge.fast_attention.triton import gradient as triton_gradient
+from depthgauge.fast_attention.triton import causal_gradient
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.workspace import Workspace
 
 SETTINGS = {
-    "some blocks": {"n": 300, "m": 300, "d": 16, "e": 16, "degree": 2},
-    "less than a block": {"n": 77, "m": 77, "d": 16, "e": 32, "degree": 2},
-    "whole blocks": {"n": 256, "m": 256, "d": 16, "e": 16, "degree": 2, "is_uneven": True},
-    "fewer keys": {"n": 300, "m": 170, "d": 32, "e": 16, "degree": 2, "groups": 2, "padded": True},
-    "rows after all keys": {"n": 520, "m": 100, "d": 16, "e": 16, "degree": 2, "groups": 3},
-    "more keys": {"n": 200, "m": 300, "d": 16, "e": 32, "degree": 1, "shift": 0.5},
-    "weights": {"n": 260, "m": 150, "d": 32, "e": 64, "degree": 2, "groups": 2, "padded": True, "shift": 0.5},
-    "weights, degree 1": {"n": 260, "m": 260, "d": 32, "e": 16, "degree": 1, "groups": 2, "padded": True, "shift": 0.5},
-    "long rows": {"n": 260, "m": 260, "d": 32, "e": 32, "degree": 2, "long_rows": True},
+    "some blocks": Setting(n=300, m=300, d=16, e=16, degree=2, causal=True),
+    "less than a block": Setting(n=77, m=77, d=16, e=32, degree=2, causal=True),
+    "whole blocks": Setting(n=256, m=256, d=16, e=16, degree=2, is_uneven=True, causal=True),
+    "fewer keys": Setting(n=300, m=170, d=32, e=16, degree=2, groups=2, padded=True, causal=True),
+    "rows after all keys": Setting(n=520, m=100, d=16, e=16, degree=2, groups=3, causal=True),
+    "more keys": Setting(n=200, m=300, d=16, e=32, degree=1, shift=0.5, causal=True),
+    "weights": Setting(n=260, m=150, d=32, e=64, degree=2, groups=2, padded=True, shift=0.5, causal=True),
+    "weights, degree 1": Setting(n=260, m=260, d=32, e=16, degree=1, groups=2, padded=True, shift=0.5, causal=True),
+    "long rows": Setting(n=260, m=260, d=32, e=32, degree=2, long_rows=True, causal=True),
 }
-WIDE = {"n": 130, "m": 130, "d": 128, "e": 16, "degree": 2, "size": 0.5}
+WIDE = Setting(n=130, m=130, d=128, e=16, degree=2, size=0.5, causal=True)
+GAP = {torch.float32: 2e-6 if DEVICE.type == "cpu" else 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
+BLOCK = 128
+SMALL_BLOCKS = TritonBackend(Workspace(causal_block=BLOCK))
 
 
 @pytest.fixture(autouse=True)
@@ -33,50 +37,53 @@ def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "NEARLY", 1.0)
 
 
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_backend, "CAUSAL_BLOCK", 128)
-
-
-def arriving(spec: Spec, problem: Problem) -> Tensor:
-    """A drawn gradient of the output."""
+def output_gradient(problem: Problem) -> Tensor:
+    """Draw a gradient of the output."""
     shape = *problem.q.shape[:-1], problem.v.shape[-1]
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(problem.q.dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(problem.q.device, problem.q.dtype)
 
 
-def gradients(spec: Spec, problem: Problem, up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Those of the kernels."""
+def gradients(
+    spec: Spec, problem: Problem, up: Tensor, backend: TritonBackend = SMALL_BLOCKS
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the kernels."""
     given = problem.q, problem.k, problem.v
-    _, _, saved = triton_backend.forward(spec, *given)
-    return triton_gradient.backward(spec, *given, saved, up)
+    _, _, saved = backend.forward(spec, *given)
+    return backend.backward(spec, *given, saved, up)
 
 
-def gaps(spec: Spec, problem: Problem, up: Tensor, found: tuple[Tensor, ...]) -> list[float]:
-    """How far the gradients are from the definition's, relative; rows computed elsewhere hand nothing back."""
-    leaves = [x.double().requires_grad_() for x in (problem.q, problem.k, problem.v)]
+def gaps(spec: Spec, problem: Problem, up: Tensor, found: tuple[Tensor, ...], block: int = BLOCK) -> list[float]:
+    """Return the relative distances to the gradients of the definition. Exact rows have no gradient here."""
+    leaves = double_leaves(problem)
     up = up.double() if spec.exact_rows is None else up.double().masked_fill(spec.exact_rows[..., None], 0)
-    true = torch.autograd.grad(expected(spec, problem, *leaves), leaves, up)
-    largest = max(float(x.norm()) for x in true)  # of one key alone the gradient is 0
+    true = torch.autograd.grad(expected(spec, problem, leaves, block), leaves, up)
+    largest = max(float(x.norm()) for x in true)  # the gradient of a single key is 0
     return [
         float((one.double() - other).norm()) / max(float(other.norm()), 0.1 * largest)
         for one, other in zip(found, true, strict=True)
     ]
 
 
-@needs_interpreter
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize(
-    ("dtype", "given"),
-    [pytest.param(dtype, given, id=f"{name}-{dtype}") for dtype in DTYPES for name, given in SETTINGS.items()]
-    + [pytest.param(torch.float16, WIDE, id="wide-torch.float16")],
-)
-def test_causal_gradients_are_those_of_the_definition(dtype: torch.dtype, given: dict[str, object]) -> None:
-    spec, problem = setting(dtype, causal=True, **given)  # type: ignore[arg-type]
-    up = arriving(spec, problem)
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_causal_gradients_are_those_of_the_definition(dtype: torch.dtype, name: str) -> None:
+    check_gradients(SETTINGS[name], dtype)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_wide_heads_have_the_gradients_of_the_definition(dtype: torch.dtype) -> None:
+    check_gradients(WIDE, dtype)
+
+
+def check_gradients(setting: Setting, dtype: torch.dtype) -> None:
+    spec, problem = setting.draw(dtype)
+    up = output_gradient(problem)
     found = gradients(spec, problem, up)
     assert [x.dtype for x in found] == [dtype] * 3
     assert [x.shape for x in found] == [x.shape for x in (problem.q, problem.k, problem.v)]
-    assert max(gaps(spec, problem, up, found)) < (2e-6 if dtype == torch.float32 else 3e-3)
+    assert max(gaps(spec, problem, up, found)) < GAP[dtype]
     if spec.exact_rows is not None:
         assert not bool(found[0][spec.exact_rows].any())
     if spec.keep is not None:
@@ -84,53 +91,52 @@ def test_causal_gradients_are_those_of_the_definition(dtype: torch.dtype, given:
         assert not bool(found[2][~spec.keep].any())
 
 
-@needs_interpreter
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.kernels
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 1), (129, 2)])
-def test_few_tokens(n: int, m: int) -> None:  # of so few the scores are centred away; the spec is that of more
-    spec, problem = setting(torch.float32, 200, 200, 16, 16, 2, causal=True)
-    few = Problem(problem.q[:, :, :n], problem.k[:, :m], problem.v[:, :m], problem.scale, True, None)
-    up = arriving(spec, few)
-    assert max(gaps(spec, few, up, gradients(spec, few, up))) < 2e-6
+def test_few_tokens(n: int, m: int) -> None:
+    # Centring removes the scores of so few tokens, so the description is that of a longer problem.
+    spec, problem = Setting(n=200, m=200, d=16, e=16, degree=2, causal=True).draw(torch.float32)
+    few = replace(problem, q=problem.q[:, :, :n], k=problem.k[:, :m], v=problem.v[:, :m])
+    up = output_gradient(few)
+    assert max(gaps(spec, few, up, gradients(spec, few, up))) < GAP[torch.float32]
 
 
-@needs_interpreter
-def test_blocks_of_their_real_size() -> None:
-    spec, problem = setting(torch.float32, 1100, 1100, 16, 16, 2, causal=True)
-    assert triton_backend.CAUSAL_BLOCK < 1100
-    up = arriving(spec, problem)
-    assert max(gaps(spec, problem, up, gradients(spec, problem, up))) < 2e-6
+@pytest.mark.kernels
+def test_blocks_of_the_default_size() -> None:
+    backend = TritonBackend()
+    block = backend.workspace.causal_block
+    spec, problem = Setting(n=1100, m=1100, d=16, e=16, degree=2, causal=True).draw(torch.float32)
+    assert 1 < 1100 / block < 2
+    up = output_gradient(problem)
+    assert max(gaps(spec, problem, up, gradients(spec, problem, up, backend), block)) < GAP[torch.float32]
 
 
-@needs_interpreter
-@pytest.mark.usefixtures("small_blocks")
-def test_turned_states_can_be_made_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, problem = setting(torch.float32, 400, 200, 16, 32, 2, causal=True, groups=2)
-    up = arriving(spec, problem)
+@pytest.mark.kernels
+def test_turned_states_can_be_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, problem = Setting(n=400, m=200, d=16, e=32, degree=2, causal=True, groups=2).draw(torch.float32)
+    up = output_gradient(problem)
     at_once = gradients(spec, problem, up)
-    monkeypatch.setattr(triton_causal_gradient, "TURNED_BYTES", 1)
+    monkeypatch.setattr(causal_gradient, "TURNED_BYTES", 1)
     for one, other in zip(gradients(spec, problem, up), at_once, strict=True):
         assert torch.equal(one, other)
 
 
-@needs_interpreter
-@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.kernels
 @pytest.mark.parametrize("power", [-12, 15])
-def test_short_exponents_do_not_limit_the_gradients(power: int) -> None:
-    spec, problem = setting(torch.float16, 520, 520, 16, 16, 2, causal=True)
-    up = arriving(spec, problem)
+def test_the_range_of_float16_does_not_limit_gradients(power: int) -> None:
+    spec, problem = Setting(n=520, m=520, d=16, e=16, degree=2, causal=True).draw(torch.float16)
+    up = output_gradient(problem)
     up = up / up.abs().max()
     scaled = torch.ldexp(up, torch.tensor(power)).to(torch.float16)
     found = [torch.ldexp(x.double(), torch.tensor(-power)) for x in gradients(spec, problem, scaled)]
     worst = gaps(spec, problem, torch.ldexp(scaled.double(), torch.tensor(-power)), tuple(found))
-    assert max(worst) < 1e-2  # the results themselves are that coarse
+    assert max(worst) < 1e-2  # the resolution of the results themselves
 
 
-@needs_interpreter
-@pytest.mark.usefixtures("small_blocks")
-def test_no_gradient_comes_from_earlier_rows_or_goes_to_later_keys() -> None:
-    spec, problem = setting(torch.float32, 300, 300, 16, 16, 2, causal=True, groups=2)
-    up = arriving(spec, problem)
+@pytest.mark.kernels
+def test_gradients_respect_causality() -> None:
+    spec, problem = Setting(n=300, m=300, d=16, e=16, degree=2, causal=True, groups=2).draw(torch.float32)
+    up = output_gradient(problem)
     up[:, :, :200], up[:, :, 250:] = 0, 0
     dq, dk, dv = gradients(spec, problem, up)
     assert not bool(dq[:, :, :200].any() or dq[:, :, 250:].any() or dk[:, 250:].any() or dv[:, 250:].any())
@@ -139,10 +145,12 @@ def test_no_gradient_comes_from_earlier_rows_or_goes_to_later_keys() -> None:
 
 def test_weights_of_later_rows() -> None:
     z = torch.tensor([[[1.0, 2, 4, 4, 2], [0.5, 4, 2, 8, 4]]])
-    floor = triton_causal_gradient.floors(z, 2)
+    floor = causal_gradient.floors(z, 2)
     assert floor.tolist() == [[0.5, 2.0, 2.0]]
     q, k = torch.zeros(2, 5, 16), torch.zeros(1, 5, 16)
-    given = triton_causal_gradient.Given(q, q, z[0], z[0], k, k, None, floor, 1.0, 2)
-    after = triton_causal_gradient.weights_after(given, 3)
+    given = causal_gradient.Inputs(
+        q=q, grad=q, z=z[0], level=z[0], k=k, v=k, w=None, floor=floor, scale=1.0, block=2
+    )  # fmt: skip
+    after = causal_gradient.weights_after(given, 3)
     assert after.tolist() == [[4 / 2 + 2 / 2, 2 / 2, 1.0]]
-    assert math.prod(triton_causal_gradient.weights_after(given, 2).shape) == 2
+    assert math.prod(causal_gradient.weights_after(given, 2).shape) == 2

@@ -1,14 +1,15 @@
-"""Symmetric features: their number, what they stand for, and their gradient."""
+"""Symmetric features: their number, their meaning, and their gradient."""
 
 import math
 
 import pytest
 import torch
 
-from depthgauge.fast_attention.features import Featurizer, feature_count, features, features_vjp, multinomials
+from depthgauge.fast_attention.decide.cost import feature_count
+from depthgauge.fast_attention.torch.features import Featurizer, features, features_vjp, multinomials
 
 
-def test_the_numbers_of_features() -> None:
+def test_the_number_of_features() -> None:
     assert feature_count(64, 2) == 2145
     assert feature_count(16, 2) == 153
     assert feature_count(64, 3) == 47905
@@ -55,7 +56,7 @@ def test_the_gradient_is_that_of_the_monomials(dim: int, degree: int) -> None:
     torch.testing.assert_close(features_vjp(x, features(x, degree), grad.clone(), degree), expected)
 
 
-def test_buffers_are_used_again_without_mixing_chunks() -> None:
+def test_buffers_are_reused_without_mixing_chunks() -> None:
     make = Featurizer(2)
     x, y = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
     first = make(x).clone()

@@ -1,6 +1,7 @@
-"""Gradients through the fast path: within their own bound of the true ones, and of what is computed exactly those."""
+"""Gradients of the polynomial path: within their bound of the exact gradients, and exact for exact rows."""
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,15 +14,32 @@ from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.naive import softmax_attention
 
 
-def leaves(
-    seed: int, n: int, m: int, d: int, e: int, groups: int, size: float, shift: float, dtype: torch.dtype
-) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    factor = math.sqrt(size / math.sqrt(d))
-    q = factor * torch.randn(1, 2 * groups, n, d, generator=generator, dtype=torch.float64) + shift
-    k = factor * torch.randn(1, 2, m, d, generator=generator, dtype=torch.float64) - shift
-    v = torch.randn(1, 2, m, e, generator=generator, dtype=torch.float64)
-    return [x.to(dtype).requires_grad_() for x in (q, k, v)]
+@dataclass(frozen=True)
+class Setting:
+    """Drawn q, k and v of two key heads; the scores are about `size` times a normal number."""
+
+    n: int
+    m: int
+    d: int = 8
+    e: int = 4
+    groups: int = 1
+    size: float = 0.01
+    shift: float = 0.0
+    dtype: torch.dtype = torch.float64
+    seed: int = 0
+
+    def leaves(self) -> list[Tensor]:
+        """Return q, k and v as leaves that require gradients."""
+        generator = torch.Generator().manual_seed(self.seed)
+        factor = math.sqrt(self.size / math.sqrt(self.d))
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        q = factor * normal(1, 2 * self.groups, self.n, self.d) + self.shift
+        k = factor * normal(1, 2, self.m, self.d) - self.shift
+        v = normal(1, 2, self.m, self.e)
+        return [x.to(self.dtype).requires_grad_() for x in (q, k, v)]
 
 
 @settings(max_examples=40)
@@ -41,7 +59,7 @@ def test_gradients_keep_their_bound(
     seed: int, n: int, m: int, d: int, groups: int, size: float, shift: float, causal: bool, padded: bool,
     tolerance: float,
 ) -> None:  # fmt: skip
-    q, k, v = leaves(seed, n, m, d, 3, groups, size, shift, torch.float64)
+    q, k, v = Setting(n, m, d, 3, groups, size, shift, seed=seed).leaves()
     padding = torch.arange(m)[None] % 3 == 1 if padded else None
     arguments = {"is_causal": causal, "tolerance": tolerance, "key_padding": padding, "enable_gqa": groups > 1}
     try:
@@ -67,7 +85,7 @@ def test_gradients_keep_their_bound(
         values = wide[1] if padding is None else wide[1][:, :, ~padding[0]]
         width = values.amax(-2, keepdim=True) - values.amin(-2, keepdim=True)
         reach = (up.abs() * width).sum(-1)  # range of dO·v: [1, heads, n]
-        # No centre makes keys longer than twice the longest, nor queries: a bound that needs no knowledge of it.
+        # Centring makes keys and queries at most twice as long as the longest, so this bound needs no centre.
         longest = 2 * kept.norm(dim=-1).amax(-1).repeat_interleave(groups, dim=1)[..., None]
         tiny = 1e-12
         assert bool(((dq - tq).norm(dim=-1) <= per_query * scale * longest * reach + tiny).all())
@@ -83,8 +101,8 @@ def test_gradients_keep_their_bound(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shorter_dtypes_give_their_own(causal: bool, dtype: torch.dtype) -> None:
-    q, k, v = leaves(0, 300, 300, 8, 4, 1, 0.02, 0.0, dtype)
+def test_gradients_have_the_dtype_of_the_inputs(causal: bool, dtype: torch.dtype) -> None:
+    q, k, v = Setting(300, 300, size=0.02, dtype=dtype).leaves()
     out = attention(q, k, v, is_causal=causal, force="polynomial", tolerance=1e-2)
     out.float().square().sum().backward()
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
@@ -97,8 +115,8 @@ def test_shorter_dtypes_give_their_own(causal: bool, dtype: torch.dtype) -> None
         assert float(gap) < (0.02 if dtype == torch.float32 else 0.06)
 
 
-def test_gradients_ask_for_a_higher_degree() -> None:
-    q, k, v = leaves(0, 20000, 20000, 8, 4, 1, 0.02, 0.0, torch.float64)  # so many that no degree is nearly free
+def test_gradients_need_a_higher_degree() -> None:
+    q, k, v = Setting(20000, 20000, size=0.02).leaves()  # so many tokens that no higher degree costs little more
     with_gradients = attention_plan(q, k, v, force="polynomial").heads[0]
     without = attention_plan(q.detach(), k.detach(), v, force="polynomial").heads[0]
     assert (with_gradients.degree or 0) == (without.degree or 0) + 1
@@ -107,8 +125,8 @@ def test_gradients_ask_for_a_higher_degree() -> None:
         assert attention_plan(q, k, v, force="polynomial").heads[0].degree == without.degree
 
 
-def test_rows_done_exactly_have_exact_gradients() -> None:
-    q, k, v = leaves(0, 400, 400, 8, 4, 1, 0.01, 0.0, torch.float64)
+def test_exact_rows_have_exact_gradients() -> None:
+    q, k, v = Setting(400, 400).leaves()
     with torch.no_grad():
         q[:, :, 7] *= 60
     plan = attention_plan(q, k, v, force="polynomial", tolerance=1e-2)
@@ -122,16 +140,16 @@ def test_rows_done_exactly_have_exact_gradients() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_differentiating_twice_is_refused(causal: bool) -> None:
-    q, k, v = leaves(0, 30, 30, 4, 2, 1, 0.01, 0.0, torch.float64)
+def test_differentiating_twice_raises_an_error(causal: bool) -> None:
+    q, k, v = Setting(30, 30, 4, 2).leaves()
     out = attention(q, k, v, is_causal=causal, force="polynomial")
     (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(DepthgaugeError, match="cannot be differentiated again"):
+    with pytest.raises(DepthgaugeError, match="cannot be differentiated: second derivatives"):
         torch.autograd.grad(dq.sum(), q)
 
 
-def test_a_part_of_the_gradients_can_be_asked_for() -> None:
-    q, k, v = leaves(0, 30, 30, 4, 2, 1, 0.01, 0.0, torch.float64)
+def test_a_single_gradient_can_be_requested() -> None:
+    q, k, v = Setting(30, 30, 4, 2).leaves()
     v = v.detach()
     (dk,) = torch.autograd.grad(attention(q, k, v, force="polynomial").square().sum(), k)
     (true,) = torch.autograd.grad(softmax_attention(q, k, v, 0.5).square().sum(), k)

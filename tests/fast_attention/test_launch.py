@@ -1,4 +1,4 @@
-"""A compiled kernel is used again only for arguments it was compiled for; every other launch is Triton's."""
+"""A compiled kernel is reused only for arguments that it was compiled for; every other launch goes through Triton."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,13 @@ import torch
 
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
-from depthgauge.fast_attention.triton.survey import report_place
+from depthgauge.fast_attention.triton.launches import FirstMomentSizes, SurveySizes, TransposeSizes
+from depthgauge.fast_attention.triton.readback import Readbacks
+from depthgauge.fast_attention.triton.workspace import Workspace
 
 
 class Kernel:
-    """Stands for a Triton kernel: it writes down who launched it, and with what."""
+    """A stand-in for a Triton kernel that records its launches."""
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, tuple[int, int, int], tuple[object, ...], dict[str, int]]] = []
@@ -32,22 +34,22 @@ class Compiled:
         return lambda *arguments: self.kernel.launched.append(("compiled", grid, arguments, {}))
 
 
-def who(kernel: Kernel) -> list[str]:
+def launchers(kernel: Kernel) -> list[str]:
     return [name for name, *_ in kernel.launched]
 
 
-def test_the_same_kind_of_launch_uses_what_was_compiled() -> None:
+def test_a_launch_with_the_same_dtypes_reuses_the_compiled_kernel() -> None:
     kernel = Kernel()
     launch = Launch(kernel, (2, 3, 1), (7, 16), (64, True), num_warps=4)
     x, y = torch.zeros(8), torch.zeros(8)
     launch((x, y), (0.5,))
     launch((y, x), (0.25,))
-    assert who(kernel) == ["triton", "compiled"]
+    assert launchers(kernel) == ["triton", "compiled"]
     assert kernel.launched[0] == ("triton", (2, 3, 1), (x, y, 7, 16, 0.5, 64, True), {"num_warps": 4})
     assert kernel.launched[1] == ("compiled", (2, 3, 1), (y, x, 7, 16, 0.25, 64, True), {})
 
 
-def test_other_dtypes_and_addresses_are_left_to_triton() -> None:
+def test_other_dtypes_and_addresses_go_through_triton() -> None:
     kernel = Kernel()
     launch = Launch(kernel, (1, 1, 1), (), ())
     memory = torch.zeros(64)
@@ -62,11 +64,34 @@ def test_other_dtypes_and_addresses_are_left_to_triton() -> None:
     launch((aligned.half(),))
     launch((aligned.half(),))
     launch((aligned,))
-    assert who(kernel) == ["triton", "triton", "triton", "compiled", "triton", "triton", "compiled", "triton"]
+    assert launchers(kernel) == ["triton", "triton", "triton", "compiled", "triton", "triton", "compiled", "triton"]
 
 
-def test_a_graph_that_is_being_captured_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_a_cuda_graph_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(InputError, match='force="exact" inside graphs'):
-        report_place(2, torch.device("cuda"))
-    assert report_place(2, torch.device("cpu")).numbers.shape == (2, 6)
+        Readbacks().get(2, torch.device("cuda"))
+    assert Readbacks().get(2, torch.device("cpu")).numbers.shape == (2, 6)
+
+
+@pytest.mark.kernels
+def test_a_workspace_keeps_its_own_launches_and_tables() -> None:
+    one, other, cpu = Workspace(), Workspace(), torch.device("cpu")
+    sizes = SurveySizes(2, 70, 70, 16, 16, cpu)
+    assert one.launch(sizes) is one.launch(SurveySizes(2, 70, 70, 16, 16, cpu))
+    assert one.launch(sizes) is not other.launch(sizes)
+    assert one.launch(sizes) is not one.launch(sizes._replace(heads=3))
+    assert one.table(range, cpu, 3) is one.table(range, cpu, 3)
+    assert one.table(range, cpu, 3) is not other.table(range, cpu, 3)
+    assert one.table(range, cpu, 3).tolist() == [0, 1, 2]
+    assert one.readbacks.get(2, cpu) is not other.readbacks.get(2, cpu)
+
+
+@pytest.mark.kernels
+def test_records_of_different_kernels_do_not_share_a_launch() -> None:
+    workspace, cpu = Workspace(), torch.device("cpu")
+    transpose = TransposeSizes(1, 1, 16, 128, 0, True, cpu)
+    survey = SurveySizes(*transpose[:5], cpu)
+    assert workspace.launch(transpose).kernel is not workspace.launch(survey).kernel
+    first = FirstMomentSizes(2, 70, 128, 512, 16, 16, torch.float32, False, cpu)
+    assert workspace.launch(first).grid == (1, 2, 1)

@@ -1,4 +1,4 @@
-"""The polynomials: what the exchange finds is best, and what is proved about it is true."""
+"""The polynomials: the Remez exchange finds the best one, and the proved errors are true."""
 
 import math
 from decimal import Decimal, getcontext, localcontext
@@ -35,7 +35,7 @@ LARGEST = {
 
 
 def sampled_error(coefficients: tuple[float, ...], bound: float, samples: int = 121) -> float:
-    """max |p e^−t − 1| over many points, in 60 digits, so that sampling is all that is missing."""
+    """Return max |p e^−t − 1| over many points, in 60 digits."""
     with localcontext() as context:
         context.prec = 60
         worst = Decimal(0)
@@ -54,7 +54,7 @@ def test_the_largest_bounds_are_the_known_ones(degree: int) -> None:
 
 
 def test_degree_zero_is_the_hyperbolic_tangent() -> None:
-    # The best constant is 1/cosh B, off by tanh B; the output then by tanh(B/2), the sharp constant of softmax.
+    # The best constant is 1/cosh B with error tanh B. The output error is tanh(B/2), the sharp constant of softmax.
     for bound in (1e-4, 0.1, 1.0):
         p = minimax(0, bound)
         assert p.coefficients[0] == pytest.approx(1 / math.cosh(bound), rel=1e-12)
@@ -79,7 +79,7 @@ def test_no_nearby_polynomial_is_better(degree: int, exponent: float, seed: int)
     bound = 2.0**exponent
     p = minimax(degree, bound)
     step = torch.randn(degree + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    # Two moves: of a size that matters everywhere on the interval, and both ways.
+    # Perturb in both directions, by an amount of the order of the error everywhere on the interval.
     moves = [p.error * float(s) / bound**k for k, s in enumerate(step)]
     for sign in (1, -1):
         other = tuple(c + sign * m for c, m in zip(p.coefficients, moves, strict=True))
@@ -96,11 +96,11 @@ def test_errors_of_arbitrary_polynomials_are_proved_too() -> None:
             assert sampled_error(tuple(drawn), bound, 61) <= found
             cells = _error_by_cells([Decimal(c) for c in drawn], Decimal(bound))
             assert sampled_error(tuple(drawn), bound, 61) <= cells <= found * 1.05 + 1e-9
-    assert getcontext().prec == 28  # nobody's decimal arithmetic was changed
+    assert getcontext().prec == 28  # the global decimal context is unchanged
 
 
 @given(st.floats(1e-12, 16))
-def test_the_grid_lies_above(bound: float) -> None:
+def test_grid_bounds_are_rounded_up(bound: float) -> None:
     index = grid_index(bound)
     assert grid_bound(index) >= bound
     assert index == SMALLEST_INDEX or grid_bound(index - 1) < bound
@@ -108,11 +108,11 @@ def test_the_grid_lies_above(bound: float) -> None:
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("tolerance", [0.5, 1e-2, 1e-3, 1e-5])
-def test_limits_are_the_last_that_meet_the_tolerance(tolerance: float, gradients: bool) -> None:
+def test_limits_are_the_largest_indices_that_meet_the_tolerance(tolerance: float, gradients: bool) -> None:
     limits = [limit_index(degree, tolerance, gradients) for degree in range(5)]
     for degree, index in enumerate(limits):
         if index is None:
-            assert gradients  # a constant has no slope
+            assert gradients  # the gradient of a constant is 0
             assert degree == 0
             continue
         assert guarantee(at_index(degree, index), gradients) <= tolerance
@@ -130,22 +130,22 @@ def test_the_polynomial_used_is_narrow_where_the_tolerance_allows_it(tolerance: 
         assert at_the_limit.bound == grid_bound(last)
         assert output_error(at_the_limit.error) <= tolerance
         assert output_error(inside.error) <= tolerance
-        # Further inside it is made for scores of 2B/√d = B/4, and errs less there than the minimax polynomial of B.
+        # Below the limit it is computed for scores of 2B/√d = B/4, where its error is below that of the minimax of B.
         narrow = grid_bound(last - 48) / 4
         assert relative_error(inside.coefficients, narrow) < at_index(degree, last - 48).error / 3
         assert sampled_error(inside.coefficients, inside.bound) <= inside.error
-    assert suited(2, 0, 1, 0.5, False) == at_index(2, 0)  # width 1: nothing is narrower
+    assert suited(2, 0, 1, 0.5, False) == at_index(2, 0)  # width 1: no narrower interval
 
 
 def test_gradients_cost_one_degree() -> None:
-    # p′ is as good as a polynomial of one degree less: 18 to 22 % off where p is off by 1 % at degree 2.
+    # p′ is about as good as a polynomial of one degree less: at degree 2, p has error 1 % and p′ about 20 %.
     p = minimax(2, 0.6252)
     assert 0.1 < p.slope_error < 0.25
     assert gradient_error(p) > p.slope_error
 
 
 def test_output_error_is_attained() -> None:
-    # Mass a gets the factor 1+ε, the rest 1−ε: the worst a gives exactly the bound.
+    # Mass a has the factor 1+ε, the rest 1−ε: the worst a attains the bound.
     for epsilon in (1e-6, 0.01, 0.3, 0.9):
         a = torch.linspace(0, 1, 200001, dtype=torch.float64)
         moved = a * (1 + epsilon) / (a * (1 + epsilon) + (1 - a) * (1 - epsilon)) - a
@@ -154,7 +154,7 @@ def test_output_error_is_attained() -> None:
     assert output_error(1.0) == 1.0
 
 
-def test_the_degree_it_would_take_is_about_right() -> None:
+def test_the_estimated_degree_is_off_by_at_most_one() -> None:
     for bound in (0.05, 0.3, 0.7, 1.2):
         found = next(g for g in range(6) if g == 5 or output_error(minimax(g, bound).error) <= 1e-3)
         assert abs(degree_it_would_take(bound, 1e-3) - found) <= 1

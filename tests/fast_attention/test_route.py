@@ -1,58 +1,62 @@
-"""Calls that are repeated: a Route must do what a full decision does, and give up where it never made one.
+"""Repeated calls: a Route must return what a full decision returns, and give up where no decision was made before.
 
-The kernels run under Triton's interpreter (TRITON_INTERPRET=1), in float32 treated as the kernels treat bfloat16.
+The kernels run in float32 and treat it as they treat bfloat16.
 """
 
 import math
-import os
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_settings import DEVICE
 from torch import Tensor
 
-from depthgauge.fast_attention import attention as room
+from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.backends import TRITON
 from depthgauge.fast_attention.decide import decision
 from depthgauge.fast_attention.decide.decision import GuaranteeError
 from depthgauge.fast_attention.decide.minimax import grid_bound, grid_index
-from depthgauge.fast_attention.triton import backend as triton_backend
-from depthgauge.fast_attention.triton import route as triton_route
-from depthgauge.fast_attention.triton.survey import outward, report_place
+from depthgauge.fast_attention.triton import route as route_module
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.route import Route
+from depthgauge.fast_attention.triton.survey import outward
+from depthgauge.fast_attention.triton.workspace import Workspace
 
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
-)
+pytestmark = pytest.mark.kernels
 OPTIONS: dict[str, Any] = {"scale": 1.0, "tolerance": 1e-2, "force": "polynomial"}
 
 
 @pytest.fixture(autouse=True)
-def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
+    """A new Triton backend, used for every problem."""
+    triton = TritonBackend(Workspace(causal_block=128, centred_after=(torch.float32,)))
     for module in (backends, decision):
-        monkeypatch.setattr(module, "backend_for", lambda problem, degree: TRITON)
-    for module in (triton_backend, triton_route):
-        monkeypatch.setattr(module, "uses_middle", lambda dtype: False)
-    monkeypatch.setattr(triton_backend, "CAUSAL_BLOCK", 128)
-    monkeypatch.setattr(triton_route, "_routes", {})
+        monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
+    monkeypatch.setattr(backends, "TRITON", triton)
+    return triton
+
+
+def only_route(backend: TritonBackend) -> Route:
+    (route,) = backend.routes.values()
+    return route
 
 
 def draw(n: int, m: int, groups: int = 1, size: float = 0.06, seed: int = 0) -> list[Tensor]:
-    """q, k, v of two key heads that are mirror images, so that one polynomial serves both."""
+    """Draw q, k, v of two key heads with opposite signs, so that one polynomial fits both."""
     generator = torch.Generator().manual_seed(seed)
     factor = (size / 4) ** 0.5
     q = factor * torch.randn(1, groups, n, 16, generator=generator)
     k, v = factor * torch.randn(1, 1, m, 16, generator=generator), torch.randn(1, 1, m, 16, generator=generator) + 3
-    return [torch.cat([x, -x], dim=1) for x in (q, k, v)]
+    return [torch.cat([x, -x], dim=1).to(DEVICE) for x in (q, k, v)]
 
 
 def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("decided anew")
 
-    monkeypatch.setattr(room, "decide", refuse)
+    monkeypatch.setattr(attention_module, "decide", refuse)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +64,12 @@ def forbid_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
     [(70, 200, 1, False, 0.06), (300, 300, 1, True, 0.06), (200, 130, 2, True, 0.06), (65, 40, 3, False, 0.004)],
 )
 def test_a_second_call_repeats_the_first(
-    n: int, m: int, groups: int, is_causal: bool, size: float, monkeypatch: pytest.MonkeyPatch
+    n: int, m: int, groups: int, is_causal: bool, size: float, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, k, v = draw(n, m, groups, size)
     options = {**OPTIONS, "is_causal": is_causal, "enable_gqa": groups > 1}
     first = attention(q, k, v, **options)
-    assert len(triton_route._routes) == 1
+    assert len(backend.routes) == 1
     forbid_decisions(monkeypatch)
     again = attention(q, k, v, **options)
     assert isinstance(again, Tensor)
@@ -75,18 +79,20 @@ def test_a_second_call_repeats_the_first(
     assert float((again - exact).abs().max()) <= 1e-2 * float((v.amax(-2) - v.amin(-2)).max())
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     torch.testing.assert_close(attention(*strided, **options), first, rtol=0, atol=0)
-    # Other numbers that lead to the same B: rows and keys in another order.
-    order = torch.randperm(m, generator=torch.Generator().manual_seed(1))
+    # Other tensors with the same B: the keys in another order.
+    order = torch.randperm(m, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     moved = attention(q, k[..., order, :].contiguous(), v[..., order, :].contiguous(), **options)
     if not is_causal:
         torch.testing.assert_close(moved, first, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the spoilt inputs, in the interpreter's numpy
-def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN inputs in the numpy of the interpreter
+def test_a_call_without_an_earlier_decision_is_decided_anew(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
-    (route,) = triton_route._routes.values()
+    route = only_route(backend)
     before = set(route.known)
     q2 = q * 0.9
     torch.testing.assert_close(
@@ -97,13 +103,13 @@ def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch)
         attention(100 * q, k, v, **OPTIONS)
     for bad in (math.nan, math.inf):
         for tensor in (q, k, v):
-            spoilt = tensor.clone()
-            spoilt[0, 0, 3, 3] = bad
-            given = [spoilt if x is tensor else x for x in (q, k, v)]
+            changed = tensor.clone()
+            changed[0, 0, 3, 3] = bad
+            given = [changed if x is tensor else x for x in (q, k, v)]
             assert route(*given) is None
             exact = F.scaled_dot_product_attention(*given, scale=1.0)
             torch.testing.assert_close(attention(*given, **OPTIONS), exact, rtol=0, atol=1e-2, equal_nan=True)
-    for factors in ((1e9, 1e-9, 1.0), (1e-9, 1e9, 1.0), (1.0, 1.0, 1e-20), (1.0, 1.0, 1e20)):  # sums would be lost
+    for factors in ((1e9, 1e-9, 1.0), (1e-9, 1e9, 1.0), (1.0, 1.0, 1e-20), (1.0, 1.0, 1e20)):  # beyond `holds`
         assert route(*(x * factor for x, factor in zip((q, k, v), factors, strict=True))) is None
     forbid_decisions(monkeypatch)
     attention(q, k, v, **OPTIONS)
@@ -114,31 +120,31 @@ def test_what_was_never_decided_is_decided_anew(monkeypatch: pytest.MonkeyPatch)
         attention(q.requires_grad_(), k, v, **OPTIONS)
 
 
-def test_a_route_never_assumes_less_than_the_survey_proves() -> None:
+def test_a_route_never_assumes_a_smaller_bound_than_the_survey(backend: TritonBackend) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
-    (route,) = triton_route._routes.values()
+    route = only_route(backend)
     generator = torch.Generator().manual_seed(3)
     up, lost = outward(16)
-    asked: list[int] = []
+    looked_up: list[int] = []
 
     class Everything(dict[int, tuple[tuple[float, ...], int]]):
         def get(self, index: int, default: Any = None) -> Any:
-            asked.append(index)
+            looked_up.append(index)
             return (1.0,), -(10**6)
 
     route.known = Everything()
     for step in range(300):
         sizes = (10.0 ** (14 * torch.rand(2, 6, generator=generator, dtype=torch.float64) - 8)).tolist()
         rows = [[*row[:4], 1.0, row[5]] for row in sizes]
-        if step % 2:  # just below an edge of the grid, where rounding up decides
+        if step % 2:  # just below a point of the grid, where rounding up matters
             edge = grid_bound(grid_index(math.sqrt(rows[0][0] * rows[0][1]))) * (1 - 1e-7)
             rows[0][1] = edge**2 / rows[0][0]
             rows[1][:2] = [rows[0][0] / 4, rows[0][1] / 4]
         assert route.decided(rows) is not None
         longest = [(math.sqrt(row[0]) * up + lost) * (math.sqrt(row[1]) * up + lost) for row in rows]
-        assert asked[-1] >= grid_index(max(longest))
-        assert asked[-1] <= grid_index(max(longest) * (1 + 1e-6))
+        assert looked_up[-1] >= grid_index(max(longest))
+        assert looked_up[-1] <= grid_index(max(longest) * (1 + 1e-6))
     for column in range(6):
         for bad in (math.inf, math.nan):
             rows = [[1.0] * 6, [1.0] * 6]
@@ -153,12 +159,12 @@ def test_a_route_never_assumes_less_than_the_survey_proves() -> None:
             assert route.decided(rows) is not None
 
 
-def test_a_route_gives_up_where_centring_would_lower_the_degree() -> None:
+def test_a_route_gives_up_if_centring_would_lower_the_degree(backend: TritonBackend) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
-    (route,) = triton_route._routes.values()
+    route = only_route(backend)
     ((index, (coefficients, least)),) = route.known.items()
-    square = 0.999 * grid_bound(index)  # of the norms of q and of k, so that their product is just below B
+    square = 0.999 * grid_bound(index)  # the squared norms of q and k, so that their product is just below B
     rows = [[square, square, square, square, 1.0, 0.0]] * 2
     assert route.decided(rows) == coefficients
     for column in (2, 3):
@@ -167,16 +173,26 @@ def test_a_route_gives_up_where_centring_would_lower_the_degree() -> None:
         assert route.decided(centred) is None
 
 
-def test_an_error_on_the_way_leaves_no_numbers_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_during_a_call_drops_its_readback_buffer(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
-    (route,) = triton_route._routes.values()
-    before = report_place(2, q.device)
+    route, readbacks = only_route(backend), backend.workspace.readbacks
+    before = readbacks.get(2, q.device)
 
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(triton_route, "first_place", fail)
+    monkeypatch.setattr(route_module, "first_buffer", fail)
     with pytest.raises(MemoryError):
         route(q, k, v)
-    assert report_place(2, q.device) is not before
+    assert readbacks.get(2, q.device) is not before
+
+
+def test_routes_belong_to_their_backend(backend: TritonBackend) -> None:
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    (kind,) = backend.routes
+    assert backend.repeat(kind, q, k, v) is not None
+    assert TritonBackend().repeat(kind, q, k, v) is None

@@ -1,60 +1,108 @@
-"""Problems for the Triton kernels under Triton's interpreter, and the definition they are compared with."""
+"""Drawn problems for the Triton kernels, and the definition that the kernels are compared with.
 
-import os
+With a GPU the kernels run on it. Without a GPU they run under Triton's interpreter on the CPU (see conftest.py), which
+is exact for float32 and float16 but wrong for bfloat16 products. bfloat16 is therefore marked `gpu`.
+"""
+
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.naive import polynomial_attention
-from depthgauge.fast_attention.problem import Problem, checked
+from depthgauge.fast_attention.problem import Options, Problem, checked
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import backend as triton_backend
 
-needs_interpreter = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run here only with TRITON_INTERPRET=1"
-)
-DTYPES = [torch.float32, torch.float16]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
+DTYPES = [torch.float32, torch.float16, BFLOAT16]
 
 
-def setting(
-    dtype: torch.dtype, n: int, m: int, d: int, e: int, degree: int, *, groups: int = 1, causal: bool = False,
-    padded: bool = False, shift: float = 0.0, long_rows: bool = False, is_uneven: bool = False, size: float = 1.0,
-    seed: int = 0,
-) -> tuple[Spec, Problem]:  # fmt: skip
-    """A drawn problem and the spec of its fast path at the degree wanted, for a tolerance that allows it.
+def _moved(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.to(DEVICE)
 
-    Scores are `size` times the usual ones of the degree; `long_rows`: some queries are too long for the polynomial;
-    `is_uneven`: heads have polynomials of their own.
+
+def on_device(spec: Spec, problem: Problem) -> tuple[Spec, Problem]:
+    """Return copies of both with all tensors on the device of the kernels."""
+
+    def of(p: Problem) -> Problem:
+        return Problem(p.q.to(DEVICE), p.k.to(DEVICE), p.v.to(DEVICE), p.scale, p.causal, _moved(p.keep))
+
+    survey: Survey = replace(
+        spec.survey,
+        query_centre=spec.survey.query_centre.to(DEVICE),
+        key_centre=spec.survey.key_centre.to(DEVICE),
+        values=None,
+    )
+    own = replace(
+        spec, exact_rows=_moved(spec.exact_rows), keep=_moved(spec.keep), survey=survey, problem=of(spec.problem)
+    )
+    return own, of(problem)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A drawn problem with two key heads, for a tolerance that allows polynomials of `degree`.
+
+    The scores are `size` times the usual scores of the degree. With `long_rows`, some queries are too long for the
+    polynomial. With `is_uneven`, the heads have different polynomials.
     """
-    generator = torch.Generator().manual_seed(seed)
-    factor = ({1: 0.004, 2: 0.06}[degree] * size / d**0.5) ** 0.5
-    q = (factor * torch.randn(1, 2 * groups, n, d, generator=generator) + shift).to(dtype)
-    k = (factor * torch.randn(1, 2, m, d, generator=generator) - shift).to(dtype)
-    v = (torch.randn(1, 2, m, e, generator=generator) + 3).to(dtype)
-    if long_rows:
-        q[:, :, 7::50] *= 30
-    if is_uneven:
-        k[:, 1] *= 0.75
-    padding = (torch.arange(m) % 5 == 3)[None] if padded else None
-    request = checked(q, k, v, None, 0.0, causal, 1e-2, 1.0, padding, groups > 1, "polynomial")
-    problem = request.flat()
-    decision = decide(request, problem)
-    degrees = {None if choice.polynomial is None else choice.polynomial.degree for choice in decision.choices}
-    assert degrees == {degree}
-    assert (decision.choices[0].centring == 2) == (shift > 0 or long_rows)
-    spec = make_spec(problem, decision, list(range(problem.heads)), degree)
-    assert (spec.exact_rows is not None) == long_rows
-    assert not is_uneven or len(set(spec.coefficients)) > 1
-    return spec, problem
+
+    n: int
+    m: int
+    d: int
+    e: int
+    degree: int
+    groups: int = 1
+    causal: bool = False
+    padded: bool = False
+    shift: float = 0.0
+    long_rows: bool = False
+    is_uneven: bool = False
+    size: float = 1.0
+
+    def draw(self, dtype: torch.dtype) -> tuple[Spec, Problem]:
+        """Return the description of the polynomial path, decided on the CPU, and the problem."""
+        generator = torch.Generator().manual_seed(0)
+        factor = ({1: 0.004, 2: 0.06}[self.degree] * self.size / self.d**0.5) ** 0.5
+        q = (factor * torch.randn(1, 2 * self.groups, self.n, self.d, generator=generator) + self.shift).to(dtype)
+        k = (factor * torch.randn(1, 2, self.m, self.d, generator=generator) - self.shift).to(dtype)
+        v = (torch.randn(1, 2, self.m, self.e, generator=generator) + 3).to(dtype)
+        if self.long_rows:
+            q[:, :, 7::50] *= 30
+        if self.is_uneven:
+            k[:, 1] *= 0.75
+        padding = (torch.arange(self.m) % 5 == 3)[None] if self.padded else None
+        options = Options(
+            is_causal=self.causal, tolerance=1e-2, scale=1.0, key_padding=padding, enable_gqa=self.groups > 1,
+            force="polynomial",
+        )  # fmt: skip
+        request = checked(q, k, v, options)
+        problem = request.flat()
+        decision = decide(request, problem)
+        degrees = {None if choice.polynomial is None else choice.polynomial.degree for choice in decision.choices}
+        assert degrees == {self.degree}
+        assert (decision.choices[0].centring == 2) == (self.shift > 0 or self.long_rows)
+        spec = make_spec(problem, decision, list(range(problem.heads)), self.degree)
+        assert (spec.exact_rows is not None) == self.long_rows
+        assert not self.is_uneven or len(set(spec.coefficients)) > 1
+        return on_device(spec, problem)
 
 
-def expected(spec: Spec, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The definition in float64, with exact blocks of the kernels' size on the diagonal."""
+def expected(spec: Spec, problem: Problem, tensors: tuple[Tensor, Tensor, Tensor], block: int) -> Tensor:
+    """Compute the definition in float64 for q, k and v, with exact causal blocks of the given size."""
+    q, k, v = tensors
     keep = None if spec.keep is None else spec.keep[:, None]
-    return polynomial_attention(
-        q, k[:, None], v[:, None], torch.tensor(spec.coefficients, dtype=torch.float64)[:, None], spec.scale,
-        spec.query_centre.double()[:, None], spec.key_centre.double()[:, None], problem.causal, keep,
-        triton_backend.CAUSAL_BLOCK,
-    )  # fmt: skip
+    coefficients = torch.tensor(spec.coefficients, dtype=torch.float64, device=q.device)[:, None]
+    centres = spec.query_centre.double()[:, None], spec.key_centre.double()[:, None]
+    causal_block = block if problem.causal else None
+    return polynomial_attention(q, k[:, None], v[:, None], coefficients, spec.scale, centres, keep, causal_block)
+
+
+def double_leaves(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v in float64 as leaves that require gradients."""
+    q, k, v = (x.double().requires_grad_() for x in (problem.q, problem.k, problem.v))
+    return q, k, v

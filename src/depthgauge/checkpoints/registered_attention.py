@@ -1,7 +1,8 @@
-"""Attention with a guarantee inside transformers: `model.set_attn_implementation("depthgauge")` after `register_fast`.
+"""`dg.attention` as an attention implementation of transformers, named `depthgauge`.
 
-Where a layer attends to everything, or causally, every head whose scores are proved small enough runs on a polynomial;
-padding, windows and capped scores are computed exactly. `fast_plans` says, layer by layer, which heads those are.
+In layers with full or causal attention, every head whose scores are proved to be small is computed by a polynomial.
+Padding masks, sliding windows and capped scores are computed exactly. `fast_plans` lists the polynomial heads of every
+layer.
 """
 
 from collections import Counter
@@ -23,13 +24,26 @@ from depthgauge.fast_attention.plan import Plan
 
 NAME = "depthgauge"
 TOLERANCE = 1e-3
-_NOT_UNDERSTOOD = ("position_bias", "s_aux", "head_mask")
+_UNSUPPORTED = ("position_bias", "s_aux", "head_mask")
 
 
-def register_fast(tolerance: float = TOLERANCE) -> None:
-    """Make attention within `tolerance` × range(v) known to transformers as `depthgauge`."""
+def register_attention(tolerance: float = TOLERANCE) -> None:
+    """Register `attention` with transformers as the attention implementation `depthgauge`.
+
+    Call `model.set_attn_implementation("depthgauge")` afterwards to use it. Every attention output of the model is then
+    within `tolerance` × range(v) of exact attention, plus rounding. Registering again replaces the tolerance for all
+    models that use the implementation.
+
+    Args:
+        tolerance: The largest error of an output entry, as a fraction of the range of its values.
+
+    Raises:
+        InputError: The tolerance is not a positive number.
+        CheckpointError: transformers is not installed, or, when a model runs, a layer passes an argument that the
+            implementation does not support.
+    """
     require_positive(
-        "tolerance", tolerance, "the largest error of an output entry, as a share of the range of its values"
+        "tolerance", tolerance, "the largest error of an output entry, as a fraction of the range of its values"
     )
     library = transformers()
     from transformers.masking_utils import sdpa_mask
@@ -46,12 +60,15 @@ def register_fast(tolerance: float = TOLERANCE) -> None:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        unknown = [name for name in _NOT_UNDERSTOOD if others.get(name) is not None]
-        if unknown:
-            raise CheckpointError(f"attention that is given {unknown[0]} has no implementation {NAME!r}; use another")
-        # As with torch's own attention, no mask means causal or everything, whichever the module says.
-        asks = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        causal = bool(asks) and attention_mask is None and query.shape[2] > 1
+        unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
+        if unsupported:
+            raise CheckpointError(
+                f"the attention implementation {NAME!r} does not support {unsupported[0]}, which a layer of this model "
+                'uses; choose another implementation, for example model.set_attn_implementation("eager")'
+            )
+        # As in transformers' own sdpa implementation: without a mask, the module decides between causal and full.
+        is_causal_module = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        causal = bool(is_causal_module) and attention_mask is None and query.shape[2] > 1
         if softcap is not None:
             out = _capped(query, key, value, attention_mask, scaling, softcap, causal)
         else:
@@ -70,7 +87,7 @@ def register_fast(tolerance: float = TOLERANCE) -> None:
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float, causal: bool
 ) -> Tensor:
-    """Capped scores are no polynomial of the products: exactly, in blocks."""
+    """Compute attention with capped scores exactly, in blocks: a capped score is not a polynomial of q·k."""
     if causal:
         n, m = query.shape[2], key.shape[2]
         mask = torch.ones(1, 1, n, m, dtype=torch.bool, device=query.device).tril()
@@ -79,7 +96,11 @@ def _capped(
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Which `heads` of a layer could run fast, the proved `bounds` B on the scores of all, and why others cannot."""
+    """The polynomial heads of a layer.
+
+    `heads` are the heads that take the polynomial path, out of `total`. `bounds` are the proved bounds B on the scores
+    of all heads. `why` is the most frequent reason of the other heads.
+    """
 
     layer: int
     total: int
@@ -88,19 +109,19 @@ class LayerPlan:
     why: str
 
     def line(self) -> str:
-        """One line for a reader."""
+        """Return a summary in one line."""
         which = f"heads {', '.join(map(str, self.heads))}" if self.heads else "no head"
         sizes = f"B from {number(min(self.bounds))} to {number(max(self.bounds))}" if self.bounds else ""
         others = "; ".join(part for part in (sizes, self.why) if part)
         return f"layer {self.layer}: {which} of {self.total}" + (f" ({others})" if others else "")
 
     def to_json(self) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the JSON object of the result document."""
         return {"heads": list(self.heads), "bounds": list(self.bounds), "line": self.line()}
 
 
 def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> LayerPlan:
-    """What fast attention would do with a layer's heads; of a batch, the first."""
+    """Return the plan of a layer for the first sequence of the batch."""
     heads = call.query.shape[1]
     causal = call.mask is not None and _is_causal(call.mask)
     if call.softcap is not None or (call.mask is not None and not causal):
@@ -116,13 +137,13 @@ def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> LayerPlan:
 
 def _is_causal(mask: Tensor) -> bool:
     n, m = mask.shape[-2:]
-    seen = mask > torch.finfo(mask.dtype).min / 2
-    return n == m and bool((seen == torch.ones(n, m, dtype=torch.bool, device=mask.device).tril()).all())
+    allowed = mask > torch.finfo(mask.dtype).min / 2
+    return n == m and bool((allowed == torch.ones(n, m, dtype=torch.bool, device=mask.device).tril()).all())
 
 
 @torch.no_grad()
 def fast_plans(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], tolerance: float = TOLERANCE) -> list[LayerPlan]:
-    """Layer by layer, which heads could run fast on these tokens."""
+    """Return the plan of every layer on these tokens."""
     plans: list[LayerPlan] = []
 
     def watch(call: AttentionCall) -> Tensor:

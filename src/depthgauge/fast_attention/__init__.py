@@ -1,1 +1,1 @@
-"""Attention with a guaranteed error: polynomial where the scores are small, exact where they are not."""
+"""Attention with a guaranteed error: a polynomial where the scores are small, exact attention elsewhere."""

@@ -1,4 +1,4 @@
-"""`attention` and `attention_plan`: scaled_dot_product_attention with a guarantee, fast where the scores are small."""
+"""`attention` and `attention_plan`: scaled_dot_product_attention with a guaranteed error, fast for small scores."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,18 +9,17 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
-from depthgauge.fast_attention.backends import notes, survey_of
+from depthgauge.fast_attention.backends import notes, repeated, survey_of
 from depthgauge.fast_attention.decide.decision import Decision, is_never_worth_it
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Plan, exact_plan
-from depthgauge.fast_attention.problem import Problem, Request, checked
+from depthgauge.fast_attention.problem import Kind, Options, Problem, Request, checked, is_dual, kind_of
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import route as triton_route
-from depthgauge.fast_attention.triton.route import Kind
 
 MASK_ENTRIES = 2**27
-"""How large a mask is made at once."""
+"""The largest number of mask entries that are created at once."""
+Output = Tensor | tuple[Tensor, Tensor]
 
 
 def attention(
@@ -38,44 +37,64 @@ def attention(
     force: str | None = None,
     return_bound: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softm(s q kᵀ) v with every entry within tolerance × range(v) of it, in real arithmetic.
+    """Compute softm(s q kᵀ) v with a guaranteed error, by a polynomial where the scores are small.
 
-    Shapes and meaning of `torch.nn.functional.scaled_dot_product_attention`: q [..., heads, n, d],
-    k [..., heads, m, d], v [..., heads, m, e]; range(v) is that of the head's value column, max − min over its keys.
-    `key_padding` [..., m] is True where a key is padding. `force` is `exact` or `polynomial`.
-    With `return_bound` also [..., heads, n]: row i is off by at most bound[i] × range(v), the fast path's rounding
-    included, besides the storing of the result in its dtype; 0 where a row is computed exactly.
-    Where q or k need gradients the tolerance holds for these too. `attention_plan` tells what is done, and why.
+    Every entry is within `tolerance` × range(v) of exact attention in real arithmetic, where range(v) is max − min of
+    the head's value column over its keys. Rounding adds the allowance that `attention_plan` reports. If q or k require
+    gradients, the tolerance holds for the gradients as well. Heads with large scores are computed exactly.
+
+    Args:
+        q: Queries [..., heads, n, d].
+        k: Keys [..., heads, m, d].
+        v: Values [..., heads, m, e].
+        attn_mask: A mask as in `torch.nn.functional.scaled_dot_product_attention`. It selects the exact path.
+        dropout_p: The dropout probability. A positive probability selects the exact path.
+        is_causal: Whether row i attends to keys j ≤ i only.
+        tolerance: The largest error of an output entry, as a fraction of the range of its values.
+        scale: The factor s of q·k; 1/√d if None.
+        key_padding: Bool tensor [..., m], True at padding keys, which no row attends to.
+        enable_gqa: Whether q may have more heads than k and v; consecutive query heads then share a key head.
+        force: `exact` or `polynomial` to force a path; None chooses by predicted cost.
+        return_bound: Whether to return a bound for every row as well.
+
+    Returns:
+        The output [..., heads, n, e]. With `return_bound`, the output and a tensor [..., heads, n]: row i differs from
+        exact attention by at most bound[i] × range(v), rounding included, plus the error of storing the result in its
+        dtype. The bound is 0 for rows that are computed exactly.
+
+    Raises:
+        InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
+        GuaranteeError: The polynomial path is forced where it cannot meet the tolerance.
 
     >>> q = k = v = torch.eye(4)
     >>> bool((attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-3)
     True
     """
     if torch.compiler.is_compiling():
-        return outside_graphs()(
+        return _uncompiled.attention(
             q, k, v, attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
             enable_gqa=enable_gqa, force=force, return_bound=return_bound,
         )  # fmt: skip
-    options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
     with on_device(q):
-        kind = None if return_bound else triton_route.kind_of(q, k, v, options)
-        route = triton_route.find(kind)
-        if route is not None and (quick := route(q, k, v)) is not None:
-            return quick
-        return _decided_anew(checked(q, k, v, *options), kind, return_bound)
+        kind = None if return_bound else kind_of(q, k, v, options)
+        if (out := repeated(kind, q, k, v)) is not None:
+            return out
+        return _decided_anew(checked(q, k, v, options), kind, return_bound)
 
 
-def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` from the start; what is decided is kept for calls of the same kind."""
+def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Output:
+    """Compute `attention` from the start, and keep the decision for later calls of the same kind."""
     flat = bound = None
     if exact_reason(request) is None:
         problem = request.flat()
-        if request.force == "polynomial" or not is_never_worth_it(problem, needs_gradients(request)):
+        is_forced = request.options.force == "polynomial"
+        if is_forced or not is_never_worth_it(problem, needs_gradients(request)):
             with without_autocast(problem.q.device):
                 decision = decide(request, problem)
                 if any(choice.polynomial is not None for choice in decision.choices):
                     if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
-                        decision.teach(kind)
+                        decision.remember(kind)
                     flat, bound = run(problem, decision, return_bound)
     out = exact(request) if flat is None else request.shaped(flat)
     if not return_bound:
@@ -83,18 +102,27 @@ def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Te
     return out, out.new_zeros(out.shape[:-1]) if bound is None else request.shaped(bound)
 
 
-_outside_graphs: list[Callable[..., Tensor | tuple[Tensor, Tensor]]] = []
+class _Uncompiled:
+    """`attention` for code compiled by torch.compile: a decision depends on numbers, so it needs a graph break.
+
+    The function is created on first use because creating it imports the compiler.
+    """
+
+    def __init__(self) -> None:
+        self._function: Callable[..., Output] | None = None
+
+    @property
+    def attention(self) -> Callable[..., Output]:
+        if self._function is None:
+            self._function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+        return self._function
 
 
-def outside_graphs() -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """`attention` for code that torch compiles: a decision depends on numbers, so it is made between two graphs."""
-    if not _outside_graphs:  # made late, for it imports the compiler
-        _outside_graphs.append(torch.compiler.disable(attention))  # type: ignore[no-untyped-call]
-    return _outside_graphs[0]
+_uncompiled = _Uncompiled()
 
 
 def on_device(tensor: object) -> AbstractContextManager[object]:
-    """Where launches go to this tensor's GPU: the current one, unless there are several."""
+    """Return a context in which kernels are launched on the GPU of this tensor."""
     if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
@@ -114,10 +142,32 @@ def attention_plan(
     enable_gqa: bool = False,
     force: str | None = None,
 ) -> Plan:
-    """What `attention` would do with the same arguments, and why: per key head the proved B, degree, path and costs."""
-    request = checked(
-        q, k, v, attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
-    )  # fmt: skip
+    """Return what `attention` would do with the same arguments, and why.
+
+    The plan lists for every key head the proved bound B on the scores, the degree, the path and the predicted costs.
+
+    Args:
+        q: Queries [..., heads, n, d].
+        k: Keys [..., heads, m, d].
+        v: Values [..., heads, m, e].
+        attn_mask: As in `attention`.
+        dropout_p: As in `attention`.
+        is_causal: As in `attention`.
+        tolerance: The largest error of an output entry, as a fraction of the range of its values.
+        scale: The factor s of q·k; 1/√d if None.
+        key_padding: Bool tensor [..., m], True at padding keys.
+        enable_gqa: As in `attention`.
+        force: `exact` or `polynomial` to force a path; None chooses by predicted cost.
+
+    Returns:
+        A `Plan`. Printing it shows a table.
+
+    Raises:
+        InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
+        GuaranteeError: The polynomial path is forced where it cannot meet the tolerance.
+    """
+    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
+    request = checked(q, k, v, options)
     reason = exact_reason(request)
     if reason is not None:
         return exact_plan(request, reason)
@@ -127,66 +177,68 @@ def attention_plan(
 
 
 def exact_reason(request: Request) -> str | None:
-    """Why only the exact path can do what is asked, or None."""
-    reason = None
-    if request.attn_mask is not None:
-        reason = "a general mask has no polynomial path"
-    elif request.dropout_p > 0:
-        reason = "dropout has no polynomial path"
-    elif request.key_padding is not None and bool(request.key_padding.all(dim=-1).any()):
-        reason = "a batch has no key that is not padding"
+    """Return why the request needs the exact path, or None if the polynomial path can compute it."""
+    options, reason = request.options, None
+    if options.attn_mask is not None:
+        reason = "the polynomial path does not support a general mask"
+    elif options.dropout_p > 0:
+        reason = "the polynomial path does not support dropout"
+    elif options.key_padding is not None and bool(options.key_padding.all(dim=-1).any()):
+        reason = "a batch has padding keys only"
     elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
-        reason = "there is nothing to compute"
-    elif triton_route.is_dual(request.q, request.k, request.v):
-        reason = "forward-mode derivatives have no polynomial path"
-    elif request.is_causal and request.key_padding is not None and bool(request.key_padding[..., 0].any()):
-        reason = "a first key that is padding leaves causal rows without any key"
-    if reason is not None and request.force == "polynomial":
-        raise InputError(f"the polynomial cannot be forced here: {reason}; leave force unset")
-    return "asked for" if reason is None and request.force == "exact" else reason
+        reason = "q, k or v is empty"
+    elif is_dual(request.q, request.k, request.v):
+        reason = "the polynomial path does not support forward-mode derivatives"
+    elif options.is_causal and options.key_padding is not None and bool(options.key_padding[..., 0].any()):
+        reason = "the first key is padding, so the first causal row has no key"
+    if reason is not None and options.force == "polynomial":
+        raise InputError(f'force="polynomial" is not possible: {reason}; leave force unset')
+    return 'force="exact" was given' if reason is None and options.force == "exact" else reason
 
 
 def exact(request: Request) -> Tensor:
-    """torch's own attention, with padding as a mask."""
-    mask, is_causal = request.attn_mask, request.is_causal
-    if request.key_padding is not None:
-        keep = ~request.key_padding[..., None, None, :] if request.k.ndim > 2 else ~request.key_padding[None]
+    """Compute the request by torch's attention, with padding as a mask."""
+    options = request.options
+    mask, is_causal = options.attn_mask, options.is_causal
+    if options.key_padding is not None:
+        keep = ~options.key_padding[..., None, None, :] if request.k.ndim > 2 else ~options.key_padding[None]
         if is_causal:
             keep = keep & visible(request.q.shape[-2], request.k.shape[-2], True, None, keep.device)
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
         mask, is_causal = keep, False
     return F.scaled_dot_product_attention(
-        request.q, request.k, request.v, mask, request.dropout_p, is_causal, scale=request.scale,
-        enable_gqa=request.enable_gqa,
+        request.q, request.k, request.v, mask, options.dropout_p, is_causal, scale=request.scale,
+        enable_gqa=options.enable_gqa,
     )  # fmt: skip
 
 
 def decide(request: Request, problem: Problem) -> Decision:
-    """Survey the problem and choose for every head."""
-    gradients = needs_gradients(request)  # asked before they are switched off
+    """Survey the problem and choose a path for every head."""
+    gradients = needs_gradients(request)  # before no_grad disables them
     with torch.no_grad():
-        bare = problem.detach()
-        return Decision(bare, survey_of(bare), request, gradients)
+        detached = problem.detach()
+        return Decision(detached, survey_of(detached), request, gradients)
 
 
 def needs_gradients(request: Request) -> bool:
-    """Whether the tolerance must hold for the gradients of q and k too."""
+    """Return whether the tolerance must hold for the gradients of q and k as well."""
     return torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
 
 
 def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
-    """out [N, G, n, e] and, if asked for, the rows' bounds [N, G, n].
+    """Return out [N, G, n, e] and, with `return_bound`, the bounds of the rows [N, G, n].
 
-    Heads of one degree are done together, those that are taken as they come apart from those that are changed first.
+    Heads of the same degree are computed together, except that heads whose q or k are changed first form a batch of
+    their own.
     """
-    sorts = [c.sort() for c in decision.choices]
-    kinds = sorted(set(sorts))
+    batches = [c.batch() for c in decision.choices]
+    distinct = sorted(set(batches))
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    for kind in kinds:
-        members = [head for head, sort in enumerate(sorts) if sort == kind]
-        degree, _ = kind
-        if len(kinds) == 1 and degree >= 0:
+    for batch in distinct:
+        members = [head for head, own in enumerate(batches) if own == batch]
+        degree, _ = batch
+        if len(distinct) == 1 and degree >= 0:
             return polynomial_heads(problem, decision, members, degree, return_bound)
         at = torch.tensor(members, device=problem.q.device)
         part = problem.select(at)
@@ -202,7 +254,7 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
 
 
 def exact_heads(problem: Problem) -> Tensor:
-    """Exact attention of a Problem: [N, G, n, e]."""
+    """Compute exact attention of a Problem: [N, G, n, e]."""
     groups, n = problem.q.shape[1:3]
     k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
     if problem.keep is None:
@@ -212,9 +264,9 @@ def exact_heads(problem: Problem) -> Tensor:
 
 
 def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
-    """Exact attention of some rows of every head, q [N, R, d] at positions [N, R]: [N, R, e].
+    """Compute exact attention of rows q [N, R, d] at positions [N, R]: [N, R, e].
 
-    Masks are made for a block of rows at a time.
+    Masks are created for a block of rows at a time.
     """
     k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
     is_masked = problem.causal or problem.keep is not None
@@ -222,19 +274,19 @@ def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
     parts = []
     for start in range(0, q.shape[1], size):
         rows, at = q[:, None, start : start + size], positions[:, start : start + size, None]
-        seen = torch.arange(m, device=q.device) <= at if problem.causal else None
+        allowed = torch.arange(m, device=q.device) <= at if problem.causal else None
         if problem.keep is not None:
-            seen = problem.keep[:, None] if seen is None else seen & problem.keep[:, None]
-        mask = None if seen is None else seen[:, None]
+            allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
+        mask = None if allowed is None else allowed[:, None]
         parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=problem.scale)[:, 0])
     return torch.cat(parts, dim=1)
 
 
 def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
-    """`out` with the rows marked in [N, G, n] replaced by exact attention, all heads in one call."""
+    """Return `out` with the rows marked in `rows` [N, G, n] replaced by exact attention, all heads in one call."""
     flat, n = rows.flatten(1), problem.q.shape[2]
     most = int(flat.sum(dim=1).max())
-    chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # the marked ones come first
+    chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # marked rows first
     heads = torch.arange(problem.heads, device=out.device)[:, None]
     found = exactly(problem, problem.q.flatten(1, 2)[heads, chosen], chosen % n)
     kept = flat[heads, chosen].nonzero(as_tuple=True)
@@ -245,7 +297,7 @@ def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
 def polynomial_heads(
     problem: Problem, decision: Decision, members: list[int], degree: int, return_bound: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The fast path for heads of one degree, and the rows' bounds where they are asked for."""
+    """Compute the polynomial path for heads of one degree, and the bounds of their rows if requested."""
     backend = decision.backend(degree)
     with torch.no_grad():
         spec = make_spec(problem, decision, members, degree)
@@ -264,7 +316,7 @@ def polynomial_heads(
 
 
 def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
-    """What a backend is told about heads of one degree."""
+    """Return the description of the polynomial path for heads of one degree."""
     choices = [decision.choices[head] for head in members]
     polynomials = [choice.polynomial for choice in choices if choice.polynomial is not None]
     rows = None
@@ -279,10 +331,8 @@ def make_spec(problem: Problem, decision: Decision, members: list[int], degree: 
         coefficients=tuple(p.coefficients for p in polynomials),
         members=tuple(members),
         centrings=tuple(choice.centring for choice in choices),
-        scale=problem.scale,
-        causal=problem.causal,
-        keep=problem.keep,
         exact_rows=rows,
         survey=decision.survey,
         problem=decision.problem,
+        keep=problem.keep,
     )

@@ -1,4 +1,4 @@
-"""Gradients through the fast path: one function of autograd, and a second that refuses to be differentiated again."""
+"""Gradients of the polynomial path, as autograd functions whose own gradient raises an error."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,27 +7,32 @@ import torch
 from torch import Tensor
 
 from depthgauge.errors import DepthgaugeError
+from depthgauge.fast_attention.backends import Backend
 from depthgauge.fast_attention.spec import Spec
 
 
 class DoubleBackwardError(DepthgaugeError, RuntimeError):
-    """A gradient of the fast path was differentiated; it has a bound of its own, and second derivatives have none."""
+    """A gradient of the polynomial path was differentiated. Second derivatives have no error bound."""
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Where products are done in the dtype they are given in: autocast would round them, and no allowance counts it."""
+    """Return a context in which products keep the dtype of their operands.
+
+    Autocast would round the operands, which the rounding allowance does not count.
+    """
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 
 
 class PolynomialAttention(torch.autograd.Function):
-    """out and Z of a backend; the gradient treats centres and the values' middle as constants."""
+    """The output and the normaliser Z of a backend; centres and value midpoints are constants in the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Any) -> tuple[Tensor, Tensor]:
-        """What the backend's forward returns."""
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Backend) -> tuple[Tensor, Tensor]:
+        """Return (out, Z) of the backend."""
         out, normaliser, saved = backend.forward(spec, q, k, v, True)
+        assert normaliser is not None
         ctx.save_for_backward(q, k, v, *saved)
         ctx.spec, ctx.backend = spec, backend
         ctx.mark_non_differentiable(normaliser)
@@ -35,7 +40,7 @@ class PolynomialAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The backend's gradients of q, k and v."""
+        """Return the gradients of q, k and v."""
         q, k, v, *saved = ctx.saved_tensors
         with without_autocast(q.device):
             gradients = _Gradient.apply(q, k, v, grads[0], ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
@@ -43,18 +48,17 @@ class PolynomialAttention(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradients themselves, as a function that cannot be differentiated."""
+    """The gradients of q, k and v, as a function that cannot be differentiated."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec, backend: Any, *saved: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec, backend: Backend, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        gradients: tuple[Tensor, Tensor, Tensor] = backend.backward(spec, q, k, v, saved, grad)
-        return gradients
+        return backend.backward(spec, q, k, v, saved, grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise DoubleBackwardError(
-            "the fast path's gradient cannot be differentiated again: no bound is known for second derivatives; "
-            'use force="exact" where they are needed'
+            "the gradient of the polynomial path cannot be differentiated: second derivatives have no error bound; "
+            'call attention with force="exact" where they are needed'
         )

@@ -1,97 +1,109 @@
-"""The backends of the fast path, and which one computes what."""
+"""The interface of the backends of the polynomial path, their instances, and the choice between them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import Survey, product_unit, rounding_share, survey, unit
-from depthgauge.fast_attention.decide.cost import CPU, GPU_TORCH, GPU_TRITON, Rates
+from depthgauge.fast_attention.decide.bounds import Survey
+from depthgauge.fast_attention.decide.cost import CPU, GPU_TORCH, Rates
 from depthgauge.fast_attention.decide.minimax import Minimax
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.torch import backend as torch_backend
-from depthgauge.fast_attention.triton import backend as triton_backend
-from depthgauge.fast_attention.triton import gradient as triton_gradient
-from depthgauge.fast_attention.triton import survey as triton_survey
-from depthgauge.fast_attention.triton import tuning as triton_tuning
+from depthgauge.fast_attention.problem import Kind, Problem
+from depthgauge.fast_attention.spec import Repeatable, Spec
+from depthgauge.fast_attention.torch.backend import TorchBackend
+from depthgauge.fast_attention.triton.backend import TritonBackend
 
 Saved = tuple[Tensor, ...]
-Forward = Callable[[Spec, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None, Saved]]
-Backward = Callable[[Spec, Tensor, Tensor, Tensor, Saved, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
-class Backend:
-    """`forward` and `backward` of a Spec, what they cost, and what their rounding may add (share of range(v)).
+@runtime_checkable
+class Backend(Protocol):
+    """What computes polynomial attention. A backend owns everything that it keeps between calls."""
 
-    `forward` is told whether Z, and what `backward` keeps, will be needed.
+    @property
+    def name(self) -> str:
+        """The name shown in a plan."""
 
-    `rounding` takes the problem, p, B, what is centred (0, 1, 2) and the range of log w. `holds` says whether a head's
-    sums stay in range, for the scale, the longest query and key, and the largest value.
-    """
+    @property
+    def rates(self) -> Rates:
+        """The relative speed of the operations, from which costs are predicted."""
 
-    name: str
-    rates: Rates
-    forward: Forward
-    backward: Backward
-    rounding: Callable[[Problem, Minimax, float, int, float], float]
-    holds: Callable[[float, float, float, float], bool]
+    def supports(self, problem: Problem, degree: int) -> bool:
+        """Return whether `forward` and `backward` can compute this degree for tensors of these shapes and dtypes."""
+
+    def survey(self, problem: Problem) -> Survey:
+        """Return proved bounds on the norms of q, k and v."""
+
+    def forward(
+        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool
+    ) -> tuple[Tensor, Tensor | None, Saved]:
+        """Return out [N, G, n, e], the normaliser Z [N, G, n], and the tensors that `backward` needs.
+
+        Unless `needs_z`, Z may be None and the tensors for `backward` may be missing.
+        """
+
+    def backward(
+        self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: Saved, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from `grad`, the gradient of out."""
+
+    def rounding(self, problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
+        """Return the most that rounding can add to an output entry, as a fraction of range(v).
+
+        `bound` is B, `centring` is 0, 1 or 2 as in `Spec`, and `spread` bounds log w_i − log w_j.
+        """
+
+    def holds(self, scale: float, query: float, key: float, value: float) -> bool:
+        """Return whether the sums of a head stay in range, given the largest ‖q‖, ‖k‖ and |v|."""
+
+    def largest_log_range(self, problem: Problem) -> float:
+        """Return the largest spread of log w for which no weight is lost to underflow."""
+
+    def can_repeat(self, problem: Problem) -> bool:
+        """Return whether `remember` keeps decisions for problems like this one."""
+
+    def remember(self, kind: Kind, decision: Repeatable) -> None:
+        """Keep a decision for later calls of the same kind, if the backend can repeat it."""
+
+    def repeat(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Return out [..., heads, n, e] by an earlier decision, or None if the call has to be decided from the start.
+
+        A backend repeats a decision only after it has proved that the new q, k and v lead to the same one.
+        """
 
 
-def torch_rounding(problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
-    """The allowance of the torch backend: roundings of the working dtype, and of the operands of its products."""
-    d, work = problem.q.shape[-1], problem.working
-    coarse = 4 * product_unit(work, problem.q.device)
-    log_error = (d + 6) * 2.0**-53 * spread
-    return rounding_share(p, bound, torch_backend.roundings(d, p.degree) * unit(work), coarse, log_error)
-
-
-def always_holds(scale: float, query: float, key: float, value: float) -> bool:
-    """The torch backend balances q and k before it sums anything."""
-    return True
-
-
-_TORCH = torch_backend.forward, torch_backend.backward, torch_rounding, always_holds
-TORCH_CPU = Backend("torch", CPU, *_TORCH)
-TORCH_GPU = Backend("torch", GPU_TORCH, *_TORCH)
-TRITON = Backend(
-    "triton",
-    GPU_TRITON,
-    triton_backend.forward,
-    triton_gradient.backward,
-    triton_backend.rounding,
-    triton_backend.holds,
-)
+TORCH_CPU = TorchBackend(CPU)
+TORCH_GPU = TorchBackend(GPU_TORCH)
+TRITON = TritonBackend()
 
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether the extra `gpu` is installed."""
+    """Return whether the extra `gpu` is installed."""
     return find_spec("triton") is not None
 
 
 def backend_for(problem: Problem, degree: int) -> Backend:
-    """triton for what its kernels do on a GPU, torch for the rest."""
+    """Return the Triton backend for GPU tensors that its kernels support, and a torch backend otherwise."""
     if not problem.q.is_cuda:
         return TORCH_CPU
-    (heads, groups, n, d), (m, e) = problem.q.shape, problem.v.shape[1:]
-    is_known = triton_tuning.is_supported(problem.q.dtype, d, e, degree)
-    is_known = is_known and triton_tuning.is_addressable(heads * groups, max(groups * n, m), max(d, e))
-    return TRITON if is_known and has_triton() else TORCH_GPU
+    return TRITON if TRITON.supports(problem, degree) and has_triton() else TORCH_GPU
 
 
 def survey_of(problem: Problem) -> Survey:
-    """The survey of a problem: in one kernel where there is one."""
-    is_fused = problem.keep is None and backend_for(problem, 2).name == "triton"
-    return triton_survey.survey(problem) if is_fused else survey(problem)
+    """Return the survey of a problem, computed by the backend of degree 2."""
+    return backend_for(problem, 2).survey(problem)
+
+
+def repeated(kind: Kind | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """Return the output by an earlier decision for a call of this kind, or None."""
+    return None if kind is None else TRITON.repeat(kind, q, k, v)
 
 
 def notes(device: torch.device) -> list[str]:
-    """What a user should know about the choice of backend."""
+    """Return remarks for the user about the choice of backend."""
     if device.type == "cuda" and not has_triton():
         return ["triton is not installed (extra gpu): the torch backend is used on the GPU"]
     return []

@@ -1,4 +1,4 @@
-"""What `attention` does with its arguments, said: a table that a reader can check."""
+"""The plan of an `attention` call: for every head the chosen path, the bounds behind it, and the reason."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,13 @@ from depthgauge.fast_attention.problem import Request
 
 @dataclass(frozen=True)
 class HeadPlan:
-    """What is done for one key head (and the query heads that share it), and why."""
+    """The plan of one key head and the query heads that share it.
+
+    `index` is the position of the head in the leading axes of k. `bound_before` and `bound_after` are the proved bound
+    B on |scores| without and with centring. `exact_rows` counts the rows that are computed exactly beside the
+    polynomial. Costs are predicted operations. `guarantee` and `rounding` are fractions of range(v); `gradient` is the
+    relative bound of the gradients, or None if no gradient is needed.
+    """
 
     index: tuple[int, ...]
     path: str
@@ -34,11 +40,11 @@ class HeadPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What `attention` does with these arguments; `str(plan)` is a table.
+    """What `attention` does with some arguments. `str(plan)` is a table with one row per key head.
 
-    Every output entry of head h is within (guarantee + rounding) × range(v column) + output_unit × |entry| +
-    output_floor of exact attention. Costs are predicted operations. `bound_before` and `bound_after` are B without and
-    with centring.
+    Every output entry of a head differs from exact attention by at most
+
+        (guarantee + rounding) × range(v column) + output_unit × |entry| + output_floor.
     """
 
     tolerance: float
@@ -48,28 +54,28 @@ class Plan:
 
     @property
     def path(self) -> str:
-        """`exact`, `polynomial`, or `mixed` where heads differ."""
+        """`exact`, `polynomial`, or `mixed` if heads take different paths."""
         paths = {head.path for head in self.heads}
         return paths.pop() if len(paths) == 1 else "mixed" if paths else "exact"
 
     @property
     def guarantee(self) -> float:
-        """The largest guaranteed error of any head, as a share of range(v)."""
+        """The largest guaranteed error of any head, as a fraction of range(v)."""
         return max((head.guarantee for head in self.heads), default=0.0)
 
     @property
     def rounding(self) -> float:
-        """The largest rounding allowance of any head on the fast path, as a share of range(v)."""
+        """The largest rounding allowance of any head on the polynomial path, as a fraction of range(v)."""
         return max((head.rounding for head in self.heads), default=0.0)
 
     @property
     def output_unit(self) -> float:
-        """What storing an entry, and values with a mean, may cost in their dtype, as a share of the entry."""
+        """The relative error of storing an entry in the output dtype, including values with a large mean."""
         return 4 * unit(self.dtype)
 
     @property
     def output_floor(self) -> float:
-        """What is lost where values are so small that their dtype has no digits left: its smallest normal number."""
+        """The absolute error of entries below the normal range of the dtype: its smallest normal number."""
         return float(torch.finfo(self.dtype).tiny)
 
     def __str__(self) -> str:
@@ -91,10 +97,13 @@ class Plan:
 
 
 def exact_plan(request: Request, why: str) -> Plan:
-    """The plan where nothing is surveyed, because only the exact path can do what is asked."""
-    nan = math.nan
+    """Return the plan of a call that only the exact path supports, so that nothing has to be bounded."""
     heads = tuple(
-        HeadPlan(tuple(at), "exact", why, nan, nan, "none", None, 0, 0, nan, nan, 0.0, 0.0, None, "torch")
+        HeadPlan(
+            index=tuple(at), path="exact", why=why, bound_before=math.nan, bound_after=math.nan, centring="none",
+            degree=None, features=0, exact_rows=0, cost_exact=math.nan, cost_polynomial=math.nan, guarantee=0.0,
+            rounding=0.0, gradient=None, backend="torch",
+        )
         for at in every(*map(range, request.k.shape[:-2]))
-    )
-    return Plan(request.tolerance, request.q.dtype, heads, ())
+    )  # fmt: skip
+    return Plan(request.options.tolerance, request.q.dtype, heads, ())

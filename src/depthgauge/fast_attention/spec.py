@@ -1,8 +1,9 @@
-"""One polynomial attention, fixed to the last number: what a backend is handed."""
+"""A complete description of one polynomial attention, as a backend receives it."""
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,22 +14,31 @@ from depthgauge.fast_attention.problem import Problem
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything a backend needs besides q, k and v; nothing in it has a gradient, and tensors are made when asked for.
+    """Everything a backend needs besides q, k and v. Nothing in it has a gradient; tensors are created on first use.
 
-    `coefficients` are p's for every head; `members` are the heads of the survey, `centrings` says for each whether
-    nothing (0), the keys (1) or the queries too (2) are centred; `exact_rows` [N, G, n] marks rows computed elsewhere.
+    `coefficients` holds the coefficients of p for every head. `members` are the indices of these heads in the survey.
+    `centrings` is 0 for a head that is not centred, 1 if its keys are centred, 2 if its keys and queries are centred.
+    `exact_rows` [N, G, n] marks rows that are computed exactly elsewhere.
     """
 
     degree: int
     coefficients: tuple[tuple[float, ...], ...]
     members: tuple[int, ...]
     centrings: tuple[int, ...]
-    scale: float
-    causal: bool
-    keep: Tensor | None
     exact_rows: Tensor | None
     survey: Survey
     problem: Problem
+    keep: Tensor | None
+
+    @property
+    def scale(self) -> float:
+        """The factor s of q·k."""
+        return self.problem.scale
+
+    @property
+    def causal(self) -> bool:
+        """Whether row i attends to keys j ≤ i only."""
+        return self.problem.causal
 
     @property
     def is_centred(self) -> bool:
@@ -37,7 +47,7 @@ class Spec:
 
     @property
     def is_weighted(self) -> bool:
-        """Whether keys weigh differently because the queries of some head are centred."""
+        """Whether the keys of some head have different weights w_j, which is so if its queries are centred."""
         return 2 in self.centrings
 
     def _per_head(self, values: list[float]) -> Tensor:
@@ -59,7 +69,7 @@ class Spec:
 
     @cached_property
     def factors(self) -> tuple[Tensor, Tensor]:
-        """What q − μ and k − c are multiplied by, two [N] whose product is the scale; the key's a power of two."""
+        """The factors [N] of q − μ and of k − c. Their product is the scale, and the factor of k is a power of two."""
         s, pairs = self.survey, []
         for head, centring in zip(self.members, self.centrings, strict=True):
             query = s.query_centred[head] if centring == 2 else s.query[head]
@@ -79,27 +89,57 @@ class Spec:
 
     @cached_property
     def middle(self) -> Tensor:
-        """The middle of every value column's range: [N, e]."""
+        """The midpoint of the range of every value column: [N, e]."""
         return self.survey.middle(self.problem)[list(self.members)]
 
 
-def weights(spec: Spec, at: slice, k: Tensor) -> Tensor | None:
-    """w_j = exp(s μ·(k_j − c)) over the largest kept one, 0 where a key is padding: [N, m]; None where all are 1.
+class Repeatable(NamedTuple):
+    """A decision that later calls can repeat: one polynomial for all heads, no centring, no exact rows.
 
-    `k` [N, m, d] holds the keys of the heads `at`; the exponent is summed in float64.
+    `coefficients` are those of p. The decision holds if B has the grid index `bound_index` and if centring does not
+    lower it below `least_index`, where a lower degree would meet the tolerance.
+    """
+
+    problem: Problem
+    coefficients: tuple[float, ...]
+    bound_index: int
+    least_index: int
+
+
+def centred(spec: Spec, at: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return q̃ and k̃ of the heads `at` in the working dtype, with q̃_i·k̃_j = s (q_i − μ)·(k_j − c).
+
+    q is [N, G, n, d] and k is [N, m, d], already restricted to these heads. Exact rows and padding keys become 0.
+    """
+    work = spec.problem.working
+    qt = (q.to(work) - spec.query_centre[at, None, None]) * spec.query_factor[at, None, None, None].to(work)
+    kt = (k.to(work) - spec.key_centre[at, None]) * spec.key_factor[at, None, None].to(work)
+    if spec.exact_rows is not None:
+        qt = qt.masked_fill(spec.exact_rows[at, ..., None], 0)
+    if spec.keep is not None:
+        kt = kt.masked_fill(~spec.keep[at, ..., None], 0)
+    return qt, kt
+
+
+def weights(spec: Spec, at: slice, k: Tensor) -> Tensor | None:
+    """Return w_j = exp(s μ·(k_j − c)) divided by the largest kept weight: [N, m], or None if every weight is 1.
+
+    `k` [N, m, d] holds the keys of the heads `at`. Padding keys have weight 0. The exponent is summed in float64.
     """
     keep = None if spec.keep is None else spec.keep[at]
     if not spec.is_weighted:
         return None if keep is None else keep.to(spec.problem.working)
-    centred = k.double() - spec.key_centre[at, None].double()
-    log_w = spec.scale * (centred @ spec.query_centre[at, :, None].double()).squeeze(-1)
+    shifted = k.double() - spec.key_centre[at, None].double()
+    log_w = spec.scale * (shifted @ spec.query_centre[at, :, None].double()).squeeze(-1)
     if keep is not None:
         log_w = log_w.masked_fill(~keep, -torch.inf)
     return torch.exp(log_w - log_w.amax(dim=1, keepdim=True)).to(spec.problem.working)
 
 
 def balance(query_norm: float, key_norm: float, scale: float) -> tuple[float, float]:
-    """Factors of q and k with the product `scale`: the key's a power of two, so that both become about √B long.
+    """Return factors of q and k whose product is `scale` and which make both norms about √B.
+
+    The factor of k is a power of two.
 
     >>> balance(4.0, 1.0, 1.0)
     (0.5, 2.0)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.decide.cost import feature_count
 from depthgauge.fast_attention.decide.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
-from depthgauge.fast_attention.features import feature_count
 from depthgauge.fast_attention.plan import HeadPlan
 from depthgauge.network.network import SelfAttentionNetwork, softmax_attention
 

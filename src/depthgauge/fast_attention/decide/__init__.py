@@ -1,1 +1,1 @@
-"""Decide how each head is computed: score bounds, polynomials, costs."""
+"""The choice of a path for every head: bounds on scores, polynomials with proved errors, predicted costs."""

@@ -1,12 +1,13 @@
-"""What is proved about the scores of a call, what rounding may add, and the moment certificate.
+"""Proved bounds on the scores of a call, on the effect of rounding, and the moment certificate.
 
-Softmax does not see a term that is constant in a row, so with any centres c and μ
+Softmax is invariant to a term that is constant in a row. For any centres c and μ
 
-    s q·k = s (q−μ)·(k−c) + s μ·(k−c) + (constant in the row)
+    s q·k = s (q−μ)·(k−c) + s μ·(k−c) + (constant in the row),
 
-and P_ij ∝ w_j exp(t_ij) with t_ij = s (q_i−μ)·(k_j−c), w_j = exp(s μ·(k_j−c)). By Cauchy and Schwarz
-|t_ij| ≤ B_i = |s| ‖q_i−μ‖ max_j ‖k_j−c‖. Norms are rounded outward: a subtraction is off by one unit of its result, a
-sum of d squares by d units, and squares below the normal range are lost, at most 2⁻¹²⁶ (2⁻¹⁰²²) each.
+so P_ij ∝ w_j exp(t_ij) with t_ij = s (q_i−μ)·(k_j−c) and w_j = exp(s μ·(k_j−c)). By Cauchy–Schwarz,
+|t_ij| ≤ B_i = |s| ‖q_i−μ‖ max_j ‖k_j−c‖. Norms are rounded outward: with unit roundoff u, the relative error of a
+subtraction is at most u and that of a sum of d squares at most d u; squares below the normal range lose at most 2⁻¹²⁶
+(float32) or 2⁻¹⁰²² (float64) each.
 """
 
 import math
@@ -19,19 +20,17 @@ from depthgauge.fast_attention.decide.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
 
 LARGEST_LOG_RANGE = 40.0
-"""Causal rows see few keys: log weights must not differ by more than this, or theirs would be lost below 1e-38."""
-LARGEST_LOG_RANGE_FLOAT16 = 6.0
-"""The kernels hold w k and w e^t in the tensors' dtype, and float16 loses what is below 6e-5."""
+"""The largest spread of log w on the causal path. A causal row may see only small weights: e^−40 stays above 1e-38."""
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What one pass over q, k and v proves, per key head.
+    """The result of one pass over q, k and v: proved bounds for every key head.
 
-    Norms are upper bounds: of the longest query and key as given, and after centring at `query_centre` (μ) and
-    `key_centre` (c), both [N, d]. `spread` bounds log w_i − log w_j. `is_usable`: all finite, and sums cannot overflow.
-    `value_size` is at least the largest |v|; `values` are the least and largest entries of the value columns, two
-    [N, e], where they were looked at.
+    `query`, `key`, `query_centred` and `key_centred` are upper bounds on the largest ‖q‖, ‖k‖, ‖q−μ‖ and ‖k−c‖.
+    `query_centre` (μ) and `key_centre` (c) are [N, d]. `spread` bounds log w_i − log w_j. `is_usable` is True if all
+    entries are finite and sums cannot overflow. `value_size` is at least the largest |v|. `values` holds the smallest
+    and largest entries of the value columns, two [N, e], or None if they were not computed.
     """
 
     query: list[float]
@@ -46,23 +45,23 @@ class Survey:
     values: tuple[Tensor, Tensor] | None
 
     def middle(self, problem: Problem) -> Tensor:
-        """The middle of every value column's range: [N, e]."""
+        """Return the midpoint of the range of every value column: [N, e]."""
         low, high = value_extremes(problem) if self.values is None else self.values
         return low + (high - low) / 2
 
 
 def unit(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding: 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
+    """Return the unit roundoff: the largest relative error of one rounding, 2⁻²⁴ for float32, 2⁻⁸ for bfloat16."""
     return float(torch.finfo(dtype).eps) / 2
 
 
 def product_unit(dtype: torch.dtype, device: torch.device) -> float:
-    """What torch may round the operands of a product to: nothing, unless TF32 or bfloat16 products are allowed."""
+    """Return the unit to which torch may round the operands of a product: 0 unless TF32 or bfloat16 is allowed."""
     if dtype != torch.float32:
         return 0.0
     try:
         precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set through another interface: assume the coarsest
+    except RuntimeError:  # the precision was set through another interface: assume the coarsest
         precision = "medium"
     if device.type == "cuda" and precision == "medium":
         return 2.0**-8
@@ -70,7 +69,10 @@ def product_unit(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def norm_up(x: Tensor) -> Tensor:
-    """At least ‖x_i − c‖ of every row, given x_i − c as one subtraction rounded it: [..., d] → [...]."""
+    """Return an upper bound on ‖x_i‖ for every row, where x was rounded once by a subtraction: [..., d] → [...].
+
+    With u the unit roundoff, ‖x_i‖ ≤ computed norm · (1 + 2(d+8)u) + 2√(d·tiny), tiny the smallest normal number.
+    """
     d, u = x.shape[-1], unit(x.dtype)
     lost = math.sqrt(d * torch.finfo(x.dtype).tiny) * 2
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
@@ -78,13 +80,13 @@ def norm_up(x: Tensor) -> Tensor:
 
 
 def score_bound(scale: float, query_norm: float, key_norm: float) -> float:
-    """|s| ‖q‖ ‖k‖ rounded up; infinite where it is not a number."""
+    """Return |s| ‖q‖ ‖k‖ rounded up, or infinity if it is not a number."""
     bound = abs(scale) * query_norm * key_norm * (1 + 2.0**-50)
     return bound if bound == bound else math.inf
 
 
 def survey(problem: Problem) -> Survey:
-    """Prove the norms of a problem in O(n d), with one transfer to the host."""
+    """Bound the norms of a problem in O(n d), with one transfer to the host."""
     work, keep = problem.working, problem.keep
     q, k = problem.q.to(work), problem.k.to(work)
     if keep is None:
@@ -99,7 +101,7 @@ def survey(problem: Problem) -> Survey:
     low, high = value_extremes(problem)
     width = (high - low).amax(dim=-1)
     finite = torch.isfinite(width)
-    if keep is not None:  # padding is not looked at above, and NaN there would still reach the output
+    if keep is not None:  # the bounds above ignore padding, but a NaN at padding would reach the output
         finite = finite & torch.isfinite(k).all(dim=(1, 2)) & torch.isfinite(problem.v).all(dim=(1, 2))
     columns = [
         norm_up(q).amax(dim=(1, 2)),
@@ -121,9 +123,10 @@ def summed_up(
     c: Tensor,
     values: tuple[Tensor, Tensor] | None,
 ) -> Survey:
-    """A Survey from what was found, a number per head.
+    """Return a Survey from eight columns of one number per head.
 
-    These are norms of q, k, q−μ, k−c and μ, the range of the values or more, 1 if all is finite, and `value_size`.
+    The columns are upper bounds on ‖q‖, ‖k‖, ‖q−μ‖, ‖k−c‖ and ‖μ‖, an upper bound on the range of the values, 1 if
+    everything is finite, and an upper bound on |v|.
 
     >>> q = torch.ones(1, 1, 2, 4)
     >>> columns = [[2.0], [2.0], [0.0], [0.0], [2.0], [1.0], [1.0], [1.0]]
@@ -132,17 +135,27 @@ def summed_up(
     """
     largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
     smallest = torch.finfo(problem.working).tiny * 2**40
-    query, key, query_centred, key_centred, middle, size, finite, value_size = columns
+    query, key, query_centred, key_centred, query_mean, size, finite, value_size = columns
     is_usable = [
         one == 1 and math.isfinite(total) and (value == 0 or smallest < value < largest)
         for one, value, total in zip(finite, size, map(sum, zip(*columns, strict=True)), strict=True)
     ]
-    spread = [2 * score_bound(problem.scale, a, b) for a, b in zip(middle, key_centred, strict=True)]
-    return Survey(query, key, query_centred, key_centred, spread, is_usable, value_size, mu, c, values)
+    return Survey(
+        query=query,
+        key=key,
+        query_centred=query_centred,
+        key_centred=key_centred,
+        spread=[2 * score_bound(problem.scale, a, b) for a, b in zip(query_mean, key_centred, strict=True)],
+        is_usable=is_usable,
+        value_size=value_size,
+        query_centre=mu,
+        key_centre=c,
+        values=values,
+    )
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Least and largest entry of every value column, over the keys that are kept: two [N, e]."""
+    """Return the smallest and largest entry of every value column over the kept keys: two [N, e]."""
     v = problem.v.to(problem.working)
     if problem.keep is None:
         low, high = v.aminmax(dim=1)
@@ -152,14 +165,15 @@ def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def rounding_share(p: Minimax, bound: float, roundings: float, coarse: float, log_error: float) -> float:
-    """What rounding may add to an output entry, as a share of its values' range; infinite where nothing is proved.
+    """Return the most that rounding can add to an output entry, as a fraction of range(v), or infinity if unbounded.
 
-    Numerator and denominator are sums of terms |a_k| |t|^k w_j |v_j − mid| whose relative errors are at most θ, so each
-    is off by θ·W·A, A = Σ |a_k| B^k. The denominator is at least W e^−B (1−ε), and |v_j − mid| ≤ range/2, hence
+    Numerator and denominator are sums of terms |a_k| |t|^k w_j |v_j − mid| with relative errors at most θ. The error of
+    each sum is at most θ·W·A with A = Σ |a_k| B^k. The denominator is at least W e^−B (1−ε), and |v_j − mid| ≤ range/2.
+    The error of the quotient is therefore at most
 
-        x/(1−x)   with   x = θ · A e^B / (1−ε).
+        x/(1−x) · range(v)   with   x = θ · A e^B / (1−ε).
 
-    `roundings` is θ in roundings of the sums, `coarse` what products of shorter operands add, `log_error` the
+    `roundings` is the part of θ from sums, `coarse` the part from products of shorter operands, and `log_error` the
     absolute error of log w.
     """
     size = sum(abs(a) * bound**g for g, a in enumerate(p.coefficients))
@@ -170,7 +184,10 @@ def rounding_share(p: Minimax, bound: float, roundings: float, coarse: float, lo
 
 @dataclass(frozen=True)
 class MomentTerms:
-    """|p(t) − λ e^t| ≤ level + slope·|t| + bend(B)·t² on [−B, B]; `bend` is Σ_k bends[k] B^k + λ B^power/… e^B."""
+    """Constants with |p(t) − λ e^t| ≤ level + slope·|t| + bend(B)·t² on [−B, B].
+
+    bend(B) = Σ_k bends[k] B^k + tail · B^tail_power · e^B.
+    """
 
     level: float
     slope: float
@@ -180,10 +197,10 @@ class MomentTerms:
 
 
 def moment_terms(p: Minimax, is_pure: bool) -> MomentTerms:
-    """The terms of the moment certificate, by comparing p with the series of λ e^t.
+    """Return the terms of the moment certificate, from the coefficients of p minus those of the series of λ e^t.
 
-    λ scales p, which changes no output: λ = p(0) removes the level. Where exact exponentials are mixed in (causal
-    diagonal blocks, not `is_pure`) λ = 1.
+    Scaling p by a constant does not change the output, so λ is free. λ = p(0) makes the level 0. If exact exponentials
+    are mixed in (causal diagonal blocks, not `is_pure`), λ must be 1.
     """
     up = 1 + 2.0**-45
     a = [*p.coefficients, 0.0, 0.0, 0.0][: max(3, p.degree + 1)]
@@ -196,10 +213,11 @@ def moment_terms(p: Minimax, is_pure: bool) -> MomentTerms:
 def moment_certificate(
     terms: MomentTerms, row_bound: Tensor, total: Tensor, second: Tensor, normaliser: Tensor
 ) -> Tensor:
-    """Σ_j w_j |p(t_ij) − λ e^t_ij| / Z′_i, a bound of |out′ − out| / range(v) once the row has been computed.
+    """Return Σ_j w_j |p(t_ij) − λ e^t_ij| / Z′_i, an upper bound on |out′ − out| / range(v) of a computed row.
 
-    out′ − out = Σ_j w_j (p(t_ij) − λ e^t_ij)(v_j − out)/Z′ exactly. `total` is W = Σ_j w_j, `second` is Σ_j w_j t_ij²
-    (Cauchy and Schwarz bounds Σ w |t| by √(W·second)), `normaliser` Z′; all per row.
+    The bound follows from the identity out′ − out = Σ_j w_j (p(t_ij) − λ e^t_ij)(v_j − out)/Z′. All arguments are per
+    row: `row_bound` is B_i, `total` is W = Σ_j w_j, `second` is Σ_j w_j t_ij², and `normaliser` is Z′. By
+    Cauchy–Schwarz, Σ_j w_j |t_ij| ≤ √(W · second).
     """
     bend = terms.tail * row_bound**terms.tail_power * torch.exp(row_bound)
     for k, gap in enumerate(terms.bends):

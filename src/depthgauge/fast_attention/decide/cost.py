@@ -1,21 +1,24 @@
-"""What exact and polynomial attention are predicted to cost, in operations weighted by how fast they run.
+"""Predicted costs of exact and polynomial attention, in operations weighted by their speed.
 
-Only the ratio decides, so one unit is one multiply or add of the exact kernel. The weights were fitted to
+Only the ratio of two costs matters, so the unit is one multiply or add of the exact kernel. The weights were fitted to
 `benchmarks/attention_cpu.py` and `benchmarks/attention_gpu.py`.
 """
 
+import math
 from dataclasses import dataclass
 
-from depthgauge.fast_attention.features import feature_count
 from depthgauge.fast_attention.problem import Problem
 
 
 @dataclass(frozen=True)
 class Rates:
-    """`exponential`: multiply-adds an exp is worth; `product`, `build`: a multiply-add of the feature products and the
-    making of one feature, against one of the exact kernel; `token`: proving B, centring and laying out, for every
-    coordinate; `call`: what one call costs beyond that, `repeated` where it can follow a Route, `trained` with a
-    backward pass; `block`: the size of the exact blocks on a causal diagonal."""
+    """The cost of operations, relative to a multiply-add of the exact kernel.
+
+    `exponential` is the cost of an exp, `product` that of a multiply-add of the feature products, `build` that of
+    computing one feature, and `token` that of bounding, centring and copying one coordinate. A call costs `call` more,
+    or `repeated` if it can repeat an earlier decision, or `trained` if it has a backward pass. `block` is the size of
+    the exact blocks on a causal diagonal.
+    """
 
     exponential: float
     product: float
@@ -34,17 +37,26 @@ GPU_TRITON = Rates(
 )  # fmt: skip
 
 
+def feature_count(dim: int, degree: int) -> int:
+    """Return C(d+g, g), the number of monomials of degree at most g in d variables.
+
+    >>> feature_count(64, 2)
+    2145
+    """
+    return math.comb(dim + degree, degree)
+
+
 def exact_cost(problem: Problem, rates: Rates) -> float:
-    """Operations of exact attention for one key head: scores, exponentials, and the sum over the values."""
+    """Return the cost of exact attention for one key head: scores, exponentials, and the sum over the values."""
     groups, n, d = problem.q.shape[1:]
     m, e = problem.v.shape[1:]
     return 2.0 * groups * n * m * (d + e + rates.exponential) * (0.5 if problem.causal else 1.0)
 
 
 def polynomial_cost(problem: Problem, degree: int, exact_rows: int, rates: Rates, call: float) -> float:
-    """Operations of the fast path for one key head: both feature products, diagonal blocks, rows done exactly.
+    """Return the cost of the polynomial path for one key head: feature products, diagonal blocks and exact rows.
 
-    `call` is what a call of this sort costs besides, one of the three in `rates`.
+    `call` is the fixed cost of the call, one of the three in `rates`.
     """
     groups, n, d = problem.q.shape[1:]
     m, e = problem.v.shape[1:]

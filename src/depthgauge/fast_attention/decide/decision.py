@@ -1,4 +1,4 @@
-"""Which heads are computed how, and why: the smallest degree that meets the tolerance, if it is worth it."""
+"""The choice of a path for every head: the lowest degree that meets the tolerance, or exact attention if cheaper."""
 
 import math
 from collections.abc import Sequence
@@ -7,20 +7,17 @@ from functools import lru_cache
 from itertools import product as every
 from operator import mul
 
-import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.backends import Backend, backend_for
 from depthgauge.fast_attention.decide.bounds import (
-    LARGEST_LOG_RANGE,
-    LARGEST_LOG_RANGE_FLOAT16,
     Survey,
     norm_up,
     score_bound,
     unit,
 )
-from depthgauge.fast_attention.decide.cost import exact_cost, polynomial_cost
+from depthgauge.fast_attention.decide.cost import exact_cost, feature_count, polynomial_cost
 from depthgauge.fast_attention.decide.minimax import (
     HIGHEST_DEGREE,
     SMALLEST_INDEX,
@@ -34,31 +31,33 @@ from depthgauge.fast_attention.decide.minimax import (
     output_error,
     suited,
 )
-from depthgauge.fast_attention.features import feature_count
 from depthgauge.fast_attention.plan import HeadPlan, Plan
-from depthgauge.fast_attention.problem import Problem, Request
-from depthgauge.fast_attention.triton import route as triton_route
-from depthgauge.fast_attention.triton.route import Kind
+from depthgauge.fast_attention.problem import Kind, Problem, Request
+from depthgauge.fast_attention.spec import Repeatable
 
 MOST_FEATURES = 2**17
 LARGEST_TOLERANCE = 0.5
-"""A looser tolerance is met by this one: beyond it polynomials are of no use."""
+"""Looser tolerances are replaced by this one, which meets them."""
 MOST_EXACT_ROWS = 1 / 8
-"""The share of rows that may be done exactly beside a polynomial; with more the whole head is exact."""
+"""The largest fraction of rows that are computed exactly beside a polynomial. With more, the whole head is exact."""
 NEARLY = 1.25
-"""A higher degree is taken where it costs no more than this many times the cheapest."""
+"""A higher degree is chosen if it costs at most this many times the cheapest degree."""
 LARGEST_ROUNDING = 0.25
-"""Where rounding may add more than this share of range(v), a guarantee would be worth nothing."""
+"""The largest rounding allowance of the polynomial path, as a fraction of range(v). Heads beyond it are exact."""
 CENTRINGS = ("none", "keys", "keys, queries")
 
 
 class GuaranteeError(InputError):
-    """The polynomial was forced where it cannot meet the tolerance; the message says B and the degree it would take."""
+    """The polynomial path was forced where it cannot meet the tolerance. The message states B and the needed degree."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision for one key head: the polynomial (None: exact), what is centred, and the rows done exactly."""
+    """The decision for one key head.
+
+    `polynomial` is None for exact attention. `centring` is 0, 1 or 2 as in `Spec`. `bound` is B, `exact_rows` the
+    number of rows computed exactly beside the polynomial, and `cost` the predicted cost of the polynomial path.
+    """
 
     polynomial: Minimax | None
     centring: int
@@ -67,50 +66,53 @@ class Choice:
     cost: float
     why: str
 
-    def sort(self) -> tuple[int, bool]:
-        """The degree, −1 for exact attention, and whether q and k are changed before the polynomial sees them."""
+    def batch(self) -> tuple[int, bool]:
+        """Return what heads computed together have in common: the degree (−1: exact) and whether q or k are changed."""
         is_changed = self.centring > 0 or self.exact_rows > 0
         return (-1, False) if self.polynomial is None else (self.polynomial.degree, is_changed)
 
 
 @lru_cache(maxsize=1024)
 def limit(degree: int, dim: int, tolerance: float, gradients: bool) -> int:
-    """The largest grid index at which this degree meets the tolerance; below every index where there is none."""
+    """Return the largest grid index at which this degree meets the tolerance, or SMALLEST_INDEX − 1 if none does."""
     if feature_count(dim, degree) > MOST_FEATURES:
         return SMALLEST_INDEX - 1
     index = limit_index(degree, tolerance, gradients)
     return SMALLEST_INDEX - 1 if index is None else index
 
 
-def call_cost(problem: Problem, degree: int, exact_rows: int, gradients: bool, is_repeatable: bool) -> float:
-    """What a degree costs for one key head, on the backend that would compute it."""
-    rates = backend_for(problem, degree).rates
-    call = rates.trained if gradients else rates.repeated if is_repeatable else rates.call
+def call_cost(problem: Problem, degree: int, exact_rows: int, gradients: bool, may_repeat: bool) -> float:
+    """Return the cost of a degree for one key head, on the backend that would compute it.
+
+    `may_repeat` allows the lower cost of a repeated call, if the backend can repeat problems like this one.
+    """
+    backend = backend_for(problem, degree)
+    is_repeated = may_repeat and backend.can_repeat(problem)
+    rates = backend.rates
+    call = rates.trained if gradients else rates.repeated if is_repeated else rates.call
     return polynomial_cost(problem, degree, exact_rows, rates, call)
 
 
 def is_never_worth_it(problem: Problem, gradients: bool) -> bool:
-    """Whether exact attention is predicted to be cheaper than any degree, so that nothing needs to be surveyed.
+    """Return whether exact attention is predicted to be cheaper than every degree, so that no survey is needed.
 
-    Higher degrees cost more; degree 0 and the others may have different backends.
+    Higher degrees cost more than degree 1. Degrees 0 and 1 may have different backends, so both are compared.
     """
-    is_repeatable = triton_route.is_possible(problem)
     return all(
-        call_cost(problem, degree, 0, gradients, is_repeatable)
-        > exact_cost(problem, backend_for(problem, degree).rates)
+        call_cost(problem, degree, 0, gradients, True) > exact_cost(problem, backend_for(problem, degree).rates)
         for degree in (0, 1)
     )
 
 
 class Decision:
-    """The choices for all heads of a problem, and what was surveyed to make them."""
+    """The choices for all heads of a problem, and the survey behind them."""
 
     def __init__(self, problem: Problem, surveyed: Survey, request: Request, gradients: bool) -> None:
         self.problem, self.survey, self.gradients = problem, surveyed, gradients
-        self.tolerance = min(request.tolerance, LARGEST_TOLERANCE)
-        self.force = request.force
+        self.tolerance = min(request.options.tolerance, LARGEST_TOLERANCE)
+        self.force = request.options.force
         self.dim = problem.q.shape[-1]
-        # A shorter dtype rounds what was centred once more, and the polynomial must cover what it then sees.
+        # Centred q and k are rounded once more in a short dtype: |t| ≤ (1 + 2u)² B after this rounding.
         self.growth = (1 + 2 * unit(problem.q.dtype)) ** 2
         self._row_norms: Tensor | None = None
         self._backends: dict[int, tuple[Backend, float, float]] = {}
@@ -118,7 +120,7 @@ class Decision:
         self.choices = self._all_alike() or [self._choose(head) for head in range(problem.heads)]
 
     def _all_alike(self) -> list[Choice] | None:
-        """The choices where centring can lower no head's degree, which is quickly seen; None where it might."""
+        """Return the choices if centring cannot lower the degree of any head, which is cheap to check; else None."""
         s, scale = self.survey, self.problem.scale
         if not all(s.is_usable):
             return None
@@ -127,28 +129,28 @@ class Decision:
         degree = self.least_degree(grid_index(max(bounds)))
         if degree is None or degree > 2 or degree != self.least_degree(grid_index(abs(scale) * lowest)):
             return None
-        if self.problem.q.is_cuda:  # one polynomial for all, which then needs no table on the device
+        if self.problem.q.is_cuda:  # one polynomial for all heads needs no table on the device
             bounds = [max(bounds)] * len(bounds)
         whole = {bound: self._without_exact_rows((grid_index(bound),)) for bound in set(bounds)}
         heads = range(len(bounds))
         worth = {bound: self._if_worth_it(choice, heads) for bound, choice in whole.items() if choice is not None}
         return [worth[bound] for bound in bounds]
 
-    def teach(self, kind: Kind) -> None:
-        """Let later calls of this kind repeat the decision, if it is one polynomial for all heads and nothing else."""
+    def remember(self, kind: Kind) -> None:
+        """Let the backend repeat the decision for later calls of this kind, if it is one polynomial for all heads."""
         first = self.choices[0]
         p = first.polynomial
         is_alike = all(c.polynomial is p and c.centring == 0 and c.exact_rows == 0 for c in self.choices)
-        if p is None or not is_alike or self.backend(p.degree).name != "triton":
+        if p is None or not is_alike:
             return
         index = grid_index(p.bound)
         degree = self.least_degree(index)
         assert degree is not None
         least = limit(degree - 1, self.dim, self.tolerance, self.gradients) + 1 if degree > 0 else SMALLEST_INDEX
-        triton_route.learn(kind, self.problem, p.coefficients, index, least)
+        self.backend(p.degree).remember(kind, Repeatable(self.problem, p.coefficients, index, least))
 
     def bounds(self, head: int) -> tuple[float, float, float]:
-        """B as given, with the keys centred, and with the queries centred too."""
+        """Return B without centring, with centred keys, and with centred keys and queries."""
         s, scale, grown = self.survey, self.problem.scale, self.growth
         keys = s.key_centred[head]
         return (
@@ -158,22 +160,22 @@ class Decision:
         )
 
     def backend(self, degree: int) -> Backend:
-        """What would compute this degree."""
+        """Return the backend that computes this degree."""
         return self._with_costs(degree)[0]
 
     def _with_costs(self, degree: int) -> tuple[Backend, float, float]:
-        """The backend of a degree, its cost for a head without exact rows, and that of exact attention."""
+        """Return the backend of a degree, its cost for a head without exact rows, and the cost of exact attention."""
         if degree not in self._backends:
             backend = backend_for(self.problem, degree)
-            cost = self._cost(degree, 0, triton_route.is_possible(self.problem))
+            cost = self._cost(degree, 0, may_repeat=True)
             self._backends[degree] = backend, cost, exact_cost(self.problem, backend.rates)
         return self._backends[degree]
 
-    def _cost(self, degree: int, exact_rows: int, is_repeatable: bool = False) -> float:
-        return call_cost(self.problem, degree, exact_rows, self.gradients, is_repeatable)
+    def _cost(self, degree: int, exact_rows: int, may_repeat: bool = False) -> float:
+        return call_cost(self.problem, degree, exact_rows, self.gradients, may_repeat)
 
     def least_degree(self, index: int) -> int | None:
-        """The least degree that meets the tolerance for scores up to 2^(index/GRID)."""
+        """Return the lowest degree that meets the tolerance for scores up to 2^(index/GRID), or None."""
         for degree in range(HIGHEST_DEGREE + 1):
             if index <= limit(degree, self.dim, self.tolerance, self.gradients):
                 return degree
@@ -181,11 +183,11 @@ class Decision:
 
     def _choose(self, head: int) -> Choice:
         if not self.survey.is_usable[head]:
-            return Choice(None, 0, math.inf, 0, math.inf, "q, k or v is not finite, or its sums would not be")
+            return Choice(None, 0, math.inf, 0, math.inf, "q, k or v is not finite, or sums of it would overflow")
         bounds = self.bounds(head)
-        may_weigh = self.survey.spread[head] <= self._largest_log_range()
+        may_weigh = self.survey.spread[head] <= self.backend(2).largest_log_range(self.problem)
         indices = tuple(grid_index(bound) for bound in (bounds if may_weigh else bounds[:2]))
-        if indices not in self._whole:  # heads alike are decided once
+        if indices not in self._whole:  # equal heads are decided once
             self._whole[indices] = self._without_exact_rows(indices)
         whole = self._whole[indices]
         least = HIGHEST_DEGREE + 1 if whole is None else self.least_degree(min(indices))
@@ -197,14 +199,8 @@ class Decision:
             return self._none_fits(head, min(bounds[: len(indices)]))
         return self._if_worth_it(min(found, key=lambda choice: choice.cost), [head])
 
-    def _largest_log_range(self) -> float:
-        """How far log w may range: sums in float32 lose small weights only where a causal row sees no others."""
-        if self.problem.q.dtype == torch.float16 and self.backend(2).name == "triton":
-            return LARGEST_LOG_RANGE_FLOAT16
-        return LARGEST_LOG_RANGE if self.problem.causal else math.inf
-
     def _without_exact_rows(self, indices: tuple[int, ...]) -> Choice | None:
-        """The least degree for all rows, or a higher one that costs little more, with the least centring for it."""
+        """Return the lowest degree for all rows, or a higher one of similar cost, with the least centring."""
         degrees = [self.least_degree(index) for index in indices]
         known = [degree for degree in degrees if degree is not None]
         if not known:
@@ -219,7 +215,7 @@ class Decision:
         return Choice(p, centring, p.bound, 0, cost, "meets the tolerance at this degree")
 
     def _nearly_free(self, least: int, index: int) -> int:
-        """The highest degree that costs little more than the cheapest that meets the tolerance."""
+        """Return the highest degree that costs at most NEARLY times the cheapest degree that meets the tolerance."""
         fits = [
             degree
             for degree in range(least, HIGHEST_DEGREE + 1)
@@ -229,46 +225,46 @@ class Decision:
         return max(degree for degree in fits if costs[degree] <= NEARLY * min(costs.values()))
 
     def _if_worth_it(self, choice: Choice, heads: Sequence[int]) -> Choice:
-        """The choice, or exact attention where this is cheaper or rounding would leave nothing of the guarantee."""
+        """Return the choice, or exact attention if it is cheaper or if the rounding allowance is too large."""
         allowance = self._allowance(choice, heads)
         if not allowance <= LARGEST_ROUNDING:
             dtype = str(self.problem.q.dtype).removeprefix("torch.")
-            why = f"rounding in {dtype} may add {allowance:.2g} of range(v) at degree {_degree(choice)}"
+            why = f"rounding in {dtype} may add {allowance:.2g} × range(v) at degree {_degree(choice)}"
             advice = "use a longer dtype"
             if not all(self._holds(choice, head) for head in heads):
                 why = f"sums of degree {_degree(choice)} may leave the range of float32"
-                advice = "bring q, k, v and the scale nearer to 1"
+                advice = "scale q, k and v closer to 1"
             if self.force == "polynomial":
-                raise GuaranteeError(f"the polynomial cannot be forced here: {why}; {advice}, or leave force unset")
+                raise GuaranteeError(f'force="polynomial" is not possible: {why}; {advice}, or leave force unset')
             return Choice(None, choice.centring, choice.bound, choice.exact_rows, choice.cost, why)
         if self.force == "polynomial" or choice.cost <= self._with_costs(_degree(choice))[2]:
             return choice
-        why = f"degree {_degree(choice)} would meet the tolerance, but exact is predicted to be cheaper"
+        why = f"degree {_degree(choice)} meets the tolerance, but exact attention is predicted to be cheaper"
         return Choice(None, choice.centring, choice.bound, choice.exact_rows, choice.cost, why)
 
     def _none_fits(self, head: int, bound: float) -> Choice:
         degree = degree_it_would_take(bound, self.tolerance) if bound < 1e6 else None
-        needed = f"degree {degree}" if degree is not None else "a degree beyond reach"
+        needed = f"about degree {degree}" if degree is not None else "a degree that is out of reach"
         if degree is not None and degree <= HIGHEST_DEGREE:
-            needed += f" ({feature_count(self.dim, degree)} features, at most {MOST_FEATURES} fit)"
-        why = f"scores up to B = {bound:.3g} would take about {needed}"
+            needed += f" with {feature_count(self.dim, degree)} features, more than the limit of {MOST_FEATURES}"
+        why = f"scores up to B = {bound:.3g} need {needed}"
         if self.force == "polynomial":
-            what = "tolerance and gradients" if self.gradients else "tolerance"
+            what = " with gradients" if self.gradients else ""
             raise GuaranteeError(
-                f"the polynomial cannot meet {what} {self.tolerance:g} for key head {head}: {why}; "
-                "loosen the tolerance, scale q or k down, or leave force unset"
+                f"the polynomial path cannot meet tolerance {self.tolerance:g}{what} for key head {head}: {why}; "
+                "increase the tolerance, scale q or k down, or leave force unset"
             )
         return Choice(None, 0, bound, 0, math.inf, why)
 
     def row_norms(self) -> Tensor:
-        """At least ‖q_i − μ‖ of every row: [N, G, n]."""
+        """Return an upper bound on ‖q_i − μ‖ for every row: [N, G, n]."""
         if self._row_norms is None:
             work = self.problem.working
             self._row_norms = norm_up(self.problem.q.to(work) - self.survey.query_centre[:, None, None])
         return self._row_norms
 
     def row_bounds(self, head: int, centring: int) -> Tensor:
-        """B_i of every row of a head: [G, n]."""
+        """Return B_i for every row of a head: [G, n]."""
         s = self.survey
         norms = self.row_norms()[head] if centring == 2 else norm_up(self.problem.q[head].to(self.problem.working))
         keys = s.key_centred[head] if centring else s.key[head]
@@ -276,7 +272,7 @@ class Decision:
         return norms * (score_bound(self.problem.scale, 1.0, keys) * grown * (1 + 2.0**-20))
 
     def _with_exact_rows(self, head: int, centring: int, below: int) -> list[Choice]:
-        """Lower degrees, with the rows beyond their limit done exactly."""
+        """Return choices of lower degrees, in which the rows with B_i beyond the limit are computed exactly."""
         rows = self.row_bounds(head, centring)
         choices = []
         for degree in range(1, below):
@@ -287,16 +283,16 @@ class Decision:
             beyond = int((~(rows <= p.bound)).sum())
             if 0 < beyond <= MOST_EXACT_ROWS * rows.numel():
                 cost = self._cost(degree, beyond)
-                why = f"{beyond} of {rows.numel()} rows beyond B = {p.bound:.3g} are done exactly"
+                why = f"{beyond} of {rows.numel()} rows exceed B = {p.bound:.3g} and are computed exactly"
                 choices.append(Choice(p, centring, p.bound, beyond, cost, why))
         return choices
 
     def rounding(self, head: int) -> float:
-        """The rounding allowance of a head on the fast path, as a share of range(v)."""
+        """Return the rounding allowance of a head on the polynomial path, as a fraction of range(v)."""
         return self._allowance(self.choices[head], [head])
 
     def _allowance(self, choice: Choice, heads: Sequence[int]) -> float:
-        """The same for a choice that some heads share; infinite where sums leave their range."""
+        """Return the largest rounding allowance of heads that share a choice, or infinity if sums leave their range."""
         if choice.polynomial is None:
             return 0.0
         if not all(self._holds(choice, head) for head in heads):
@@ -310,7 +306,7 @@ class Decision:
         return self.backend(_degree(choice)).holds(self.problem.scale, s.query[head], s.key[head], s.value_size[head])
 
     def plan(self, request: Request, notes: Sequence[str]) -> Plan:
-        """The choices as a Plan."""
+        """Return the choices as a Plan."""
         shape = request.k.shape[:-2]
         heads = []
         for head, index in enumerate(every(*map(range, shape))):
@@ -329,7 +325,7 @@ class Decision:
                     gradient=gradient_error(p) if p and self.gradients else None, backend=backend.name,
                 )
             )  # fmt: skip
-        return Plan(request.tolerance, request.q.dtype, tuple(heads), tuple(notes))
+        return Plan(request.options.tolerance, request.q.dtype, tuple(heads), tuple(notes))
 
 
 def _degree(choice: Choice) -> int:

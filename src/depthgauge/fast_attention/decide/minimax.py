@@ -1,10 +1,10 @@
-"""Polynomials that stand for exp with the least relative error, computed by a Remez exchange and then proved.
+"""Polynomials that approximate exp with the smallest relative error, by a Remez exchange, and proofs of the error.
 
-    e(t) = p(t) exp(−t) − 1,   ε = max |e| over [−B, B],   p of degree g with the least ε
+    e(t) = p(t) exp(−t) − 1,   ε = max |e| over [−B, B],   p of degree g with the smallest ε
 
-e′ = (p′ − p) exp(−t), so the extrema of e are ±B and the roots of one polynomial of degree g: the exchange needs no
-grid, and the proof needs no more than g + 2 evaluations. Both run in decimal arithmetic with 80 digits, whose exp is
-correctly rounded; the coefficients proved are the float64 numbers that are used.
+Because e′ = (p′ − p) exp(−t), the extrema of e are ±B and the roots of one polynomial of degree g. The exchange
+therefore needs no grid, and the proof needs g + 2 evaluations. Both use decimal arithmetic with 80 digits and a
+correctly rounded exp. The error is proved for the float64 coefficients that are used.
 """
 
 import math
@@ -17,21 +17,21 @@ from itertools import pairwise
 
 HIGHEST_DEGREE = 4
 GRID = 32
-"""Polynomials are made for B = 2^(k/GRID), k a whole number: few of them, so that they can be kept."""
+"""Polynomials are computed for B = 2^(k/GRID) with integer k only, so that few of them have to be cached."""
 SMALLEST_INDEX = -20 * GRID
-"""Below B = 2⁻²⁰ the polynomial of 2⁻²⁰ serves: its error is at most that of its float64 coefficients."""
+"""For B below 2⁻²⁰ the polynomial of 2⁻²⁰ is used; its error is at most that of its float64 coefficients."""
 _DIGITS = Context(prec=80)
 _SLACK = Decimal("1e-60")
 _CLOSE = Decimal("1e-60")
 _WIDTH = Decimal("1e-40")
-"""Half the width, as a share of B, of the interval in which a root is proved to lie."""
+"""Half the width, as a fraction of B, of the interval that is proved to contain a root."""
 
 
 @dataclass(frozen=True)
 class Minimax:
     """p(t) = Σ_k coefficients[k] t^k on [−bound, bound].
 
-    `error` is at least max |p e^−t − 1|, `slope_error` at least max |p′ e^−t − 1|: both proved for these coefficients.
+    `error` ≥ max |p e^−t − 1| and `slope_error` ≥ max |p′ e^−t − 1| are proved for these coefficients.
     """
 
     degree: int
@@ -42,7 +42,7 @@ class Minimax:
 
 
 def horner(coefficients: Sequence[Decimal], t: Decimal) -> Decimal:
-    """Σ_k coefficients[k] t^k."""
+    """Return Σ_k coefficients[k] t^k."""
     value = Decimal(0)
     for c in reversed(coefficients):
         value = value * t + c
@@ -50,18 +50,21 @@ def horner(coefficients: Sequence[Decimal], t: Decimal) -> Decimal:
 
 
 def derivative(coefficients: Sequence[Decimal]) -> list[Decimal]:
-    """The coefficients of p′; that of a constant is the zero polynomial."""
+    """Return the coefficients of p′; the derivative of a constant is the zero polynomial."""
     return [k * c for k, c in enumerate(coefficients)][1:] or [Decimal(0)]
 
 
 def _slope_of_error(p: Sequence[Decimal]) -> list[Decimal]:
-    """The coefficients of p′ − p, which is e′ exp(t)."""
+    """Return the coefficients of p′ − p = e′ exp(t)."""
     d = derivative(p)
     return [(d[k] if k < len(d) else Decimal(0)) - c for k, c in enumerate(p)]
 
 
 def real_roots(p: Sequence[Decimal], low: Decimal, high: Decimal) -> list[Decimal]:
-    """The roots of p in (low, high) at which it changes sign, in order: between roots of p′ there is at most one."""
+    """Return the roots of p in (low, high) at which p changes sign, in order.
+
+    Between two neighbouring roots of p′ there is at most one root of p.
+    """
     while len(p) > 1 and p[-1] == 0:
         p = p[:-1]
     if len(p) <= 1:
@@ -71,7 +74,7 @@ def real_roots(p: Sequence[Decimal], low: Decimal, high: Decimal) -> list[Decima
 
 
 def _bisect(p: Sequence[Decimal], low: Decimal, high: Decimal) -> Decimal:
-    """The root between two signs: Newton's step where it stays inside, the middle where it does not."""
+    """Return the root between points of opposite sign, by Newton steps that fall back to bisection."""
     slope, sign = derivative(p), horner(p, low) > 0
     t, close = (low + high) / 2, _CLOSE * (high - low)
     for _ in range(400):
@@ -90,7 +93,7 @@ def _bisect(p: Sequence[Decimal], low: Decimal, high: Decimal) -> Decimal:
 
 
 def _solve(matrix: list[list[Decimal]], right: list[Decimal]) -> list[Decimal]:
-    """Gaussian elimination with row exchanges, for systems of at most a few dozen unknowns."""
+    """Solve a small linear system by Gaussian elimination with row exchanges."""
     rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
     n = len(rows)
     for i in range(n):
@@ -106,7 +109,7 @@ def _solve(matrix: list[list[Decimal]], right: list[Decimal]) -> list[Decimal]:
 
 
 def _remez(degree: int, bound: Decimal) -> list[Decimal]:
-    """The coefficients of p: solve p(x_i) e^−x_i − 1 = ±E on g + 2 points, move the points to the extrema, repeat."""
+    """Return the coefficients of p: solve p(x_i) e^−x_i − 1 = ±E on g + 2 points, move them to the extrema, repeat."""
     points = [
         bound * Decimal(-math.cos(math.pi * i / (degree + 1))) if 0 < i <= degree else bound * (1 if i else -1)
         for i in range(degree + 2)
@@ -115,26 +118,27 @@ def _remez(degree: int, bound: Decimal) -> list[Decimal]:
         rows, right = [], []
         for i, x in enumerate(points):
             weight = (-x).exp()
-            # The unknowns are c_k B^k, so that the system stays well scaled however small B is.
+            # The unknowns are c_k B^k, which keeps the system well scaled for small B.
             rows.append([weight * (x / bound) ** k for k in range(degree + 1)] + [Decimal(-1) ** i])
             right.append(Decimal(1))
         *scaled, level = _solve(rows, right)
         p = [c / bound**k for k, c in enumerate(scaled)]
         inner = real_roots(_slope_of_error(p), -bound, bound)
         if len(inner) != degree:
-            raise ArithmeticError(f"no alternation of {degree + 2} points at B = {bound}")
+            raise ArithmeticError(f"found no alternation of {degree + 2} points at B = {bound}")
         points = [-bound, *inner, bound]
         largest = max(abs(horner(p, x) * (-x).exp() - 1) for x in points)
         if largest - abs(level) <= abs(largest) * Decimal("1e-20"):
             return p
-    raise ArithmeticError(f"the exchange did not settle at B = {bound}")  # pragma: no cover
+    raise ArithmeticError(f"the Remez exchange did not converge at B = {bound}")  # pragma: no cover
 
 
 def relative_error(coefficients: Sequence[float], bound: float) -> float:
-    """A proved upper bound of max |p(t) e^−t − 1| over [−bound, bound], for exactly these float64 numbers.
+    """Return a proved upper bound on max |p(t) e^−t − 1| over [−bound, bound] for these float64 coefficients.
 
-    e is monotone between the roots of p′ − p. Every root is enclosed in an interval at whose ends that polynomial has
-    opposite signs; where as many are found as its degree, there are no others, and on each |e| ≤ |e(z)| + width·|e′|.
+    e is monotone between the roots of p′ − p. Every root z is enclosed in an interval at whose ends p′ − p has opposite
+    signs. If the number of enclosures equals the degree of p′ − p, there are no other roots. On an enclosure,
+    |e| ≤ |e(z)| + width·max |e′|. If fewer roots are enclosed, the bound is computed on a grid of cells instead.
 
     >>> relative_error([1.0, 1.0], 0.1) < 0.0056
     True
@@ -159,7 +163,7 @@ def relative_error(coefficients: Sequence[float], bound: float) -> float:
 
 
 def _error_by_cells(p: Sequence[Decimal], edge: Decimal, cells: int = 400) -> float:
-    """The same bound without knowing the roots: on a cell |e| ≤ the larger end + width²/8 · max |e″|."""
+    """Return the same bound without the roots: on a cell, |e| ≤ max |e| at its ends + width²/8 · max |e″|."""
     first = derivative(p)
     second = derivative(first)
     bend = [
@@ -178,7 +182,7 @@ def _round_up(x: Decimal) -> float:
 
 @lru_cache(maxsize=4096)
 def minimax(degree: int, bound: float) -> Minimax:
-    """The polynomial of a degree with the least relative error on [−bound, bound], and what that error is.
+    """Return the polynomial of a degree with the smallest relative error on [−bound, bound], and its proved error.
 
     >>> minimax(2, 0.288).error < 1e-3
     True
@@ -190,7 +194,7 @@ def minimax(degree: int, bound: float) -> Minimax:
 
 
 def grid_bound(index: int) -> float:
-    """2^(index/GRID) as a float64."""
+    """Return 2^(index/GRID) as a float64."""
     return float(2.0 ** (index / GRID))
 
 
@@ -199,19 +203,19 @@ _GRID_BOUNDS = [grid_bound(index) for index in range(SMALLEST_INDEX, LARGEST_IND
 
 
 def grid_index(bound: float) -> int:
-    """The least index with 2^(index/GRID) ≥ bound, no less than SMALLEST_INDEX; LARGEST_INDEX + 1 beyond the grid."""
+    """Return the smallest index on the grid with 2^(index/GRID) ≥ bound, or LARGEST_INDEX + 1 beyond the grid."""
     return SMALLEST_INDEX + bisect_left(_GRID_BOUNDS, bound)
 
 
 def at_index(degree: int, index: int) -> Minimax:
-    """The polynomial of a degree for B = 2^(index/GRID)."""
+    """Return the minimax polynomial of a degree for B = 2^(index/GRID)."""
     return minimax(degree, grid_bound(index))
 
 
 def widened(p: Minimax, bound: float) -> Minimax:
-    """The same polynomial with what is proved about it on a wider interval."""
+    """Return the same polynomial with its errors proved on a wider interval."""
     slope = [k * c for k, c in enumerate(p.coefficients)][1:] or [0.0]
-    # Each k·c_k is rounded once: half a unit in the last place of a p′ of at most Σ |k c_k| B^k, and 2⁻⁵² covers it.
+    # Every product k·c_k is rounded once, so p′ is off by at most 2⁻⁵³ Σ |k c_k| B^k ≤ 2⁻⁵² Σ |k c_k| B^k.
     slack = 2.0**-52 * sum(abs(c) * bound**k for k, c in enumerate(slope)) * math.exp(bound)
     slope_error = relative_error(slope, bound) + slack
     return Minimax(p.degree, bound, p.coefficients, relative_error(p.coefficients, bound), slope_error)
@@ -219,10 +223,10 @@ def widened(p: Minimax, bound: float) -> Minimax:
 
 @lru_cache(maxsize=4096)
 def suited(degree: int, index: int, dim: int, tolerance: float, gradients: bool) -> Minimax:
-    """The polynomial to use for scores up to B = 2^(index/GRID) of vectors of this width.
+    """Return the polynomial to use for scores up to B = 2^(index/GRID) of vectors of width `dim`.
 
-    Scores of vectors without a common direction are about B/√d, far below B, so p is made for [−b, b] with b as near
-    2B/√d as the tolerance on all of [−B, B] allows: b = B, the minimax polynomial of B, always is.
+    Scores of vectors without a common direction are about B/√d, far below B. The polynomial is therefore the minimax
+    polynomial of [−b, b], with b as close to 2B/√d as the tolerance on all of [−B, B] allows. b = B is always allowed.
     """
     bound = grid_bound(index)
     narrow = min(index, grid_index(2 * bound / math.sqrt(dim)))
@@ -237,10 +241,11 @@ def suited(degree: int, index: int, dim: int, tolerance: float, gradients: bool)
 
 
 def output_error(epsilon: float) -> float:
-    """(1 − √(1−ε²))/ε: how far the output can be off, as a share of the values' range, rounded up.
+    """Return h(ε) = (1 − √(1−ε²))/ε, the largest error of the output as a fraction of range(v), rounded up.
 
-    The weights are those of softmax times 1 + δ_j with |δ_j| ≤ ε; the worst case gives mass a the factor 1+ε and the
-    rest 1−ε, a(1−a)·2ε/(1−ε+2aε) at its largest. Written as ε/(1 + √(1−ε²)), which cancels nothing.
+    The weights are those of softmax times 1 + δ_j with |δ_j| ≤ ε. In the worst case, mass a has the factor 1+ε and the
+    rest 1−ε, which moves a(1−a)·2ε/(1−ε+2aε) of the mass; the maximum over a is h(ε). It is computed as
+    ε/(1 + √(1−ε²)), which avoids cancellation.
     """
     if epsilon >= 1:
         return 1.0
@@ -248,7 +253,10 @@ def output_error(epsilon: float) -> float:
 
 
 def gradient_error(p: Minimax) -> float:
-    """G = κ + (1+κ)·h(ε), κ = (ε + ε′)/(1 − ε): the share by which gradients can be off (README, Gradients)."""
+    """Return G = κ + (1+κ)·h(ε) with κ = (ε + ε′)/(1 − ε), the relative bound of the gradients.
+
+    The derivation is in docs/concepts/fast-attention-derivation.md, section Gradients.
+    """
     if p.error >= 1:
         return math.inf
     kappa = (p.error + p.slope_error) / (1 - p.error)
@@ -256,18 +264,18 @@ def gradient_error(p: Minimax) -> float:
 
 
 def guarantee(p: Minimax, gradients: bool) -> float:
-    """What is held against the tolerance: the output's share, and with gradients theirs too."""
+    """Return the error that is compared with the tolerance: of the output, and with `gradients` of both."""
     return max(output_error(p.error), gradient_error(p)) if gradients else output_error(p.error)
 
 
 @lru_cache(maxsize=1024)
 def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int | None:
-    """The largest grid index at which a polynomial of this degree meets the tolerance; None where none does."""
+    """Return the largest grid index at which a polynomial of this degree meets the tolerance, or None."""
 
     def is_met(index: int) -> bool:
         try:
             p = at_index(degree, index)
-        except ArithmeticError:  # far outside: no alternation can be found, and none is needed
+        except ArithmeticError:  # far beyond the tolerance: no alternation is found, and none is needed
             return False
         return p.error < 1 and guarantee(p, gradients) <= tolerance
 
@@ -281,7 +289,7 @@ def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int |
 
 
 def largest_bound(degree: int, epsilon: float) -> float:
-    """The largest B, rounded down by at most 1e-8 of it, at which the relative error is at most ε.
+    """Return the largest B at which the relative error is at most ε, rounded down by at most 1e-8 B.
 
     >>> round(largest_bound(2, 1e-2), 6)
     0.625261
@@ -298,7 +306,7 @@ def largest_bound(degree: int, epsilon: float) -> float:
 
 
 def degree_it_would_take(bound: float, tolerance: float) -> int:
-    """About the degree at which scores of this size meet the tolerance: ε ≈ B^{g+1}/(2^g (g+1)!), once g exceeds B."""
+    """Estimate the degree at which scores up to B meet the tolerance, from ε ≈ B^{g+1}/(2^g (g+1)!) for g > B."""
     epsilon = 2 * tolerance / (1 + tolerance * tolerance)
     g = 0
     while (g + 1) * math.log(bound) - g * math.log(2) - math.lgamma(g + 2) > math.log(epsilon) or g < bound / 2:

@@ -1,1 +1,1 @@
-"""Polynomial attention in plain torch."""
+"""Polynomial attention in plain torch, on any device."""

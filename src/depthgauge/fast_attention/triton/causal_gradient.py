@@ -1,15 +1,17 @@
-"""Causal gradients of the Triton backend: what a block reads comes before it, what is read of it comes after.
+"""Causal gradients in Triton: queries read the sums of earlier keys, keys read the sums of later queries.
 
-Row i of block b reads earlier blocks through the forward's state b, its own by exact exponentials, with one Z′. With
-level = −∂out·(out − shift), and all sums over keys divided by W,
+Row i of block b reads earlier blocks through state b of the forward pass, and its own block through exact exponentials,
+with one Z′. With level = −∂out·(out − shift), and all sums over keys divided by W,
 
     ∂q_i = 1/Z′ · (Σ_earlier w_j p′(t) s k_j + Σ_own w_j e^t s k_j)(∂out·ṽ_j + level)
-    ∂v_j = w_j Σ_i … ∂out/Z′,   ∂k_j = w_j Σ_i … s q_i (∂out·ṽ_j + level)/Z′,   … = p, p′ (later blocks) or e^t (own).
+    ∂v_j = w_j Σ_i f_ij ∂out/Z′,            f = p(t) for later blocks, e^t for the own block
+    ∂k_j = w_j Σ_i f′_ij s q_i (∂out·ṽ_j + level)/Z′,   f′ = p′(t) for later blocks, e^t for the own block.
 
-So keys of block b read a state too, the sums over the queries of all blocks after b. A block's rows go into these with
-dN = ∂out · floor/Z′, floor its smallest Z′ (early rows see few keys, and 1/Z′ would leave short dtypes), and state b is
-divided by the weight of all rows after b, Σ rows/floor. float16 gradients are scaled by a power of two, for the same
-reason. What is bilinear takes its state turned; turned states are large, and made a few at a time.
+The keys of block b therefore read a state as well: the sums over the queries of all blocks after b. The rows of a block
+enter these sums with dN = ∂out · floor/Z′, where floor is the smallest Z′ of the block: early rows attend to few keys,
+and 1/Z′ would overflow short dtypes. State b is divided by the weight of all rows after b, Σ rows/floor. float16
+gradients are scaled by a power of two for the same reason. Bilinear terms need a turned state; turned states are large
+and are computed a few at a time.
 """
 
 import math
@@ -21,28 +23,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton.backend import (
+from depthgauge.fast_attention.triton.forward import (
     State,
-    centred,
     coefficient_table,
     is_plain,
+    kernel_inputs,
     scaled_coefficients,
-    second_sums,
-    splitting,
+    second_moments,
     tokens,
-    uses_middle,
 )
 from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels
 from depthgauge.fast_attention.triton.kernels import TILE, programs, slots
-from depthgauge.fast_attention.triton.tuning import precision, slot_table, tuning
+from depthgauge.fast_attention.triton.tuning import precision, tuning
+from depthgauge.fast_attention.triton.workspace import Workspace
 
 TURNED_BYTES = 2**28
-"""How much of the turned states is held at once."""
+"""The memory of the turned states that are held at once."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tokens and warps of a program: the sums over queries; own tokens, others at once and warps of exact blocks."""
+    """Tile sizes of the gradient kernels.
+
+    `moments` is (tokens, warps) of the sums over queries. `rows` and `keys` are (own tokens, other tokens, warps) of
+    the exact blocks.
+    """
 
     moments: tuple[int, int]
     rows: tuple[int, int, int]
@@ -51,7 +56,7 @@ class Tiles:
 
 @lru_cache(maxsize=64)
 def tiles(dtype: torch.dtype, width: int) -> Tiles:
-    """What fits the registers and the shared memory of an H200."""
+    """Return tile sizes that fit into the registers and the shared memory of an H200."""
     if dtype == torch.float32:
         wide = Tiles((16, 8), (32, 32, 8), (32, 16, 8))
         return wide if width > 64 else Tiles((32, 8), (64, 32, 8), (64, 32, 8))
@@ -59,11 +64,11 @@ def tiles(dtype: torch.dtype, width: int) -> Tiles:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What all parts read: q̃, ∂out [N·G, n, ·], Z′, level [N·G, n]; k̃, ṽ [N, m, ·], w [N, m] or None; s and the block.
+class Inputs:
+    """What all parts of the backward pass read.
 
-    floor [N, blocks] is the smallest Z′ of a block of rows, of all query heads of a key head; `level` is filled in by
-    `query_sums`.
+    q̃ and ∂out are [N·G, n, ·]; Z′ and level are [N·G, n]; k̃ and ṽ are [N, m, ·]; w is [N, m] or None. floor [N, blocks]
+    is the smallest Z′ of a block of rows, over all query heads of a key head. `query_sums` fills in `level`.
     """
 
     q: Tensor
@@ -79,35 +84,54 @@ class Given:
 
     @property
     def groups(self) -> int:
-        """Query heads of a key head."""
+        """The number of query heads per key head."""
         return self.q.shape[0] // self.k.shape[0]
 
     @property
     def tiles(self) -> Tiles:
-        """The tiles of these shapes."""
+        """The tile sizes for these shapes."""
         return tiles(self.q.dtype, max(self.q.shape[-1], self.v.shape[-1]))
 
 
+@dataclass(frozen=True)
+class RowSum:
+    """The sum factor · (exact + the terms that rows x, y [H, n, ·] read from the states of their blocks).
+
+    If `is_turned`, the terms are bilinear in x and y, and g [H, n], or 1 if None, multiplies the term of Z. Otherwise
+    y = x, and the term of Z is added to z [H, n], if given.
+    """
+
+    x: Tensor
+    y: Tensor
+    state: State
+    exact: Tensor
+    factor: Tensor
+    dtype: torch.dtype
+    is_turned: bool
+    g: Tensor | None = None
+    z: Tensor | None = None
+
+
 @lru_cache(maxsize=64)
-def turned_table(dim: int, width: int, device: torch.device) -> Tensor:
-    """The tiles of the turned slots: (slot, tile of c, tile of b)."""
+def turned_slots(dim: int, width: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the tiles of the turned slots: (slot, tile of c, tile of b)."""
     others = dim // TILE
-    rows = [(c * others + b, c, b) for c in range(width // TILE) for b in range(others)]
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    return tuple((c * others + b, c, b) for c in range(width // TILE) for b in range(others))
 
 
-@lru_cache(maxsize=64)
-def pair_table(dim: int, device: torch.device) -> Tensor:
-    """For tiles a and b: where their products' sums are kept, and whether b is the first factor: [tiles, tiles, 2]."""
-    table = torch.zeros(dim // TILE, dim // TILE, 2, dtype=torch.int32)
+@lru_cache(maxsize=16)
+def pair_slots(dim: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return for tiles a and b the slot of their products and whether b is the first factor: [tiles, tiles, 2]."""
+    count = dim // TILE
+    table = [[(0, 0)] * count for _ in range(count)]
     for slot, (_, first, second) in enumerate(slots(dim)):
-        table[second, first] = torch.tensor([slot, 1], dtype=torch.int32)
-        table[first, second] = torch.tensor([slot, 0], dtype=torch.int32)
-    return table.to(device)
+        table[second][first] = slot, 1
+        table[first][second] = slot, 0
+    return tuple(tuple(row) for row in table)
 
 
 def normalised(grad: Tensor) -> tuple[Tensor, Tensor]:
-    """∂out [N, G, n, e] times a power of two, and what takes it back [N]: float16 has few exponents, others enough."""
+    """Return ∂out [N, G, n, e] times a power of two, and the inverse factor [N]. Only float16 needs a factor."""
     if grad.dtype != torch.float16:
         return grad, grad.new_ones(grad.shape[0], dtype=torch.float32)
     exponent = torch.frexp(grad.abs().amax(dim=(1, 2, 3)).float()).exponent
@@ -116,15 +140,15 @@ def normalised(grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def floors(z: Tensor, block: int) -> Tensor:
-    """The smallest Z′ [N, G, n] of every block of rows: [N, blocks]."""
+    """Return the smallest Z′ [N, G, n] of every block of rows: [N, blocks]."""
     heads, _, n = z.shape
     blocks = math.ceil(n / block)
     padded = pad(z.amin(dim=1), (0, blocks * block - n), value=math.inf)
     return padded.view(heads, blocks, block).amin(dim=-1)
 
 
-def weights_after(x: Given, states: int) -> Tensor:
-    """Σ rows/floor over all blocks after each of the first `states`: [N, states]; 1 where there are none."""
+def weights_after(x: Inputs, states: int) -> Tensor:
+    """Return Σ rows/floor over all blocks after each of the first `states` blocks: [N, states]; 1 if there are none."""
     counts = torch.full_like(x.floor, x.groups * x.block)
     counts[:, -1] = x.groups * (x.q.shape[1] - (x.floor.shape[1] - 1) * x.block)
     later = pad((counts / x.floor)[:, 1:], (0, 1))
@@ -132,8 +156,13 @@ def weights_after(x: Given, states: int) -> Tensor:
     return torch.where(after > 0, after, 1.0).contiguous()
 
 
-def query_sums(x: Given, out: Tensor, shift: Tensor, after: Tensor, coefficients: Tensor, degree: int) -> State:
-    """The states that keys read: [blocks of keys, N, …], `small` without mean and total weight; fills x.level in."""
+def query_sums(
+    workspace: Workspace, x: Inputs, out: Tensor, shift: Tensor, after: Tensor, coefficients: Tensor, degree: int
+) -> State:
+    """Return the states that keys read, [blocks of keys, N, …], and fill in x.level.
+
+    `small` has no mean and no total weight.
+    """
     (row_heads, n, d), e, blocks = x.q.shape, x.v.shape[-1], x.floor.shape[1]
     (heads, states), (tile, warps) = after.shape, x.tiles.moments
     dn = torch.empty_like(x.grad)
@@ -142,19 +171,22 @@ def query_sums(x: Given, out: Tensor, shift: Tensor, after: Tensor, coefficients
         x.q, x.grad, out, x.z, shift, x.floor, dn, x.level, first, n, x.groups, x.block, d, e, tile,
         degree > 1, precision(x.q.dtype), num_warps=warps,
     )  # fmt: skip
-    second = second_sums(tokens(x.q, dn, None), x.block, True) if degree > 1 else first
+    second = first
+    if degree > 1:
+        second = second_moments(workspace, tokens(workspace, x.q, dn, None), x.block, True)
     parts = len(slots(d)) if degree > 1 else 0
     big = x.q.new_empty(states, heads, parts * 256 * e + 2 * d * e + d * d)
     small = torch.empty(states, heads, d + e + 1, dtype=torch.float32, device=out.device)
+    table = workspace.table(slots, out.device, d)
     gradient_kernels().suffixes[(parts + 1, heads, 1)](
-        second, first, coefficients, x.floor, after, slot_table(d, out.device), big, small, blocks, states, heads,
+        second, first, coefficients, x.floor, after, table, big, small, blocks, states, heads,
         x.groups, len(programs(d)), parts, d, e, num_warps=8,
     )  # fmt: skip
-    return State(big, small, parts, d, e)
+    return State(big, small, parts, d, e, table)
 
 
-def exact_rows(x: Given, factor: Tensor) -> Tensor:
-    """The own blocks' share of ∂q, times Z′: [N·G, n, d] in float32; factor [N]."""
+def exact_rows(x: Inputs, factor: Tensor) -> Tensor:
+    """Return the contribution of the own blocks to ∂q, times Z′: [N·G, n, d] in float32. factor is [N]."""
     (row_heads, n, d), (m, e), (own, other, warps) = x.q.shape, x.v.shape[1:], x.tiles.rows
     found = torch.empty_like(x.q, dtype=torch.float32)
     gradient_kernels().exact_queries[(math.ceil(n / own), row_heads, 1)](
@@ -164,8 +196,11 @@ def exact_rows(x: Given, factor: Tensor) -> Tensor:
     return found
 
 
-def exact_keys(x: Given, factor: Tensor, needs_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The own blocks' share of ∂k, ∂v and, where needed, ∂w [N, m], all but their weight; factor [N, blocks]."""
+def exact_keys(x: Inputs, factor: Tensor, needs_weights: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the contributions of the own blocks to ∂k, ∂v and, if needed, ∂w [N, m], before they are weighted.
+
+    factor is [N, blocks].
+    """
     (heads, m, d), e, n, (own, other, warps) = x.k.shape, x.v.shape[-1], x.q.shape[1], x.tiles.keys
     dk, dv = torch.empty_like(x.k, dtype=torch.float32), torch.empty_like(x.v, dtype=torch.float32)
     dw = dk.new_empty(heads, m) if needs_weights else dk
@@ -177,64 +212,68 @@ def exact_keys(x: Given, factor: Tensor, needs_weights: bool) -> tuple[Tensor, T
     return dk, dv, dw
 
 
-def added(
-    x: Tensor, y: Tensor, state: State, exact: Tensor, factor: Tensor, block: int, dtype: torch.dtype,
-    *, is_turned: bool, g: Tensor | None = None, z: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """factor (exact + what the rows x, y [H, n, ·] read in the states of their blocks): [H, n, ·] in `dtype`.
-
-    Turned: bilinear in x and y, with g [H, n] or 1 for the part of Z. Otherwise y = x, and z [H, n] takes that part.
-    """
+def row_sum(workspace: Workspace, rows: RowSum, block: int) -> Tensor:
+    """Compute a RowSum with states of `block` tokens: [H, n, ·]."""
+    x, y, state, g, z = rows.x, rows.y, rows.state, rows.g, rows.z
     (row_heads, n, d), heads, e = x.shape, state.big.shape[1], state.width
     count = min(math.ceil(n / block), state.big.shape[0])
-    tune, width = tuning(x.dtype, max(d, e)), exact.shape[-1]
-    out = torch.empty_like(exact, dtype=dtype)
-    parts, table, s, at_once = state.slots, slot_table(d, x.device), state.big, count
-    if is_turned and parts:
-        parts, table = d * e // TILE**2, turned_table(d, e, x.device)
+    tune, width = tuning(x.dtype, max(d, e)), rows.exact.shape[-1]
+    out = torch.empty_like(rows.exact, dtype=rows.dtype)
+    parts, table, s, at_once = state.slots, state.table, state.big, count
+    is_turned = rows.is_turned and parts > 0
+    if is_turned:
+        parts, table = d * e // TILE**2, workspace.table(turned_slots, x.device, d, e)
         at_once = min(count, max(1, TURNED_BYTES // (heads * parts * 256 * d * x.element_size())))
         s = x.new_empty(at_once, heads, parts * 256 * d)
     for start in range(0, count, at_once):
         end = min(start + at_once, count)
-        if is_turned and parts:
+        if is_turned:
             gradient_kernels().turn[(parts, (end - start) * heads, 1)](
-                state.big[start:], pair_table(d, x.device), s, state.big.shape[-1], d, e, num_warps=4
+                state.big[start:], workspace.table(pair_slots, x.device, d), s, state.big.shape[-1], d, e, num_warps=4
             )  # fmt: skip
-        rows = (n if end == count else end * block) - start * block
-        gradient_kernels().add_rows[(math.ceil(rows / tune.rows), row_heads, 1)](
-            x, y, s, state.big, state.small, x if g is None else g, exact, factor, table, out, out if z is None else z,
-            n, row_heads // heads, heads, start, count - 1, block, s.shape[-1], state.big.shape[-1],
-            state.small.shape[-1], state.slots * 256 * e, parts, d, y.shape[-1], width, tune.rows, tune.rows_part,
-            is_turned, g is not None, z is not None, precision(x.dtype), tune.rows_stages, num_warps=tune.rows_warps,
-            **tune.rows_limit,
+        length = (n if end == count else end * block) - start * block
+        gradient_kernels().add_rows[(math.ceil(length / tune.rows), row_heads, 1)](
+            x, y, s, state.big, state.small, x if g is None else g, rows.exact, rows.factor, table, out,
+            out if z is None else z, n, row_heads // heads, heads, start, count - 1, block, s.shape[-1],
+            state.big.shape[-1], state.small.shape[-1], state.slots * 256 * e, parts, d, y.shape[-1], width, tune.rows,
+            tune.rows_part, rows.is_turned, g is not None, z is not None, precision(x.dtype), tune.rows_stages,
+            num_warps=tune.rows_warps, **tune.rows_limit,
         )  # fmt: skip
     return out
 
 
 def backward(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    workspace: Workspace, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v."""
+    """Return the gradients of q, k and v."""
     (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
-    block = splitting(heads, d, m, True, q.device)
+    block = workspace.causal_block
     out, z, big, small = saved
-    before = State(big, small, len(slots(d)) if spec.degree > 1 else 0, d, e)
+    parts = len(slots(d)) if spec.degree > 1 else 0
+    before = State(big, small, parts, d, e, workspace.table(slots, q.device, d))
     _, mean, share = before.lower()
-    qt, kt, w, scale = centred(spec, q, k)
-    shift = (spec.middle if uses_middle(v.dtype) else mean).float().contiguous()
+    qt, kt, w, scale = kernel_inputs(spec, q, k)
+    shift = (spec.middle if workspace.centres_before(v.dtype) else mean).float().contiguous()
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)
     up, size = normalised(grad)
     flat = heads * groups
-    x = Given(
-        qt.view(flat, n, d), up.view(flat, n, e), z.view(flat, n), torch.empty_like(z).view(flat, n), kt,
-        torch.sub(v, shift[:, None], out=torch.empty_like(v, memory_format=torch.contiguous_format)),
-        None if w is None else w.float().contiguous(), floors(z, block), scale, block,
-    )  # fmt: skip
+    x = Inputs(
+        q=qt.view(flat, n, d),
+        grad=up.view(flat, n, e),
+        z=z.view(flat, n),
+        level=torch.empty_like(z).view(flat, n),
+        k=kt,
+        v=torch.sub(v, shift[:, None], out=torch.empty_like(v, memory_format=torch.contiguous_format)),
+        w=None if w is None else w.float().contiguous(),
+        floor=floors(z, block),
+        scale=scale,
+        block=block,
+    )
     states = math.ceil(m / block)
     after = weights_after(x, states)
     a = coefficient_table(scaled_coefficients(spec.coefficients, scale), q.device)
-    behind = query_sums(x, out, shift, after, a, spec.degree)
+    behind = query_sums(workspace, x, out, shift, after, a, spec.degree)
 
     per_query = size[:, None, None] / z
     per_key = (after * (size[:, None] * share)).repeat_interleave(block, dim=1)[:, :m]
@@ -242,14 +281,15 @@ def backward(
     query_factor, key_factor = (None, None) if is_plain(spec) else (f.float() for f in spec.factors)
     by_query = per_query if query_factor is None else per_query * query_factor[:, None, None]
     own = exact_rows(x, share[:, 0] * scale)
-    dq = added(x.q, x.grad, before, own, by_query, block, q.dtype, is_turned=True, g=x.level)
+    dq = row_sum(workspace, RowSum(x.q, x.grad, before, own, by_query, q.dtype, is_turned=True, g=x.level), block)
     del own
 
     wide = torch.float32 if spec.is_weighted else q.dtype
     dk, dv, dw = exact_keys(x, 1 / (after * x.floor[:, :states]), spec.is_weighted)
-    dv = added(x.k, x.k, behind, dv, per_key, block, wide, is_turned=False, z=dw if spec.is_weighted else None)
+    z_of = dw if spec.is_weighted else None
+    dv = row_sum(workspace, RowSum(x.k, x.k, behind, dv, per_key, wide, is_turned=False, z=z_of), block)
     by_key = per_key if key_factor is None else per_key * key_factor[:, None]
-    dk = added(x.k, x.v, behind, dk, by_key, block, wide, is_turned=True)
+    dk = row_sum(workspace, RowSum(x.k, x.v, behind, dk, by_key, wide, is_turned=True), block)
     if spec.is_weighted:  # through w_j = exp(s μ·(k_j − c))
         through = (dv * x.v).sum(-1) + per_key * dw
         dk = dk + spec.scale * through[..., None] * spec.query_centre[:, None]

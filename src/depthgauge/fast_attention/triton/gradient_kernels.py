@@ -1,6 +1,6 @@
-"""Triton kernels of causal gradients: sums over the queries after a block, exact blocks, rows read by one state each.
+"""Triton kernels of causal gradients: sums over the queries after a block, exact blocks, and rows that read a state.
 
-Tiles, slots and layouts are those of `kernels`. Row tiles, and key tiles, never cross a block of `per_state` tokens.
+Tiles, slots and layouts are those of `kernels`. A tile of rows or keys never crosses a block of `per_state` tokens.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 @lru_cache(maxsize=1)
 def gradient_kernels() -> SimpleNamespace:
-    """The compiled-on-demand kernels; triton is imported here."""
+    """Return the kernels, which Triton compiles on their first launch. The first call imports triton."""
     import triton
     import triton.language as tl
 
@@ -20,9 +20,9 @@ def gradient_kernels() -> SimpleNamespace:
         q_ptr, grad_ptr, o_ptr, z_ptr, shift_ptr, floor_ptr, dn_ptr, level_ptr, out_ptr, n, groups, per_split,
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, SQUARE: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """dN = ∂o ρ and level = −∂o·(o − shift) of a block's rows, with ρ = floor/Z ≤ 1, and the block's sums.
+        """Compute dN = ρ ∂o and level = −∂o·(o − shift) of the rows of a block, with ρ = floor/Z ≤ 1, and their sums.
 
-        The sums: Σ q dNᵀ [D, E], Σ ρ level q qᵀ [D, D], Σ ρ level q [D], Σ dN [E], Σ ρ level.
+        The sums are Σ q dNᵀ [D, E], Σ ρ level q qᵀ [D, D], Σ ρ level q [D], Σ dN [E] and Σ ρ level.
         """
         split, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         head = row_head // groups
@@ -65,10 +65,10 @@ def gradient_kernels() -> SimpleNamespace:
         heads, groups,
         PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     ):  # fmt: skip
-        """State b: the sums of all query heads over the blocks after b, with p's coefficients, over their weight.
+        """Compute state b: the sums of all query heads over the blocks after b, times the coefficients of p.
 
-        A block's sums count 1/floor, and after[b] is what the rows after b weigh. big: S [SLOTS, 256, E], L as a sum
-        of two [2, D, E], C [D, D]; small: z1 [D], z0, n0 [E].
+        The sums of a block are multiplied by 1/floor, and state b is divided by after[b], the total weight of the rows
+        after b. big: S [SLOTS, 256, E], L as a sum of two matrices [2, D, E], C [D, D]. small: z1 [D], z0, n0 [E].
         """
         slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
@@ -123,9 +123,10 @@ def gradient_kernels() -> SimpleNamespace:
 
     @triton.jit
     def turn(big_ptr, pair_ptr, out_ptr, big_size, D: tl.constexpr, E: tl.constexpr):
-        """2 S_abc for all a and b, as slots of 256 products c·b (tile of c, tile of b) by D columns a.
+        """Compute 2 S_abc for all a and b, as slots of 256 products c·b (tile of c, tile of b) by D columns a.
 
-        pair[a, b]: where the tiles' sums are, and whether b comes first. Different tiles' sums are doubled already.
+        pair[a, b] holds the slot of the two tiles and whether b is the first factor. Sums of two different tiles are
+        stored doubled already.
         """
         slot, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
         tile_c, tile_b = slot // (D // 16), slot % (D // 16)
@@ -146,7 +147,7 @@ def gradient_kernels() -> SimpleNamespace:
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TK: tl.constexpr, HAS_W: tl.constexpr,
         PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """factor Σ_j w_j e^t (∂o·ṽ_j + level) k_j over the keys j ≤ i of row i's block."""
+        """Compute factor · Σ_j w_j e^t (∂o·ṽ_j + level) k_j over the keys j ≤ i in the block of row i."""
         block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         head = row_head // groups
         r, d, e, tk = block * T + tl.arange(0, T), tl.arange(0, D), tl.arange(0, E), tl.arange(0, TK)
@@ -176,9 +177,9 @@ def gradient_kernels() -> SimpleNamespace:
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TQ: tl.constexpr, HAS_DW: tl.constexpr,
         PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """factor Σ_i ρ_i e^t (…) over the rows i ≥ j of key j's block, ρ = floor/Z, of all its query heads.
+        """Compute factor · Σ_i ρ_i e^t u_i over the rows i ≥ j in the block of key j, of all its query heads.
 
-        (…) is slope (∂o·ṽ_j + level) q for dk, ∂o for dv, and level for dw.
+        ρ = floor/Z, and u is slope (∂o·ṽ_j + level) q for dk, ∂o for dv, and level for dw.
         """
         block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         c, d, e, tq = block * T + tl.arange(0, T), tl.arange(0, D), tl.arange(0, E), tl.arange(0, TQ)
@@ -218,10 +219,11 @@ def gradient_kernels() -> SimpleNamespace:
         SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr,
         TURNED: tl.constexpr, HAS_G: tl.constexpr, HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """factor (exact + Σ_slots (y ⊗ x) S + …) for T rows, with the state of their block, from first_state's on.
+        """Compute factor · (exact + Σ_slots (y ⊗ x) S + rest) for T rows with the state of their block.
 
-        Turned (bilinear): … = y Lᵀ + g (2 x C + z1), and S comes from `turn`, whose first state is first_state.
-        Otherwise y = x and … = x L + n0; then x·(x C + z1) + z0 is added to z where that is wanted.
+        The rows start at the block of first_state. TURNED (bilinear): rest = y Lᵀ + g (2 x C + z1), and S is the output
+        of `turn`, which starts with first_state. Otherwise y = x and rest = x L + n0; if HAS_Z, x·(x C + z1) + z0 is
+        added to z.
         """
         row_head = tl.program_id(1).to(tl.int64)
         head = row_head // groups
@@ -246,7 +248,7 @@ def gradient_kernels() -> SimpleNamespace:
                 s = tl.load(s_at + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
                 features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
                 total = tl.dot(features, s, total, input_precision=PRECISION)
-        # After the loop: operands of products before it would keep their shared memory until it ends.
+        # These products come after the loop: before it, their operands would hold shared memory until it ends.
         x = tl.load(x_at + cx[None, :], mask=here, other=0)
         y = tl.load(y_at + cy[None, :], mask=here, other=0)
         for part in tl.static_range(2):

@@ -1,8 +1,8 @@
-"""Triton kernels of the fast path at degrees 1 and 2: features are made in registers for the matrix unit.
+"""Triton kernels of the forward pass at degrees 1 and 2. Features are computed in registers for the matrix unit.
 
-The products x_a y_b of two tiles of 16 coordinates are 256 features; a tile pair and its mirror image are done once.
-Keys come transposed, [D, tokens], so that every fragment of the feature matrix is one wide load. The sequence is split,
-one program sums one split, and a program holds up to two tile pairs (512 features) of sums in registers.
+The products x_a y_b of two tiles of 16 coordinates are 256 features; a pair of tiles and its mirror image are computed
+once. Keys are transposed to [D, tokens], so that every fragment of the feature matrix is one wide load. The sequence is
+split, one program sums one split, and a program holds the sums of up to two tile pairs (512 features) in registers.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, no-any-return"
@@ -15,10 +15,10 @@ TILE = 16
 
 @lru_cache(maxsize=16)
 def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
-    """Tile pairs grouped two by two around a shared tile: (shared, first, second), second −1 where there is none.
+    """Return tile pairs in groups of two with a shared tile: (shared, first, second), where second may be −1 (none).
 
-    Every unordered pair of tiles appears once. Tile b goes with tiles b, b−1, …, two at a time; of an odd number the
-    pair with tile 0 is left, and those share tile 0.
+    Every unordered pair of tiles appears once. Tile b is paired with tiles b, b−1, …, two at a time. If their number is
+    odd, the pair with tile 0 is left over; the left-over pairs are grouped with shared tile 0.
 
     >>> programs(64)
     ((1, 1, 0), (2, 2, 1), (3, 3, 2), (3, 1, 0), (0, 0, 2))
@@ -37,8 +37,14 @@ def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
 
 
 @lru_cache(maxsize=16)
+def second_programs(dim: int) -> tuple[tuple[int, int, int], ...]:
+    """Return the programs with their second tile in place of the first, for kernels that hold one tile pair."""
+    return tuple((shared, max(second, 0), 0) for shared, _, second in programs(dim))
+
+
+@lru_cache(maxsize=16)
 def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
-    """Where the sums of a tile pair are kept: (slot, first tile, second tile) of every pair."""
+    """Return where the sums of every tile pair are stored: (slot, first tile, second tile)."""
     found = []
     for p, (shared, first, second) in enumerate(programs(dim)):
         found.append((2 * p, first, shared))
@@ -49,42 +55,42 @@ def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
 
 @lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
-    """The compiled-on-demand kernels; triton is imported when they are first asked for."""
+    """Return the kernels, which Triton compiles on their first launch. The first call imports triton."""
     import triton
     import triton.language as tl
 
     @triton.jit
     def transpose(
-        x_ptr, found_ptr, out_ptr, report_ptr, n, padded, blocks,
-        D: tl.constexpr, T: tl.constexpr, LAYS: tl.constexpr, REPORTS: tl.constexpr,
+        x_ptr, found_ptr, out_ptr, readback_ptr, n, padded, blocks,
+        D: tl.constexpr, T: tl.constexpr, WRITES_OUT: tl.constexpr, WRITES_BACK: tl.constexpr,
     ):  # fmt: skip
-        """out[head, :, t] = x[head, t, :], zeros beyond the last token, if LAYS.
+        """If WRITES_OUT, compute out[head, :, t] = x[head, t, :] with zeros after the last token.
 
-        If REPORTS the first program of a head writes the largest of its blocks' six numbers to the host's memory: few
-        and late writes, for they are slow.
+        If WRITES_BACK, the first program of a head writes the maxima of the six numbers of its blocks to host memory.
+        Writes to host memory are slow, so there is one per head, after the survey.
         """
         head = tl.program_id(1).to(tl.int64)
-        if LAYS:
+        if WRITES_OUT:
             r, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
             x = tl.load(x_ptr + head * n * D + r[:, None] * D + c[None, :], mask=r[:, None] < n, other=0)
             tl.store(out_ptr + head * padded * D + c[:, None] * padded + r[None, :], tl.trans(x))
-        if REPORTS and tl.program_id(0) == 0:
+        if WRITES_BACK and tl.program_id(0) == 0:
             b, i = tl.arange(0, 64), tl.arange(0, 8)
             most = tl.zeros([8], tl.float32)
             for start in range(0, blocks, 64):
                 here = (start + b[:, None] < blocks) & (i[None, :] < 6)
                 at = found_ptr + (head * blocks + start + b[:, None]) * 6 + i[None, :]
                 most = tl.maximum(most, tl.max(tl.load(at, mask=here, other=0), 0))
-            tl.store(report_ptr + head * 6 + i, most, mask=i < 6)
+            tl.store(readback_ptr + head * 6 + i, most, mask=i < 6)
 
     @triton.jit
     def survey(
         q_ptr, k_ptr, v_ptr, centre_ptr, out_ptr, rows, m, heads,
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     ):  # fmt: skip
-        """The largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖², Σ|v| and ‖μ‖², of S·T tokens of a head; infinite where NaN.
+        """Compute the largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| over S·T tokens of a head, and ‖μ‖². NaN gives ∞.
 
-        One program reads q, k or v alone.
+        A program reads either q, k or v.
         """
         block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
         d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
@@ -100,7 +106,7 @@ def kernels() -> SimpleNamespace:
         else:
             n = rows if which == 0 else m
             x_at = q_ptr + head * rows * D if which == 0 else k_ptr + head * m * D
-            r = t * tl.maximum(n // T, 1)  # the centre is the mean of T tokens spread evenly: any would do
+            r = t * tl.maximum(n // T, 1)  # the centre is the mean of T evenly spaced tokens; any centre is valid
             sample = tl.load(x_at + r[:, None] * D + d[None, :], mask=r[:, None] < n, other=0)
             centre = tl.sum(sample.to(tl.float32), 0) / tl.minimum(n, T)
             if block == 0:
@@ -124,9 +130,9 @@ def kernels() -> SimpleNamespace:
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, HAS_W: tl.constexpr, BY_PRODUCTS: tl.constexpr,
         PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Of one split: Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E], Σ w; x and y are [D, tokens].
+        """Compute Σ y vᵀ [D, E], Σ y xᵀ [D, D], Σ y [D], Σ w v [E] and Σ w of one split; x and y are [D, tokens].
 
-        BY_PRODUCTS sums in the matrix unit, as products with ones, so that threads need not exchange anything.
+        BY_PRODUCTS computes sums as products with ones in the matrix unit, which needs no exchange between threads.
         """
         split, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
@@ -155,7 +161,7 @@ def kernels() -> SimpleNamespace:
                 means = tl.dot(tl.trans(v), ones, means, input_precision=PRECISION)
             else:
                 mean += tl.sum(v.to(tl.float32), 0)
-        if BY_PRODUCTS:  # of 16 columns that are the same
+        if BY_PRODUCTS:  # all 16 columns are equal
             total = tl.max(totals, 1)
             if not HAS_W:
                 mean = tl.max(means, 1)
@@ -174,7 +180,7 @@ def kernels() -> SimpleNamespace:
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
         STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Σ_t (y_a x_b)(t) v(t) of one split, for the features of one shared tile b and WIDE/16 tiles a."""
+        """Compute Σ_t (y_a x_b)(t) v(t) of one split, for the features of one shared tile b and WIDE/16 tiles a."""
         program, split, head = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
         i, e, t, wide = tl.arange(0, 16), tl.arange(0, E), tl.arange(0, T), tl.arange(0, WIDE)
         shared = tl.load(table_ptr + 3 * program)
@@ -201,16 +207,17 @@ def kernels() -> SimpleNamespace:
         PROGRAMS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr,
         CENTRE: tl.constexpr, ALIKE: tl.constexpr,
     ):  # fmt: skip
-        """Add the splits up (all, or those before each when causal), centre the values, apply p's coefficients, round.
+        """Add the splits (all of them, or the earlier ones if CAUSAL), centre values, apply the coefficients, round.
 
-        Everything is divided by the total weight, which cancels in the end and keeps short dtypes in range. big: S
-        [SLOTS, 256, E], L as a sum of two [2, D, E], C [D, D]; small: z1 [D], z0, n0 [E], mean [E], 1/total weight.
+        Everything is divided by the total weight. This cancels in the quotient N/Z and keeps short dtypes in range.
+        big: S [SLOTS, 256, E], L as a sum of two matrices [2, D, E], C [D, D]. small: z1 [D], z0, n0 [E], mean [E],
+        1/total weight.
         """
         slot, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         d, e, rows = tl.arange(0, D), tl.arange(0, E), tl.arange(0, 256)
         size = D * E + D * D + D + E + 1
         big_size, small_size = SLOTS * 256 * E + 2 * D * E + D * D, D + 2 * E + 2
-        if not ALIKE:  # heads with polynomials of their own
+        if not ALIKE:  # every head has its own polynomial
             a0 = tl.load(coefficients_ptr + head * 3)
             a1 = tl.load(coefficients_ptr + head * 3 + 1)
             a2 = tl.load(coefficients_ptr + head * 3 + 2)
@@ -272,10 +279,10 @@ def kernels() -> SimpleNamespace:
         SUB: tl.constexpr, CAUSAL: tl.constexpr, HAS_W: tl.constexpr, FORWARD: tl.constexpr, HAS_G: tl.constexpr,
         HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Σ_slots (y ⊗ x) S + y L + n0 for T rows.
+        """Compute N = Σ_slots (y ⊗ x) S + y L + n0 for T rows.
 
-        Forward (y = x = q): that is N, with Z = x·(x C + z1) + z0, causal rows add exact exponentials of their own
-        block, and N/Z + mean is stored. Otherwise (gradients) g (x C + z1) is added, and the sum is stored.
+        FORWARD (y = x = q): Z = x·(x C + z1) + z0; causal rows add the exact exponentials of their own block to N and
+        Z; the result is N/Z + mean. Otherwise (gradients) the result is N + g (x C + z1).
         """
         block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         head = row_head // groups
@@ -292,7 +299,7 @@ def kernels() -> SimpleNamespace:
         if CAUSAL:
             tk = tl.arange(0, TK)
             k_at, v_at = kt_ptr + head * padded * X + cx[:, None] * padded, v_ptr + head * m * OUT + co[None, :]
-            # Whole blocks before these rows, then those with the diagonal in them.
+            # First the key tiles that lie before all of these rows, then those that contain the diagonal.
             for start in tl.range(state * per_state, tl.minimum(block * T, m // TK * TK), TK, num_stages=STAGES):
                 c = start + tk
                 k, v = tl.load(k_at + c[None, :]), tl.load(v_at + c[:, None] * OUT)

@@ -1,8 +1,8 @@
-"""Launching a Triton kernel with little work on the host.
+"""A kernel launch with little work on the host.
 
-Triton looks at every argument of every launch to find the compiled kernel, which at a few thousand tokens takes longer
-than the kernel runs. Here everything but tensors and floats is fixed once, and what was compiled is kept: it fits every
-launch whose tensors have the same dtypes and lie on multiples of 16 bytes. Any other launch is left to Triton.
+Triton inspects every argument of every launch to find the compiled kernel. At a few thousand tokens this takes longer
+than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernel. It is valid
+for every launch whose tensors have the same dtypes and are aligned to 16 bytes; any other launch goes through Triton.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ALIGNMENT = 16
 
 
 class Launch:
-    """kernel[grid](*tensors, *integers, *floats, *constants, **options), whose parameters are in this order."""
+    """kernel[grid](*tensors, *integers, *floats, *constants, **options), with the parameters in this order."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Launch:
         self._compiled: tuple[list[dtype], Any] | None = None
 
     def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
-        """Launch; all tensors are on the current device, or in memory that it can write to."""
+        """Launch the kernel. All tensors are on the current device or in host memory that it can write to."""
         addresses = 0
         dtypes: list[dtype] = []
         for tensor in tensors:

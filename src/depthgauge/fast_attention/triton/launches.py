@@ -1,11 +1,11 @@
-"""The launches of the Triton kernels: one function per kernel, which fixes everything that sizes and dtypes decide.
+"""The launches of the Triton kernels: one record per kernel with everything that fixes a launch except its tensors.
 
-Sizes are named as in `Problem`: N key heads (`heads`), n rows, m keys of width d with values of width e; `padded` is m
-rounded up to BLOCK, `per_split` how many keys one program sums.
+Sizes are named as in `Problem`: N key heads (`heads`), n rows, m keys of width d with values of width e. `padded` is m
+rounded up to BLOCK, and `per_split` is the number of keys that one program sums.
 """
 
 import math
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,89 +13,167 @@ from depthgauge.fast_attention.triton.kernels import TILE, kernels, programs, sl
 from depthgauge.fast_attention.triton.launch import Launch
 from depthgauge.fast_attention.triton.tuning import BLOCK, SURVEY_STEPS, precision, tuning
 
-_MOST = 1024
-
 
 def survey_blocks(rows: int, m: int) -> int:
-    """How many programs survey one head."""
+    """Return the number of programs that survey one head."""
     return math.ceil(max(rows, m) / (BLOCK * SURVEY_STEPS))
 
 
-@lru_cache(maxsize=_MOST)
-def survey(heads: int, rows: int, m: int, d: int, e: int, device: torch.device) -> Launch:
-    """Tensors: q [N, rows, d], k, v, centres [2, N, d], found [N, blocks, 6]."""
-    constants = d, e, BLOCK, SURVEY_STEPS
-    return Launch(kernels().survey, (survey_blocks(rows, m), heads, 3), (rows, m, heads), constants, num_warps=8)
+class SurveySizes(NamedTuple):
+    """Sizes of `survey`. Tensors: q [N, rows, d], k, v, centres [2, N, d], found [N, blocks, 6]."""
+
+    heads: int
+    rows: int
+    m: int
+    d: int
+    e: int
+    device: torch.device
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        constants = self.d, self.e, BLOCK, SURVEY_STEPS
+        grid = survey_blocks(self.rows, self.m), self.heads, 3
+        return Launch(kernels().survey, grid, (self.rows, self.m, self.heads), constants, num_warps=8)
 
 
-@lru_cache(maxsize=_MOST)
-def transpose(heads: int, n: int, d: int, padded: int, blocks: int, lays: bool, device: torch.device) -> Launch:
-    """Tensors: x [N, n, d], found [N, blocks, 6], out [N, d, padded], report [N, 6]; blocks of 0 report nothing."""
-    grid = padded // BLOCK if lays else 1, heads, 1
-    return Launch(kernels().transpose, grid, (n, padded, blocks), (d, BLOCK, lays, blocks > 0), num_warps=4)
+class TransposeSizes(NamedTuple):
+    """Sizes of `transpose`. Tensors: x [N, n, d], found [N, blocks, 6], out [N, d, padded], readback [N, 6].
 
-
-@lru_cache(maxsize=_MOST)
-def first_moments(
-    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, has_w: bool,
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """Tensors: x, y [N, d, padded], v, w, the first sums of every split."""
-    is_short = dtype != torch.float32
-    by_products = is_short and min(d, e) >= 64
-    constants = (
-        d, e, tuning(dtype, max(d, e)).moments_tokens, has_w, by_products, precision(dtype), 3 if by_products else 1
-    )  # fmt: skip
-    grid = math.ceil(padded / per_split), heads, 1
-    warps = 4 if d < 128 else 8
-    return Launch(kernels().first_moments, grid, (m, padded, per_split), constants, num_warps=warps)
-
-
-@lru_cache(maxsize=_MOST)
-def second_moments(
-    heads: int, m: int, padded: int, per_split: int, d: int, e: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Launch, ...]:
-    """Tensors: x, y [N, d, padded], v, a table of programs, the second sums of every split.
-
-    Where a program holds one pair of tiles a second launch does the other ones: it takes `second_table`, and the second
-    half of the sums.
+    The kernel writes `out` if `writes_out`, and `readback` if `blocks` is positive.
     """
-    tune = tuning(dtype, max(d, e))
-    wide = 32 if e <= 64 and d > TILE and dtype != torch.float32 else TILE
-    one = Launch(
-        kernels().second_moments, (len(programs(d)), math.ceil(padded / per_split), heads), (m, padded, per_split),
-        (d, e, tune.moments_tokens, wide, precision(dtype), tune.moments_stages), num_warps=tune.moments_warps,
-    )  # fmt: skip
-    return (one, one) if wide == TILE else (one,)
+
+    heads: int
+    n: int
+    d: int
+    padded: int
+    blocks: int
+    writes_out: bool
+    device: torch.device
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        grid = self.padded // BLOCK if self.writes_out else 1, self.heads, 1
+        constants = self.d, BLOCK, self.writes_out, self.blocks > 0
+        return Launch(kernels().transpose, grid, (self.n, self.padded, self.blocks), constants, num_warps=4)
 
 
-@lru_cache(maxsize=_MOST)
-def finish(
-    heads: int, splits: int, d: int, e: int, has_second: bool, is_causal: bool, is_centred: bool, is_alike: bool,
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """Tensors: second and first sums, coefficients [N, 3] unless alike, table of slots, State.big, State.small."""
-    parts = len(slots(d)) if has_second else 0
-    constants = len(programs(d)), parts, d, e, is_causal, is_centred, is_alike
-    return Launch(kernels().finish, (parts + 1, heads, 1), (splits, heads), constants, num_warps=8)
+class FirstMomentSizes(NamedTuple):
+    """Sizes of `first_moments`. Tensors: x, y [N, d, padded], v, w, the first moments of every split."""
+
+    heads: int
+    m: int
+    padded: int
+    per_split: int
+    d: int
+    e: int
+    dtype: torch.dtype
+    has_w: bool
+    device: torch.device
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        by_products = self.dtype != torch.float32 and min(self.d, self.e) >= 64
+        tokens = tuning(self.dtype, max(self.d, self.e)).moments_tokens
+        stages = 3 if by_products else 1
+        constants = self.d, self.e, tokens, self.has_w, by_products, precision(self.dtype), stages
+        grid = math.ceil(self.padded / self.per_split), self.heads, 1
+        sizes = self.m, self.padded, self.per_split
+        return Launch(kernels().first_moments, grid, sizes, constants, num_warps=4 if self.d < 128 else 8)
 
 
-@lru_cache(maxsize=_MOST)
-def evaluate(
-    row_heads: int, n: int, heads: int, states: int, per_state: int, m: int, padded: int, parts: int, x: int, y: int,
-    width: int, dtype: torch.dtype, is_causal: bool, has_w: bool, is_forward: bool, has_g: bool, needs_z: bool,
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """Tensors: x, y, State.big, State.small, g, keys, v, w, table of slots, out, Z; one float, the scale of exp2."""
-    tune = tuning(dtype, max(x, y, width))
-    # Of wide gradients half a tile at once: x, y and a whole tile of S would not fit the shared memory.
-    part = tune.rows_part if is_forward or max(x, y, width) <= 64 else min(tune.rows_part, 8)
-    constants = (
-        parts, x, y, width, tune.rows, 64 if dtype != torch.float32 else 32, part, is_causal, has_w, is_forward, has_g,
-        needs_z, precision(dtype), tune.rows_stages,
-    )  # fmt: skip
-    return Launch(
-        kernels().evaluate, (math.ceil(n / tune.rows), row_heads, 1),
-        (n, m, padded, row_heads // heads, heads, states, per_state), constants, num_warps=tune.rows_warps,
-        **tune.rows_limit,
-    )  # fmt: skip
+class SecondMomentSizes(NamedTuple):
+    """Sizes of `second_moments`. Tensors: x, y [N, d, padded], v, a table of programs, the second moments of splits.
+
+    If `is_narrow`, a program holds one pair of tiles. A second launch then computes the other pairs: it takes the table
+    of `second_programs` and the second half of the moments.
+    """
+
+    heads: int
+    m: int
+    padded: int
+    per_split: int
+    d: int
+    e: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a program holds one pair of tiles instead of two."""
+        return self.e > 64 or self.d <= TILE or self.dtype == torch.float32
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        tune = tuning(self.dtype, max(self.d, self.e))
+        wide = TILE if self.is_narrow else 2 * TILE
+        constants = self.d, self.e, tune.moments_tokens, wide, precision(self.dtype), tune.moments_stages
+        grid = len(programs(self.d)), math.ceil(self.padded / self.per_split), self.heads
+        sizes = self.m, self.padded, self.per_split
+        return Launch(kernels().second_moments, grid, sizes, constants, num_warps=tune.moments_warps)
+
+
+class FinishSizes(NamedTuple):
+    """Sizes of `finish`. Tensors: second and first moments, coefficients [N, 3], table of slots, big and small state.
+
+    The coefficients are passed as floats, and the tensor is ignored, if all heads have the same (`is_alike`).
+    """
+
+    heads: int
+    splits: int
+    d: int
+    e: int
+    has_second: bool
+    is_causal: bool
+    is_centred: bool
+    is_alike: bool
+    device: torch.device
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        parts = len(slots(self.d)) if self.has_second else 0
+        constants = len(programs(self.d)), parts, self.d, self.e, self.is_causal, self.is_centred, self.is_alike
+        return Launch(kernels().finish, (parts + 1, self.heads, 1), (self.splits, self.heads), constants, num_warps=8)
+
+
+class RowSizes(NamedTuple):
+    """Sizes of `evaluate`. Tensors: x, y, big and small state, g, keys, v, w, table of slots, out, Z. Float: the scale.
+
+    The rows are x [row_heads, n, x] and y [row_heads, n, y]; the output is [row_heads, n, width].
+    """
+
+    row_heads: int
+    n: int
+    heads: int
+    states: int
+    per_state: int
+    m: int
+    padded: int
+    parts: int
+    x: int
+    y: int
+    width: int
+    dtype: torch.dtype
+    is_causal: bool
+    has_w: bool
+    is_forward: bool
+    has_g: bool
+    needs_z: bool
+    device: torch.device
+
+    def launch(self) -> Launch:
+        """Prepare the launch."""
+        widest = max(self.x, self.y, self.width)
+        tune = tuning(self.dtype, widest)
+        # Wide gradients use half a tile at once: x, y and a whole tile of S do not fit into shared memory.
+        part = tune.rows_part if self.is_forward or widest <= 64 else min(tune.rows_part, 8)
+        constants = (
+            self.parts, self.x, self.y, self.width, tune.rows, 64 if self.dtype != torch.float32 else 32, part,
+            self.is_causal, self.has_w, self.is_forward, self.has_g, self.needs_z, precision(self.dtype),
+            tune.rows_stages,
+        )  # fmt: skip
+        sizes = self.n, self.m, self.padded, self.row_heads // self.heads, self.heads, self.states, self.per_state
+        grid = math.ceil(self.n / tune.rows), self.row_heads, 1
+        return Launch(kernels().evaluate, grid, sizes, constants, num_warps=tune.rows_warps, **tune.rows_limit)
+
+
+LaunchSizes = SurveySizes | TransposeSizes | FirstMomentSizes | SecondMomentSizes | FinishSizes | RowSizes

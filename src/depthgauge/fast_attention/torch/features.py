@@ -1,9 +1,10 @@
 """Symmetric features: the C(d+g, g) monomials of degree at most g, each once.
 
-    (x·y)^k = Σ over monomials of degree k of multinomial · x^α · y^α
+    (x·y)^k = Σ over monomials α of degree k of multinomial(α) · x^α · y^α
 
-A block of degree k holds the products x_a1 x_a2 … x_ak with a1 ≤ a2 ≤ … ≤ ak in lexicographic order. Those that begin
-with a are x_a times the tail of block k−1 whose indices are all at least a: every block is d scaled tails.
+The block of degree k holds the products x_a1 x_a2 … x_ak with a1 ≤ a2 ≤ … ≤ ak in lexicographic order. The products
+that begin with a are x_a times the tail of block k−1 whose indices are all at least a, so a block consists of d scaled
+tails.
 """
 
 import math
@@ -13,19 +14,12 @@ from itertools import combinations_with_replacement, groupby
 import torch
 from torch import Tensor
 
-
-def feature_count(dim: int, degree: int) -> int:
-    """C(d+g, g).
-
-    >>> feature_count(64, 2)
-    2145
-    """
-    return math.comb(dim + degree, degree)
+from depthgauge.fast_attention.decide.cost import feature_count
 
 
 @lru_cache(maxsize=256)
 def _blocks(dim: int, degree: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """For every degree k = 1 … g: its block's length, and for every a where the tail of block k−1 begins."""
+    """Return for every degree k = 1 … g the length of its block, and for every a the start of the tail of block k−1."""
     blocks = []
     for k in range(1, degree + 1):
         before = math.comb(dim + k - 2, k - 1)
@@ -34,9 +28,8 @@ def _blocks(dim: int, degree: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
     return tuple(blocks)
 
 
-@lru_cache(maxsize=32)
 def multinomials(dim: int, degree: int) -> tuple[Tensor, Tensor]:
-    """For every feature the multinomial coefficient (float64) and the degree it belongs to."""
+    """Return the multinomial coefficient (float64) and the degree of every feature: two [F]."""
     values, degrees = [], []
     for k in range(degree + 1):
         for monomial in combinations_with_replacement(range(dim), k):
@@ -47,13 +40,13 @@ def multinomials(dim: int, degree: int) -> tuple[Tensor, Tensor]:
 
 
 class FeatureBuffer:
-    """Room for the features of one chunk of tokens, with the views that fill it made once.
+    """A buffer for the features of one chunk of tokens, and the views that fill it.
 
-    Tokens come last, [..., F, n], so that every product runs over contiguous memory.
+    Tokens are the last axis, [..., F, n], so that every product runs over contiguous memory.
     """
 
     def __init__(self, like: Tensor, degree: int) -> None:
-        """For chunks of the shape, dtype and device of `like` [..., d, n]."""
+        """Allocate a buffer for chunks of the shape, dtype and device of `like` [..., d, n]."""
         dim, n = like.shape[-2:]
         self.out = like.new_empty(*like.shape[:-2], feature_count(dim, degree), n)
         self.out[..., 0, :] = 1
@@ -70,7 +63,7 @@ class FeatureBuffer:
             previous, end = block, end + length
 
     def fill(self, x: Tensor) -> Tensor:
-        """The features of x [..., d, n]; they stay valid until the next call."""
+        """Return the features of x [..., d, n]. They are valid until the next call."""
         if self.out.shape[-2] > 1:
             self._linear.copy_(x)
         for scale, tail, target in self._steps:
@@ -79,14 +72,14 @@ class FeatureBuffer:
 
 
 class Featurizer:
-    """`features` for many chunks of a few shapes, in buffers that are used again."""
+    """`features` for many chunks of a few shapes, in reused buffers."""
 
     def __init__(self, degree: int) -> None:
         self.degree = degree
         self._buffers: dict[tuple[int, ...], FeatureBuffer] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., d, n] → [..., F, n], valid until the next call with this shape."""
+        """Return the features [..., F, n] of x [..., d, n]. They are valid until the next call with this shape."""
         key = tuple(x.shape)
         if key not in self._buffers:
             self._buffers[key] = FeatureBuffer(x, self.degree)
@@ -94,7 +87,7 @@ class Featurizer:
 
 
 def features(x: Tensor, degree: int) -> Tensor:
-    """All monomials up to a degree, tokens along the last axis: [..., d, n] → [..., C(d+g, g), n], the constant first.
+    """Return all monomials up to a degree, the constant first: [..., d, n] → [..., C(d+g, g), n].
 
     >>> features(torch.tensor([[2.0], [3.0]]), 2).flatten()
     tensor([1., 2., 3., 4., 6., 9.])
@@ -103,9 +96,10 @@ def features(x: Tensor, degree: int) -> Tensor:
 
 
 def features_vjp(x: Tensor, phi: Tensor, grad: Tensor, degree: int) -> Tensor:
-    """The gradient of ⟨grad, features(x)⟩ in x, [..., d, n]; `phi` is features(x), and `grad` is used up.
+    """Return the gradient of ⟨grad, features(x)⟩ with respect to x, [..., d, n]. It overwrites `grad`.
 
-    Walks the blocks from the top: x_a · tail hands grad·tail to x_a and grad·x_a to the block below.
+    `phi` is features(x). The blocks are visited from the highest degree down: the product x_a · tail adds grad·tail to
+    the gradient of x_a and grad·x_a to that of the block below.
     """
     dim = x.shape[-2]
     out = torch.zeros_like(x)
