@@ -1,34 +1,48 @@
-"""Atomic writes: a file appears completely or not at all."""
+"""Safe output files: checked before the work starts, written atomically, never replaced unless asked.
+
+- A regular file appears completely or not at all.
+- A symbolic link is followed: the file it points to is replaced, the link stays.
+- Devices and named pipes are written to; they are never replaced by a regular file.
+"""
 
 import os
 import secrets
-from collections.abc import Callable
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from depthgauge.errors import OutputError
+from depthgauge.errors import InputError, OutputError
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
 
     If anything fails, the temporary file is deleted and `path` is left as it was.
+
+    Args:
+        path: the file to write; see the module docstring for links and special files.
+        write: writes the content to the path it is given.
     """
-    target = Path(path)
-    if os.path.isdir(target) or not target.name:
-        raise OutputError(f"cannot write {target}: it is a directory; name a file")
-    temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
+    target = _target(path)
+    special = _is_special(target)
+    folder = Path(tempfile.gettempdir()) if special else target.parent
+    temporary = folder / f".{secrets.token_hex(8)}.partial"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
         mode = temporary.stat().st_mode
         write(temporary)
+        if special:
+            with open(temporary, "rb") as source, open(target, "wb") as sink:
+                shutil.copyfileobj(source, sink)
+            return
         os.chmod(temporary, mode)  # some writers restrict the permissions; restore the default
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(temporary, target)
     except OSError as error:
-        raise OutputError(f"cannot write {target}: {error.strerror or error}") from error
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -41,3 +55,70 @@ def write_text(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
     write_atomically(path, write)
+
+
+def check_outputs(
+    outputs: Mapping[str, str | Path | None],
+    inputs: Mapping[str, str | Path | None],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Check that all outputs of a command can be written, before any long work.
+
+    Args:
+        outputs: option → path of each output; None is an output that was not requested.
+        inputs: option → path of each input, which no output may replace.
+        overwrite: allow outputs that exist.
+
+    Raises:
+        InputError: two outputs, or an input and an output, are the same file; or an output exists.
+        OutputError: an output cannot be written.
+    """
+    seen = {_identity(path): option for option, path in inputs.items() if path is not None}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        target = _target(path)
+        if _is_special(target):
+            continue
+        other = seen.setdefault(_identity(path), option)
+        if other != option:
+            raise InputError(f"{option} and {other} are the same file, {path}; give another {option}")
+        if target.exists() and not overwrite:
+            raise InputError(f"{path} exists; use --overwrite to replace it, or give another {option}")
+        _check_writable(path, target)
+
+
+def _target(path: str | Path) -> Path:
+    """Return the file that a write to `path` changes, with symbolic links followed."""
+    given = Path(path)
+    if not given.name or given.is_dir():
+        raise OutputError(f"cannot write {given}: it is a directory; give the name of a file")
+    target = Path(os.path.realpath(given)) if given.is_symlink() else given
+    if not target.parent.is_dir():
+        raise OutputError(
+            f"cannot write {given}: there is no folder {target.parent}; create it: mkdir -p {target.parent}"
+        )
+    return target
+
+
+def _is_special(target: Path) -> bool:
+    return target.exists() and not target.is_file()
+
+
+def _identity(path: str | Path) -> str:
+    return os.path.realpath(path)
+
+
+def _check_writable(path: str | Path, target: Path) -> None:
+    """Create and delete a file next to the output; permissions, full disks and read-only file systems show here."""
+    trial = target.parent / f".{secrets.token_hex(8)}.partial"
+    try:
+        trial.touch()
+        if target.exists() and not os.access(target, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)

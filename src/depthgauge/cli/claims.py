@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import note, print_json, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
 
 if TYPE_CHECKING:
     from depthgauge.ledger.finding import Findings
@@ -40,6 +40,7 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="Also write the ledger as a Markdown page.", show_default=False)
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a list of findings instead of a table.")] = False,
 ) -> None:
     """Check the numbered statements of two papers by searching for counterexamples.
@@ -49,26 +50,31 @@ def command(
     verdicts are holds (no counterexample found by this search, which is not a proof), fails (counterexample, verified
     exactly), misprint (counterexample to the printed form, none found to the intended form) and undecided.
     """
-    from depthgauge._io import write_text
+    from depthgauge._io import check_outputs, write_text
     from depthgauge.ledger.registry import run, select
     from depthgauge.ledger.story import page
 
+    check_outputs({"--out": out}, {}, overwrite=overwrite)
     chosen = select(paper, id)
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
-    if out is not None:
-        write_text(out, page(findings))
-    if as_json:
-        print_json(findings.to_json())
-    elif id is not None:
-        typer.echo(findings[0].story)
-    else:
-        _print_table(findings)
+    with printing_even_if_writing_fails(lambda: _print(findings, as_json, one=id is not None)):
+        if out is not None:
+            write_text(out, page(findings))
     if out is not None:
         note(f"ledger written to {out}")
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
+
+
+def _print(findings: "Findings", as_json: bool, one: bool) -> None:
+    if as_json:
+        print_json(findings.to_json())
+    elif one:
+        typer.echo(findings[0].story)
+    else:
+        _print_table(findings)
 
 
 def _print_table(findings: "Findings") -> None:

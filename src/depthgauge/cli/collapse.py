@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import note, print_json, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
 
 if TYPE_CHECKING:
     from depthgauge.results.collapse_record import CollapseRecord
@@ -44,18 +44,19 @@ def command(
     witness: Annotated[
         Path | None, typer.Option(help="Write the input that attains the lower bound to this file.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Replace a network by a shallower one, and prove how far apart the two can be."""
+    from depthgauge._io import check_outputs
     from depthgauge.workflows.collapse import CollapseOptions, collapse_file
 
+    check_outputs({"--out": out, "--witness": witness}, {"NETWORK": network}, overwrite=overwrite)
     options = CollapseOptions(method, radius, ball, tokens, effort, seed)
     with progress_bar("collapsing") as progress:
-        record = collapse_file(network, options, out=out, witness=witness, progress=progress).record
-    if as_json:
-        print_json(record.to_json())
-    else:
-        _print(record)
+        found = collapse_file(network, options, progress=progress)
+    with printing_even_if_writing_fails(lambda: _print(found.record, as_json)):
+        found.save(out, witness)
     for what, place in (("network", out), ("witness", witness)):
         if place is not None:
             note(f"{what} written to {place}")
@@ -64,7 +65,10 @@ def command(
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 
-def _print(record: "CollapseRecord") -> None:
+def _print(record: "CollapseRecord", as_json: bool) -> None:
+    if as_json:
+        print_json(record.to_json())
+        return
     from rich.console import Console
 
     from depthgauge.cli.network_tables import sandwich_table

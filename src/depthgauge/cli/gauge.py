@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthgauge.cli.options import with_options
-from depthgauge.cli.output import note, print_json, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
 from depthgauge.results.gauge_options import GaugeOptions
 
 if TYPE_CHECKING:
@@ -52,11 +52,17 @@ def command(
         ),
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work."""
+    from depthgauge._io import check_outputs
     from depthgauge.workflows.gauge import gauge
+    from depthgauge.workflows.partial import check_partial
 
+    inputs = {"TARGET": target, "--input": options.input, "--text": options.text}
+    check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite or resume)
+    check_partial(out, resume=resume, overwrite=overwrite)
     extra = {}
     if no_what_if:
         if options.what_if is not None:
@@ -64,12 +70,9 @@ def command(
         extra["what_if"] = "none"
     with progress_bar("measuring") as progress:
         result = gauge(target, options, out=out, resume=resume, progress=progress, message=note, **extra)
-    if out is not None:
-        result.save(out)
-    if as_json:
-        print_json(result.to_json())
-    else:
-        _print_tables(result)
+    with printing_even_if_writing_fails(lambda: _print(result, as_json)):
+        if out is not None:
+            result.save(out)
     if out is not None:
         note(f"result written to {out}")
     if report is not None:
@@ -93,7 +96,10 @@ def _write_page(result: "GaugeResult", page: Path, saved: Path | None) -> None:
         note(f"no page was written: {error}, then `depthgauge report {saved} --out {page}`. The result is in {saved}")
 
 
-def _print_tables(result: "GaugeResult") -> None:
+def _print(result: "GaugeResult", as_json: bool) -> None:
+    if as_json:
+        print_json(result.to_json())
+        return
     from rich.console import Console
 
     from depthgauge.cli.checkpoint_tables import checkpoint_tables

@@ -2,17 +2,20 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from depthgauge.errors import OutputError
 from depthgauge.progress import Step
 
 stderr = Console(stderr=True)
-talk = stderr
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
+"""The type of every command's `overwrite` argument."""
 
 
 def note(sentence: str) -> None:
@@ -23,6 +26,19 @@ def note(sentence: str) -> None:
 def print_json(document: Any) -> None:
     """Print one JSON document on standard output, in ASCII. NaN and infinities are an error."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+@contextmanager
+def printing_even_if_writing_fails(show: Callable[[], None]) -> Iterator[None]:
+    """Run the block, which writes files, then print the result. A failed write is raised after that."""
+    failure = None
+    try:
+        yield
+    except OutputError as error:
+        failure = error
+    show()
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

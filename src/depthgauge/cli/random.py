@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, talk
+from depthgauge.cli.output import Overwrite, note, print_json
 
 _EXAMPLES = """
 **Examples**
@@ -34,12 +34,15 @@ def command(
     activation: Annotated[str, typer.Option(help="Activation of the MLP: relu or gelu.")] = "relu",
     norm: Annotated[str, typer.Option(help="LayerNorm: none, pre or post.")] = "none",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same file.")] = 0,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a description of the network as JSON.")] = False,
 ) -> None:
     """Write a network file with random weights of size at most η."""
+    from depthgauge._io import check_outputs
     from depthgauge.network.files import save_network
     from depthgauge.network.random_networks import random_network
 
+    check_outputs({"--out": out}, {}, overwrite=overwrite)
     network = random_network(
         layers,
         heads,
@@ -58,7 +61,7 @@ def command(
     if as_json:
         print_json({"out": str(out), "network": network.describe()})
     else:
-        talk.print(f"wrote {out}: {network.summary()}", markup=False, highlight=False, soft_wrap=True)
+        note(f"wrote {out}: {network.summary()}")
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthgauge.cli.output import note, print_json
+from depthgauge.cli.output import Overwrite, note, print_json
 
 _EXAMPLES = """
 **Examples**
@@ -24,12 +24,16 @@ def command(
         Path, typer.Argument(metavar="RESULT.json", help="The file that `gauge --out` wrote.", show_default=False)
     ],
     out: Annotated[Path | None, typer.Option(help="The page to write  [default: RESULT.html].")] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the path and size of the page as JSON.")] = False,
 ) -> None:
     """Write a page of a saved result: charts, tables, and the command that reproduces it."""
+    from depthgauge._io import check_outputs
     from depthgauge.report.write import write_report
 
-    page = write_report(result, result.parent / f"{result.stem}.html" if out is None else out)
+    page = result.parent / f"{result.stem}.html" if out is None else out
+    check_outputs({"--out": page}, {"RESULT": result}, overwrite=overwrite)
+    write_report(result, page)
     if as_json:
         print_json({"out": str(page), "bytes": page.stat().st_size})
     else:

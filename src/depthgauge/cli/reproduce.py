@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, progress_bar, talk
+from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.workflows.reproduce.catalog import FIGURES
 from depthgauge.workflows.reproduce.figure import Figure
 
@@ -48,6 +48,7 @@ def command(
     engine: Annotated[str, typer.Option(help="local: processes on this machine; dask: a running cluster.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: one per core].")] = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,
 ) -> None:
     """Compute and draw the figures of this project and of the two papers."""
@@ -56,12 +57,14 @@ def command(
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:
-        done = reproduce_all(figures or [], out, models, seed, store=store, engine=chosen, progress=step)
+        done = reproduce_all(
+            figures or [], out, models, seed, store=store, engine=chosen, progress=step, overwrite=overwrite
+        )
     if as_json:
         print_json({"figures": [drawn.to_json() for drawn in done]})
         return
     for drawn in done:
-        talk.print(str(drawn), markup=False, highlight=False, soft_wrap=True)
+        note(str(drawn))
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES + "\n\n".join(map(_line, FIGURES.values()))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import print_json, progress_bar, talk
+from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,18 +41,21 @@ def command(
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: one per core].")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Compute failed cells again.")] = False,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status of the store as JSON.")] = False,
 ) -> None:
     """Compute every cell of a grid, and store each result as soon as it is done."""
+    from depthgauge._io import check_outputs
     from depthgauge.sweeps.read import export_rows
     from depthgauge.workflows.sweep import sweep_status
 
     path = _store(grid, store, status, export)
+    check_outputs({"--export": export}, {"GRID": grid, "--store": path}, overwrite=overwrite)
     if grid is not None:
         _run(grid, path, engine, scheduler, jobs, retry_failed)
     if export is not None:
         rows = export_rows(path, export)
-        talk.print(f"{rows} rows written to {export}", markup=False, highlight=False, soft_wrap=True)
+        note(f"{rows} rows written to {export}")
     if as_json:
         print_json(sweep_status(path).to_json())
     elif status is not None or grid is not None:
@@ -82,7 +85,7 @@ def _run(grid: Path, store: Path, engine: str, scheduler: str | None, jobs: int 
         done = sweep(
             grid, store, engine=engine, scheduler=scheduler, jobs=jobs, retry_failed=retry_failed, progress=step
         )
-    talk.print(str(done.summary), markup=False, highlight=False, soft_wrap=True)
+    note(str(done.summary))
 
 
 def _print_status(found: "SweepStatus", asked: bool) -> None:

@@ -10,7 +10,7 @@ from depthgauge._io import write_atomically
 from depthgauge.certificates.certificate import EFFORTS, Certificate, certify, check_request
 from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.methods import collapse
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import unknown_name
 from depthgauge.network.files import load_network, save_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
@@ -47,41 +47,32 @@ class Collapsed:
     surrogate: SelfAttentionNetwork = field(repr=False)
     certificate: Certificate = field(repr=False)
 
+    def save(self, out: str | Path | None, witness: str | Path | None) -> None:
+        """Write the surrogate network, and the input that attains the lower bound (tensor `x`)."""
+        if out is not None:
+            save_network(self.surrogate, out)
+        if witness is not None:
+            save_witness(self.certificate, witness)
 
-def collapse_file(
-    path: str | Path,
-    options: CollapseOptions,
-    *,
-    out: str | Path | None = None,
-    witness: str | Path | None = None,
-    progress: Step = silent,
-) -> Collapsed:
-    """Collapse the network in a file, certify the surrogate, and write what was requested.
+
+def collapse_file(path: str | Path, options: CollapseOptions, *, progress: Step = silent) -> Collapsed:
+    """Collapse the network in a file and certify the surrogate.
 
     Args:
         path: the network file.
         options: the method and the set of inputs to certify.
-        out: write the surrogate network here.
-        witness: write the input that attains the lower bound here (tensor `x`).
         progress: called as the work advances.
     """
     if options.method not in METHODS:
         raise unknown_name("method", options.method, METHODS)
     if options.effort not in EFFORTS:
         raise unknown_name("effort", options.effort, EFFORTS)
-    for place in (out, witness):
-        if place is not None and Path(place).is_dir():
-            raise InputError(f"{place} is a directory; give the name of a file")
     radius = 1.0 if options.radius is None and options.ball is None else options.radius
     request = {"radius": radius, "ball": options.ball, "tokens": options.tokens, "effort": options.effort}
     network = load_network(path)
     inputs = check_request(network, network, **request)  # type: ignore[arg-type]
     surrogate = collapse(network, options.method, radius=inputs.radius, seed=options.seed, progress=progress)
     certificate = certify(network, surrogate, seed=options.seed, progress=progress, **request)  # type: ignore[arg-type]
-    if out is not None:
-        save_network(surrogate, out)
-    if witness is not None:
-        save_witness(certificate, witness)
     document = {
         "method": options.method,
         "layers_before": len(network),

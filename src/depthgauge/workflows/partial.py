@@ -53,6 +53,15 @@ def no_message(sentence: str) -> None:
     """Ignore a message."""
 
 
+def check_partial(out: str | Path | None, *, resume: bool, overwrite: bool) -> None:
+    """Raise if the partial result of an interrupted run would be replaced without being asked."""
+    if out is not None and not resume and not overwrite and partial_path(out).exists():
+        raise InputError(
+            f"{partial_path(out)} is the partial result of an interrupted run; continue it with --resume, or use "
+            "--overwrite to start again"
+        )
+
+
 def delete_partial(out: str | Path) -> None:
     """Delete the partial result of a result that has been written."""
     partial_path(out).unlink(missing_ok=True)

@@ -3,12 +3,13 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
 from depthgauge._version import __version__
-from depthgauge.errors import require_count, require_seed
+from depthgauge.errors import InputError, OutputError, require_count, require_seed
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import Engine
 from depthgauge.sweeps.sweep_records import to_csv
@@ -18,6 +19,8 @@ from depthgauge.workflows.reproduce.study import Computing, Study
 SCHEMA = "depthgauge.figure/1"
 STORE = "figures.db"
 """Name of the default store in the output directory."""
+SUFFIXES = (".png", ".svg", ".csv", ".json", ".txt")
+"""The files of a figure."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def reproduce(
     store: str | Path | None = None,
     engine: Engine | None = None,
     progress: Step = silent,
+    overwrite: bool = False,
 ) -> Reproduction:
     """Compute a figure and write ID.png, ID.svg, ID.csv, ID.json and ID.txt.
 
@@ -66,6 +70,7 @@ def reproduce(
         store: File that keeps the rows; by default `figures.db` in `out`. Rows in it are not computed again.
         engine: Engine that computes the rows; by default one process per core.
         progress: Called as `progress(done, total, label)`.
+        overwrite: Replace the files of a figure that was made with other settings.
 
     Returns:
         The number of rows and the paths of the files.
@@ -73,8 +78,29 @@ def reproduce(
     Raises:
         InputError: The id is unknown, or a package that the figure needs is not installed.
     """
+    study = find_study(figure, models, seed)
+    _check_files(study, Path(out), overwrite)
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"cannot create the folder {out}: {error.strerror or error}") from error
     where = Computing(Path(out) / STORE if store is None else Path(store), engine, progress)
-    return write_figure(find_study(figure, models, seed), out, where)
+    return write_figure(study, out, where)
+
+
+def _check_files(study: Study, out: Path, overwrite: bool) -> None:
+    """Raise if files of the figure exist that were made with other settings; the same settings may be drawn again."""
+    present = [path for suffix in SUFFIXES if (path := out / f"{study.id}{suffix}").exists()]
+    settings = out / f"{study.id}.json"
+    same = settings.is_file() and settings.read_text(encoding="utf-8") == _settings_text(study)
+    if present and not overwrite and not same:
+        raise InputError(
+            f"{present[0]} exists and was made with other settings; use --overwrite to replace it, or another --out"
+        )
+
+
+def _settings_text(study: Study) -> str:
+    return json.dumps(describe(study), indent=2, ensure_ascii=False) + "\n"
 
 
 def write_figure(study: Study, out: str | Path, where: Computing) -> Reproduction:
@@ -84,7 +110,7 @@ def write_figure(study: Study, out: str | Path, where: Computing) -> Reproductio
     results = study.compute(where)
     stem = Path(out) / study.id
     rows = study.table(results)
-    documents = {".csv": to_csv(rows), ".json": json.dumps(describe(study), indent=2, ensure_ascii=False) + "\n"}
+    documents = {".csv": to_csv(rows), ".json": _settings_text(study)}
     documents[".txt"] = study.caption() + "\n"
     written = [stem.with_name(study.id + suffix) for suffix in documents]
     for path, text in zip(written, documents.values(), strict=True):
@@ -101,12 +127,14 @@ def reproduce_all(
     store: str | Path | None = None,
     engine: Engine | None = None,
     progress: Step = silent,
+    overwrite: bool = False,
 ) -> list[Reproduction]:
     """Reproduce several figures, or all default figures if none is named; all ids are checked before any work."""
     wanted = list(dict.fromkeys(figures or DEFAULT_FIGURES))
     for figure in wanted:
-        find_study(figure, models, seed)
-    return [reproduce(figure, out, models, seed, store=store, engine=engine, progress=progress) for figure in wanted]
+        _check_files(find_study(figure, models, seed), Path(out), overwrite)
+    draw = partial(reproduce, store=store, engine=engine, progress=progress, overwrite=overwrite)
+    return [draw(figure, out, models, seed) for figure in wanted]
 
 
 def describe(study: Study) -> dict[str, Any]:
