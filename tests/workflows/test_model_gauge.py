@@ -108,8 +108,13 @@ def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: 
     assert subject["model"]["objective"] == "states"
     assert subject["baseline"] is None
     assert all(one["loss"] > 0 for layer in subject["layers"] for one in layer["what_if"].values())
-    assert subject["depth"][0]["stopped"] == "max_removed"
-    assert subject["depth"][0]["layers"] == 2
+    (depth,) = subject["depth"]
+    assert depth["stopped"] == "max_removed"
+    assert depth["layers"] == 2
+    (removed,) = depth["removed"]
+    skipped = subject["layers"][removed]["what_if"]["block"]  # removing one block is the what-if that skips it
+    for row in (depth, *depth["steps"]):
+        assert {key: row[key] for key in ("loss", "low", "high")} == pytest.approx(skipped)
 
 
 def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path], corpus: Path) -> None:

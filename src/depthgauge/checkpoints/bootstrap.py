@@ -23,10 +23,6 @@ class Interval:
     low: float | None
     high: float | None
 
-    def to_json(self) -> dict[str, float | None]:
-        """Return the fields under their names in the result JSON."""
-        return {"loss": self.mean, "low": self.low, "high": self.high}
-
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
     """Compute the mean of m values and its expanded percentile bootstrap interval (Hesterberg, 2015).

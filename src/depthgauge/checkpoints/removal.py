@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge.checkpoints.bootstrap import Interval, bootstrap
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.what_if import objective
 from depthgauge.progress import Step, silent
@@ -24,10 +22,6 @@ class Removal:
     layer: int
     losses: tuple[float, ...]
 
-    def interval(self, seed: int) -> Interval:
-        """Return the mean loss and its bootstrap interval."""
-        return bootstrap(self.losses, seed)
-
 
 @dataclass(frozen=True)
 class MeasuredDepth:
@@ -43,18 +37,6 @@ class MeasuredDepth:
     layers: int
     steps: tuple[Removal, ...]
     stopped: str
-
-    def to_json(self, seed: int) -> dict[str, Any]:
-        """Return the result JSON, with the bootstrap interval of every step."""
-        last = self.steps[-1].interval(seed).to_json() if self.steps else {"loss": 0.0, "low": 0.0, "high": 0.0}
-        return {
-            "increase": self.increase,
-            "layers": self.layers,
-            "removed": [step.layer for step in self.steps],
-            **last,
-            "steps": [{"removed": step.layer, **step.interval(seed).to_json()} for step in self.steps],
-            "stopped": self.stopped,
-        }
 
 
 def passes(layers: int, removed: int, known: int = 0) -> float:
