@@ -20,3 +20,12 @@ def number(value: float | None, digits: int = 3) -> str:
     if 10**digits <= abs(value) < 1e5:
         return f"{value:.0f}"
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun.
+
+    >>> counted(1, "layer"), counted(12, "layer")
+    ('1 layer', '12 layers')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

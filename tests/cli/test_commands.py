@@ -18,7 +18,7 @@ import depthgauge as dg
 import depthgauge.workflows.gauge_network
 import depthgauge.workflows.target
 from depthgauge.cli.main import main
-from depthgauge.cli.network_tables import profile_table
+from depthgauge.cli.network_tables import profile_tables
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
 from depthgauge.workflows.network_records import layer_records, state_record
@@ -202,9 +202,9 @@ def test_the_built_in_profiles_fit_eighty_columns() -> None:
             depth=(),
             printed=PrintedTheorem(printed_bound=None, printed_log10=None, printed_applies=False),
         )
-        table = profile_table(subject)
         console = Console(width=80, file=io.StringIO())
-        console.print(table)
+        for part in profile_tables(subject, 80):
+            console.print(part)
         lines += console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert max(map(len, lines)) <= 80
     assert sum(bool(re.match(r"│ +\d+ │", line)) for line in lines) == 24  # a line a layer: nothing is wrapped

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
 
-from depthgauge._format import DASH, number
+from depthgauge._format import DASH, counted, number
 from depthgauge.cli.network_tables import printable, spread
+from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.checkpoint_subject import (
     CheckpointHead,
     CheckpointLayer,
@@ -17,19 +17,24 @@ from depthgauge.results.checkpoint_subject import (
     RegimeDistance,
     ScoreTrust,
 )
-from depthgauge.results.labels import SCORES, STOPPED, WHAT_IFS
+from depthgauge.results.labels import SCORES, STOPPED, WHAT_IFS, unit
 from depthgauge.results.network_subject import Residual
 
 _Value = Callable[[CheckpointHead], float | None]
 
 
-def checkpoint_tables(subject: CheckpointSubject) -> Iterator[RenderableType]:
-    """Yield the tables and lines of one checkpoint."""
-    yield heads_table(subject)
+def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
+    """Yield the tables and lines of one checkpoint.
+
+    Args:
+        subject: the checkpoint.
+        width: characters per line.
+    """
+    yield from heads_tables(subject, width)
     if any(layer.what_if for layer in subject.layers):
-        yield what_if_table(subject)
+        yield from what_if_tables(subject, width)
     if subject.scores:
-        yield trust_table(subject.scores)
+        yield from trust_tables(subject.scores, width)
     yield from map(escape, fast_lines(subject.layers))
     for removal in subject.depth:
         yield escape(removal_line(removal, len(subject.layers)))
@@ -42,25 +47,29 @@ def checkpoint_tables(subject: CheckpointSubject) -> Iterator[RenderableType]:
         yield escape(f"note: {remark}")
 
 
-def heads_table(subject: CheckpointSubject) -> Table:
-    """Return one row per layer: the residual and what the heads do on text, or else the sizes of the weights."""
+def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
+    """Yield one row per layer: the residual and what the heads do on text, or else the sizes of the weights."""
     model = subject.model
     groups = "" if model.kv_heads == model.heads else f" ({model.kv_heads} key–value)"
     title = (
-        f"{escape(printable(subject.name))}: {model.layers} layers × {model.heads} heads{groups}, "
-        f"dim {model.dim}, {model.parameters / 1e6:.0f} million parameters"
+        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')} × {counted(model.heads, 'head')}"
+        f"{groups}, dim {model.dim}, {parameters(model.parameters)}"
     )
     on_text = subject.text is not None
-    table = Table(title=title, title_justify="left", caption_justify="left", caption=_HEADS if on_text else _WEIGHTS)
-    columns = _TEXT_COLUMNS if on_text else _WEIGHT_COLUMNS
-    for name in ("layer", *(["residual"] if on_text else []), *columns):
-        table.add_column(name, justify="right")
+    first = ["input"] if on_text else []
+    key = Column("layer", [*first, *(str(layer.index) for layer in subject.layers)])
+    columns = []
     if on_text:
-        table.add_row("input", _residual(subject.input.residual), *[""] * len(columns), style="dim")
-    for layer in subject.layers:
-        residual = [_residual(layer.residual)] if on_text else []
-        table.add_row(str(layer.index), *residual, *(spread(layer.heads, value) for value in columns.values()))
-    return table
+        states = [subject.input.residual, *(layer.residual for layer in subject.layers)]
+        columns.append(Column("residual", [_residual(state) for state in states]))
+    for name, value in (_TEXT_COLUMNS if on_text else _WEIGHT_COLUMNS).items():
+        columns.append(Column(name, ["" for _ in first] + [spread(layer.heads, value) for layer in subject.layers]))
+    yield from stacked(title, key, columns, width, caption=_HEADS if on_text else _WEIGHTS, dim=[0] if on_text else [])
+
+
+def parameters(count: int) -> str:
+    """Return a number of parameters in words: `135 million parameters`, `7,152 parameters`."""
+    return f"{count / 1e6:.0f} million parameters" if count >= 10**6 else f"{count:,} parameters"
 
 
 _TEXT_COLUMNS: Mapping[str, _Value] = {
@@ -85,38 +94,31 @@ _HEADS = (
 _WEIGHTS = "Minimum – maximum over the heads, from the weights alone."
 
 
-def what_if_table(subject: CheckpointSubject) -> Table:
-    """Return one row per layer: the cost of each what-if with its interval."""
-    loss = subject.model.objective == "loss"
+def what_if_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
+    """Yield one row per layer: the cost of each what-if with its interval."""
     kinds = [kind for kind in WHAT_IFS if any(kind in layer.what_if for layer in subject.layers)]
-    unit = "loss added, in nats per token" if loss else "change of the final states, relative to their size"
+    title = f"What if: {unit(subject.model.objective)}"
     if subject.baseline is not None:
-        unit += f" (intact: {number(subject.baseline.loss)})"
+        title += f" (intact: {number(subject.baseline.loss)})"
     text = subject.text
     assert text is not None
-    table = Table(
-        title=f"What if: {unit}",
-        title_justify="left",
-        caption_justify="left",
-        caption=f"Mean over {text.windows} windows of {text.window} tokens, with the 95 % bootstrap interval.",
-    )
-    table.add_column("layer", justify="right")
-    for kind in kinds:
-        table.add_column(WHAT_IFS[kind].label, justify="right")
-    for layer in subject.layers:
-        table.add_row(str(layer.index), *(escape(_interval(layer.what_if.get(kind))) for kind in kinds))
-    return table
+    key = Column("layer", [str(layer.index) for layer in subject.layers])
+    columns = [
+        Column(WHAT_IFS[kind].label, [escape(_interval(layer.what_if.get(kind))) for layer in subject.layers])
+        for kind in kinds
+    ]
+    caption = f"Mean over {counted(text.windows, 'window')} of {text.window} tokens, with the 95 % bootstrap interval."
+    yield from stacked(title, key, columns, width, caption=caption)
 
 
-def trust_table(scores: Sequence[ScoreTrust]) -> Table:
-    """Return one row per layer score: its rank correlation with the measured cost."""
-    table = Table(title="Which layer score predicts the measured cost?", title_justify="left")
-    table.add_column("score")
-    table.add_column("against")
-    table.add_column("rank correlation", justify="right")
-    for row in scores:
-        table.add_row(SCORES[row.score].label, WHAT_IFS[row.what_if].label, number(row.spearman, 2))
-    return table
+def trust_tables(scores: Sequence[ScoreTrust], width: int) -> Iterator[RenderableType]:
+    """Yield one row per layer score: its rank correlation with the measured cost."""
+    key = Column("score", [SCORES[row.score].label for row in scores], text=True)
+    columns = [
+        Column("against", [WHAT_IFS[row.what_if].label for row in scores], text=True),
+        Column("rank correlation", [number(row.spearman, 2) for row in scores]),
+    ]
+    yield from stacked("Which layer score predicts the measured cost?", key, columns, width)
 
 
 def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
@@ -143,8 +145,8 @@ def regime_line(regime: RegimeDistance) -> str:
     """Return how far the weights are from the small-weight regime."""
     printed = "" if regime.printed_orders is None else f" (10^{regime.printed_orders:.1f} by Theorem D.1 as printed)"
     return (
-        f"weights: η = {number(regime.eta)}; all weights would have to be 10^{regime.corrected_orders:.1f} times "
-        f"smaller{printed} for a proof that the attention layers are one averaging layer within "
+        f"weights: η = {number(regime.eta)}; estimate: all weights would have to be 10^{regime.corrected_orders:.1f} "
+        f"times smaller{printed} until the attention layers alone are one averaging layer within "
         f"{number(regime.tolerance, 6)}"
     )
 

@@ -71,10 +71,11 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.network_tables import sandwich_table
+    from depthgauge.cli.network_tables import sandwich_tables
 
     console = Console()
     title = f"{record.layers_before} layers → {record.layers_after}"
-    console.print(sandwich_table([record.sandwich()], record.printed(), title))
+    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width):
+        console.print(table, highlight=False)
     for remark in record.notes:
         console.print(f"note: {remark}", markup=False, highlight=False)

@@ -108,7 +108,11 @@ def _print(result: "GaugeResult", as_json: bool) -> None:
 
     console = Console()
     for subject in result.subjects:
-        is_network = isinstance(subject, NetworkSubject)
-        for part in network_tables(subject) if is_network else checkpoint_tables(subject):  # type: ignore[arg-type]
+        tables = (
+            network_tables(subject, console.width)
+            if isinstance(subject, NetworkSubject)
+            else checkpoint_tables(subject, console.width)
+        )
+        for part in tables:
             console.print(part, highlight=False)
         console.print(f"→ {subject.verdict}\n", style="bold", markup=False, highlight=False)

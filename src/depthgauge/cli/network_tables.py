@@ -5,46 +5,49 @@ from typing import Any
 
 from rich.console import RenderableType
 from rich.markup import escape
-from rich.table import Table
 
-from depthgauge._format import DASH, number
+from depthgauge._format import DASH, counted, number
+from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Residual, Sandwich
 from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
 
 
-def network_tables(subject: NetworkSubject) -> Iterator[RenderableType]:
-    """Yield the tables of one network: its layers, the sandwich per method, its effective depth."""
-    yield profile_table(subject)
+def network_tables(subject: NetworkSubject, width: int) -> Iterator[RenderableType]:
+    """Yield the tables of one network: its layers, the sandwich per method, its effective depth.
+
+    Args:
+        subject: the network.
+        width: characters per line.
+    """
+    yield from profile_tables(subject, width)
     reach = number(subject.radius, 6)
-    title = f"How far one layer can be from all of them, for every input with |entries| ≤ {reach}"
-    yield sandwich_table(subject.collapse, subject.printed, title)
+    layers = {row.layers_after for row in subject.collapse if not row.refused}
+    after = "one layer" if layers <= {1} else "the network with attention removed"
+    title = f"How far {after} can be from all {len(subject.layers)} layers, for every input with |entries| ≤ {reach}"
+    yield from sandwich_tables(subject.collapse, subject.printed, title, width)
     if subject.depth:
-        yield depth_table(subject.depth, len(subject.layers))
+        yield from depth_tables(subject.depth, len(subject.layers), width)
 
 
-def profile_table(subject: NetworkSubject) -> Table:
-    """Return one row per layer: the residual, and the range of each head measure over the heads."""
+def profile_tables(subject: NetworkSubject, width: int) -> Iterator[RenderableType]:
+    """Yield one row per layer: the residual, and the range of each head measure over the heads."""
     network = subject.network
     heads = sorted(set(network.heads))
     title = (
-        f"{escape(printable(subject.name))}: {network.layers} layers × {'–'.join(map(str, heads))} heads, "
-        f"dim {network.dim}, η = {number(network.eta, 4)}, {'skip' if network.skip else 'no skip'}"
-        f"{', causal' if network.causal else ''}"
+        f"{escape(printable(subject.name))}: {counted(network.layers, 'layer')} × {'–'.join(map(str, heads))} "
+        f"{'head' if heads == [1] else 'heads'}, dim {network.dim}, η = {number(network.eta, 4)}, "
+        f"{'skip' if network.skip else 'no skip'}{', causal' if network.causal else ''}"
     )
-    table = Table(title=title, title_justify="left", caption_justify="left", caption=_CAPTION)
-    for name in ("layer", "residual", "score range θ", "TV to uniform", "contraction", "bound"):
-        table.add_column(name, justify="right")
-    table.add_row("input", _ratio(subject.input.residual), "", "", "", "", style="dim")
-    for layer in subject.layers:
-        table.add_row(
-            str(layer.index),
-            _ratio(layer.residual),
-            spread(layer.heads, lambda head: head.score_range),
-            spread(layer.heads, lambda head: head.tv_mean),
-            _largest([head.contraction for head in layer.heads]),
-            _largest([head.contraction_bound for head in layer.heads]),
-        )
-    return table
+    layers = subject.layers
+    columns = [
+        Column("residual", [_ratio(subject.input.residual), *(_ratio(layer.residual) for layer in layers)]),
+        Column("score range θ", ["", *(spread(layer.heads, lambda head: head.score_range) for layer in layers)]),
+        Column("TV to uniform", ["", *(spread(layer.heads, lambda head: head.tv_mean) for layer in layers)]),
+        Column("contraction", ["", *(_largest([head.contraction for head in layer.heads]) for layer in layers)]),
+        Column("bound", ["", *(_largest([head.contraction_bound for head in layer.heads]) for layer in layers)]),
+    ]
+    key = Column("layer", ["input", *(str(layer.index) for layer in layers)])
+    yield from stacked(title, key, columns, width, caption=_CAPTION, dim=[0])
 
 
 _CAPTION = (
@@ -60,22 +63,38 @@ def printable(name: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
-def sandwich_table(rows: Sequence[Sandwich], printed: PrintedTheorem, title: str) -> Table:
-    """Return one row per method: the attained and the proved error, and the bound of Theorem D.1."""
-    table = Table(title=title, title_justify="left", caption_justify="left", caption=_SANDWICH_CAPTION)
-    table.add_column("method")
-    for name in ("attained", "proved", "ratio", "Theorem D.1"):
-        table.add_column(name, justify="right")
-    table.add_column("how")
+def sandwich_tables(
+    rows: Sequence[Sandwich], printed: PrintedTheorem, title: str, width: int
+) -> Iterator[RenderableType]:
+    """Yield one row per method: the attained and the proved error, and the bound of Theorem D.1."""
+    key = Column("method", [row.method for row in rows], text=True)
+    columns = [
+        Column("attained", [number(row.lower) for row in rows]),
+        Column("proved", [_proved(row) for row in rows]),
+        Column("ratio", [number(row.ratio) for row in rows]),
+        Column("Theorem D.1", [DASH if row.refused else _theorem(row, printed) for row in rows]),
+        Column("how", [_how(row) for row in rows], text=True),
+    ]
+    refused = [index for index, row in enumerate(rows) if row.refused]
+    yield from stacked(title, key, columns, width, caption=_SANDWICH_CAPTION, dim=refused)
+    reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.refused:
-            table.add_row(row.method, DASH, DASH, DASH, DASH, "does not apply", style="dim")
-            continue
-        proved = number(row.upper) if row.upper is not None else "no finite bound"
-        lost = "" if row.lost_at is None else f" (lost at layer {row.lost_at})"
-        how = ", ".join(row.methods) + lost
-        table.add_row(row.method, number(row.lower), proved, number(row.ratio), _theorem(row, printed), how)
-    return table
+            reasons.setdefault(str(row.refused), []).append(row.method)
+    for reason, methods in reasons.items():
+        yield escape(f"{', '.join(methods)}: does not apply, because {reason}")
+
+
+def _proved(row: Sandwich) -> str:
+    if row.refused:
+        return DASH
+    return number(row.upper) if row.upper is not None else "no bound"
+
+
+def _how(row: Sandwich) -> str:
+    if row.refused:
+        return "does not apply"
+    return ", ".join(row.methods) + ("" if row.lost_at is None else f" (no finite bound after layer {row.lost_at})")
 
 
 def _theorem(row: Sandwich, printed: PrintedTheorem) -> str:
@@ -92,17 +111,17 @@ _SANDWICH_CAPTION = (
 )
 
 
-def depth_table(depths: Sequence[DepthRow], layers: int) -> Table:
-    """Return one row per tolerance: the layers that are enough, proved for every input and measured on the inputs."""
-    table = Table(title="Effective depth", title_justify="left")
-    for name in ("within", "proved for every input", "measured on the inputs"):
-        table.add_column(name, justify="right")
+def depth_tables(depths: Sequence[DepthRow], layers: int, width: int) -> Iterator[RenderableType]:
+    """Yield one row per tolerance: the layers that are enough, proved for every input and measured on the inputs."""
     rows: dict[float, dict[bool, str]] = {}
     for depth in depths:
         rows.setdefault(depth.tolerance, {})[depth.certified] = f"{depth.layers} of {layers}"
-    for tolerance, found in rows.items():
-        table.add_row(number(tolerance, 6), found.get(True, DASH), found.get(False, DASH))
-    return table
+    key = Column("within", [number(tolerance, 6) for tolerance in rows])
+    columns = [
+        Column("proved for every input", [found.get(True, DASH) for found in rows.values()]),
+        Column("measured on the inputs", [found.get(False, DASH) for found in rows.values()]),
+    ]
+    yield from stacked("Effective depth: layers that are enough", key, columns, width)
 
 
 def _ratio(residual: Residual) -> str:

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, number
+from depthgauge._format import DASH, counted, number
 from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, layout, log_axis, names_axis
-from depthgauge.report.markup import Table, counted
+from depthgauge.report.markup import Table
 from depthgauge.report.page_parts import Part, head_part, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
@@ -19,7 +19,7 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
         ("layers", str(model.layers)),
         ("heads per layer", f"{model.heads}{shared}"),
         ("token width", str(model.dim)),
-        ("parameters", f"{model.parameters / 1e6:.0f} million"),
+        ("parameters", f"{model.parameters:,}"),
         ("precision", model.dtype),
     ]
     if (text := subject.text) is not None:
@@ -30,7 +30,9 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
         facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats per token"))
     if (regime := subject.regime) is not None:
         facts.append(("largest weight η", number(regime.eta)))
-        facts.append(("from provably one layer", f"{regime.corrected_orders:.1f} orders of magnitude"))
+        facts.append(
+            ("from the small-weight regime", f"about {regime.corrected_orders:.1f} orders of magnitude (estimate)")
+        )
     return tuple(facts)
 
 

@@ -52,11 +52,6 @@ def percent(value: float | None) -> str:
     return "< 0.1 %" if 0 < value < 0.0005 else f"{100 * value:.1f} %"
 
 
-def counted(count: int, thing: str) -> str:
-    """Return a count with its noun: `1 layer`, `12 layers`."""
-    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
 def span(values: Sequence[int]) -> str:
     """Return the smallest and the largest of a few counts.
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, number
+from depthgauge._format import DASH, counted, number
 from depthgauge.report.charts import (
     MEASURED,
     PROVED,
@@ -16,7 +16,7 @@ from depthgauge.report.charts import (
     on_log,
 )
 from depthgauge.report.layer_charts import Measure
-from depthgauge.report.markup import Cell, Table, counted, percent, printable, runs, short, span
+from depthgauge.report.markup import Cell, Table, percent, printable, runs, short, span
 from depthgauge.report.page_parts import Part, head_part, residual_part
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Sandwich

@@ -9,8 +9,9 @@ from itertools import groupby
 from string import Template
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge.report.charts import Chart, Choice
-from depthgauge.report.markup import SAVED, Cell, Table, command_line, counted, escape, sentence
+from depthgauge.report.markup import SAVED, Cell, Table, command_line, escape, sentence
 from depthgauge.report.page_parts import Part, Section
 from depthgauge.report.sections import section
 from depthgauge.results.gauge_options import GaugeSettings

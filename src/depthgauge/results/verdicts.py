@@ -62,7 +62,9 @@ def checkpoint_verdict(
         kept = "1 layer keeps" if removal.layers == 1 else f"{removal.layers} layers keep"
         parts.append(f"{kept} the increase within {number(removal.increase, 6)}")
     if not parts and regime is not None:
-        parts.append(f"the weights are {regime.corrected_orders:.1f} orders of magnitude from provably one layer")
+        parts.append(
+            f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"
+        )
     return "; ".join([f"{layers} layers", *parts])
 
 
