@@ -29,3 +29,15 @@ def counted(count: int, noun: str) -> str:
     ('1 layer', '12 layers')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def duration(seconds: float) -> str:
+    """Return a rounded duration.
+
+    >>> duration(0.4), duration(80), duration(400), duration(7000)
+    ('1 second', '80 seconds', '7 minutes', '2 hours')
+    """
+    for size, name in ((3600.0, "hour"), (60.0, "minute")):
+        if seconds >= 1.5 * size:
+            return counted(round(seconds / size), name)
+    return counted(max(1, round(seconds)), "second")

@@ -1,6 +1,7 @@
 """`depthgauge claims` as typed."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -52,6 +53,34 @@ def test_a_table_of_one_paper_and_a_budget():
     assert done.returncode == 0
     assert "undecided" in done.stdout
     assert "A.D.8.2" in done.stdout
+
+
+def test_the_list_computes_nothing_and_ids_are_whole():
+    done = depthgauge("--list", "--paper", "a")
+    assert done.returncode == 0
+    ids = [line.split()[0] for line in done.stdout.splitlines()]
+    assert "A.4.1" in ids
+    assert len(ids) > 30
+    rows = json.loads(depthgauge("--list", "--json").stdout)
+    assert len(rows) > 200
+    assert all(set(row) == {"id", "paper", "statement"} for row in rows)
+
+
+def test_ids_ignore_case_and_verdicts_filter():
+    done = depthgauge("--id", "a.4.1", "--json")
+    assert [row["id"] for row in json.loads(done.stdout)] == ["A.4.1"]
+    assert json.loads(depthgauge("--id", "A.4.1", "--verdict", "holds", "--json").stdout) == []
+    assert depthgauge("--verdict", "true").stderr.startswith("error: verdict must be one of holds, fails")
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_ids_are_never_broken(columns):
+    shown = subprocess.run(
+        [sys.executable, "-m", "depthgauge", "claims", "--paper", "ours", "--budget", "0.001"],
+        capture_output=True, encoding="utf-8", check=True, env={**os.environ, "COLUMNS": str(columns)},
+    ).stdout  # fmt: skip
+    listed = depthgauge("--list", "--paper", "ours").stdout
+    assert all(f"│ {line.split()[0]} " in shown for line in listed.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_tables(run: Run) -> None:
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", *depth)
     assert outcome.code == 0
     assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
-    for word in ("TV to uniform", "What if: loss added, in nats per token (intact: ", "skip block", "parallel",
+    for word in ("TV to uniform", "What if: loss added, nats per token (intact: ", "skip block", "parallel",
                  "Which layer score", "block influence (ShortGPT)", "effective depth: 2 of 3 layers keep the increase",
                  "as printed", "→ 3 layers; skipping layer "):  # fmt: skip
         assert word in outcome.out, word

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from depthgauge.cli.checkpoint_tables import checkpoint_tables
@@ -36,7 +37,7 @@ def test_narrow_terminals_show_the_numbers_of_wide_ones(name: str) -> None:
     wide = printed(tables(subject, 200), 200)
     for width in (60, 80, 120):
         text = printed(tables(subject, width), width)
-        assert max(map(len, text.splitlines())) <= width
+        assert max(map(cell_len, text.splitlines())) <= width
         assert "…" not in text
         # A stacked table repeats its key column, so compare sets.
         assert set(numbers(text)) == set(numbers(wide))

@@ -8,14 +8,21 @@ import typer
 from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from depthgauge.ledger.claim import Claim
     from depthgauge.ledger.finding import Findings
 
 _EXAMPLES = """
 **Examples**
 
+`depthgauge claims --list` lists all statements at once, without checking them.
+
 `depthgauge claims --paper A` lists the statements of paper A with their verdicts.
 
 `depthgauge claims --id A.4.1` prints the story of one statement: witness, intermediate values, corrected statement.
+
+`depthgauge claims --paper A --verdict fails` shows the statements with a counterexample.
 
 `depthgauge claims --out ledger.md` writes the whole ledger as a Markdown page.
 """
@@ -37,6 +44,11 @@ def command(
             show_default=False,
         ),
     ] = None,
+    only_list: Annotated[bool, typer.Option("--list", help="List the statements without checking them.")] = False,
+    verdict: Annotated[
+        str | None,
+        typer.Option(help="Show only this verdict: holds, fails, misprint or undecided.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Also write the ledger as a Markdown page.", show_default=False)
     ] = None,
@@ -51,14 +63,22 @@ def command(
     exactly), misprint (counterexample to the printed form, none found to the intended form) and undecided.
     """
     from depthgauge._io import check_outputs, write_text
+    from depthgauge.errors import unknown_name
+    from depthgauge.ledger.finding import VERDICTS, Findings
     from depthgauge.ledger.registry import run, select
     from depthgauge.ledger.story import page
 
+    if verdict is not None and verdict not in VERDICTS:
+        raise unknown_name("verdict", verdict, VERDICTS)
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     chosen = select(paper, id)
+    if only_list:
+        _print_list(chosen, as_json)
+        return
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
-    with printing_even_if_writing_fails(lambda: _print(findings, as_json, one=id is not None)):
+    shown = Findings(found for found in findings if verdict in (None, found.verdict))
+    with printing_even_if_writing_fails(lambda: _print(shown, as_json, one=id is not None)):
         if out is not None:
             write_text(out, page(findings))
     if out is not None:
@@ -71,10 +91,20 @@ command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 def _print(findings: "Findings", as_json: bool, one: bool) -> None:
     if as_json:
         print_json(findings.to_json())
-    elif one:
+    elif one and findings:
         typer.echo(findings[0].story)
     else:
         _print_table(findings)
+
+
+def _print_list(chosen: "Sequence[Claim]", as_json: bool) -> None:
+    """Print ids and statements, without verdicts."""
+    if as_json:
+        print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
+        return
+    width = max(len(claim.id) for claim in chosen)
+    for claim in chosen:
+        typer.echo(f"{claim.id:{width}}  {claim.statement}")
 
 
 def _print_table(findings: "Findings") -> None:
@@ -85,16 +115,21 @@ def _print_table(findings: "Findings") -> None:
     from depthgauge.ledger.finding import ratio_text
 
     colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
-    table = Table(title="The ledger of claims", title_justify="left", expand=True)
-    shares = {"id": 2, "statement": 5, "verdict": None, "ratio": None, "witness, or why undecided": 4}
-    for name, share in shares.items():
-        table.add_column(name, overflow="fold", no_wrap=share is None, ratio=share)
-    for finding in findings:
-        verdict = finding.verdict
-        cells = [finding.id, finding.statement, verdict, ratio_text(finding.ratio), finding.reason()]
-        styled = [Text(cell, style=colours[verdict] if cell == verdict else "") for cell in cells]
-        table.add_row(*styled)
     console = Console()
+    wide = console.width >= _WIDE
+    table = Table(title="The ledger of claims", title_justify="left", expand=True)
+    for name in ("id", "verdict", "ratio"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("statement", overflow="fold", ratio=5)
+    if wide:
+        table.add_column("witness, or why undecided", overflow="fold", ratio=4)
+    for found in findings:
+        cells = [found.id, found.verdict, ratio_text(found.ratio), found.statement, *([found.reason()] if wide else [])]
+        table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in cells))
     console.print(table)
     console.print(findings.summary(), highlight=False)
-    console.print("`depthgauge claims --id ID` prints the story of one statement.", highlight=False)
+    console.print("`depthgauge claims --id ID` prints the witness and the story of one statement.", highlight=False)
+
+
+_WIDE = 100
+"""The width from which on the table has a column for the witness."""

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -14,6 +16,10 @@ from depthgauge.errors import OutputError
 from depthgauge.progress import Step
 
 stderr = Console(stderr=True)
+START_DELAY = 1.0
+"""Seconds after which the first line of progress is printed; errors in the input come sooner."""
+HEARTBEAT = 30.0
+"""Seconds between two lines of progress where standard error is not a terminal."""
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output files that exist.")]
 """The type of every command's `overwrite` argument."""
 
@@ -43,12 +49,46 @@ def printing_even_if_writing_fails(show: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Step]:
-    """Show a progress bar on standard error; yield the function that updates it."""
+    """Report progress on standard error; yield the function that updates it.
+
+    On a terminal this is a progress bar. Elsewhere a plain line is printed at the start and every 30 seconds.
+
+    Args:
+        what: what is being done, such as `measuring net.safetensors`.
+    """
+    if not stderr.is_terminal:
+        with _plain_progress(what) as step:
+            yield step
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
+    with Progress(*columns, console=stderr, transient=True) as bar:
         task = bar.add_task(what, total=None)
 
         def step(done: int, total: int, label: str) -> None:
             bar.update(task, completed=done, total=total, description=f"{what} {label}".strip())
 
         yield step
+
+
+@contextmanager
+def _plain_progress(what: str) -> Iterator[Step]:
+    """Print a line after `START_DELAY` seconds and another one every `HEARTBEAT` seconds, from a thread."""
+    started, finished, state = time.monotonic(), threading.Event(), [what]
+
+    def step(done: int, total: int, label: str) -> None:
+        state[0] = f"{what}: {label}, {done} of {total}" if label else what
+
+    def beat() -> None:
+        if finished.wait(START_DELAY):
+            return
+        note(f"{what} …")
+        while not finished.wait(HEARTBEAT):
+            note(f"{state[0]} ({time.monotonic() - started:.0f} s)")
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield step
+    finally:
+        finished.set()
+        thread.join()

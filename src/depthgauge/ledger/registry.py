@@ -36,20 +36,23 @@ def registry() -> Mapping[str, Claim]:
 
 
 def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
-    """Return the claims of a paper, the claim with an id, or all claims.
+    """Return the claims of a paper, the claim with an id, or all claims. Letter case does not matter.
 
     Raises:
         InputError: If the paper or the id does not exist. The message names the nearest ids.
     """
     known = registry()
-    if paper is not None and paper not in PAPERS:
-        raise unknown_name("paper", paper, PAPERS)
+    if paper is not None:
+        paper = next((name for name in PAPERS if name.lower() == paper.lower()), paper)
+        if paper not in PAPERS:
+            raise unknown_name("paper", paper, PAPERS)
     if id is not None:
+        id = next((name for name in known if name.lower() == id.lower()), id)
         if id not in known:
             near = difflib.get_close_matches(id, known, n=3, cutoff=0.4)
             near += [name for name in known if name.startswith(id + ".") and name not in near][:6]
             offer = f"; the nearest ids are {', '.join(near)}" if near else ""
-            raise InputError(f"no statement has the id {id!r}{offer}; `depthgauge claims` lists all of them")
+            raise InputError(f"no statement has the id {id!r}{offer}; `depthgauge claims --list` lists all of them")
         if paper is not None and known[id].paper != paper:
             raise InputError(
                 f"statement {id} belongs to paper {known[id].paper}, not to paper {paper}; leave out paper or id"

@@ -82,7 +82,7 @@ def gauge(
     if found.kind == CHECKPOINTS:
         settings, subject = gauge_checkpoint(found, asked, out=out, resume=resume, progress=progress, message=message)
         return GaugeResult(version=__version__, settings=settings, subjects=(subject,))
-    settings, subjects = gauge_networks(found, asked, progress)
+    settings, subjects = gauge_networks(found, asked, progress, message)
     return GaugeResult(version=__version__, settings=settings, subjects=subjects)
 
 

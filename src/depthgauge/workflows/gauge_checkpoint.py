@@ -12,7 +12,7 @@ import msgspec
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import duration, number
 from depthgauge.checkpoints import removal
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.head_statistics import HeadWatch
@@ -309,12 +309,4 @@ def _files(source: Source) -> list[list[Any]]:
 
 def _cost(what: str, count: float, seconds_per_pass: float, tokens: int) -> str:
     """Return a sentence such as `about 5 minutes: 48 forward passes of 2,048 tokens`."""
-    return f"{what}about {_duration(count * seconds_per_pass)}: {round(count)} forward passes of {tokens:,} tokens"
-
-
-def _duration(seconds: float) -> str:
-    for size, name in ((3600.0, "hour"), (60.0, "minute")):
-        if seconds >= 1.5 * size:
-            return f"{round(seconds / size)} {name}s"
-    whole = max(1, round(seconds))
-    return "1 second" if whole == 1 else f"{whole} seconds"
+    return f"{what}about {duration(count * seconds_per_pass)}: {round(count)} forward passes of {tokens:,} tokens"

@@ -1,13 +1,14 @@
 """Gauge networks: measure them on inputs, certify every method, find the effective depth."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import duration, number
 from depthgauge.certificates.certificate import certify
 from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.effective import FoldBounds, certified_depth, effective_depth
@@ -33,12 +34,16 @@ TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 """The tolerances at which effective depth is reported."""
 ATTACK: dict[str, Any] = {"starts": 12, "steps": 25}
 """The effort of the attack per method; `depthgauge collapse` spends more on its one method."""
+WHOLE_OVER_FIRST = 9.0
+"""About how long all certificates and the effective depth take, in durations of the first certificate."""
+WORTH_TELLING = 5.0
+"""Seconds from which on the expected duration is reported."""
 SAMPLES, TOKENS, RADIUS, SEED = 4, 128, 1.0, 0
 """The defaults of random inputs."""
 
 
 def gauge_networks(
-    target: Target, options: GaugeOptions, progress: Step
+    target: Target, options: GaugeOptions, progress: Step, message: Callable[[str], None]
 ) -> tuple[GaugeSettings, tuple[NetworkSubject, ...]]:
     """Gauge the networks of a target.
 
@@ -46,6 +51,7 @@ def gauge_networks(
         target: a network, a network file or the built-in pair.
         options: the inputs to draw or to read.
         progress: called as the work advances.
+        message: called with the expected duration of long work.
 
     Returns:
         The options with their defaults filled in, and one subject per network.
@@ -53,7 +59,7 @@ def gauge_networks(
     settings = _settings(target, options)
     networks = target.networks()
     inputs = [_inputs(settings, network) for network in networks]
-    subjects = [_subject(network, x, settings, progress) for network, x in zip(networks, inputs, strict=True)]
+    subjects = [_subject(network, x, settings, progress, message) for network, x in zip(networks, inputs, strict=True)]
     return settings, tuple(subjects)
 
 
@@ -77,17 +83,25 @@ def _inputs(settings: GaugeSettings, network: SelfAttentionNetwork) -> Float[Ten
 
 
 def _subject(
-    network: SelfAttentionNetwork, x: Float[Tensor, "samples tokens dim"], settings: GaugeSettings, progress: Step
+    network: SelfAttentionNetwork,
+    x: Float[Tensor, "samples tokens dim"],
+    settings: GaugeSettings,
+    progress: Step,
+    message: Callable[[str], None],
 ) -> NetworkSubject:
     """Measure one network, certify every method on the box of the inputs, and find the effective depth."""
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
     foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
     bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
-    sandwiches = []
+    sandwiches: list[Sandwich] = []
     for index, method in enumerate(CLOSED_FORMS):
         progress(index, len(CLOSED_FORMS), f"certifying {method}")
+        started = time.perf_counter()
         sandwiches.append(_sandwich(network, method, radius, bounds))
+        left = WHOLE_OVER_FIRST * (time.perf_counter() - started)
+        if index == 0 and left > WORTH_TELLING:
+            message(f"certifying {network.name}: about {duration(left)} left")
     depths = [] if bounds is None else _depths(network, x, bounds, progress)
     return NetworkSubject(
         name=network.name,

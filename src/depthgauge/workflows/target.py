@@ -1,13 +1,16 @@
 """Decide what a TARGET is: the built-in pair, a network object, a network file, or a checkpoint."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from depthgauge.errors import InputError
 from depthgauge.network.files import load_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
 from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
 
+_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 SMALL_ETA, LARGE_ETA = 0.004, 0.4
 """Weight bounds η of the built-in pair."""
 
@@ -52,6 +55,12 @@ def resolve_target(target: str | Path | SelfAttentionNetwork | None) -> Target:
     if isinstance(target, SelfAttentionNetwork):
         return Target(NETWORKS, target.name, network=target)
     path = Path(target)
+    if not path.exists() and _HUB_NAME.fullmatch(str(target)):
+        raise InputError(
+            f"{target} is not a file or directory here. It looks like the name of a model on a hub; depthgauge does "
+            f"not download models. Download it first, for example with `hf download {target} --local-dir ./model`, "
+            "then give ./model"
+        )
     is_checkpoint = path.is_dir() or path.suffix.lower() == ".gguf"
     return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
 
