@@ -1,9 +1,9 @@
 """Claim: the certificates are tighter than interval and linear bound propagation, and take less than two seconds.
 
 The benchmark compares `certify` (any number of tokens) with interval bound propagation, implemented below, on the same
-networks: mean-field surrogate, box of radius 1, weights uniform in [−η, η]. The ratio is upper bound over attained lower
-bound, median of three seeds. The column `best peer` is not measured here: it is the best ratio that auto_LiRPA 0.7.1,
-built from source, reached on such networks with any of its options. Every bound is checked against the attack.
+networks: mean-field surrogate, box of radius 1, weights uniform in [−η, η]. The ratio is upper bound over attained
+lower bound, median of three seeds. The column `best peer` is not measured here: it is the best ratio that auto_LiRPA
+0.7.1, built from source, reached on such networks with any of its options. Every bound is checked against the attack.
 
     python benchmarks/certify.py [--tightness]
 

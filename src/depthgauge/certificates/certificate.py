@@ -261,7 +261,7 @@ def check_request(
 ) -> InputSet:
     """Check all arguments of `certify` before any long computation, and return the set of inputs."""
     if (radius is None) == (ball is None):
-        raise InputError(f"give exactly one of radius and ball, got radius={radius!r} and ball={ball!r}")
+        raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
     if radius is not None:
         inputs = InputSet("box", require_positive("radius", radius, "the largest |entry| an input may have"))
     else:

@@ -93,7 +93,7 @@ def refusal(network: SelfAttentionNetwork, method: str) -> str | None:
     obstacle = _obstacle(network, method)
     if obstacle is None:
         return None
-    advice = f"use one of {', '.join(works)}" if works else "no method applies to it"
+    advice = f"methods that work on it: {', '.join(works)}" if works else "no method works on it"
     return f"{method} does not apply to this network: {obstacle}; {advice}"
 
 
