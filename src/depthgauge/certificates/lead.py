@@ -81,7 +81,7 @@ class Rank1Sum:
         another member of its enclosure adds at most rad(L_r)|R_r| + |L_r| rad(R_r), which has norms of the same form.
 
         Underflow adds at most τ = 2⁻¹⁰⁷⁴ (`TINY`) per multiplication; sums do not underflow. The r products and the
-        halving put at most (r + 1)τ into an entry of the slice. The three scalings multiply what is there and add τ
+        halving put at most (r + 1)τ into an entry of the slice. The three scalings multiply this error and add τ
         each, so that in all an entry is off by at most
 
             (((r + 1)τ·l_b + τ)w_c + τ)w_e + τ ≤ (r + 1)τ(1 + l)(1 + w)²,     l = max_b l_b,  w = max_c w_c,

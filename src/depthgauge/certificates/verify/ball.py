@@ -7,7 +7,7 @@ from torch import Tensor
 
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, smaller, spectral_norm, times
-from depthgauge.certificates.verify.box import refuse, rho
+from depthgauge.certificates.verify.box import rho, unproved
 from depthgauge.certificates.verify.expansion import Expansion, zeros
 from depthgauge.errors import VerificationError
 
@@ -64,7 +64,7 @@ class BallLayers:
                     total += G * spectral_norm(self.X.carried(k, end)[h])
         claim = arb(float(claimed))
         if not total.upper() <= claim:
-            raise refuse(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
+            raise unproved(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
         return claim
 
     def added(self, per_head: list[list[arb]]) -> Vector:

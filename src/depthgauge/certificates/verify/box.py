@@ -35,7 +35,7 @@ def gap(theta: arb, spread: Vector) -> Vector:
     return times((2 * (theta / 4).tanh()).upper(), spread)
 
 
-def refuse(step: str, coordinate: int, value: arb, claim: arb) -> VerificationError:
+def unproved(step: str, coordinate: int, value: arb, claim: arb) -> VerificationError:
     """Return the error for a claim smaller than the bound that could be proved."""
     claimed, proved = claim.str(17, radius=False), value.str(17, radius=False)
     return VerificationError(
@@ -128,7 +128,7 @@ class BoxLayers:
                 open_ones = self._prove_jointly(end, name, open_ones, claim)
             if open_ones:
                 a = open_ones[0]
-                raise refuse(f"{self.who}, {name} at layer {end}", a, plain[a], claim[a])
+                raise unproved(f"{self.who}, {name} at layer {end}", a, plain[a], claim[a])
 
     def plain(self, end: int) -> tuple[Vector, Vector]:
         """Bound own = Σ G|V| and err = own + Σ G|V Z_{k+1:ℓ}| over the heads before (§3.2, with and without skips)."""

@@ -18,7 +18,7 @@ from depthgauge.certificates.proof import ExpansionProof
 from depthgauge.certificates.upper import UpperBound
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
 from depthgauge.certificates.verify.ball import BallLayers
-from depthgauge.certificates.verify.box import BoxLayers, refuse
+from depthgauge.certificates.verify.box import BoxLayers, unproved
 from depthgauge.certificates.verify.deletion import Deletion
 from depthgauge.certificates.verify.difference import BoxDifference
 from depthgauge.certificates.verify.expansion import Expansion, check_matches, negated
@@ -147,4 +147,4 @@ def _lowered(proof: ExpansionProof, lead: Lead, beyond: Vector, plain: Vector, u
 def _check(values: Vector, upper: arb) -> None:
     for a, value in enumerate(values):
         if not value <= upper:
-            raise refuse("output", a, value, upper)
+            raise unproved("output", a, value, upper)
