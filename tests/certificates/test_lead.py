@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from depthgauge.certificates.box import RHO
 from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.lead import Rank1Sum, scale_tensor
-from depthgauge.linalg.rounding import TINY, Enclosure, gamma
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import TINY, gamma
 
 Case = tuple[Rank1Sum, torch.Tensor, torch.Tensor]
 

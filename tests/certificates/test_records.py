@@ -57,8 +57,12 @@ def test_parts_of_a_proof_compare_without_raising():
     one, two = (certificate().upper_bound for _ in range(2))
     assert one != two
     assert one.proof != two.proof
-    assert one.proof.bounds.layers[0] != two.proof.bounds.layers[0]
-    assert one.proof.joint.lead != two.proof.joint.lead
+    assert one.proof.bounds.layers[0] == two.proof.bounds.layers[0]
+    assert one.proof.bounds.layers[0] != two.proof.bounds.layers[1]
+    assert one.proof.joint.lead == two.proof.joint.lead
+    assert one.proof.joint.parts == two.proof.joint.parts
+    for part in (one.proof.joint.parts.T, one.proof.joint.lead, certificate().comparison):
+        assert len(repr(part)) < 300
 
 
 def test_json_has_the_documented_keys_in_order():
@@ -90,7 +94,7 @@ def test_a_missing_upper_bound_is_represented():
 def test_html_is_a_small_table():
     html = certificate()._repr_html_()
     assert html.startswith("<table>")
-    assert html.count("<tr>") == 6
+    assert html.count("<tr>") == 7
     assert "box of radius 1" in html
     assert "S&#x27;" in html
 
@@ -102,7 +106,7 @@ def test_depths_compare_pickle_and_have_short_representations(depth):
     assert again.to_json() == depth.to_json()
     assert repr(depth) == f"Depth(1 of 2 layers within 0.1, proved error {repr(depth).split('error ')[1]}"
     assert len(repr(depth)) < 100
-    assert depth._repr_html_().count("<tr>") == 5
+    assert depth._repr_html_().count("<tr>") == 6
     assert "1 of 2" in depth._repr_html_()
 
 

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.errors import InputError, require_count
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
@@ -42,8 +43,8 @@ class AttackOptions:
     device: torch.device | str | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Hints:
+@dataclass(frozen=True, eq=False, repr=False)
+class Hints(ArrayRecord):
     """Starting points suggested by the proof of the upper bound.
 
     Attributes:
@@ -59,8 +60,8 @@ class Hints:
 DEFAULT_OPTIONS, NO_HINTS = AttackOptions(), Hints()
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
+@dataclass(frozen=True, eq=False, repr=False)
+class Candidate(ArrayRecord):
     """An input given by its distinct tokens and their multiplicities, and max|S − S'| there in floating point."""
 
     tokens: Float[Tensor, "r d"]

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import RHO, PerHead, Vector, drift_in_query, drift_of_output, head_tensor, total
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.linalg.enclosures import Enclosure
@@ -36,8 +37,8 @@ def weighted_norms(g: PerHead, M: Enclosure) -> Number:
     return nonnegative_sum_up(mul_up(g, spectral_norm_up(M)), 0)
 
 
-@dataclass(frozen=True, eq=False)
-class BallLayer:
+@dataclass(frozen=True, eq=False, repr=False)
+class BallLayer(ArrayRecord):
     """Euclidean bounds on the input of one layer, and θ, G and rest of each of its heads, as in `box.LayerBounds`."""
 
     own: Number

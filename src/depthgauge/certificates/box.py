@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
@@ -47,8 +48,8 @@ class Norms:
         return bound.value
 
 
-@dataclass(frozen=True, eq=False)
-class LayerBounds:
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerBounds(ArrayRecord):
     """Bounds on the input X_k of one layer and on its heads.
 
     Attributes:

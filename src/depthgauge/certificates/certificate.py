@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import number
+from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
-from depthgauge.certificates.notebook import html_table
 from depthgauge.certificates.upper import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
 from depthgauge.errors import InputError, require_count, require_positive, unknown_name
@@ -174,15 +174,15 @@ class Certificate:
         return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"
 
     def _repr_html_(self) -> str:
-        rows = [
-            ("lower bound, attained", number(self.lower)),
-            ("upper bound, proved", number(self.upper)),
-            ("ratio", number(self.ratio)),
-            ("inputs", str(self.inputs)),
-            ("tokens", "any number" if self.tokens is None else str(self.tokens)),
-            ("method", " + ".join(self.methods)),
-        ]
-        return html_table("sup |S(X) − S'(X)|", rows)
+        facts = {
+            "lower bound, attained": number(self.lower),
+            "upper bound, proved": number(self.upper),
+            "ratio": number(self.ratio),
+            "inputs": str(self.inputs),
+            "tokens": "any number" if self.tokens is None else str(self.tokens),
+            "method": " + ".join(self.methods),
+        }
+        return html_table("sup |S(X) − S'(X)|", [{"quantity": name, "value": value} for name, value in facts.items()])
 
 
 def certify(

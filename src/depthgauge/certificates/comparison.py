@@ -59,7 +59,7 @@ class InputSet:
         return self.project(2 * self.radius * F.normalize(direction, dim=-1, eps=1e-300))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
     """The quantity sup ‖S(X) − S'(X)‖max over a set of inputs.
 
@@ -74,6 +74,9 @@ class Comparison:
     surrogate: SelfAttentionNetwork
     inputs: InputSet
     tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.network.name!r}, {self.surrogate.name!r}, {self.inputs})"
 
     @property
     def expands(self) -> bool:

@@ -28,7 +28,7 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13}
 """Upper bounds λ on the slope of the activations; the largest slope of GELU is 1.1289…, at √2."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Deletion:
     """An upper bound on |S − S'| by deleting attention layer by layer.
 

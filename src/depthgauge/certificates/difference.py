@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import (
     RHO,
     BoxBounds,
@@ -32,7 +33,7 @@ from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up, tanh_
 from depthgauge.surrogates.matching import LayerMatch
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bound:
     """An upper bound per output coordinate; `head_parts[k][h]` bounds the contribution of head h of layer k alone."""
 
@@ -197,8 +198,8 @@ def _added(bounds: BoxBounds, k: int, gap: HeadVectors) -> HeadVectors:
     return weighted_per_head(gap, X.V[k] if k == X.depth - 1 else X.carried(k, X.depth))
 
 
-@dataclass(frozen=True, eq=False)
-class JointParts:
+@dataclass(frozen=True, eq=False, repr=False)
+class JointParts(ArrayRecord):
     """The parts of a joint bound: |S − S'| ≤ lead(T, Tᵐ) + beyond, per output coordinate."""
 
     T: Rank1Sum

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.linalg.adam import Adam
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import (
@@ -34,8 +35,8 @@ CHUNK_ENTRIES = 2**22
 """Number of tensor entries that are formed at a time (32 MB)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Rank1Sum:
+@dataclass(frozen=True, eq=False, repr=False)
+class Rank1Sum(ArrayRecord):
     """The tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e) and stored as its factors."""
 
     left: Enclosure
@@ -119,8 +120,8 @@ def _stack(parts: list[Enclosure]) -> Enclosure:
     return Enclosure(torch.cat([p.mid for p in parts]), torch.cat([p.rad for p in parts]))
 
 
-@dataclass(frozen=True, eq=False)
-class LeadBound:
+@dataclass(frozen=True, eq=False, repr=False)
+class LeadBound(ArrayRecord):
     """Upper bounds B_a on the leading term, with the scalings D_u^{-½} and D_w^{-½} that prove them."""
 
     value: Float[Tensor, " d"]

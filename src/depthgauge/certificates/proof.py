@@ -26,7 +26,7 @@ WORTHWHILE = 0.03
 ONE_TOKEN = "one token: attention is the identity"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class JointBound:
     """The joint bound lead(T, Tᵐ) + beyond, and what proves it.
 
@@ -43,7 +43,7 @@ class JointBound:
     multipliers: Mapping[int, Multipliers]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ExpansionProof:
     """An upper bound on |S − S'| per output coordinate, and what proves it.
 

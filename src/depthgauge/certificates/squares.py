@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.comparison import InputSet
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, assemble, scale_tensor, scaled_norm
 from depthgauge.linalg.adam import Adam
@@ -23,8 +24,8 @@ from depthgauge.linalg.spectral import frobenius_norm_up, largest_eigenvalue_up
 STEPS = 30
 
 
-@dataclass(frozen=True, eq=False)
-class Multipliers:
+@dataclass(frozen=True, eq=False, repr=False)
+class Multipliers(ArrayRecord):
     """α and ν of the sum of squares, and the scalings D_u^{-½} and D_w^{-½} of the tensor to which it is applied.
 
     `relative_nu` is ν divided by the squared Frobenius norm of the scaled tensor; it initialises the search for other

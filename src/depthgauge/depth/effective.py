@@ -11,13 +11,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import number
+from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Candidate, Hints, attack, difference
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
-from depthgauge.certificates.notebook import html_table
 from depthgauge.errors import InputError, require_positive
 from depthgauge.linalg.rounding import add_up
 from depthgauge.network.network import SelfAttentionNetwork
@@ -69,14 +69,14 @@ class Depth:
         )
 
     def _repr_html_(self) -> str:
-        rows = [
-            ("layers", f"{self.layers} of {self._layers_before}"),
-            ("kept", ", ".join(map(str, self.kept)) or "none"),
-            ("folded", "; ".join(", ".join(map(str, run)) for run in self.folded) or "none"),
-            ("error, proved" if self.certified else "error, measured", number(self.error)),
-            ("tolerance", number(self.tolerance)),
-        ]
-        return html_table("Effective depth", rows)
+        facts = {
+            "layers": f"{self.layers} of {self._layers_before}",
+            "kept": ", ".join(map(str, self.kept)) or "none",
+            "folded": "; ".join(", ".join(map(str, run)) for run in self.folded) or "none",
+            "error, proved" if self.certified else "error, measured": number(self.error),
+            "tolerance": number(self.tolerance),
+        }
+        return html_table("Effective depth", [{"quantity": name, "value": value} for name, value in facts.items()])
 
     @property
     def _layers_before(self) -> int:

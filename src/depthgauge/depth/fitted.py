@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.attack import AttackOptions, difference, multiset_attention, search
 from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.linalg.adam import Adam
@@ -21,8 +22,8 @@ SHARPNESS = 12.0
 """The exponent p of the p-norm over hard inputs that approximates their maximum in training."""
 
 
-@dataclass(frozen=True, eq=False)
-class HardInputs:
+@dataclass(frozen=True, eq=False, repr=False)
+class HardInputs(ArrayRecord):
     """End points of an attack: `many` inputs of r distinct tokens each, with common multiplicities `counts`."""
 
     tokens: Float[Tensor, "many r d"]
