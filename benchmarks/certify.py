@@ -1,13 +1,13 @@
-"""Claim: our certificates are tighter than interval and linear bound propagation, and take seconds.
+"""Claim: the certificates are tighter than interval and linear bound propagation, and take less than two seconds.
 
-Ours (any number of tokens) and interval bound propagation written here, on the same networks in one run: mean-field
-surrogate, box of radius 1, weights uniform in [−η, η]. The ratio is upper bound over attacked lower bound, median of
-three seeds; `best peer` is not measured in this run: it is the best ratio that auto_LiRPA 0.7.1, built from source,
-reached on such networks with any of its options. Before anything is timed, every bound is held against the attack.
+The benchmark compares `certify` (any number of tokens) with interval bound propagation, implemented below, on the same
+networks: mean-field surrogate, box of radius 1, weights uniform in [−η, η]. The ratio is upper bound over attained
+lower bound, median of three seeds. The column `best peer` is not measured here: it is the best ratio that auto_LiRPA
+0.7.1, built from source, reached on such networks with any of its options. Every bound is checked against the attack.
 
     python benchmarks/certify.py [--tightness]
 
-`--tightness` prints our ratio by size and η instead, up to where it is useless.
+`--tightness` prints the ratio of `certify` by size and η instead, including sizes at which it is useless.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, certify, collapse, random_network
 
-# n, d, H, L, η and the best ratio seen of auto_LiRPA with any of its options.
+# n, d, H, L, η and the best ratio of auto_LiRPA with any of its options.
 ROWS = [
     (8, 4, 1, 2, 0.01, 4.0),
     (8, 4, 1, 2, 0.1, 5.2),
@@ -39,7 +39,7 @@ Interval = tuple[Tensor, Tensor]
 
 
 def product(a: Interval, b: Interval) -> Interval:
-    """Bounds of a matrix product of two interval matrices, through midpoints and radii."""
+    """Bound the product of two interval matrices, with midpoints and radii."""
     mid_a, rad_a = (a[0] + a[1]) / 2, (a[1] - a[0]) / 2
     mid_b, rad_b = (b[0] + b[1]) / 2, (b[1] - b[0]) / 2
     mid = mid_a @ mid_b
@@ -48,7 +48,7 @@ def product(a: Interval, b: Interval) -> Interval:
 
 
 def softmax(scores: Interval) -> Interval:
-    """Bounds of a softmax: an entry is least when it is least and all others are largest."""
+    """Bound a softmax: an entry is smallest if its own score is smallest and all others are largest."""
     low, high = scores
     n = low.shape[-1]
     others = 1 - torch.eye(n, dtype=low.dtype)
@@ -61,7 +61,7 @@ def softmax(scores: Interval) -> Interval:
 
 
 def interval_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, n: int, radius: float) -> float:
-    """Interval bound propagation of S − S' over the box, for n tokens."""
+    """Bound |S − S'| over the box for n tokens by interval bound propagation."""
     start = torch.full((n, network.dim), radius, dtype=torch.float64)
 
     def run(net: SelfAttentionNetwork) -> Interval:
@@ -78,12 +78,12 @@ def interval_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
         return x
 
     mine, theirs = run(network), run(surrogate)
-    # Both start from the same X, which intervals cannot know: the skip's X is taken out of both by hand.
+    # Intervals do not know that both networks add the same X. Subtracting its width 2φ favours interval propagation.
     return float(torch.maximum((mine[1] - theirs[0]).abs(), (mine[0] - theirs[1]).abs()).max()) - 2 * radius
 
 
 def compare() -> list[dict[str, object]]:
-    """One row a setting: lower bound, and the ratios and times of ours and of interval propagation."""
+    """Return one row per setting: the lower bound, and the ratios of both methods with the time of `certify`."""
     rows: list[dict[str, object]] = []
     for n, d, H, L, eta, peer in ROWS:
         ours, ibp, seconds, lowers = [], [], [], []
@@ -92,7 +92,7 @@ def compare() -> list[dict[str, object]]:
             surrogate = collapse(network, "mean-field")
             certificate = certify(network, surrogate, radius=1.0)
             assert certificate.upper is not None
-            assert certificate.lower <= certificate.upper, "a bound below the attack: nothing here can be believed"
+            assert certificate.lower <= certificate.upper, "the upper bound is below the attained lower bound"
             begun = time.perf_counter()
             certify(network, surrogate, radius=1.0, starts=1, steps=1)
             elapsed = time.perf_counter() - begun
@@ -116,7 +116,7 @@ def compare() -> list[dict[str, object]]:
 
 
 def tightness() -> list[dict[str, object]]:
-    """Our ratio by size and η, default effort, and where it is worthless (above 100)."""
+    """Return the ratio by size and η at default effort; ratios above 100 are marked useless."""
     rows: list[dict[str, object]] = []
     for d, H, L in SIZES:
         for eta in ETAS:
@@ -139,9 +139,9 @@ def _line(row: dict[str, object]) -> str:
 
 
 def main() -> None:
-    """Run, print and save."""
+    """Run the benchmark, print its rows and save them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tightness", action="store_true", help="our ratio by size and η")
+    parser.add_argument("--tightness", action="store_true", help="print the ratio by size and η")
     arguments = parser.parse_args()
     rows = tightness() if arguments.tightness else compare()
     out = Path("results") / ("tightness.json" if arguments.tightness else "certify.json")

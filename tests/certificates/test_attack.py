@@ -1,15 +1,18 @@
-"""The attack: inside its set, repeatable, and true to the inputs it stands for."""
+"""The attack: its inputs are members of the set, it is deterministic, and its values are those of the networks."""
 
 import pytest
 import torch
 
 from depthgauge.certificates import evaluate
-from depthgauge.certificates.attack import InputSet, attack, difference, sign_search
+from depthgauge.certificates.attack import AttackOptions, attack, difference, sign_search
+from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below, distinct_tokens
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
 from depthgauge.surrogates.closed_forms import closed_form
+
+BOX = InputSet("box", 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -19,8 +22,8 @@ def pair():
 
 
 @pytest.mark.parametrize("inputs", [InputSet("box", 0.7), InputSet("ball", 1.3)])
-def test_candidates_are_in_the_set_and_repeat(pair, inputs):
-    first, second = (attack(*pair, inputs, starts=6, steps=10, seed=3) for _ in range(2))
+def test_candidates_are_in_the_set_and_deterministic(pair, inputs):
+    first, second = (attack(Comparison(*pair, inputs), AttackOptions(starts=6, steps=10, seed=3)) for _ in range(2))
     assert torch.equal(first.tokens, second.tokens)
     assert first.value == second.value
     x = first.expand()
@@ -30,8 +33,8 @@ def test_candidates_are_in_the_set_and_repeat(pair, inputs):
         assert float(x.square().sum(-1).max()) <= 1.3**2
 
 
-def test_value_is_what_the_written_out_input_gives(pair):
-    found = attack(*pair, InputSet("box", 1.0), starts=6, steps=10)
+def test_value_is_that_of_the_expanded_input(pair):
+    found = attack(Comparison(*pair, BOX), AttackOptions(starts=6, steps=10))
     network, surrogate = pair
     x = found.expand()
     assert len(x) == int(found.counts.sum())
@@ -44,14 +47,13 @@ def test_value_is_what_the_written_out_input_gives(pair):
 
 def test_number_of_tokens_can_be_fixed(pair):
     for tokens in (1, 2, 5, 40):
-        found = attack(*pair, InputSet("box", 1.0), tokens=tokens, starts=4, steps=4)
+        found = attack(Comparison(*pair, BOX, tokens), AttackOptions(starts=4, steps=4))
         assert len(found.expand()) == tokens
 
 
-def test_climbing_helps(pair):
-    lazy = attack(*pair, InputSet("box", 1.0), starts=4, steps=1, seed=1)
-    keen = attack(*pair, InputSet("box", 1.0), starts=4, steps=40, seed=1)
-    assert keen.value > lazy.value
+def test_more_gradient_steps_find_a_larger_difference(pair):
+    short, long = (attack(Comparison(*pair, BOX), AttackOptions(starts=4, steps=steps, seed=1)) for steps in (1, 40))
+    assert long.value > short.value
 
 
 def test_sign_search_reaches_the_enumerated_maximum():
@@ -77,7 +79,7 @@ def test_sign_search_reaches_the_enumerated_maximum():
         {"norm": "post"},
     ],
 )
-def test_ball_evaluation_is_the_network(switches):
+def test_verified_evaluation_agrees_with_the_network(switches):
     network = random_network(layers=2, heads=2, dim=4, eta=0.4, key_dim=3, seed=2, **switches)
     other = random_network(layers=2, heads=1, dim=4, eta=0.4, key_dim=2, seed=7, **switches)
     x = uniform_inputs(1, 6, 4, seed=4)[0]
@@ -89,7 +91,7 @@ def test_ball_evaluation_is_the_network(switches):
     assert proved == pytest.approx(seen, rel=1e-10)
 
 
-def test_precision_rises_until_large_weights_are_resolved(monkeypatch):
+def test_precision_increases_until_large_weights_are_resolved(monkeypatch):
     network = random_network(layers=10, heads=2, dim=8, eta=1.0, distribution="sign", seed=0)
     surrogate = closed_form(network, "identity")
     x = uniform_inputs(1, 5, 8, seed=1)[0]
@@ -101,7 +103,7 @@ def test_precision_rises_until_large_weights_are_resolved(monkeypatch):
     assert difference_below(network, surrogate, x) == pytest.approx(seen, rel=1e-6)
 
 
-def test_distinct_tokens_keep_their_number():
+def test_multiplicities_add_up_to_the_number_of_tokens():
     x = torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
     rows, counts = distinct_tokens(x, causal=False)
     assert sum(counts) == 3
@@ -110,13 +112,13 @@ def test_distinct_tokens_keep_their_number():
     assert distinct_tokens(x, causal=True)[1] == [1, 1, 1]
 
 
-def test_difference_on_a_multiset_is_that_on_the_input(pair):
+def test_difference_on_a_multiset_equals_that_on_the_expanded_input(pair):
     tokens = uniform_inputs(1, 3, 4, seed=8)[0]
     counts = torch.tensor([1, 4, 2])
-    written_out = tokens.repeat_interleave(counts, dim=0)
+    expanded = tokens.repeat_interleave(counts, dim=0)
     network, surrogate = pair
     with torch.no_grad():
-        plain = (network(written_out) - surrogate(written_out))[[0, 1, 5]]
+        plain = (network(expanded) - surrogate(expanded))[[0, 1, 5]]
         grouped = difference(network, surrogate, tokens, counts)
     torch.testing.assert_close(grouped, plain, rtol=1e-12, atol=1e-14)
 
@@ -124,4 +126,4 @@ def test_difference_on_a_multiset_is_that_on_the_input(pair):
 def test_widths_must_agree(pair):
     other = random_network(layers=1, heads=1, dim=5, eta=0.1)
     with pytest.raises(InputError, match="widths 4 and 5"):
-        attack(pair[0], other, InputSet("box", 1.0))
+        attack(Comparison(pair[0], other, BOX))

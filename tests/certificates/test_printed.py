@@ -1,4 +1,4 @@
-"""Paper A's printed quantities: the formulas, in logarithms that hold far beyond floating point."""
+"""The printed quantities of paper A: their logarithms agree with the formulas, and none overflows."""
 
 import math
 
@@ -18,7 +18,7 @@ layers = st.integers(1, 8)
 
 
 @given(etas, phis, heads, layers)
-def test_logarithms_agree_with_the_formulas_where_those_can_be_computed(eta, phi, H, L):
+def test_logarithms_agree_with_the_formulas_where_these_do_not_overflow(eta, phi, H, L):
     epsilon = [2 * eta * phi * (1 + H * eta) ** ell for ell in range(L + 1)]
     g = lambda e: 2 * (math.exp(e) - 1)  # noqa: E731
     delta = max(2 * g(2 * H * e) for e in epsilon[1:])
@@ -55,7 +55,7 @@ def test_nothing_overflows():
     assert not bound.applies
 
 
-def test_the_printed_bound_is_broken_by_aligned_weights_although_its_conditions_hold():
+def test_aligned_weights_violate_the_printed_bound_although_its_conditions_hold():
     network = random_network(layers=4, heads=1, dim=8, eta=0.01, distribution="aligned")
     bound = printed.printed_bound(network, 1.0)
     assert bound.applies
@@ -64,7 +64,7 @@ def test_the_printed_bound_is_broken_by_aligned_weights_although_its_conditions_
     assert certificate.upper >= certificate.lower
 
 
-def test_conditions_name_what_fails():
+def test_conditions_that_fail_are_named():
     causal = printed.printed_bound(random_network(layers=2, heads=1, dim=2, eta=0.01, causal=True), 1.0)
     assert not causal.applies
     assert not causal.conditions["is not causal"]

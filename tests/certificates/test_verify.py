@@ -1,4 +1,4 @@
-"""The second proof: it accepts every honest certificate, and refuses each kind of damage at the step it touches."""
+"""The second proof: it accepts every correct certificate, and rejects each kind of damage at the step concerned."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +13,11 @@ from torch import Tensor
 
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.comparison import InputSet
 from depthgauge.certificates.deletion import STEEPEST as FIRST_STEEPEST
 from depthgauge.certificates.evaluate import precision, to_arb
+from depthgauge.certificates.proof import ExpansionProof
 from depthgauge.certificates.verify.arb_vectors import largest, largest_eigenvalue, smaller, spectral_norm
-from depthgauge.certificates.verify.check import verify
 from depthgauge.certificates.verify.deletion import STEEPEST
 from depthgauge.certificates.verify.lead import cubic_maximum, quadratic_form
 from depthgauge.errors import InputError, VerificationError
@@ -34,7 +35,22 @@ def of_method(method: str = "mean-field", *, eta: float = 0.02, dim: int = 4, **
     return certified(network, closed_form(network, method), **({"radius": 1.0} | request))
 
 
-# --- what is accepted ---------------------------------------------------------------------------------------------
+def changed(c: Certificate, *, upper: float | None = None, proof: Any = ..., **comparison: Any) -> Certificate:
+    """The certificate with another upper bound, another proof, or other fields of the comparison."""
+    bound = c.upper_bound
+    if upper is not None:
+        bound = replace(bound, value=upper)
+    if proof is not ...:
+        bound = replace(bound, proof=proof)
+    return replace(c, upper_bound=bound, comparison=replace(c.comparison, **comparison))
+
+
+def expansion_proof(c: Certificate) -> ExpansionProof:
+    assert isinstance(c.upper_bound.proof, ExpansionProof)
+    return c.upper_bound.proof
+
+
+# --- accepted certificates ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["identity", "last-layer", "parallel", "mean-field", "corrected"])
@@ -46,19 +62,21 @@ def test_certificates_of_every_method_are_proved_again(method: str, request_: di
 
 @pytest.mark.parametrize("kept", [[], [1], [0, 2], [0, 1, 2]])
 @pytest.mark.parametrize("request_", [{"radius": 1.0}, {"ball": 1.0}], ids=["box", "ball"])
-def test_folded_networks(kept: list[int], request_: dict[str, float]) -> None:
+def test_folded_networks_are_proved_again(kept: list[int], request_: dict[str, float]) -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=0.05)
     assert certified(network, fold(network, kept), **request_).verify()
 
 
 @pytest.mark.parametrize("request_", [{"radius": 1.0}, {"radius": None, "ball": 1.0}], ids=["box", "ball"])
-def test_sums_of_squares_are_what_proves_a_sharpened_bound(request_: dict[str, Any]) -> None:
+def test_a_sharpened_bound_needs_its_sums_of_squares(request_: dict[str, Any]) -> None:
     c = of_method(eta=0.01, effort="high", **request_)
     assert c.methods == ("joint", "squares")
     assert c.verify()
-    assert c.proof is not None
+    proof = expansion_proof(c)
+    assert proof.joint is not None
+    without = replace(proof, joint=replace(proof.joint, multipliers={}))
     with pytest.raises(VerificationError, match="output, coordinate"):
-        verify(replace(c, proof=replace(c.proof, multipliers={})))
+        changed(c, proof=without).verify()
 
 
 @pytest.mark.parametrize("method", ["last-layer", "mean-field"])
@@ -73,9 +91,9 @@ def test_one_token(request_: dict[str, float]) -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=0.3)
     c = certified(network, closed_form(network, "identity"), tokens=1, **request_)
     assert c.verify()
-    # For one token only the linear part is there, so the same number fails for any number of them.
+    # For one token |S − S'| is the linear part alone, so the same number is too small for more tokens.
     with pytest.raises(VerificationError):
-        verify(replace(c, tokens=None))
+        changed(c, tokens=None).verify()
 
 
 @pytest.mark.parametrize("method", ["identity", "last-layer", "parallel"])
@@ -95,7 +113,7 @@ def test_networks_with_mlps(activation: str, switches: dict[str, bool], deleted:
     assert certified(network, without_attention(network, deleted, "test"), radius=1.0).verify()
 
 
-def test_scalings_prove_what_is_too_wide_to_enumerate() -> None:
+def test_scalings_prove_sign_norms_that_are_too_wide_to_enumerate() -> None:
     c = of_method("parallel", dim=11, eta=0.05)
     assert c.verify()
     network = random_network(layers=2, heads=2, dim=11, eta=0.2, causal=True)
@@ -111,100 +129,99 @@ def test_scalings_prove_what_is_too_wide_to_enumerate() -> None:
     ],
 )
 def test_width_32(layers: int, heads: int, method: str) -> None:
-    """As wide as the guide's figures; what is proved is the bound that was claimed, and not a millionth less."""
+    """The bound is proved at the width of the figures in the guide, and a bound smaller by 1e-6 is rejected."""
     network = random_network(layers=layers, heads=heads, dim=32, eta=0.01, seed=0)
     c = certified(network, closed_form(network, method), radius=1.0)
     assert c.upper is not None
     assert c.methods == ("joint",)
     assert c.verify()
     with pytest.raises(VerificationError, match=f"output, coordinate {c.coordinate}"):
-        verify(replace(c, upper=c.upper * (1 - 1e-6)))
+        changed(c, upper=c.upper * (1 - 1e-6)).verify()
 
 
-def test_proofs_that_share_the_bounds_of_a_network_keep_scalings_of_their_own() -> None:
+def test_proofs_that_share_layer_bounds_have_separate_scalings() -> None:
     network = random_network(layers=3, heads=1, dim=11, eta=0.05)
     first = certified(network, fold(network, [0, 1]), radius=1.0)
-    assert first.proof is not None
-    assert isinstance(first.proof.bounds, BoxBounds)
-    second = certified(network, fold(network, [1, 2]), radius=1.0, bounds=first.proof.bounds)
+    bounds = expansion_proof(first).bounds
+    assert isinstance(bounds, BoxBounds)
+    second = certified(network, fold(network, [1, 2]), radius=1.0, bounds=bounds)
     assert first.verify()
     assert second.verify()
 
 
-def test_bounds_of_another_network_or_box_are_refused_before_anything_is_proved() -> None:
+def test_bounds_of_another_network_or_box_are_rejected_before_the_proof() -> None:
     network, other = (random_network(layers=2, heads=1, dim=3, eta=0.05, seed=seed) for seed in (0, 1))
     c = certified(network, fold(network, [0]), radius=1.0)
-    assert c.proof is not None
     for net, radius in ((other, 1.0), (network, 2.0)):
         with pytest.raises(InputError, match="another network or another box"):
-            certified(net, fold(net, [0]), radius=radius, bounds=c.proof.bounds)
+            certified(net, fold(net, [0]), radius=radius, bounds=expansion_proof(c).bounds)
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- rejected certificates ----------------------------------------------------------------------------------------
 
 
-def test_no_finite_bound_is_nothing_to_prove() -> None:
+def test_incomplete_certificates_and_too_few_bits_are_rejected() -> None:
+    c = of_method()
     with pytest.raises(VerificationError, match="no finite upper bound"):
-        verify(replace(of_method(), upper=None))
-    with pytest.raises(VerificationError, match="does not keep its proof"):
-        verify(replace(of_method(), proof=None))
+        replace(c, upper_bound=replace(c.upper_bound, value=None)).verify()
+    with pytest.raises(VerificationError, match="does not contain its proof"):
+        changed(c, proof=None).verify()
     with pytest.raises(InputError, match="bits"):
-        verify(of_method(), bits=8)
+        c.verify(bits=8)
 
 
 @pytest.mark.parametrize("method", ["identity", "parallel", "mean-field", "corrected"])
 @pytest.mark.parametrize("request_", [{"radius": 1.0}, {"radius": None, "ball": 1.0}], ids=["box", "ball"])
-def test_an_upper_bound_made_smaller_is_refused(method: str, request_: dict[str, Any]) -> None:
+def test_a_reduced_upper_bound_is_rejected(method: str, request_: dict[str, Any]) -> None:
     c = of_method(method, **request_)
     assert c.upper is not None
     for shrink in (1e-3, 1e-9):
         with pytest.raises(VerificationError, match=f"output, coordinate {c.coordinate}"):
-            verify(replace(c, upper=c.upper * (1 - shrink)))
+            changed(c, upper=c.upper * (1 - shrink)).verify()
 
 
-def test_a_larger_set_is_refused() -> None:
+def test_a_larger_or_another_set_is_rejected() -> None:
     c = of_method()
     with pytest.raises(VerificationError):
-        verify(replace(c, set=replace(c.set, radius=c.set.radius * (1 + 1e-6))))
-    with pytest.raises(VerificationError, match="for a ball"):
-        verify(replace(c, set=replace(c.set, kind="ball")))
+        changed(c, inputs=InputSet("box", c.inputs.radius * (1 + 1e-6))).verify()
+    with pytest.raises(VerificationError, match="is for a ball"):
+        changed(c, inputs=InputSet("ball", c.inputs.radius)).verify()
 
 
 @pytest.mark.parametrize("name", ["own", "err"])
 @pytest.mark.parametrize("layer", [1, 3])
 @pytest.mark.parametrize("who", ["network", "surrogate"])
 @pytest.mark.parametrize("eta", [0.02, 0.5], ids=["joint", "plain"])
-def test_a_claim_made_smaller_is_refused_where_it_stands(name: str, layer: int, who: str, eta: float) -> None:
+def test_a_reduced_claim_is_rejected_at_its_layer(name: str, layer: int, who: str, eta: float) -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=eta)
     c = certified(network, fold(network, [0, 1, 2]), radius=1.0)
-    assert c.proof is not None
-    bounds = c.proof.bounds if who == "network" else c.proof.other
+    proof = expansion_proof(c)
+    bounds = proof.bounds if who == "network" else proof.other
     assert isinstance(bounds, BoxBounds)
     claim = getattr(bounds.layers[layer], name).clone()
     claim[1] *= 1 - 1e-6
     bounds.layers[layer] = replace(bounds.layers[layer], **{name: claim})
     with pytest.raises(VerificationError, match=f"{who}, {name} at layer {layer}, coordinate 1"):
-        verify(c)
+        c.verify()
 
 
 @pytest.mark.parametrize("name", ["own", "err"])
-def test_a_claim_on_the_ball_made_smaller_is_refused(name: str) -> None:
+def test_a_reduced_claim_on_the_ball_is_rejected(name: str) -> None:
     c = of_method(radius=None, ball=1.0)
-    assert c.proof is not None
-    layers = c.proof.bounds.layers
+    layers = expansion_proof(c).bounds.layers
     layers[2] = replace(layers[2], **{name: getattr(layers[2], name) * (1 - 1e-6)})  # type: ignore[type-var, assignment]
     with pytest.raises(VerificationError, match=f"network, {name} at layer 2"):
-        verify(c)
+        c.verify()
 
 
 @pytest.mark.parametrize("claim", [[0.1] * 3, [0.1] * 5, [-0.1] * 4, [float("nan")] * 4], ids=str)
-def test_claims_that_are_no_bounds_are_refused(claim: list[float]) -> None:
+def test_claims_that_are_not_nonnegative_vectors_are_rejected(claim: list[float]) -> None:
     c = of_method()
-    assert c.proof is not None
-    assert isinstance(c.proof.bounds, BoxBounds)
-    object.__setattr__(c.proof.bounds.layers[1], "own", torch.tensor(claim, dtype=torch.float64))
-    with pytest.raises(VerificationError, match="own is not 4 numbers"):
-        verify(c)
+    bounds = expansion_proof(c).bounds
+    assert isinstance(bounds, BoxBounds)
+    object.__setattr__(bounds.layers[1], "own", torch.tensor(claim, dtype=torch.float64))
+    with pytest.raises(VerificationError, match="own is not 4 nonnegative numbers"):
+        c.verify()
 
 
 @pytest.mark.parametrize(
@@ -212,73 +229,73 @@ def test_claims_that_are_no_bounds_are_refused(claim: list[float]) -> None:
     [
         ("row_scale", lambda scale: scale[:, :-1], "not 4 positive numbers"),
         ("column_scale", lambda scale: scale[:, :-1], "not 4 positive numbers"),
-        ("column_scale", lambda scale: scale[:0], "no scalings were kept"),
+        ("column_scale", lambda scale: scale[:0], "no scalings were recorded"),
         ("row_scale", lambda scale: -scale, "not 4 positive numbers"),
         ("row_scale", lambda scale: 0 * scale, "not 4 positive numbers"),
         ("column_scale", lambda scale: scale / 0, "not 4 positive numbers"),
-        # Scalings that are fine in themselves but not those of this bound prove only a larger one.
+        # Any positive scalings are sound, but these prove only a larger bound.
         ("column_scale", lambda scale: scale.flip(1) ** 3, "output, coordinate"),
     ],
 )
-def test_wrong_scalings_of_the_leading_term_are_refused(
+def test_wrong_scalings_of_the_leading_term_are_rejected(
     name: str, change: Callable[[Tensor], Tensor], why: str
 ) -> None:
     c = of_method()
     assert c.methods == ("joint",)
-    assert c.proof is not None
-    assert c.proof.lead is not None
-    # Past the check of shapes, as a file or a careless caller would come.
-    object.__setattr__(c.proof.lead, name, change(getattr(c.proof.lead, name)))
+    joint = expansion_proof(c).joint
+    assert joint is not None
+    # Setting the attribute directly bypasses the shape check of the constructor.
+    object.__setattr__(joint.lead, name, change(getattr(joint.lead, name)))
     with pytest.raises(VerificationError, match=why):
-        verify(c)
+        c.verify()
 
 
 @pytest.mark.parametrize("name", ["0.theta", "1.e1", "2.lin_own"])
-def test_wrong_scalings_of_a_sign_norm_are_refused(name: str) -> None:
+def test_wrong_scalings_of_a_sign_norm_are_rejected(name: str) -> None:
     c = of_method("parallel", dim=11)
-    assert c.proof is not None
-    assert isinstance(c.proof.bounds, BoxBounds)
-    record = c.proof.bounds.norms.record
+    bounds = expansion_proof(c).bounds
+    assert isinstance(bounds, BoxBounds)
+    record = bounds.norms.record
     kept = record[name]
     assert kept.row_scale is not None
     record[name] = replace(kept, row_scale=kept.row_scale[:, 1:])
-    with pytest.raises(VerificationError, match=f"{name}: the scalings kept"):
-        verify(c)
+    with pytest.raises(VerificationError, match=f"{name}: the recorded scalings"):
+        c.verify()
     del record[name]
     with pytest.raises(VerificationError, match=f"{name}: no scalings"):
-        verify(c)
+        c.verify()
 
 
 @pytest.mark.parametrize("which", ["network", "surrogate"])
 @pytest.mark.parametrize("request_", [{"radius": 1.0}, {"radius": None, "ball": 1.0}], ids=["box", "ball"])
-def test_changed_weights_are_refused(which: str, request_: dict[str, Any]) -> None:
+def test_changed_weights_are_rejected(which: str, request_: dict[str, Any]) -> None:
     c = of_method("parallel", **request_)
     with torch.no_grad():
         getattr(c, which)[0].value.mul_(1.001)
     with pytest.raises(VerificationError):
-        verify(c)
+        c.verify()
 
 
-def test_a_deletion_bound_made_smaller_or_moved_is_refused() -> None:
+def test_a_reduced_deletion_bound_and_changed_surrogates_are_rejected() -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=0.2, mlp=3)
     c = certified(network, closed_form(network, "last-layer"), radius=1.0)
     assert c.upper is not None
     with pytest.raises(VerificationError, match="output, coordinate"):
-        verify(replace(c, upper=c.upper * (1 - 1e-9)))
-    changed = c.surrogate.copy()
+        changed(c, upper=c.upper * (1 - 1e-9)).verify()
+    damaged = c.surrogate.copy()
     with torch.no_grad():
-        changed[2].value[0, 0, 0] += 1e-3
+        damaged[2].value[0, 0, 0] += 1e-3
     with pytest.raises(VerificationError, match="layer 2: the surrogate's attention"):
-        verify(replace(c, surrogate=changed))
-    assert changed[1].mlp is not None
+        changed(c, surrogate=damaged).verify()
+    assert damaged[1].mlp is not None
     with torch.no_grad():
-        changed[1].mlp.b_in[0] += 1e-3
+        damaged[1].mlp.b_in[0] += 1e-3
     with pytest.raises(VerificationError, match="layer 1: the MLPs differ"):
-        verify(replace(c, surrogate=changed))
+        changed(c, surrogate=damaged).verify()
 
 
-def test_a_surrogate_with_an_mlp_of_its_own_is_no_deletion() -> None:
-    """Once certified at 0.06 where the two differ by more than 1: the surrogate's MLP was not looked at."""
+def test_a_surrogate_with_its_own_mlp_is_not_a_deletion() -> None:
+    """The networks differ by more than 1; a bound of 0.06 that ignored the surrogate's MLP would be wrong."""
     network = random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True)
     other = random_network(layers=1, heads=1, dim=2, eta=1.0, causal=True, mlp=3)
     surrogate = without_attention(other, [0], "test")
@@ -286,7 +303,7 @@ def test_a_surrogate_with_an_mlp_of_its_own_is_no_deletion() -> None:
         certify(network, surrogate, radius=1.0)
 
 
-# --- its parts ----------------------------------------------------------------------------------------------------
+# --- parts of the proof -------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40)
@@ -299,7 +316,7 @@ def test_norms_are_above_the_truth_and_close_to_it(seed: int, m: int, n: int, si
     assert truth * (1 - 1e-13) <= bound <= truth * (1 + 1e-12)
 
 
-def test_an_eigenvalue_that_is_not_a_number_stays_one() -> None:
+def test_nan_is_never_a_bound() -> None:
     assert largest([arb(1), arb.nan(), arb(2)]).is_nan()
     assert largest_eigenvalue(arb_mat([[arb.nan(), 0], [0, 1]])).is_nan()
     assert smaller(arb.nan(), arb(1)) == 1
@@ -309,7 +326,7 @@ def test_an_eigenvalue_that_is_not_a_number_stays_one() -> None:
 
 
 @given(p=st.floats(0, 10), q=st.floats(0, 10), radius=st.floats(0.1, 3), share=st.floats(0, 1))
-def test_the_cubic_lies_below_its_maximum(p: float, q: float, radius: float, share: float) -> None:
+def test_the_cubic_maximum_is_an_upper_bound(p: float, q: float, radius: float, share: float) -> None:
     mu = share * radius
     with precision(128):
         top = cubic_maximum(arb(p), arb(q), arb(radius))
@@ -320,8 +337,8 @@ def test_the_cubic_lies_below_its_maximum(p: float, q: float, radius: float, sha
 
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), d=st.integers(1, 4), alpha=st.floats(-1, 2), nu=st.floats(-1, 1))
-def test_the_form_of_squares_is_what_it_says(seed: int, d: int, alpha: float, nu: float) -> None:
-    """Against its definition at a random symmetric Y, and equal to Σ_b (zᵀT_b z)² at Y = zzᵀ whatever α and ν are."""
+def test_the_quadratic_form_agrees_with_its_definition(seed: int, d: int, alpha: float, nu: float) -> None:
+    """It has the defined value at a random symmetric Y, and the value Σ_b (zᵀT_b z)² at Y = zzᵀ for all α and ν."""
     generator = torch.Generator().manual_seed(seed)
     T = torch.randn(d, d, d, generator=generator, dtype=torch.float64)
     T = (T + T.mT) / 2
@@ -346,7 +363,7 @@ def test_the_form_of_squares_is_what_it_says(seed: int, d: int, alpha: float, nu
 
 
 def test_the_slope_of_gelu_is_below_the_bound_used() -> None:
-    """Φ(z) + zφ(z) has derivative (2 − z²)φ(z), so its extremes are at ±√2 and it tends to 0 and 1."""
+    """Φ(z) + zφ(z) has derivative (2 − z²)φ(z), so its extrema are at ±√2; its limits are 0 and 1."""
     with precision(128):
         for z in (arb(2).sqrt(), -arb(2).sqrt()):
             phi = (-z * z / 2).exp() / (2 * arb.pi()).sqrt()

@@ -1,4 +1,4 @@
-"""The contract of every certificate: what is proved from above is never exceeded by anything that can be tried."""
+"""The contract of every certificate: no input that can be tried exceeds the proved upper bound."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depthgauge.certificates.attack import InputSet
 from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.comparison import InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.network.random_networks import random_network
 from depthgauge.surrogates.closed_forms import closed_form
@@ -38,7 +38,7 @@ FAMILIES = {
 WIDE = recipes(st.sampled_from([16, 24, 32]), most_layers=2, most_heads=2)
 EXAMPLES = {"wider": 12, "scalings": 6, "high effort": 12}
 VERIFIED = 4
-"""The largest width at which every certificate is proved a second time here."""
+"""The largest width at which these tests also verify every certificate."""
 
 
 def gap_below(c: Certificate, x: Tensor) -> float:
@@ -46,7 +46,7 @@ def gap_below(c: Certificate, x: Tensor) -> float:
 
 
 def is_inside(inputs: InputSet, x: Tensor) -> bool:
-    """Whether every token lies in the set, in rationals."""
+    """Whether every token is in the set, decided in rational arithmetic."""
     radius = Fraction(inputs.radius)
     rows = [[Fraction(v) for v in row] for row in torch.unique(x, dim=0).tolist()]
     if inputs.kind == "box":
@@ -55,19 +55,19 @@ def is_inside(inputs: InputSet, x: Tensor) -> bool:
 
 
 def inputs_to_try(c: Certificate, seed: int) -> list[Tensor]:
-    """Random inputs of the set: corners and inner points, of a few sizes; all corners where they are few."""
+    """Random inputs of the set, with several numbers of tokens: corners and inner points; all corners if few."""
     generator = torch.Generator().manual_seed(seed)
-    d, r = c.network.dim, c.set.radius
+    d, r = c.network.dim, c.inputs.radius
     sizes = [c.tokens] if c.tokens is not None else [1, 2, 3, 6]
     tried = []
     for n in sizes:
         normal = torch.randn(8, n, d, generator=generator, dtype=torch.float64)
-        tried += [c.set.extreme(normal), c.set.project(normal * r / 2)]
-        # Mostly one token and a few others: where softmax is furthest from the average.
+        tried += [c.inputs.extreme(normal), c.inputs.project(normal * r / 2)]
+        # One token repeated, and a few others: there softmax is furthest from the average.
         mostly = normal[:, :1].expand(-1, n, -1).clone()
         mostly[:, : max(1, n // 5)] = -normal[:, : max(1, n // 5)]
-        tried.append(c.set.extreme(mostly))
-        if n <= 3 and n * d <= 9 and c.set.kind == "box":
+        tried.append(c.inputs.extreme(mostly))
+        if n <= 3 and n * d <= 9 and c.inputs.kind == "box":
             tried.append(
                 torch.tensor(list(itertools.product((-r, r), repeat=n * d)), dtype=torch.float64).view(-1, n, d)
             )
@@ -75,26 +75,26 @@ def inputs_to_try(c: Certificate, seed: int) -> list[Tensor]:
 
 
 def worst_of(c: Certificate, batch: Tensor) -> tuple[float, Tensor]:
-    """The largest gap of a batch in floating point, and the input that has it."""
+    """The largest gap of a batch in floating point, and the input that attains it."""
     with torch.no_grad():
         gaps = (c.network(batch) - c.surrogate(batch)).abs().flatten(1).amax(dim=1)
     return gaps.max().item(), batch[int(gaps.argmax())]
 
 
 def check_contract(c: Certificate, seed: int) -> None:
-    """Everything that is true of a certificate, whatever it is about."""
-    # The lower side: a witness of the right shape, inside the set, whose value stands.
+    """Check the properties that every certificate has."""
+    # The lower bound: a witness of the right shape, inside the set, with the claimed value.
     assert c.witness.shape[1] == c.network.dim
     assert c.tokens is None or len(c.witness) == c.tokens
-    assert is_inside(c.set, c.witness)
+    assert is_inside(c.inputs, c.witness)
     assert gap_below(c, c.witness) >= c.lower >= 0
     seen = (c.network(c.witness) - c.surrogate(c.witness)).detach().abs().max().item()
     assert seen == pytest.approx(c.lower, rel=1e-6, abs=1e-10 * (1 + c.witness.abs().max().item()))
-    # Shares are parts of a whole.
+    # Shares are nonnegative and add up to 1, or are all zero.
     shares = [share for layer in c.share for share in layer]
     assert all(share >= 0 for share in shares)
     assert sum(shares) == pytest.approx(1) or sum(shares) == 0
-    # The upper side: a number, or the layer where it was lost.
+    # The upper bound: a finite number, or the layer at which it was lost.
     if c.upper is None:
         assert c.lost_at is not None
         assert 0 <= c.lost_at < len(c.network)
@@ -103,7 +103,7 @@ def check_contract(c: Certificate, seed: int) -> None:
     assert c.lost_at is None
     assert c.lower <= c.upper
     worst = max((worst_of(c, batch) for batch in inputs_to_try(c, seed)), key=lambda found: found[0])[1]
-    assert is_inside(c.set, worst)
+    assert is_inside(c.inputs, worst)
     assert gap_below(c, worst) <= c.upper
     if c.network.dim <= VERIFIED:
         assert c.verify()
@@ -134,7 +134,7 @@ def test_no_input_exceeds_the_upper_bound_of_a_wide_network(recipe: Recipe) -> N
 @pytest.mark.parametrize("part", range(16))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_soak_ten_thousand_networks(family: str, part: int) -> None:
-    # In parts, so that many cores share a family and an interrupted campaign says how far it came.
+    # The parts run in parallel and show the progress of an interrupted campaign.
     @seed(part)
     @settings(max_examples=45, derandomize=False)
     @given(recipe=FAMILIES[family])
@@ -144,18 +144,19 @@ def test_soak_ten_thousand_networks(family: str, part: int) -> None:
     holds()
 
 
-def test_the_contract_refuses_a_bound_that_is_too_small() -> None:
-    """The contract itself can fail: a bound just under what an input reaches is caught by that input."""
+def test_the_contract_rejects_damaged_certificates() -> None:
+    """A bound just below the value attained at an input fails at that input."""
     network = random_network(layers=2, heads=1, dim=2, eta=0.1)
     c = certify(network, closed_form(network, "identity"), radius=1.0, starts=2, steps=6)
     assert c.upper is not None
     check_contract(c, 0)
+    upper, lower = c.upper_bound, c.lower_bound
     for damaged in (
-        replace(c, upper=c.lower * (1 - 1e-9)),
-        replace(c, lower=math.nextafter(c.upper, math.inf)),
-        replace(c, upper=None),
-        replace(c, witness=c.witness * (1 + 1e-12)),
-        replace(c, tokens=len(c.witness) + 1),
+        replace(c, upper_bound=replace(upper, value=c.lower * (1 - 1e-9))),
+        replace(c, lower_bound=replace(lower, value=math.nextafter(c.upper, math.inf))),
+        replace(c, upper_bound=replace(upper, value=None)),
+        replace(c, lower_bound=replace(lower, witness=c.witness * (1 + 1e-12))),
+        replace(c, comparison=replace(c.comparison, tokens=len(c.witness) + 1)),
     ):
         with pytest.raises(AssertionError):
             check_contract(damaged, 0)

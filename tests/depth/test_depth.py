@@ -1,4 +1,4 @@
-"""Effective depth: the search against brute force, and what it promises."""
+"""Effective depth: the search agrees with brute force, and its errors are within the tolerance."""
 
 from itertools import chain, combinations
 
@@ -27,7 +27,7 @@ def subsets(L):
 
 
 @given(st.integers(1, 6), st.data())
-def test_every_choice_of_a_depth_is_listed_and_the_cheapest_come_first(L, data):
+def test_all_choices_of_a_depth_are_listed_in_order_of_cost(L, data):
     costs = data.draw(st.lists(st.floats(0, 10), min_size=L, max_size=L))
     for layers in range(1, L + 1):
         expected = {kept for kept in subsets(L) if len(kept) + len(runs_between(L, kept)) == layers}
@@ -42,7 +42,7 @@ def test_every_choice_of_a_depth_is_listed_and_the_cheapest_come_first(L, data):
 @pytest.mark.parametrize(("eta", "tolerance"), [(0.05, 3e-3), (0.1, 1e-2)])
 def test_certified_depth_is_the_least_over_all_foldings(eta, tolerance):
     network = random_network(layers=4, heads=1, dim=3, eta=eta, seed=3)
-    # One layer much larger than the others, so that keeping it pays.
+    # One layer is much larger than the others, so the best folding keeps it.
     with torch.no_grad():
         network[2].value.mul_(3)
     bounds = FoldBounds(network, 1.0, starts=4, steps=4)
@@ -67,7 +67,7 @@ def test_measured_depth_is_the_least_over_all_foldings(tolerance):
         assert float((network(x) - depth.network(x)).abs().max()) <= tolerance
 
 
-def test_small_weights_are_one_layer_deep_and_large_ones_are_not():
+def test_small_weights_need_one_layer_and_large_ones_need_all():
     base = random_network(layers=5, heads=1, dim=4, eta=0.5, seed=0)
     small = effective_depth(base.rescale(0.005), radius=1.0, tolerance=1e-4)
     assert small.layers == 1
@@ -78,7 +78,7 @@ def test_small_weights_are_one_layer_deep_and_large_ones_are_not():
     assert large.network is base
 
 
-def test_many_layers_are_searched_too():
+def test_networks_with_many_layers_are_searched():
     network = random_network(layers=8, heads=1, dim=2, eta=0.05, seed=2)
     depth = effective_depth(network, radius=1.0, tolerance=1e-2)
     assert depth.layers == 1
@@ -94,18 +94,18 @@ def test_many_layers_are_searched_too():
         ({"tolerance": 1e-2, "certified": False}, "needs inputs"),
     ],
 )
-def test_bad_requests_are_refused_before_any_work(options, message):
+def test_invalid_arguments_raise_before_any_computation(options, message):
     with pytest.raises(InputError, match=message):
         effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1), **options)
 
 
-def test_networks_that_do_not_fold_are_refused():
+def test_networks_that_cannot_be_folded_raise():
     with pytest.raises(InputError, match="not causal"):
         effective_depth(random_network(layers=2, heads=1, dim=2, eta=0.1, causal=True), radius=1.0, tolerance=0.1)
 
 
 @pytest.mark.parametrize("eta", [1e150, 1e308])
-def test_weights_beyond_floating_point_keep_every_layer(eta):
+def test_weights_that_overflow_keep_every_layer(eta):
     network = random_network(layers=2, heads=1, dim=2, eta=eta)
     assert effective_depth(network, radius=1.0, tolerance=0.1).layers == 2
     x = uniform_inputs(1, 3, 2)

@@ -1,4 +1,4 @@
-"""What hypothesis draws of networks: every size and character that has ever broken a bound, and surrogates for them."""
+"""Hypothesis strategies for networks and surrogates: sizes and weights of all kinds that have caused unsound bounds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ CLOSED = ("identity", "last-layer", "parallel", "mean-field", "corrected")
 
 @dataclass(frozen=True)
 class Case:
-    """Two networks and the set they are compared on, as `certify` takes it."""
+    """Two networks and the keyword arguments of `certify`."""
 
     network: SelfAttentionNetwork
     surrogate: SelfAttentionNetwork
@@ -27,7 +27,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to make a case: what is drawn. The networks are made in the test, from numbers that shrink well."""
+    """The drawn parameters of a case; the test builds the networks from them, so that examples shrink well."""
 
     dim: int
     layers: int
@@ -45,7 +45,7 @@ class Recipe:
     mlp: bool = False
 
     def case(self) -> Case:
-        """The networks and the request."""
+        """Build the networks and the arguments of `certify`."""
         random = Random(self.seed)
         network = _network(self, random)
         request: dict[str, Any] = {self.kind: 10**self.log_radius, "effort": self.effort, "tokens": self.tokens}
@@ -66,7 +66,7 @@ def _weights(shape: tuple[int, ...], eta: float, character: str, generator: torc
 
 
 def drawn_layer(heads: int, dim: int, key_dim: int, eta: float, character: str, generator: torch.Generator) -> Layer:
-    """One layer of a character; its weights are at most η, but for the one huge head."""
+    """Build a layer of a given character with weights at most η, except in a head with huge scores or values."""
     query, key, value = (_weights((heads, dim, width), eta, character, generator) for width in (key_dim, key_dim, dim))
     if character == "huge scores":
         query[0] *= 20.0
@@ -84,7 +84,7 @@ def _generator(random: Random) -> torch.Generator:
 
 
 def _network(recipe: Recipe, random: Random) -> SelfAttentionNetwork:
-    """A network of one character or of several, heads and key widths differing from layer to layer."""
+    """Build a network; the number of heads, the key width and the character may differ between layers."""
     generator, eta, dim = _generator(random), 10**recipe.log_eta, recipe.dim
     layers = []
     for k in range(recipe.layers):
@@ -125,15 +125,15 @@ def _deleted(network: SelfAttentionNetwork, random: Random) -> SelfAttentionNetw
 
 
 def _arbitrary(network: SelfAttentionNetwork, random: Random) -> SelfAttentionNetwork:
-    """Another network altogether, or the same one with its layers turned round, shifted or copied."""
+    """Build an unrelated network, or the same one with its layers rotated, shifted or unchanged."""
     layers = [layer.copy() for layer in network]
-    which = random.choice(["one layer", "two layers", "turned round", "shifted", "the same"])
+    which = random.choice(["one layer", "two layers", "rotated", "shifted", "the same"])
     generator, eta = _generator(random), 10 ** random.uniform(-4, 0)
     if which == "one layer":
         layers = [drawn_layer(random.randint(1, 3), network.dim, 2, eta, "uniform", generator)]
     elif which == "two layers":
         layers = [drawn_layer(random.randint(1, 3), network.dim, 2, eta, "sign", generator) for _ in range(2)]
-    elif which == "turned round":
+    elif which == "rotated":
         layers = layers[1:] + layers[:1]
     elif which == "shifted":
         drift = torch.randn(network.dim, network.dim, generator=generator, dtype=torch.float64) / 10
@@ -158,7 +158,7 @@ def recipes(
     most_layers: int = 4,
     **switches: Any,
 ) -> st.SearchStrategy[Recipe]:
-    """Recipes of one family; `switches` are fields of `Recipe`."""
+    """Return recipes of one family; `switches` sets further fields of `Recipe`."""
     return st.builds(
         Recipe,
         dim=dims,

@@ -1,11 +1,12 @@
-"""The one-layer networks: what they compute, how fast their error falls, and what they refuse."""
+"""One-layer surrogates: what they compute, the order of their error in η, and the networks they do not cover."""
 
 import math
 
 import pytest
 import torch
 
-from depthgauge.certificates.attack import InputSet, attack
+from depthgauge.certificates.attack import AttackOptions, attack
+from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.depth import fitted as fitted_module
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
@@ -23,7 +24,7 @@ def error_on_inputs(network, surrogate, x):
 
 
 @pytest.mark.parametrize("method", ORDERS)
-def test_error_falls_with_the_power_of_eta_that_is_claimed(method):
+def test_error_has_the_documented_order_in_eta(method):
     x = uniform_inputs(4, 32, 6, seed=3)
     base = random_network(layers=5, heads=2, dim=6, eta=0.1, seed=1)
     etas = [0.008, 0.004, 0.002]
@@ -33,7 +34,7 @@ def test_error_falls_with_the_power_of_eta_that_is_claimed(method):
         assert abs(slope - ORDERS[method]) < 0.15, (slopes, errors)
 
 
-def test_the_formulas_say_what_the_networks_compute():
+def test_surrogates_compute_their_formulas():
     network = random_network(layers=3, heads=2, dim=4, eta=0.3, key_dim=3, seed=2)
     x = uniform_inputs(2, 7, 4, seed=1)
     values = [layer.value.sum(0) for layer in network]
@@ -65,7 +66,7 @@ def _attention(network, k, x):
     return total
 
 
-def test_zero_scores_make_mean_field_exact_for_every_value():
+def test_mean_field_is_exact_for_zero_scores():
     network = random_network(layers=4, heads=2, dim=5, eta=0.8, seed=0)
     with torch.no_grad():
         for layer in network:
@@ -75,7 +76,7 @@ def test_zero_scores_make_mean_field_exact_for_every_value():
 
 
 @pytest.mark.parametrize("kept", [(), (0,), (2,), (1, 3), (0, 1, 2, 3)])
-def test_a_folding_computes_what_replacing_layers_by_averages_computes(kept):
+def test_folding_equals_replacing_layers_by_averages(kept):
     network = random_network(layers=4, heads=2, dim=5, eta=0.2, seed=4)
     x = uniform_inputs(2, 6, 5)
     y = x
@@ -87,7 +88,7 @@ def test_a_folding_computes_what_replacing_layers_by_averages_computes(kept):
     assert len(folded) == len(kept) + runs
 
 
-def test_without_skips_mean_field_is_the_product_of_the_values():
+def test_mean_field_without_skips_is_the_product_of_the_values():
     network = random_network(layers=3, heads=2, dim=4, eta=0.5, skip=False)
     x = uniform_inputs(1, 5, 4)[0]
     product = network[0].value.sum(0) @ network[1].value.sum(0) @ network[2].value.sum(0)
@@ -105,7 +106,7 @@ def test_without_skips_mean_field_is_the_product_of_the_values():
         ({}, set()),
     ],
 )
-def test_methods_are_refused_by_name_where_they_would_be_wrong(switches, refused):
+def test_methods_that_do_not_apply_raise_and_name_those_that_do(switches, refused):
     network = random_network(layers=2, heads=1, dim=4, eta=0.1, **switches)
     assert {method for method in METHODS if refusal(network, method) is not None} == refused
     for method in refused:
@@ -115,7 +116,7 @@ def test_methods_are_refused_by_name_where_they_would_be_wrong(switches, refused
         assert all(name in refusal(network, method) for name in works)
 
 
-def test_mlps_are_kept_and_only_attention_goes():
+def test_collapsing_a_network_with_mlps_deletes_attention_only():
     network = random_network(layers=3, heads=2, dim=4, eta=0.4, mlp=5)
     x = uniform_inputs(1, 4, 4)[0]
     y = x
@@ -125,7 +126,7 @@ def test_mlps_are_kept_and_only_attention_goes():
     assert len(collapse(network, "last-layer")) == 3
 
 
-def test_a_surrogate_is_a_network_like_any_other(tmp_path):
+def test_surrogates_survive_saving_and_loading(tmp_path):
     network = random_network(layers=3, heads=2, dim=4, eta=0.1, seed=9)
     for method in CLOSED_FORMS:
         surrogate = collapse(network, method)
@@ -137,7 +138,7 @@ def test_a_surrogate_is_a_network_like_any_other(tmp_path):
         assert again.provenance["of"]["layers"] == 3
 
 
-def test_unknown_method_and_bad_radius_are_named():
+def test_unknown_method_and_invalid_radius_raise():
     network = random_network(layers=1, heads=1, dim=2, eta=0.1)
     with pytest.raises(InputError, match="did you mean 'mean-field'"):
         collapse(network, "mean-feild")
@@ -145,7 +146,7 @@ def test_unknown_method_and_bad_radius_are_named():
         collapse(network, "fitted", radius=float("nan"))
 
 
-def test_fitted_is_never_worse_than_where_it_started(monkeypatch):
+def test_fitted_is_not_worse_than_its_start(monkeypatch):
     for name, less in {"ROUNDS": 2, "STEPS": 20, "STARTS": 4, "CLIMB": 8}.items():
         monkeypatch.setattr(fitted_module, name, less)
     network = random_network(layers=3, heads=1, dim=3, eta=0.4, seed=1)
@@ -154,7 +155,8 @@ def test_fitted_is_never_worse_than_where_it_started(monkeypatch):
     assert fitted.provenance["error"] <= fitted.provenance["error_of_start"]
     start = collapse(network, fitted.provenance["from"])
     box = InputSet("box", 1.0)
-    # A fresh attack, with another seed than any used in training, agrees within what attacks vary by.
-    fresh = attack(network, fitted, box, starts=8, steps=20, seed=77).value
-    known = max(attack(network, start, box, starts=8, steps=20, seed=77).value, fitted.provenance["error_of_start"])
+    # A new attack, with a seed not used in training, agrees up to the variation between attacks.
+    options = AttackOptions(starts=8, steps=20, seed=77)
+    fresh = attack(Comparison(network, fitted, box), options).value
+    known = max(attack(Comparison(network, start, box), options).value, fitted.provenance["error_of_start"])
     assert fresh <= 1.1 * known

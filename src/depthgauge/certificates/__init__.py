@@ -1,1 +1,1 @@
-"""Proved upper bounds, attacked lower bounds, and the independent verification of both."""
+"""Proved upper bounds, attained lower bounds, and an independent verification of the upper bounds."""

@@ -1,78 +1,80 @@
-"""Lower bounds: inputs on which a network and its surrogate really differ.
+"""Lower bounds: a search for inputs on which a network and its surrogate differ most.
 
-Tokens that are equal stay equal, so an input of many tokens is searched through its few distinct ones and how often
-each occurs: a thousand tokens cost as much as five. What is found is a candidate; `evaluate.py` proves its value.
+Equal tokens stay equal in every layer of a network that is not causal. The search therefore represents an input by a
+few distinct tokens with multiplicities: 1,024 tokens cost as much as five. It runs in floating point and returns a
+candidate; `evaluate.py` proves the value at that candidate.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
+from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.errors import InputError, require_count
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 
 MANY = 1024
-"""Tokens beside the probe when their number is free."""
+"""Number of tokens beside the probe when the number of tokens is free."""
 SHARES = ((0.5, 0.5), (0.789, 0.211), (0.4, 0.3, 0.2, 0.1), (1.0,))
-"""How often the distinct tokens beside the probe occur, as parts of all; 0.789 puts the mean at 1/√3 of the corner."""
+"""Multiplicities of the distinct tokens beside the probe, as fractions; 0.789 puts the mean at 1/√3 of the corner."""
 
 
 @dataclass(frozen=True)
-class InputSet:
-    """The inputs a statement is about: |entries| ≤ radius (a box), or tokens of Euclidean length ≤ radius (a ball)."""
+class AttackOptions:
+    """Options of the search.
 
-    kind: str
-    radius: float
+    Attributes:
+        starts: number of random starting points per pattern of multiplicities; None chooses 4 to 32 by network size.
+        steps: gradient steps from each starting point.
+        seed: seed of the random numbers; the result is deterministic given the seed.
+        device: where the search runs, for example "cuda"; None stays on the network's device.
+    """
 
-    def project(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """The nearest input of the set, never outside it by a rounding."""
-        if self.kind == "box":
-            return x.clamp(-self.radius, self.radius)
-        # The largest entry is taken out first, so that no square underflows; the margin covers every rounding.
-        largest = x.abs().amax(dim=-1, keepdim=True)
-        unit = x / torch.where(largest > 0, largest, 1.0)
-        length = unit.square().sum(dim=-1, keepdim=True).sqrt()
-        margin = (x.shape[-1] + 8) * torch.finfo(x.dtype).eps
-        inside = length * largest <= self.radius * (1 - margin)
-        return torch.where(inside, x, unit * (self.radius * (1 - 2 * margin) / length))
-
-    def steepest(self, gradient: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The direction of ascent that suits the set: signs for a box, unit vectors for a ball."""
-        if self.kind == "box":
-            return gradient.sign()
-        return F.normalize(gradient, dim=-1, eps=1e-300)
-
-    def extreme(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
-        """The token of the set that goes furthest in a direction: a corner of the box, a point of the sphere."""
-        if self.kind == "box":
-            # In the dtype of the direction: a float32 radius may lie outside the box.
-            corner = torch.full_like(direction, self.radius)
-            return torch.where(direction >= 0, corner, -corner)
-        return self.project(2 * self.radius * F.normalize(direction, dim=-1, eps=1e-300))
+    starts: int | None = None
+    steps: int = 40
+    seed: int = 0
+    device: torch.device | str | None = None
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """An input given by distinct tokens and how often each occurs, and the difference seen on it in floating point."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Hints(ArrayRecord):
+    """Starting points suggested by the proof of the upper bound.
+
+    Attributes:
+        lead: tensors T_a of the leading term (docs/math.md §3.3); the search starts where they are large.
+        drift: Z_{0:L} − Z'_{0:L'}, the linear part of S − S' in mean(X); the search starts from the constant inputs
+            that maximise it.
+    """
+
+    lead: Float[Tensor, "a d d d"] | None = None
+    drift: Float[Tensor, "d d"] | None = None
+
+
+DEFAULT_OPTIONS, NO_HINTS = AttackOptions(), Hints()
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Candidate(ArrayRecord):
+    """An input given by its distinct tokens and their multiplicities, and max|S − S'| there in floating point."""
 
     tokens: Float[Tensor, "r d"]
     counts: Int64[Tensor, " r"]
     value: float
 
     def expand(self) -> Float[Tensor, "n d"]:
-        """The input with every token written out."""
+        """Return the input with every token repeated as often as it occurs."""
         return self.tokens.repeat_interleave(self.counts, dim=0)
 
 
 def multiset_attention(counts: Float[Tensor, " r"]) -> AttentionFunction:
-    """Softmax attention over distinct tokens that occur `counts` times each: their weights are multiplied by it."""
+    """Return softmax attention over distinct tokens with multiplicities: p_j ∝ counts_j · exp(s_j)."""
     return partial(_attend, counts.log())
 
 
@@ -87,25 +89,24 @@ def _attend(bias: Tensor, query: Tensor, key: Tensor, value: Tensor, *, is_causa
 def difference(
     network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, x: Float[Tensor, "*batch r d"], counts: Tensor
 ) -> Float[Tensor, "*batch r d"]:
-    """S(X) − S'(X) on the distinct tokens."""
+    """Return S(X) − S'(X) at the distinct tokens x, where token j occurs counts_j times."""
     attention = multiset_attention(counts.to(x.dtype))
     gap: Tensor = network(x, attention) - surrogate(x, attention)
     return gap
 
 
 def climb(
-    network: SelfAttentionNetwork,
-    surrogate: SelfAttentionNetwork,
-    inputs: InputSet,
-    x: Float[Tensor, "starts r d"],
-    counts: Int64[Tensor, " r"],
-    steps: int,
+    comparison: Comparison, x: Float[Tensor, "starts r d"], counts: Int64[Tensor, " r"], steps: int
 ) -> tuple[Float[Tensor, "starts r d"], Float[Tensor, " starts"]]:
-    """Projected sign-gradient ascent on max|S − S'| from every start; the best point of each path and its value."""
+    """Run projected gradient ascent on max|S − S'| from every start.
+
+    Returns the best point of each path and its value.
+    """
+    inputs = comparison.inputs
     best, best_value = x.clone(), torch.full((len(x),), -1.0, dtype=x.dtype, device=x.device)
     for step in range(steps + 1):
         x = x.detach().requires_grad_(True)
-        size = difference(network, surrogate, x, counts).abs().flatten(1).amax(dim=1)
+        size = difference(comparison.network, comparison.surrogate, x, counts).abs().flatten(1).amax(dim=1)
         value = torch.where(size.isfinite(), size, -1.0).detach()
         better = value > best_value
         best = torch.where(better[:, None, None], x.detach(), best)
@@ -121,7 +122,7 @@ def climb(
 def sign_search(
     T: Float[Tensor, "a d d d"], starts: int, generator: torch.Generator, sweeps: int = 60
 ) -> Float[Tensor, "a starts d"]:
-    """Sign vectors z that make Σ_b |zᵀ T_a[b] z| large, by annealed single flips from random starts."""
+    """Search sign vectors z that make Σ_b |zᵀ T_a[b] z| large, by annealed single flips from random starts."""
     A, d = T.shape[:2]
     z = 2.0 * torch.randint(0, 2, (A, starts, d), generator=generator).to(T.dtype) - 1
     flat = T.flatten(1, 2)  # [a, b·c, e]
@@ -133,7 +134,7 @@ def sign_search(
         value = form.abs().sum(-1)
         better = value > best_value
         best, best_value = torch.where(better[..., None], z, best), torch.where(better, value, best_value)
-        flipped = form[..., None] - 4 * (Tz * z[:, :, None, :] - diagonal[:, None])  # after flipping c, [a, s, b, c]
+        flipped = form[..., None] - 4 * (Tz * z[:, :, None, :] - diagonal[:, None])  # zᵀ T_b z after flipping z_c
         gain = flipped.abs().sum(-2) - value[..., None]
         heat = (1 - sweep / (0.8 * sweeps)) * 0.1 * value.mean()
         noise = -torch.rand(gain.shape, generator=generator, dtype=T.dtype).clamp(min=1e-12).log().neg().log()
@@ -144,35 +145,24 @@ def sign_search(
 
 
 def affordable_starts(network: SelfAttentionNetwork, steps: int, budget: float = 4e11) -> int:
-    """As many starts, from 4 to 32, as keep an attack within about `budget` multiplications."""
+    """Return the number of starts, from 4 to 32, that keeps a search within about `budget` multiplications."""
     weights = sum(parameter.numel() for parameter in network.parameters())
-    per_start = 20.0 * weights * 3 * steps  # some twenty distinct tokens in all patterns; backward costs two forwards
-    return max(4, min(32, int(budget / per_start)))
+    per_start = 20.0 * weights * 3 * steps  # about 20 distinct tokens in all patterns; backward costs two forwards
+    return max(4, min(32, int(budget / per_start))) if per_start else 32
 
 
 def attack(
-    network: SelfAttentionNetwork,
-    surrogate: SelfAttentionNetwork,
-    inputs: InputSet,
-    *,
-    tokens: int | None = None,
-    starts: int = 32,
-    steps: int = 40,
-    seed: int = 0,
-    lead: Float[Tensor, "a d d d"] | None = None,
-    drift: Float[Tensor, "d d"] | None = None,
-    device: torch.device | str | None = None,
+    comparison: Comparison,
+    options: AttackOptions = DEFAULT_OPTIONS,
+    hints: Hints = NO_HINTS,
     progress: Step = silent,
 ) -> Candidate:
-    """The largest max|S(X) − S'(X)| found over the set, deterministic by seed.
+    """Return the input of the set with the largest max|S(X) − S'(X)| that was found.
 
-    Starts are random corners; where `lead` gives the tensors T_a of the leading term, the corners that maximise it;
-    and where `drift` gives the linear part of S − S' in the mean, the constant inputs that maximise that. `tokens`
-    fixes the number of tokens (free otherwise); `device` moves the search, for instance to a GPU.
+    The search starts from random corners of the set and from the points that `hints` suggests.
     """
     best: Candidate | None = None
-    paths = search(network, surrogate, inputs, tokens, starts, steps, seed, lead, drift, device)
-    for index, (points, counts, values) in enumerate(paths):
+    for index, (points, counts, values) in enumerate(search(comparison, options, hints)):
         progress(index + 1, len(SHARES) + 1, "attacking")
         winner = int(values.argmax())
         if best is None or float(values[winner]) > best.value:
@@ -182,34 +172,29 @@ def attack(
 
 
 def search(
-    network: SelfAttentionNetwork,
-    surrogate: SelfAttentionNetwork,
-    inputs: InputSet,
-    tokens: int | None,
-    starts: int,
-    steps: int,
-    seed: int,
-    lead: Float[Tensor, "a d d d"] | None = None,
-    drift: Float[Tensor, "d d"] | None = None,
-    device: torch.device | str | None = None,
+    comparison: Comparison, options: AttackOptions, hints: Hints = NO_HINTS
 ) -> Iterator[tuple[Float[Tensor, "starts r d"], Int64[Tensor, " r"], Float[Tensor, " starts"]]]:
-    """The paths of an attack: per pattern of counts, the best point of every path and its value."""
+    """Yield the end points of all paths, the multiplicities and the values, for each pattern of multiplicities."""
+    network, surrogate = comparison.network, comparison.surrogate
     if network.dim != surrogate.dim:
         raise InputError(f"the networks have widths {network.dim} and {surrogate.dim}; they must be equal")
+    require_count("steps", options.steps, "the number of steps taken from each start", least=0)
+    starts = affordable_starts(network, options.steps) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
-    require_count("steps", steps, "the number of steps taken from each", least=0)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(options.seed)
     home = network.device
-    target = torch.device(device) if device is not None else home
-    moved = [net if target == home else net.copy().to(target) for net in (network, surrogate)]
-    for counts in _patterns(tokens, network.causal):
-        x = _starts(inputs, counts, network.dim, starts, lead, drift, generator).to(network.dtype)
-        points, values = climb(moved[0], moved[1], inputs, x.to(target), counts.to(target), steps)
+    target = torch.device(options.device) if options.device is not None else home
+    moved = comparison
+    if target != home:
+        moved = replace(comparison, network=network.copy().to(target), surrogate=surrogate.copy().to(target))
+    for counts in _patterns(comparison.tokens, network.causal):
+        x = _starts(comparison, counts, starts, hints, generator).to(network.dtype)
+        points, values = climb(moved, x.to(target), counts.to(target), options.steps)
         yield points.detach().cpu(), counts, values.cpu()
 
 
 def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
-    """How often the distinct tokens occur; the first is the probe, which occurs once."""
+    """Return the multiplicities to try; the first token, the probe, occurs once."""
     if causal:
         return [torch.ones(n, dtype=torch.int64) for n in ([1, 2, 8, 16] if tokens is None else [tokens])]
     others = MANY if tokens is None else tokens - 1
@@ -226,15 +211,10 @@ def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
 
 
 def _starts(
-    inputs: InputSet,
-    counts: Int64[Tensor, " r"],
-    d: int,
-    starts: int,
-    lead: Tensor | None,
-    drift: Tensor | None,
-    generator: torch.Generator,
+    comparison: Comparison, counts: Int64[Tensor, " r"], starts: int, hints: Hints, generator: torch.Generator
 ) -> Float[Tensor, "starts r d"]:
-    r = len(counts)
+    inputs: InputSet = comparison.inputs
+    d, r, lead, drift = comparison.network.dim, len(counts), hints.lead, hints.drift
     drawn = [inputs.extreme(torch.randn(starts, r, d, generator=generator, dtype=torch.float64))]
     if drift is not None:
         constant = inputs.extreme(drift.mT)[:, None, :].expand(d, r, d)

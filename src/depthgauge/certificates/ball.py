@@ -1,8 +1,7 @@
-"""What a network can do to inputs whose tokens lie in a ball, ‖x_i‖₂ ≤ r (docs/math.md §3.8).
+"""Layer-by-layer bounds of a network on the ball ‖x_i‖₂ ≤ r of every token (docs/math.md §3.8).
 
-The recursions of `box.py` in the Euclidean norm: every bound is one number instead of one per coordinate, θ is
-2 · state · ‖W‖₂ · spread, and a coordinate a of a product is read off through the length of a column. This is where
-tokens live after a LayerNorm.
+These are the recursions of `box.py` in the Euclidean norm. Every bound is one number instead of one per coordinate,
+θ = 2 · state · ‖W‖₂ · spread, and coordinate a of x M is at most ‖x‖₂ ‖M e_a‖₂. Tokens after a LayerNorm lie in a ball.
 """
 
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import RHO, PerHead, Vector, drift_in_query, drift_of_output, head_tensor, total
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.linalg.enclosures import Enclosure
@@ -22,24 +22,24 @@ Number = Float[Tensor, ""]
 
 
 def column_lengths(M: Enclosure) -> Float[Tensor, "*batch d"]:
-    """‖M e_a‖₂ for every column a, rounded up."""
+    """Bound ‖M e_a‖₂ for every column a."""
     size = M.abs_up()
     return sqrt_up(nonnegative_sum_up(mul_up(size, size), -2))
 
 
 def weighted_columns(g: PerHead, M: Enclosure) -> Vector:
-    """Σ_h g_h ‖M_h e_a‖₂ for every column a, rounded up."""
+    """Bound Σ_h g_h ‖M_h e_a‖₂ for every column a."""
     return nonnegative_sum_up(mul_up(g[:, None], column_lengths(M)), 0)
 
 
 def weighted_norms(g: PerHead, M: Enclosure) -> Number:
-    """Σ_h g_h ‖M_h‖₂, rounded up."""
+    """Bound Σ_h g_h ‖M_h‖₂."""
     return nonnegative_sum_up(mul_up(g, spectral_norm_up(M)), 0)
 
 
-@dataclass(frozen=True)
-class BallLayer:
-    """One layer: Euclidean bounds on what enters it, and θ, G and the rest for each of its heads."""
+@dataclass(frozen=True, eq=False, repr=False)
+class BallLayer(ArrayRecord):
+    """Euclidean bounds on the input of one layer, and θ, G and rest of each of its heads, as in `box.LayerBounds`."""
 
     own: Number
     err: Number
@@ -51,7 +51,7 @@ class BallLayer:
 
 
 class BallBounds:
-    """The bounds of every layer of a network with skips on tokens of length at most r (`radius`)."""
+    """Bounds of every layer of a network with skip connections, on tokens of length at most r (`radius`)."""
 
     def __init__(self, expansion: Expansion, radius: float) -> None:
         self.expansion, self.radius = expansion, radius
@@ -85,7 +85,7 @@ class BallBounds:
         return BallLayer(own, err, state, spread, theta, gap, rest)
 
     def plain(self) -> Float[Tensor, "heads d"]:
-        """What every head can add to each coordinate of the output, G(‖V e_a‖ + ‖V Z e_a‖), heads of all layers."""
+        """Bound the contribution G(‖V e_a‖₂ + ‖V Z e_a‖₂) of every head of every layer to each output coordinate a."""
         X, L = self.expansion, self.expansion.depth
         parts = []
         for k, layer in enumerate(self.layers):
@@ -94,7 +94,7 @@ class BallBounds:
         return torch.cat(parts)
 
     def rest(self) -> Vector:
-        """Σ_kh rest (‖V e_a‖ + ‖V Z e_a‖): what is left of every head beyond the leading term."""
+        """Bound Σ_kh rest_kh (‖V e_a‖₂ + ‖V Z e_a‖₂), the contribution of all heads beyond the leading term."""
         X, L = self.expansion, self.expansion.depth
         terms = [torch.zeros(X.dim, dtype=torch.float64)]
         for k, layer in enumerate(self.layers):
@@ -102,13 +102,13 @@ class BallBounds:
         return total(*terms)
 
     def tensors(self) -> tuple[Rank1Sum, Rank1Sum]:
-        """T and Tᵐ of the whole network."""
-        X, everyone = self.expansion, range(self.expansion.depth)
-        drifts = [drift_in_query(X, k) for k in everyone] + [drift_of_output(X, k, X.depth) for k in everyone]
-        return head_tensor(X, everyone), Rank1Sum.join(*drifts)
+        """Return T and Tᵐ of the whole network."""
+        X, layers = self.expansion, range(self.expansion.depth)
+        drifts = [drift_in_query(X, k) for k in layers] + [drift_of_output(X, k, X.depth) for k in layers]
+        return head_tensor(X, layers), Rank1Sum.join(*drifts)
 
     def second_order(self) -> Vector:
-        """Σ_h 2ρθ² r ‖V e_a‖ for a network of one layer: its whole rest, since its input has not drifted."""
+        """Bound Σ_h 2ρθ² r ‖V e_a‖₂, all of `rest` for a network of one layer: there err = own = 0 and Z = 0."""
         (layer,) = self.layers
         curvature = mul_up(mul_up(mul_up(2.0 * RHO, layer.theta), layer.theta), layer.spread)
         return weighted_columns(curvature, self.expansion.V[0])

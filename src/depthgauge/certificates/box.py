@@ -1,10 +1,11 @@
-"""What a network can do to inputs in the box ‖X‖max ≤ φ, layer by layer (docs/math.md §3.2–3.4).
+"""Layer-by-layer bounds of a network on the box ‖X‖max ≤ φ (docs/math.md §3.2–3.4).
 
-All vectors bound |·| coordinate by coordinate, for any number of tokens:
+Every vector is an upper bound per coordinate, valid for every token and for any number of tokens:
 
-    own_ℓ    what layers k < ℓ add to one token beyond their averages: |Σ_k E_k|
-    err_ℓ    the same with what it makes of the common part:            |Σ_k E_k + 1·mean(E_k)·Z_{k+1:ℓ}|
-    state_ℓ  |x_i|        spread_ℓ  half the range over tokens (the common part cancels)
+    own_ℓ     |Σ_{k<ℓ} E_k|, the token-dependent part of the error of the expansion
+    err_ℓ     |Σ_{k<ℓ} E_k + 1·mean(E_k)·Z_{k+1:ℓ}|, the whole error
+    state_ℓ   |x_i| for the tokens x_i of X_ℓ
+    spread_ℓ  half the range of each coordinate over the tokens of X_ℓ
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_matmul_up, nonnegative_sum_up, tanh_up, up
@@ -24,35 +26,37 @@ Vector = Float[Tensor, " d"]
 PerHead = Float[Tensor, " heads"]
 HeadVectors = Float[Tensor, "heads d"]
 PartsByLayer = tuple[Float[Tensor, "_ d"], ...]
-"""One vector per head, layer by layer; layers differ in their number of heads."""
+"""One vector per head for each layer; the number of heads may differ between layers."""
 RHO = float(up(up(LINEAR_REMAINDER)))
-"""ρ = 1/(12√3), rounded up."""
+"""An upper bound on ρ = 1/(12√3) (docs/math.md §2.7)."""
 JOINT_LIMIT = 64
-"""The widest network whose leading term is bounded jointly; its tensor has d⁴ entries."""
-
+"""The largest width d at which the leading term is bounded jointly; its tensor has d⁴ entries."""
 PREFIX_STEPS = 10
-"""Steps spent on the scalings of a state on the way, where the last few per cent do not count."""
+"""Optimisation steps for the scalings of the joint bound of an intermediate state."""
 
 
 @dataclass
 class Norms:
-    """Sign norms of diag(left) M diag(right), with the scalings that prove them kept under a name each."""
+    """Compute sign norms ‖diag(left) M diag(right)‖_{∞→1} and record the scalings that prove them, by name."""
 
     record: dict[str, SignBound] = field(default_factory=dict)
 
     def __call__(self, name: str, left: Float[Tensor, " m"], M: Enclosure, right: Float[Tensor, " n"]) -> PerHead:
-        """At least ‖diag(left) M_h diag(right)‖_{∞→1} for every head."""
+        """Bound ‖diag(left) M_h diag(right)‖_{∞→1} for every head h."""
         bound = sign_norm_up(M * left[:, None] * right)
         self.record[name] = bound
         return bound.value
 
 
-@dataclass(frozen=True)
-class LayerBounds:
-    """One layer: what enters it, and what its heads can do with that.
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerBounds(ArrayRecord):
+    """Bounds on the input X_k of one layer and on its heads.
 
-    `theta` bounds the row ranges of the scores, `gap` (G) bounds |(P_h − U) X|, and `rest` bounds what is left of
-    (P_h − U) X beyond the leading term.
+    Attributes:
+        own: own_k of the module docstring; likewise `err`, `state` and `spread`.
+        theta: θ_h, the range of a row of scores of head h.
+        gap: G_h ≥ |(P_h − U) X_k|.
+        rest: |(P_h − U) X_k − Y W_h C|, the part of head h beyond the leading term, (3.3); None if not needed.
     """
 
     own: Vector
@@ -65,22 +69,22 @@ class LayerBounds:
 
 
 def weighted(g: HeadVectors, M: Enclosure) -> Vector:
-    """Σ_h g_h |M_h|, rounded up."""
+    """Bound Σ_h g_h |M_h|."""
     return nonnegative_sum_up(weighted_per_head(g, M), 0)
 
 
 def weighted_per_head(g: HeadVectors, M: Enclosure) -> HeadVectors:
-    """g_h |M_h| for every head, rounded up."""
+    """Bound g_h |M_h| for every head h."""
     return nonnegative_matmul_up(g[:, None, :], M.abs_up())[:, 0, :]
 
 
 def column_sums(M: Enclosure, radius: float) -> Vector:
-    """φ1|M|, rounded up; `radius` is φ."""
+    """Bound φ1|M|; `radius` is φ."""
     return mul_up(nonnegative_sum_up(M.abs_up(), 0), radius)
 
 
 def total(*terms: Tensor) -> Tensor:
-    """The sum, rounded up."""
+    """Bound the sum of the terms."""
     result = terms[0]
     for term in terms[1:]:
         result = add_up(result, term)
@@ -88,17 +92,25 @@ def total(*terms: Tensor) -> Tensor:
 
 
 def gap_of(theta: PerHead, spread: Vector) -> HeadVectors:
-    """G = 2 tanh(θ/4) · spread: |Σ_j (p_j − 1/n) x_j| ≤ TV · range."""
+    """Compute G = 2 tanh(θ/4) · spread, which bounds |Σ_j (p_j − 1/n) x_j| ≤ TV(p, uniform) · range(x) (§2.2, §2.3)."""
     return mul_up(2.0 * tanh_up(theta / 4.0)[:, None], spread)
 
 
 class BoxBounds:
-    """The bounds of every layer of a network on the box of radius φ; `layers[L]` is the output (it has no heads)."""
+    """Bounds of every layer of a network on the box of radius φ.
+
+    `layers[k]` are the bounds at the input of layer k; `layers[L]` are those of the output and have no heads.
+    """
 
     def __init__(self, expansion: Expansion, radius: float, *, joint: bool, prefixes: bool = False) -> None:
-        """`joint` prepares what a joint bound of the output needs; `prefixes` bounds every state jointly on the way.
+        """Compute the bounds of all layers.
 
-        The second costs two leading terms a layer and sharpens only what lies beyond the leading term of the output.
+        Args:
+            expansion: the exact expansion of the network.
+            radius: φ.
+            joint: also compute `rest` of every head, which a joint bound of the output needs.
+            prefixes: bound own_ℓ and err_ℓ jointly as well, and use the smaller of both bounds at every ℓ. This costs
+                two leading terms per layer and sharpens only `rest`, hence only the terms beyond the leading one.
         """
         self.expansion, self.radius, self.prefixes = expansion, radius, prefixes
         self.joint = joint and expansion.skip
@@ -110,7 +122,7 @@ class BoxBounds:
 
     @property
     def output(self) -> LayerBounds:
-        """The bounds of X_L."""
+        """The bounds of the output X_L."""
         return self.layers[-1]
 
     def _layer(self, index: int) -> LayerBounds:
@@ -130,7 +142,7 @@ class BoxBounds:
         return self._heads(index, own, err, state, spread)
 
     def _grown_state(self, k: int) -> Vector:
-        """state + Σ_h state |V_h|: what holds whatever attention does; the smaller at large weights."""
+        """Bound |X_{k+1}| ≤ state_k + Σ_h state_k |V_h| for every attention (no first term without skips)."""
         before, V = self.layers[k].state, self.expansion.V[k]
         grown = weighted(before.expand(V.shape[0], -1), V)
         return add_up(before, grown) if self.expansion.skip else grown
@@ -140,7 +152,7 @@ class BoxBounds:
         theta = 2.0 * self.norms(f"{k}.theta", state, W, spread)
         if not self.joint:
             return LayerBounds(own, err, state, spread, theta, gap_of(theta, spread), None)
-        # lin stacks what multiplies x and what multiplies m in the score of a query: [W; Z_{0:k} W].
+        # A query is y + e with y = x + m Z_{0:k} and |e| ≤ err, so y W = (x, m) lin with lin = [W; Z_{0:k} W].
         lin = _stack_rows(W, self.expansion.drift(0, k) @ W)
         phi, phi2 = torch.full_like(own, self.radius), torch.full((2 * len(own),), self.radius, dtype=torch.float64)
         e1 = self.norms(f"{k}.e1", err, W, spread)
@@ -166,11 +178,12 @@ class BoxBounds:
             own = total(zero, *(weighted(self.layers[k].gap, V[k]) for k in range(end)))
             err = total(own, *(weighted(self.layers[k].gap, carried[k]) for k in range(end)))
         else:
-            # Without skips only the last layer's deviations are a token's own; earlier ones arrive as a common part.
+            # X_ℓ = 1·m·N_{0:ℓ} + E_{ℓ−1} + Σ_{k<ℓ−1} 1·mean(E_k)·N_{k+1:ℓ}: only E_{ℓ−1} depends on the token (§3.1).
             own = weighted(self.layers[end - 1].gap, V[end - 1])
             err = total(own, *(weighted(self.layers[k].gap, carried[k]) for k in range(end - 1)))
         if not (self.joint and self.prefixes):
             return own, err
+        # Both bounds hold, so their minimum does: |Σ E_k| ≤ min(Σ G|V|, lead(T, Tᵐ) + Σ rest|V|), and likewise for err.
         rest_own = total(zero, *(weighted(self._rest(k), V[k]) for k in range(end)))
         rest_err = total(rest_own, *(weighted(self._rest(k), carried[k]) for k in range(end)))
         T = head_tensor(self.expansion, range(end))
@@ -190,17 +203,17 @@ class BoxBounds:
 
 
 def head_tensor(expansion: Expansion, layers: range | list[int]) -> Rank1Sum:
-    """T_a[b; c, e] = Σ_kh W[b, c] V[e, a] over the layers given (β is in W)."""
+    """Return T_a[b; c, e] = Σ_kh W_kh[b, c] V_kh[e, a] over the given layers k; W includes the factor β."""
     return Rank1Sum.join(*(Rank1Sum(expansion.W[k], expansion.V[k]) for k in layers))
 
 
 def drift_in_query(expansion: Expansion, k: int) -> Rank1Sum:
-    """Σ_h (Z_{0:k} W)[b, c] V[e, a]: the query's common part has drifted from x to x + m Z_{0:k}."""
+    """Return Σ_h (Z_{0:k} W)[b, c] V[e, a], the part of Tᵐ from the drift m Z_{0:k} of the queries of layer k."""
     return Rank1Sum(expansion.drift(0, k) @ expansion.W[k], expansion.V[k])
 
 
 def drift_of_output(expansion: Expansion, k: int, end: int) -> Rank1Sum:
-    """Σ_h (N_{0:k} W)[b, c] (V Z_{k+1:ℓ})[e, a]: what layer k adds to the mean is carried on by later layers."""
+    """Return Σ_h (N_{0:k} W)[b, c] (V Z_{k+1:ℓ})[e, a], the part of Tᵐ from mean(E_k), carried on by later layers."""
     W = expansion.W[k]
     return Rank1Sum(W + expansion.drift(0, k) @ W, expansion.carried(k, end))
 

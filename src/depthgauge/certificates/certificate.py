@@ -1,19 +1,21 @@
-"""`certify`: a proved upper bound on how far two networks can be apart, beside an attacked lower one."""
+"""`certify`: a proved upper bound on the distance of two networks, and a lower bound attained at an input."""
 
-import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.certificates.attack import InputSet, affordable_starts, attack
+from depthgauge._format import number
+from depthgauge._frames import html_table
+from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import BoxBounds
-from depthgauge.certificates.deletion import Deletion, deletion_bound
+from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
-from depthgauge.certificates.proof import Proof, ball_proof, box_proof
+from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.certificates.verify.check import verify
 from depthgauge.errors import InputError, require_count, require_positive, unknown_name
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
@@ -21,54 +23,136 @@ from depthgauge.progress import Step, silent
 EFFORTS = ("default", "high")
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """A sandwich: `lower` ≤ sup |S(X) − S'(X)|max ≤ `upper` over every input of the set.
+@dataclass(frozen=True, eq=False, repr=False)
+class LowerBound:
+    """An attained bound: ‖S(witness) − S'(witness)‖max ≥ value, evaluated in interval arithmetic and rounded down.
 
-    - `upper` is proved, rounding included, for any number of tokens (or for `tokens`); None means that no finite
-      certificate was found, and `lost_at` is the layer where the bounds overflowed.
-    - `lower` is proved at `witness` [n, d], evaluated in ball arithmetic and rounded down.
-    - `share[k][h]` is head h of layer k's part of the bound at its worst coordinate, all parts adding up to 1.
-    - `methods` says how the parts were reached, `notes` what was left out; `seconds` is the time of the upper
-      bound, `attack_seconds` that of the lower.
-    - `network` and `surrogate` are S and S' in the numbers they were proved in; what the proof rests on is kept in
-      `proof`, or in `deletion` where attention was deleted layer by layer.
+    Attributes:
+        value: the bound.
+        witness: the input [n, d], a member of the set.
+        seconds: the time of the search and the evaluation.
     """
 
-    upper: float | None
-    lower: float
+    value: float
     witness: Float[Tensor, "n d"]
-    set: InputSet
-    tokens: int | None
-    effort: str
-    methods: tuple[str, ...]
-    notes: tuple[str, ...]
-    share: tuple[tuple[float, ...], ...]
-    lost_at: int | None
-    coordinate: int | None
-    seconds: float
-    attack_seconds: float
-    network: SelfAttentionNetwork = field(repr=False)
-    surrogate: SelfAttentionNetwork = field(repr=False)
-    proof: Proof | None = field(repr=False, default=None)
-    deletion: Deletion | None = field(repr=False, default=None)
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"LowerBound({number(self.value)}, witness of {len(self.witness)} tokens)"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Certificate:
+    """Both sides of sup ‖S(X) − S'(X)‖max over a set of inputs: `lower` ≤ sup ≤ `upper`.
+
+    Certificates compare by identity.
+
+    Attributes:
+        comparison: the networks S and S' in the precision in which the bounds were proved, the set, and the tokens.
+        upper_bound: the proved bound, with its proof.
+        lower_bound: the bound attained at an input.
+        effort: "default" or "high", the effort of the proof.
+    """
+
+    comparison: Comparison
+    upper_bound: UpperBound
+    lower_bound: LowerBound
+    effort: str = "default"
+
+    @property
+    def network(self) -> SelfAttentionNetwork:
+        """S, in float64 on the CPU."""
+        return self.comparison.network
+
+    @property
+    def surrogate(self) -> SelfAttentionNetwork:
+        """S', in float64 on the CPU."""
+        return self.comparison.surrogate
+
+    @property
+    def inputs(self) -> InputSet:
+        """The set of inputs: a box or a ball."""
+        return self.comparison.inputs
+
+    @property
+    def tokens(self) -> int | None:
+        """The number of tokens of an input, or None: the bounds hold for any number."""
+        return self.comparison.tokens
+
+    @property
+    def upper(self) -> float | None:
+        """The proved bound, rounding errors included; None if no finite bound was found."""
+        return self.upper_bound.value
+
+    @property
+    def lower(self) -> float:
+        """The bound attained at `witness`."""
+        return self.lower_bound.value
 
     @property
     def ratio(self) -> float | None:
-        """upper/lower: how much the truth can be overestimated; None where one of them is missing or zero."""
+        """`upper`/`lower`, or None if there is no upper bound or the lower bound is zero."""
         return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
 
-    def verify(self, bits: int = 128) -> bool:
-        """Prove `upper` again in ball arithmetic, from the scalings kept here; raise where it cannot be done."""
-        from depthgauge.certificates.verify.check import verify
+    @property
+    def witness(self) -> Float[Tensor, "n d"]:
+        """The input [n, d] at which the networks differ by at least `lower`."""
+        return self.lower_bound.witness
 
-        return verify(self, bits)
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """How the upper bound was obtained: "plain", "joint", "squares" or "deletion"."""
+        return self.upper_bound.methods
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the upper bound."""
+        return self.upper_bound.notes
+
+    @property
+    def share(self) -> tuple[tuple[float, ...], ...]:
+        """share[k][h]: the part of head h of layer k in the upper bound at its worst coordinate; the sum is 1."""
+        return self.upper_bound.share
+
+    @property
+    def coordinate(self) -> int | None:
+        """The output coordinate with the largest upper bound."""
+        return self.upper_bound.coordinate
+
+    @property
+    def lost_at(self) -> int | None:
+        """The layer at which the upper bound became infinite, or None."""
+        return self.upper_bound.lost_at
+
+    @property
+    def seconds(self) -> float:
+        """The time of the upper bound."""
+        return self.upper_bound.seconds
+
+    @property
+    def attack_seconds(self) -> float:
+        """The time of the lower bound."""
+        return self.lower_bound.seconds
+
+    def verify(self, bits: int = 128) -> bool:
+        """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
+
+        Args:
+            bits: the precision of the intervals; a failure is tried once more with twice as many bits.
+
+        Returns:
+            True.
+
+        Raises:
+            VerificationError: the bound could not be proved; the message names the step that failed.
+        """
+        return verify(self.comparison, self.upper_bound, bits)
 
     def to_json(self) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the certificate as it appears in the result JSON."""
         return {
-            "set": self.set.kind,
-            "radius": self.set.radius,
+            "set": self.inputs.kind,
+            "radius": self.inputs.radius,
             "tokens": self.tokens,
             "effort": self.effort,
             "upper": self.upper,
@@ -81,6 +165,24 @@ class Certificate:
             "seconds": self.seconds,
             "attack_seconds": self.attack_seconds,
         }
+
+    def __repr__(self) -> str:
+        lower, upper = number(self.lower), number(self.upper)
+        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {self.tokens} tokens"
+        if self.upper is None:
+            return f"Certificate({lower} ≤ sup|S−S'|, no finite upper bound (lost at layer {self.lost_at}), {where})"
+        return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "lower bound, attained": number(self.lower),
+            "upper bound, proved": number(self.upper),
+            "ratio": number(self.ratio),
+            "inputs": str(self.inputs),
+            "tokens": "any number" if self.tokens is None else str(self.tokens),
+            "method": " + ".join(self.methods),
+        }
+        return html_table("sup |S(X) − S'(X)|", [{"quantity": name, "value": value} for name, value in facts.items()])
 
 
 def certify(
@@ -98,61 +200,55 @@ def certify(
     bounds: BoxBounds | None = None,
     progress: Step = silent,
 ) -> Certificate:
-    """Bound sup ‖S(X) − S'(X)‖max from both sides, over ‖X‖max ≤ `radius` or over tokens of length ≤ `ball`.
+    """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
 
-    `tokens` fixes the number of tokens, which is free otherwise; `effort="high"` sharpens the leading term by sums of
-    squares (seconds to minutes); `starts`, `steps`, `seed` and `device` belong to the attack
-    (32 starts unless the network is so large that fewer must do).
-    `bounds` are the network's own on this box, where an earlier proof has found them.
+    Give exactly one of `radius` and `ball`. The upper bound is a proof, rounding errors included. The lower bound is
+    attained at an input that a gradient search finds.
 
-    >>> from depthgauge import collapse, random_network
-    >>> network = random_network(layers=3, heads=1, dim=4, eta=0.01)
-    >>> certificate = certify(network, collapse(network, "mean-field"), radius=1.0)
-    >>> 0 < certificate.lower <= certificate.upper < 1e-4
-    True
+    Args:
+        network: S.
+        surrogate: S', of the same width and with the same `skip` and `causal`; for example `collapse(network)`.
+        radius: φ; the set is the box of all X with |X_ic| ≤ φ.
+        ball: r; the set is the ball of all X with ‖x_i‖₂ ≤ r for every token x_i.
+        tokens: the number of tokens n of X; None covers any number.
+        effort: "default", or "high" to sharpen the upper bound by sums of squares (seconds to minutes).
+        starts: starting points of the search; None chooses 4 to 32 by network size.
+        steps: gradient steps of the search from each starting point.
+        seed: seed of the search; the same seed gives the same certificate.
+        device: device of the search, for example "cuda"; the upper bound is always computed on the CPU.
+        bounds: layer bounds of S on the same box from an earlier proof, to save time.
+        progress: called as `progress(done, total, label)` while the work advances.
+
+    Returns:
+        A `Certificate`.
+
+    Raises:
+        InputError: the networks do not fit together, an option is invalid, or the architecture is not covered
+            (LayerNorm; for causal networks and MLPs only surrogates with deleted or parallel attention are covered).
+
+    Example:
+        >>> from depthgauge import collapse, random_network
+        >>> network = random_network(layers=3, heads=1, dim=4, eta=0.01)
+        >>> certificate = certify(network, collapse(network, "mean-field"), radius=1.0)
+        >>> 0 < certificate.lower <= certificate.upper < 1e-4
+        True
     """
     inputs = check_request(network, surrogate, radius, ball, tokens, effort)
-    network, surrogate = _plain(network), _plain(surrogate)
-    begun = time.perf_counter()
+    comparison = Comparison(_plain(network), _plain(surrogate), inputs, tokens)
     progress(0, 2, "proving")
-    found = _upper(network, surrogate, inputs, tokens, effort, bounds)
-    proved = time.perf_counter()
+    upper = prove_upper(comparison, effort, bounds)
     progress(1, 2, "attacking")
-    candidate = attack(
-        network,
-        surrogate,
-        inputs,
-        tokens=tokens,
-        starts=affordable_starts(network, steps) if starts is None else starts,
-        steps=steps,
-        seed=seed,
-        device=device,
-        lead=found.lead_tensors,
-        drift=found.linear_matrix,
-    )
-    witness = candidate.expand()
-    lower = difference_below(network, surrogate, witness)
+    lower = attained_lower(comparison, AttackOptions(starts, steps, seed, device), upper.hints())
     progress(2, 2, "")
-    finite = math.isfinite(found.upper)
-    return Certificate(
-        upper=found.upper if finite else None,
-        lower=lower,
-        witness=witness,
-        set=inputs,
-        tokens=tokens,
-        effort=effort,
-        methods=found.methods,
-        notes=found.notes,
-        share=found.share,
-        lost_at=None if finite else found.lost_at if found.lost_at is not None else len(network) - 1,
-        coordinate=found.coordinate if finite else None,
-        seconds=proved - begun,
-        attack_seconds=time.perf_counter() - proved,
-        network=network,
-        surrogate=surrogate,
-        proof=found.proof,
-        deletion=found.deletion,
-    )
+    return Certificate(comparison, upper, lower, effort)
+
+
+def attained_lower(comparison: Comparison, options: AttackOptions, hints: Hints) -> LowerBound:
+    """Search an input on which the networks differ, and prove the difference there."""
+    begun = time.perf_counter()
+    witness = attack(comparison, options, hints).expand()
+    value = difference_below(comparison.network, comparison.surrogate, witness)
+    return LowerBound(value, witness, time.perf_counter() - begun)
 
 
 def check_request(
@@ -163,7 +259,7 @@ def check_request(
     tokens: int | None,
     effort: str,
 ) -> InputSet:
-    """Everything that can be wrong with a request, before any long work."""
+    """Check all arguments of `certify` before any long computation, and return the set of inputs."""
     if (radius is None) == (ball is None):
         raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
     if radius is not None:
@@ -172,87 +268,25 @@ def check_request(
         assert ball is not None
         inputs = InputSet("ball", require_positive("ball", ball, "the largest Euclidean length of a token"))
     if tokens is not None:
-        require_count("tokens", tokens, "the number of tokens of an input; leave it out for any number")
+        require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
     if effort not in EFFORTS:
         raise unknown_name("effort", effort, EFFORTS)
     if network.dim != surrogate.dim:
-        raise InputError(f"the surrogate has width {surrogate.dim}, the network {network.dim}; they must be equal")
+        raise InputError(f"the network has width {network.dim}, the surrogate {surrogate.dim}; they must be equal")
     for name in ("skip", "causal"):
         if getattr(network, name) != getattr(surrogate, name):
             mine, theirs = getattr(network, name), getattr(surrogate, name)
-            raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; certify needs them equal")
+            raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if inputs.kind == "ball" and not network.skip:
-        raise InputError("a ball needs skip connections, which this network lacks; give radius instead of ball")
+        raise InputError("ball applies to networks with skip connections, and this one has none; use radius instead")
     for which, net in (("network", network), ("surrogate", surrogate)):
         if net.norm != "none":
-            raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without it")
+            raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without LayerNorm")
     return inputs
 
 
-@dataclass(frozen=True)
-class Found:
-    """What a method of proof hands to `certify`."""
-
-    upper: float
-    methods: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    share: tuple[tuple[float, ...], ...] = ()
-    lost_at: int | None = None
-    coordinate: int | None = None
-    lead_tensors: Tensor | None = None
-    linear_matrix: Tensor | None = None
-    proof: Proof | None = None
-    deletion: Deletion | None = None
-
-
-def _upper(
-    network: SelfAttentionNetwork,
-    surrogate: SelfAttentionNetwork,
-    inputs: InputSet,
-    tokens: int | None,
-    effort: str,
-    bounds: BoxBounds | None,
-) -> Found:
-    expands = not network.causal and not any(layer.mlp is not None for net in (network, surrogate) for layer in net)
-    if not expands:
-        notes = ("tokens of bounded length were taken as a box of the same radius",) if inputs.kind == "ball" else ()
-        deletion = deletion_bound(network, surrogate, inputs.radius)
-        coordinate = int(deletion.value.nan_to_num(nan=math.inf).argmax())
-        parts = [part[:, coordinate] for part in deletion.head_parts]
-        upper = float(deletion.value[coordinate])
-        share, lost = normalised(parts), lost_in(deletion.head_parts)
-        return Found(upper, ("deletion",), notes, share, lost, coordinate, deletion=deletion)
-    if inputs.kind == "box":
-        proof = box_proof(network, surrogate, inputs.radius, tokens, effort, bounds)
-    else:
-        proof = ball_proof(network, surrogate, inputs.radius, tokens, effort)
-    return Found(
-        proof.upper,
-        proof.methods,
-        proof.notes,
-        normalised([part[:, proof.coordinate] for part in proof.head_parts]),
-        proof.lost_at,
-        proof.coordinate,
-        proof.lead_tensors(),
-        proof.linear_matrix(),
-        proof,
-    )
-
-
-def normalised(parts: list[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """Parts of the bound as shares that add up to 1 (zeros where there is nothing to share or nothing finite)."""
-    whole = float(sum(part.sum() for part in parts))
-    usable = math.isfinite(whole) and whole > 0
-    return tuple(tuple(float(value) / whole if usable else 0.0 for value in part) for part in parts)
-
-
-def lost_in(head_parts: tuple[Tensor, ...]) -> int | None:
-    """The first layer whose parts are not finite."""
-    return next((k for k, part in enumerate(head_parts) if not bool(part.isfinite().all())), None)
-
-
 def _plain(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """The network on the CPU in float64, in which everything is proved."""
+    """Return the network in float64 on the CPU, where all bounds are proved."""
     if network.dtype == torch.float64 and network.device.type == "cpu":
         return network
     return network.copy().to(device="cpu", dtype=torch.float64)

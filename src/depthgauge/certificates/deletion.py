@@ -1,15 +1,16 @@
-"""Deleting attention layer by layer, for networks that do not expand: causal ones and ones with MLPs.
+"""Upper bounds for networks without the exact expansion, causal or with MLPs, by deleting attention layer by layer.
 
-Remark D.2 made explicit (docs/math.md §3.9). A layer is X_{ℓ+1} = f_ℓ(X_ℓ + Σ_h P_h X_ℓ V_h) with a token map f_ℓ.
-For two inputs of the layer that differ by at most δ, coordinate by coordinate, and are bounded by s and s',
+This makes Remark D.2 of paper A explicit (docs/math.md §3.9). A layer is X_{ℓ+1} = f_ℓ(X_ℓ + Σ_h P_h X_ℓ V_h) and f_ℓ
+maps single tokens. Let two inputs X, X' of the layer satisfy |X − X'| ≤ δ, |X| ≤ s and |X'| ≤ s' per coordinate. Then
 
     |P X − P' X'| ≤ δ + 2 tanh(Δθ/4)·s',     Δθ = 2(‖diag(δ) W diag(s)‖_{∞→1} + ‖diag(s') W diag(δ)‖_{∞→1}),
 
-whatever the rows of P see. Near the average M over what they see, all heads act alike: Σ_h P_h X V_h is M X Σ_h V_h up
-to Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and values cancel. f passes differences on through
-|W_in||W_out| and the slope of its activation.
+for every set of visible tokens. With M the average over the visible tokens, Σ_h P_h X V_h differs from M X Σ_h V_h by
+at most Σ_h 2 tanh(θ_h/4) s|V_h|, which is smaller where scores are small and values cancel. An MLP with activation of
+slope at most λ maps δ to at most λ·δ|W_in||W_out|.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -24,23 +25,45 @@ from depthgauge.network.network import Layer, SelfAttentionNetwork
 from depthgauge.surrogates.matching import match_heads
 
 STEEPEST = {"relu": 1.0, "gelu": 1.13}
-"""Upper bounds on the slope of the activations; GELU's largest is 1.1289…, at √2."""
+"""Upper bounds λ on the slope of the activations; the largest slope of GELU is 1.1289…, at √2."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Deletion:
-    """An upper bound on |S − S'| per coordinate, and what every head of S contributes where it was deleted.
+    """An upper bound on |S − S'| by deleting attention layer by layer.
 
-    `norms` keeps the scalings that prove the sign norms, under names that begin with the layer.
+    Attributes:
+        value: the bound per output coordinate.
+        head_parts: for each layer, the bound on the contribution of each of its heads alone.
+        norms: the sign norms used, with the scalings that prove them.
     """
 
     value: Vector
     head_parts: PartsByLayer
     norms: Norms
 
+    @property
+    def coordinate(self) -> int:
+        """The output coordinate with the largest bound; NaN counts as infinite."""
+        return int(self.value.nan_to_num(nan=math.inf).argmax())
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of the methods that give the bound."""
+        return ("deletion",)
+
+    @property
+    def lost_at(self) -> int:
+        """The first layer whose parts are not finite, or the last layer."""
+        lost = (k for k, part in enumerate(self.head_parts) if not bool(part.isfinite().all()))
+        return next(lost, len(self.head_parts) - 1)
+
 
 def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, radius: float) -> Deletion:
-    """Bound |S − S'| on the box, where S' is S with the attention of some layers deleted, or all heads side by side."""
+    """Bound |S − S'| on the box |X| ≤ φ (`radius`).
+
+    S' must be S with the attention of some layers deleted (values zero), or one layer with all heads of S in parallel.
+    """
     if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
         if network.skip and _all_heads_kept(network, surrogate):
             return _parallel(network, radius)
@@ -60,6 +83,7 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
         carried = apart if network.skip else torch.zeros_like(apart)
         apart = _token_map_apart(network, layer, add_up(carried, moved))
         state = _grow(network, layer, state)
+        # Without skips and MLP the output of a deleted layer is 0; the previous bound of S' is kept, which is larger.
         if k in kept:
             other = _grow(network, layer, other)
         elif layer.mlp is not None:
@@ -69,7 +93,10 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
 
 def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
-    """S' = X + Σ attention_ℓh(X): every layer reads X instead of X_ℓ, which is off by what the layers before add."""
+    """Bound |S − S'| for S' = X + Σ attention_ℓh(X).
+
+    Layer ℓ reads X instead of X_ℓ, and |X_ℓ − X| ≤ Σ_{k<ℓ} |attention_k(X_k)|.
+    """
     start = torch.full((network.dim,), radius, dtype=torch.float64)
     state, apart, value, parts = start, torch.zeros_like(start), torch.zeros_like(start), []
     norms = Norms()
@@ -82,7 +109,7 @@ def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
 
 
 def _attention_size(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> Vector:
-    """|Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|), θ_h = 2‖diag(s) W_h diag(s)‖."""
+    """Bound |Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|Σ_h V_h| + Σ_h 2 tanh(θ_h/4) s|V_h|)."""
     V, uneven = _value(network[k]), _uneven(network, k, state, norms)
     together = add_up(_row(state, V.sum(0).abs_up()), weighted(mul_up(uneven[:, None], state), V))
     return torch.fmin(weighted(state.expand(network[k].heads, -1), V), together)
@@ -91,7 +118,10 @@ def _attention_size(network: SelfAttentionNetwork, k: int, state: Vector, norms:
 def _attention_apart(
     network: SelfAttentionNetwork, k: int, state: Vector, other: Vector, apart: Vector, norms: Norms
 ) -> Vector:
-    """|Σ_h (P_h X − P'_h X') V_h|, by P(X − X') + (P − P')X', the first about the average M as in `_attention_size`."""
+    """Bound |Σ_h (P_h X − P'_h X') V_h|, using P X − P'X' = P(X − X') + (P − P')X'.
+
+    The term P(X − X') is bounded head by head by δ, or for all heads together about M as in `_attention_size`.
+    """
     V, W = _value(network[k]), _scores(network, network[k])
     d_theta = 2.0 * add_up(norms(f"{k}.query", apart, W, state), norms(f"{k}.key", other, W, apart))
     turned = mul_up(2.0 * tanh_up(d_theta / 4.0)[:, None], other)
@@ -102,7 +132,7 @@ def _attention_apart(
 
 
 def _uneven(network: SelfAttentionNetwork, k: int, state: Vector, norms: Norms) -> PerHead:
-    """2 tanh(θ_h/4): twice the total variation of a row of attention to the average over what it sees."""
+    """Bound 2·TV(row of P_h, row of M) ≤ 2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
     return 2.0 * tanh_up(2.0 * norms(f"{k}.theta", state, _scores(network, network[k]), state) / 4.0)
 
 
@@ -115,13 +145,13 @@ def _value(layer: Layer) -> Enclosure:
 
 
 def _grow(network: SelfAttentionNetwork, layer: Layer, state: Vector) -> Vector:
-    """The bound of X_{ℓ+1} from that of X_ℓ."""
+    """Bound |X_{ℓ+1}| from |X_ℓ| ≤ s."""
     mixed = weighted(state.expand(layer.heads, -1), _value(layer))
     return _token_map(network, layer, add_up(state, mixed) if network.skip else mixed)
 
 
 def _token_map(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector:
-    """|f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out| for |y| ≤ t, since |act(z)| ≤ |z|; plus t with a skip around it."""
+    """Bound |f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out| for |y| ≤ t, as |act(z)| ≤ |z|; plus t with an MLP skip."""
     if layer.mlp is None:
         return t
     mlp = layer.mlp
@@ -131,7 +161,7 @@ def _token_map(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector
 
 
 def _token_map_apart(network: SelfAttentionNetwork, layer: Layer, apart: Vector) -> Vector:
-    """|f(y) − f(y')| ≤ slope · |y − y'| |W_in| |W_out|; plus |y − y'| with a skip around it."""
+    """Bound |f(y) − f(y')| ≤ λ|y − y'||W_in||W_out|; plus |y − y'| with an MLP skip."""
     if layer.mlp is None:
         return apart
     hidden = mul_up(STEEPEST[network.activation], _row(apart, layer.mlp.w_in))
@@ -148,14 +178,14 @@ def _has_mlp(network: SelfAttentionNetwork) -> bool:
 
 
 def _all_heads_kept(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
-    """Whether the surrogate's one layer holds every head of the network and nothing else."""
+    """Whether the one layer of the surrogate contains every head of the network once and no other head."""
     heads = sum(layer.heads for layer in network)
     matched = sum(len(match.heads) for match in match_heads(network, surrogate))
     return surrogate[0].heads == heads == matched
 
 
 def _kept_without_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int]:
-    """Which layer the one-layer surrogate is: none if its values are zero, else the network's last."""
+    """Return the layers that a one-layer surrogate keeps: none if its values are zero, else the last layer of S."""
     if not bool(surrogate[0].value.detach().any()) and network.skip:
         return set()
     last = len(network) - 1
@@ -165,7 +195,7 @@ def _kept_without_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNet
 
 
 def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int]:
-    """The layers whose attention stands unchanged in the surrogate; the others must have none, MLPs must be equal."""
+    """Return the layers whose attention is unchanged; the others must have zero values, and all MLPs must be equal."""
     if len(network) != len(surrogate):
         raise InputError(_UNRELATED)
     kept = set()
@@ -183,8 +213,8 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
 
 _UNRELATED = (
-    "a causal network or one with MLPs is certified only against itself with the attention of some layers deleted, "
-    "or with all heads side by side; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel')"
+    "a network that is causal or has MLPs is certified only against itself with the attention of some layers deleted, "
+    "or with all heads in parallel; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel')"
 )
 
 

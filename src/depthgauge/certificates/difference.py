@@ -1,10 +1,10 @@
-"""How far two networks can be apart on the box, from the bounds of each (docs/math.md §3.6).
+"""Upper bounds on |S − S'| over the box, from the layer bounds of both networks (docs/math.md §3.6).
 
-With X_k the states of S and Y_k' those of S', both expanded about uniform attention,
+Let X_k be the states of S and Y_k' those of S'. Subtracting the exact expansions of both gives
 
-    S(X) − S'(X) = 1·mean(X)·(Z_{0:L} − Z'_{0:L'}) + Σ (what the heads of S add) − Σ (what the heads of S' add),
+    S(X) − S'(X) = 1·mean(X)·(Z_{0:L} − Z'_{0:L'}) + Σ (terms of the heads of S) − Σ (terms of the heads of S').
 
-and a head that stands in both adds only the difference of its two effects.
+A head that occurs in both networks contributes only the difference of its two terms.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import (
     RHO,
     BoxBounds,
@@ -32,19 +33,16 @@ from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up, tanh_
 from depthgauge.surrogates.matching import LayerMatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Bound:
-    """An upper bound per output coordinate.
-
-    `head_parts[k][h]` bounds what head h of layer k of S contributes to it, taken alone: the shares of the whole.
-    """
+    """An upper bound per output coordinate; `head_parts[k][h]` bounds the contribution of head h of layer k alone."""
 
     value: Vector
     head_parts: PartsByLayer
 
 
 class BoxDifference:
-    """Upper bounds on |S − S'| over the box, per output coordinate."""
+    """Upper bounds on |S − S'| over the box, per output coordinate; X refers to S and Y to S'."""
 
     def __init__(self, S: BoxBounds, other: BoxBounds, matches: Sequence[LayerMatch]) -> None:
         self.S, self.other, self.matches, self.norms = S, other, matches, Norms()
@@ -57,7 +55,7 @@ class BoxDifference:
     # --- matched heads ------------------------------------------------------------------------------------------
 
     def _matched_gap(self, match: LayerMatch) -> HeadVectors:
-        """g bounds |(P(X) − U) X − (P(Y) − U) Y| for a head that stands in both.
+        """Compute g ≥ |(P(X) − U) X − (P(Y) − U) Y| for the heads of a match.
 
         g = min(2 tanh(δθ/4)·spread_X + 2 tanh(θ_Y/4)·dOwn, G_X + G_Y),
         δθ = 2(‖diag(dErr) W diag(spread_X)‖ + ‖diag(state_Y) W diag(dOwn)‖), β in W.
@@ -72,9 +70,9 @@ class BoxDifference:
         return torch.fmin(add_up(gap_of(d_theta, X.spread), moved), add_up(X.gap[heads], Y.gap[others]))
 
     def _apart(self, match: LayerMatch) -> tuple[Vector, Vector]:
-        """dOwn and dErr: how far X_k and Y_k' are apart, in a token's own part and in all.
+        """Bound X_k − Y_k': its token-dependent part by dOwn, the whole by dErr.
 
-        Heads before both and matched contribute their g, all others their G.
+        A head matched before both states contributes its g, every other head before them its G.
         """
         k, other = match.k, match.other
         X, Y = self.S.expansion, self.other.expansion
@@ -98,7 +96,10 @@ class BoxDifference:
         return own, err
 
     def _carried_apart(self, match: LayerMatch, end: int, end_other: int) -> Vector:
-        """What the common parts of a matched head, carried to X_end and Y_end', can differ by."""
+        """Bound the difference of the common parts of matched heads in X_end and Y_end'.
+
+        min(g|V Z| + G_Y|V(Z − Z')|, G_X|V Z| + G_Y|V Z'|).
+        """
         heads, others = list(match.heads), list(match.others)
         mine = self.S.expansion.carried(match.k, end).at(heads)
         theirs = self.other.expansion.carried(match.other, end_other).at(others)
@@ -108,7 +109,7 @@ class BoxDifference:
         return torch.fmin(together, apart)
 
     def _unmatched_gap(self, k: int, before: int | None = None) -> HeadVectors:
-        """G of layer k of S, zero for heads matched (to a surrogate's layer before `before`)."""
+        """Return G of layer k of S, with zeros for heads matched to a layer of S' before `before` (None: to any)."""
         gap = self.S.layers[k].gap.clone()
         for match in self.matches:
             if match.k == k and (before is None or match.other < before):
@@ -116,6 +117,7 @@ class BoxDifference:
         return gap
 
     def _unmatched_gap_of_other(self, other: int, before: int | None = None) -> HeadVectors:
+        """Return G of layer `other` of S', with zeros for heads matched to a layer of S before `before`."""
         gap = self.other.layers[other].gap.clone()
         for match in self.matches:
             if match.other == other and (before is None or match.k < before):
@@ -125,17 +127,17 @@ class BoxDifference:
     # --- the bounds ---------------------------------------------------------------------------------------------
 
     def plain(self) -> Bound:
-        """Every head by its own worst input."""
+        """Bound |S − S'| by the sum of the bounds of all heads, and by state_L + state'_L'."""
         parts = [_added(self.S, k, self._unmatched_gap(k)) for k in range(self.L)]
         value = total(self.linear, nonnegative_sum_up(torch.cat(parts), 0), self._other_part())
         for match, own, added in self._matched_parts():
             value = add_up(value, added)
             parts[match.k][list(match.heads)] = own
-        # Whatever attention does, neither output leaves the bound of its own state.
+        # |S(X)| ≤ state_L and |S'(X)| ≤ state'_L' hold for every attention, so |S − S'| ≤ state_L + state'_L'.
         return Bound(torch.fmin(value, add_up(self.S.output.state, self.other.output.state)), tuple(parts))
 
     def _matched_parts(self) -> Iterator[tuple[LayerMatch, HeadVectors, Vector]]:
-        """Per match what its heads can differ by: g|V| head by head, and with the common parts in sum."""
+        """Yield per match g|V| of each head, and the sum over its heads of g|V| and the common parts."""
         for match in self.matches:
             V = self.S.expansion.V[match.k].at(match.heads)
             own = weighted_per_head(self._gaps[match.k, match.other], V)
@@ -143,18 +145,18 @@ class BoxDifference:
             yield match, own, add_up(nonnegative_sum_up(own, 0), carried)
 
     def _other_part(self) -> Vector:
-        """What the surrogate's unmatched heads can add."""
+        """Bound the sum of the terms of the unmatched heads of S'."""
         parts = [torch.zeros_like(self.linear)]
         for other in range(self.L_other):
             parts.append(nonnegative_sum_up(_added(self.other, other, self._unmatched_gap_of_other(other)), 0))
         return total(*parts)
 
     def joint(self) -> "JointParts":
-        """The unmatched heads of S by their common leading term, the rest head by head.
+        """Split |S − S'| into the leading term of the unmatched heads of S and a bound on everything else.
 
-        Where S' has one layer its input is X itself, so its heads have a leading term in X too: theirs is
-        subtracted, and a matched head cancels in T for good (its drift in Tᵐ and its rest remain).
-        Otherwise matched heads are bounded by their g and the surrogate's other heads by their G.
+        If S' has one layer, its input is X itself. Its heads then have a leading term in X as well, which is
+        subtracted in T; matched heads cancel in T, and their parts in Tᵐ and `rest` remain.
+        Otherwise matched heads are bounded by g and the other heads of S' by G.
         """
         X, Y = self.S.expansion, self.other.expansion
         free = [self._free_heads(k) for k in range(self.L)]
@@ -186,9 +188,9 @@ class BoxDifference:
 
 
 def _added(bounds: BoxBounds, k: int, gap: HeadVectors) -> HeadVectors:
-    """What heads with |(P − U) X| ≤ gap in layer k can add to the output: gap|V|, and gap|V Z| through the mean.
+    """Bound the contribution to the output of heads with |(P − U) X| ≤ gap in layer k: gap|V| + gap|V Z_{k+1:L}|.
 
-    Without skips only the last layer's own part arrives, and of the others only what went through the mean.
+    Without skips it is gap|V| for the last layer and gap|V N_{k+1:L}| for the others (docs/math.md §3.1).
     """
     X = bounds.expansion
     if X.skip:
@@ -196,9 +198,9 @@ def _added(bounds: BoxBounds, k: int, gap: HeadVectors) -> HeadVectors:
     return weighted_per_head(gap, X.V[k] if k == X.depth - 1 else X.carried(k, X.depth))
 
 
-@dataclass(frozen=True)
-class JointParts:
-    """A joint bound before its leading term is bounded: lead(T, Tᵐ) + beyond."""
+@dataclass(frozen=True, eq=False, repr=False)
+class JointParts(ArrayRecord):
+    """The parts of a joint bound: |S − S'| ≤ lead(T, Tᵐ) + beyond, per output coordinate."""
 
     T: Rank1Sum
     Tm: Rank1Sum

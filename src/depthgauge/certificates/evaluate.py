@@ -1,4 +1,4 @@
-"""The value of a network at an input with proof: every operation in ball arithmetic (python-flint)."""
+"""Verified evaluation of a network at an input, with every operation in arb interval arithmetic (python-flint)."""
 
 import math
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from torch import Tensor
 from depthgauge.network.network import NORM_EPSILON, Layer, SelfAttentionNetwork
 
 PRECISION, MOST_PRECISION = 160, 5120
-"""Bits carried at first, and at most: deep networks with large weights magnify what is lost from layer to layer."""
+"""Bits of precision at the start and at most; deep networks with large weights magnify the intervals."""
 ENOUGH = 1e-9
-"""The relative width of the result that is narrow enough."""
+"""The relative width of the result at which the precision is no longer increased."""
 
 
 @contextmanager
 def precision(bits: int) -> Iterator[None]:
-    """Set flint's working precision for a while."""
+    """Set the working precision of python-flint within a `with` block."""
     before = flint.ctx.prec
     flint.ctx.prec = bits
     try:
@@ -30,12 +30,12 @@ def precision(bits: int) -> Iterator[None]:
 
 
 def to_arb(matrix: Float[Tensor, "n d"]) -> arb_mat:
-    """A matrix of floating-point numbers, exactly."""
+    """Convert a matrix of floating-point numbers to arb without rounding."""
     return arb_mat([[arb(value) for value in row] for row in matrix.detach().cpu().to(torch.float64).tolist()])
 
 
 def float_below(x: arb) -> float:
-    """The largest convenient float64 that is not above any number of the ball."""
+    """Return a float64 that is at most every number in the interval x."""
     value = float(x.lower().mid())
     while arb(value) > x.lower():
         value = math.nextafter(value, -math.inf)
@@ -43,7 +43,7 @@ def float_below(x: arb) -> float:
 
 
 def distinct_tokens(x: Float[Tensor, "n d"], causal: bool) -> tuple[Tensor, list[int]]:
-    """The distinct rows of an input and how often each occurs; a causal network sees an order, so nothing merges."""
+    """Return the distinct rows of x and their multiplicities; all rows if causal, since then the order matters."""
     if causal:
         return x, [1] * len(x)
     rows, counts = torch.unique(x, dim=0, return_counts=True)
@@ -51,7 +51,11 @@ def distinct_tokens(x: Float[Tensor, "n d"], causal: bool) -> tuple[Tensor, list
 
 
 def difference_below(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, x: Float[Tensor, "n d"]) -> float:
-    """At most max|S(X) − S'(X)|, and at least 0: a proved lower bound of the difference at this input."""
+    """Return a number in [0, ‖S(X) − S'(X)‖max], close to the upper end: a proved lower bound at the input X = x.
+
+    For an entry g of S(X) − S'(X) and its interval [a, b], |g| ≥ a if a > 0 and |g| ≥ −b if b < 0. The precision is
+    doubled until the widest interval is at most `ENOUGH` times the result.
+    """
     rows, counts = distinct_tokens(x, network.causal or surrogate.causal)
     bits, best = PRECISION, 0.0
     while True:
@@ -72,7 +76,7 @@ def _run(network: SelfAttentionNetwork, x: arb_mat, counts: list[int]) -> arb_ma
 
 
 def _layer(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
-    """X_{ℓ+1} = layer_ℓ(X_ℓ), as `SelfAttentionNetwork.step` defines it."""
+    """Compute X_{ℓ+1} = layer_ℓ(X_ℓ), as `SelfAttentionNetwork.step` does."""
     read = _layer_norm(layer, x, 0) if network.norm == "pre" else x
     y = _attention(network, layer, read, counts)
     y = x + y if network.skip else y
@@ -85,7 +89,7 @@ def _layer(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list
 
 
 def _attention(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
-    """Σ_h P_h X V_h, every distinct token weighed by how often it occurs."""
+    """Compute Σ_h P_h X V_h, every distinct token weighted by its multiplicity."""
     total = arb_mat(x.nrows(), x.ncols())
     for h in range(layer.heads):
         queries, keys = x * to_arb(layer.query[h]), x * to_arb(layer.key[h])

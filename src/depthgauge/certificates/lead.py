@@ -1,10 +1,10 @@
-"""The leading term of the error, bounded for all heads and layers at once (docs/math.md §3.3).
+"""The leading term of the error, bounded for all heads and layers together (docs/math.md §3.3).
 
-To first order in the scores, row i of the error in coordinate a is
+To first order in the scores, coordinate a of row i of the error is
 
-    Σ_b x_b ⟨T_a[b], C⟩ + Σ_b m_b ⟨Tᵐ_a[b], C⟩,     m = mean(X),  C = cov(X),
+    Σ_b x_b ⟨T_a[b], C⟩ + Σ_b m_b ⟨Tᵐ_a[b], C⟩,     m = mean(X),  C = cov(X).
 
-with two tensors that sum over every layer and head *before* anything is bounded.
+The tensors T and Tᵐ are summed over all layers and heads before any bound is taken.
 """
 
 from collections.abc import Sequence
@@ -14,6 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
+from depthgauge.linalg.adam import Adam
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import (
     TINY,
@@ -30,31 +32,36 @@ from depthgauge.linalg.spectral import spectral_norm_up
 STEPS = 40
 LEARNING_RATE = 0.2
 CHUNK_ENTRIES = 2**22
-"""Entries of the tensors that are formed at once (32 MB each)."""
+"""Number of tensor entries that are formed at a time (32 MB)."""
 
 
-@dataclass(frozen=True)
-class Rank1Sum:
-    """A tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e), kept as its factors."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Rank1Sum(ArrayRecord):
+    """The tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e) and stored as its factors."""
 
     left: Enclosure
     right: Enclosure
 
     @staticmethod
     def join(*parts: "Rank1Sum") -> "Rank1Sum":
-        """The sum of several."""
+        """Return the sum of several tensors."""
         return Rank1Sum(_stack([p.left for p in parts]), _stack([p.right for p in parts]))
 
     def heads(self, chosen: Sequence[int]) -> "Rank1Sum":
-        """The part of some terms r."""
+        """Return the sum over the chosen terms r only."""
         return Rank1Sum(self.left.at(chosen), self.right.at(chosen))
 
     def negated(self) -> "Rank1Sum":
-        """Minus the tensor."""
+        """Return −T."""
         return Rank1Sum(-self.left, self.right)
 
+    @property
+    def terms(self) -> int:
+        """The number of terms r."""
+        return len(self.left.mid)
+
     def slices(self, coordinates: Tensor) -> Float[Tensor, "a d d d"]:
-        """T_a[b; c, e] for the output coordinates a given, in floating point; `slack` bounds what that loses."""
+        """Return T_a[b; c, e] for the given coordinates a, in floating point; `slack` bounds the rounding error."""
         r, d, _ = self.left.shape
         A = len(coordinates)
         product = self.left.mid.reshape(r, d * d).mT @ self.right.mid[:, :, coordinates].reshape(r, d * A)
@@ -64,10 +71,24 @@ class Rank1Sum:
     def slack(
         self, coordinates: Tensor, left: Float[Tensor, "a d"], right: Float[Tensor, "a d"]
     ) -> Float[Tensor, " a"]:
-        """At least the Frobenius distance of the scaled `slices`, as computed, to the scaled tensor itself.
+        """Bound ‖F_a − D_left T_a (D_right ⊗ D_right)‖_F, where F = `scale_tensor(slices(coordinates), left, right)`.
 
-        Every entry of the product, its symmetrisation and the three scalings rounds at most r + 6 times relative to
-        Σ_r |left_r||right_r|, and a Frobenius norm of such a sum is at most the sum of products of norms.
+        Write l, w for the two scalings and |L_r|, |R_r| for bounds on the factors. An entry of F takes at most r + 6
+        roundings (r products and sums, one sum of the symmetrisation, three scalings), so without underflow
+
+            |F − T̃|[b, c, e] ≤ γ_{r+6} Σ_r l_b |L_r|[b, c] w_c · w_e |R_r|[e, a]      (symmetrised in c, e),
+
+        and the Frobenius norm of a term is the product ‖D_l |L_r| D_w‖_F · ‖D_w |R_r| e_a‖₂. Replacing a factor by
+        another member of its enclosure adds at most rad(L_r)|R_r| + |L_r| rad(R_r), which has norms of the same form.
+
+        Underflow adds at most τ = 2⁻¹⁰⁷⁴ (`TINY`) per multiplication; sums do not underflow. The r products and the
+        halving put at most (r + 1)τ into an entry of the slice. The three scalings multiply this error and add τ
+        each, so that in all an entry is off by at most
+
+            (((r + 1)τ·l_b + τ)w_c + τ)w_e + τ ≤ (r + 1)τ(1 + l)(1 + w)²,     l = max_b l_b,  w = max_c w_c,
+
+        times (1 + u)⁵ < 2 for the roundings after it. There are d³ entries and √(d³) ≤ d², which makes the Frobenius
+        norm of this part at most 2(r + 1)d²τ(1 + l)(1 + w)²; the code uses twice that.
         """
         r, d, _ = self.left.shape
         l_size, r_size = self.left.abs_up(), self.right.abs_up()[:, :, coordinates]
@@ -77,7 +98,6 @@ class Rank1Sum:
         rad_left, rad_right = _left_norms(self.left.rad, rows, columns), _right_norms(r_rad, columns)
         rounding = mul_up(mul_up(gamma(r + 6), whole_left), whole_right)
         enclosing = add_up(mul_up(rad_left, whole_right), mul_up(whole_left, rad_right))
-        # A product that underflows loses up to TINY, which the scalings after it may enlarge but never have to.
         most_left, most_right = add_up(1.0, left.amax(-1)), add_up(1.0, right.amax(-1))
         underflow = mul_up(4.0 * (r + 1) * d * d * TINY, mul_up(most_left, mul_up(most_right, most_right)))
         return add_up(nonnegative_sum_up(add_up(rounding, enclosing), -1), underflow)
@@ -86,13 +106,13 @@ class Rank1Sum:
 def _left_norms(
     size: Float[Tensor, "r d d"], rows: Float[Tensor, "a d"], columns: Float[Tensor, "a d"]
 ) -> Float[Tensor, "a r"]:
-    """‖D_left |left_r| D_right‖_F for every a and r, rounded up; `rows` and `columns` are the squared scalings."""
+    """Bound ‖D_left |left_r| D_right‖_F for every a and r; `rows` and `columns` are the squared scalings."""
     inner = nonnegative_matmul_up(rows, mul_up(size, size))  # [r, a, c]
     return sqrt_up(nonnegative_sum_up(mul_up(inner, columns), -1)).mT
 
 
 def _right_norms(size: Float[Tensor, "r d a"], columns: Float[Tensor, "a d"]) -> Float[Tensor, "a r"]:
-    """‖D_right |right_r|[:, a]‖₂ for every a and r, rounded up."""
+    """Bound ‖D_right |right_r|[:, a]‖₂ for every a and r."""
     return sqrt_up(nonnegative_sum_up(mul_up(mul_up(size, size), columns.mT), 1)).mT
 
 
@@ -100,9 +120,9 @@ def _stack(parts: list[Enclosure]) -> Enclosure:
     return Enclosure(torch.cat([p.mid for p in parts]), torch.cat([p.rad for p in parts]))
 
 
-@dataclass(frozen=True)
-class LeadBound:
-    """Upper bounds B_a on the leading term, with the scalings D_u^{-½}, D_w^{-½} that prove them."""
+@dataclass(frozen=True, eq=False, repr=False)
+class LeadBound(ArrayRecord):
+    """Upper bounds B_a on the leading term, with the scalings D_u^{-½} and D_w^{-½} that prove them."""
 
     value: Float[Tensor, " d"]
     row_scale: Float[Tensor, "d d"]
@@ -112,7 +132,7 @@ class LeadBound:
 def scale_tensor(
     T: Float[Tensor, "a d d d"], left: Float[Tensor, "a d"], right: Float[Tensor, "a d"]
 ) -> Float[Tensor, "a d d d"]:
-    """D_left T_a (D_right ⊗ D_right), in floating point."""
+    """Return D_left T_a (D_right ⊗ D_right), in floating point."""
     return T * left[:, :, None, None] * right[:, None, :, None] * right[:, None, None, :]
 
 
@@ -123,20 +143,23 @@ def scaled_norm(
     left: Float[Tensor, "a d"],
     right: Float[Tensor, "a d"],
 ) -> Float[Tensor, " a"]:
-    """At least ‖D_left T_a (D_right ⊗ D_right)‖₂ with T_a read as a d × d² matrix; `T` holds `tensor`'s slices."""
+    """Bound ‖D_left T_a (D_right ⊗ D_right)‖₂, T_a read as a d × d² matrix; `T` is `tensor.slices(coordinates)`.
+
+    ‖T̃‖₂ ≤ ‖F‖₂ + ‖T̃ − F‖_F, where F is the scaled tensor in floating point.
+    """
     return add_up(spectral_norm_up(scale_tensor(T, left, right).flatten(2)), tensor.slack(coordinates, left, right))
 
 
 def inverse_square_sum(scale: Float[Tensor, "a d"]) -> Float[Tensor, " a"]:
-    """Σ 1/scale², rounded up: Σu for scale = D_u^{-½}."""
+    """Bound Σ_i 1/scale_i², which is Σu for scale = D_u^{-½}."""
     return nonnegative_sum_up(div_up(div_up(1.0, scale), scale), -1)
 
 
 def cubic_maximum(p: Tensor, q: Tensor, radius: float) -> Tensor:
-    """At least max over 0 ≤ μ ≤ φ of (p + qμ)(φ² − μ²), for p, q ≥ 0; `radius` is φ.
+    """Bound max f(μ) = (p + qμ)(φ² − μ²) over 0 ≤ μ ≤ φ, for p, q ≥ 0; `radius` is φ.
 
-    The function is concave there, so it lies below its tangent at any μ₀; μ₀ near the maximiser
-    (√(p² + 3q²φ²) − p)/(3q) makes the tangent almost flat.
+    f″ = −2p − 6qμ ≤ 0, so f(μ) ≤ f(μ₀) + |f′(μ₀)|φ for every μ₀ in [0, φ], f′(μ) = q(φ² − μ²) − 2μ(p + qμ).
+    The maximiser is μ₀ = (√(p² + 3q²φ²) − p)/(3q) = φ²q/(p + √(p² + 3q²φ²)), computed in floating point.
     """
     guess = radius * radius * q / (p + (p * p + 3.0 * q * q * radius * radius).sqrt())
     mu = guess.nan_to_num(nan=0.0).clamp(0.0, radius)
@@ -154,9 +177,9 @@ def assemble(
     radius: float,
     kind: str,
 ) -> Float[Tensor, " a"]:
-    """B_a from the two norms: max_μ (p + qμ)(φ² − μ²)·Σw with p = σφ√Σu, q = σ_m√Σw on the box.
+    """Compute B_a = max_μ (p + qμ)(φ² − μ²)·Σw with p = σφ√Σu and q = σ_m√Σw on the box.
 
-    On the ball the masses Σu and Σw are absent, since lengths of tokens are bounded as they are.
+    On the ball B_a = max_μ (σr + σ_mμ)(r² − μ²), without scalings.
     """
     if kind == "ball":
         return cubic_maximum(mul_up(sigma, radius), sigma_m, radius)
@@ -166,7 +189,7 @@ def assemble(
 
 
 def lead_bound(T: Rank1Sum, Tm: Rank1Sum, radius: float, kind: str = "box", steps: int = STEPS) -> LeadBound:
-    """B_a for every coordinate a; on the box the least of the scaled spectral bound and φ³(Σ|T_a| + Σ|Tᵐ_a|)."""
+    """Compute B_a for every coordinate a; on the box the smaller of `assemble` and φ³(Σ|T_a| + Σ|Tᵐ_a|)."""
     d = T.left.shape[-1]
     values, rows, columns = [], [], []
     width = max(1, CHUNK_ENTRIES // d**3)
@@ -187,7 +210,7 @@ def lead_bound(T: Rank1Sum, Tm: Rank1Sum, radius: float, kind: str = "box", step
 
 
 def _entry_sum(tensor: Rank1Sum, T: Float[Tensor, "a d d d"], coordinates: Tensor) -> Float[Tensor, " a"]:
-    """At least Σ_bce |T_a[b; c, e]|: what was computed, and d^{3/2} times its Frobenius slack."""
+    """Bound Σ_bce |T_a[b; c, e]| ≤ Σ|F| + d^{3/2}‖T_a − F‖_F (Cauchy–Schwarz), F = `T` the slices as computed."""
     d = T.shape[-1]
     ones = torch.ones(T.shape[:2], dtype=torch.float64)
     return add_up(
@@ -198,16 +221,16 @@ def _entry_sum(tensor: Rank1Sum, T: Float[Tensor, "a d d d"], coordinates: Tenso
 def optimise_scalings(
     T: Float[Tensor, "a d d d"], Tm: Float[Tensor, "a d d d"], radius: float, steps: int
 ) -> tuple[Float[Tensor, "a d"], Float[Tensor, "a d"]]:
-    """D_u^{-½} and D_w^{-½} near the minimiser of B_a, by Adam on log u, log w with the norms smoothed.
+    """Return D_u^{-½} and D_w^{-½} near the minimiser of B_a, by Adam on log u and log w with smoothed norms.
 
-    Any positive scaling is sound, so this is plain floating point.
+    Every positive scaling gives a sound bound, so this runs in floating point.
     """
     A, d = T.shape[:2]
     log_u, log_w = torch.zeros(A, d, dtype=T.dtype), torch.zeros(A, d, dtype=T.dtype)
-    # A tensor that weighs little moves the best scaling little; leaving it out of the search saves half the work.
+    # A tensor of small norm has little effect on the best scaling; leaving it out of the search halves the cost.
     size, size_m = T.square().sum((-3, -2, -1)).sqrt().amax(), Tm.square().sum((-3, -2, -1)).sqrt().amax()
     use, use_m = bool(size > 0.1 * size_m), bool(size_m > 0.3 * size)
-    first, second = torch.zeros(A, 2 * d, dtype=T.dtype), torch.zeros(A, 2 * d, dtype=T.dtype)
+    adam = Adam(betas=(0.9, 0.99), epsilon=1e-12)
     for step in range(1, steps + 1):
         u, w = log_u.exp(), log_w.exp()
         mass_u, mass_w = u.sum(-1, keepdim=True), w.sum(-1, keepdim=True)
@@ -218,20 +241,17 @@ def optimise_scalings(
         share = (p / (p + q * mu)).nan_to_num(nan=0.0)
         gradient_u = share * (u / mass_u / 2 + du)
         gradient_w = (1 + (1 - share) / 2) * w / mass_w + share * dw + (1 - share) * (dl + dr)
-        gradient = torch.cat([gradient_u, gradient_w], dim=-1)
-        first, second = 0.9 * first + 0.1 * gradient, 0.99 * second + 0.01 * gradient**2
-        change = (first / (1 - 0.9**step)) / ((second / (1 - 0.99**step)).sqrt() + 1e-12)
         rate = LEARNING_RATE * (1 - step / (steps + 1))
-        log_u, log_w = log_u - rate * change[:, :d], log_w - rate * change[:, d:]
+        log_u, log_w = adam.step([log_u, log_w], [gradient_u, gradient_w], rate)
     return (-log_u / 2).exp(), (-log_w / 2).exp()
 
 
 def _smooth_norm(
     T: Float[Tensor, "a d d d"], log_left: Tensor, log_right: Tensor
 ) -> tuple[Float[Tensor, "a 1"], Float[Tensor, "a d"], Float[Tensor, "a d"]]:
-    """(tr G³²)^{1/64} for G the Gram matrix of the scaled tensor, with its derivatives by log left and log right.
+    """Return (tr G³²)^{1/64}, G the Gram matrix of the scaled tensor, and its derivatives by log left and log right.
 
-    At the optimum many singular values are equal, so the norm itself has no gradient worth following there.
+    At the optimum several singular values coincide, where the spectral norm itself is not differentiable.
     """
     S = scale_tensor(T, (-log_left / 2).exp(), (-log_right / 2).exp())
     flat = S.flatten(2)

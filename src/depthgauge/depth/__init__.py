@@ -1,1 +1,1 @@
-"""Collapse a network to fewer layers, and find its effective depth."""
+"""`collapse` to fewer layers, and the effective depth of a network."""

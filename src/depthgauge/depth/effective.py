@@ -1,8 +1,8 @@
-"""Effective depth: the fewest layers that do a network's work within a tolerance."""
+"""Effective depth: the smallest number of layers that approximates a network within a tolerance."""
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.certificates.attack import Candidate, InputSet, attack, difference
+from depthgauge._format import number
+from depthgauge._frames import html_table
+from depthgauge.certificates.attack import AttackOptions, Candidate, Hints, attack, difference
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.comparison import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
 from depthgauge.errors import InputError, require_positive
@@ -24,20 +27,29 @@ from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.matching import match_heads
 
 FEW_LAYERS = 6
-"""Up to this many layers every choice of kept layers is tried."""
+"""The largest number of layers at which every choice of kept layers is tried."""
 CANDIDATES = 4
-"""Choices tried per depth beyond that, cheapest first."""
+"""The number of choices tried per depth in deeper networks, cheapest first."""
 SEARCH_STEPS = 15
-"""Steps spent on the scalings of a candidate's leading term; the folding that is chosen gets a full certificate."""
+"""Optimisation steps for the scalings of a candidate; the chosen folding gets a full certificate."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Depth:
-    """The shallowest folding of a network found within a tolerance.
+    """The shallowest folding of a network that was found within a tolerance.
 
-    `layers` of the folded `network` do the work: the layers `kept` stand as they were, each run in `folded` became one
-    averaging layer. `error` is what was proved for every input of the set (`certificate` holds the proof and the
-    attacked lower bound), or what was seen on the inputs given.
+    A folding keeps some layers and replaces every run of consecutive other layers by one averaging layer
+    X + 1·mean(X)·V. Depths compare by identity.
+
+    Attributes:
+        layers: the number of layers of the folding.
+        kept: the layers that stay as they are.
+        folded: the runs of layers that became one averaging layer each.
+        error: the bound on ‖S(X) − S'(X)‖max over the set if `certified`, else the largest error on the given inputs.
+        tolerance: the error that was allowed.
+        certified: whether `error` is proved for every input of the set.
+        network: the folding S'.
+        certificate: the certificate of S', if `certified` and at least one layer was folded.
     """
 
     layers: int
@@ -46,11 +58,32 @@ class Depth:
     error: float
     tolerance: float
     certified: bool
-    network: SelfAttentionNetwork = field(repr=False)
-    certificate: Certificate | None = field(repr=False, default=None)
+    network: SelfAttentionNetwork
+    certificate: Certificate | None = None
+
+    def __repr__(self) -> str:
+        how = "proved" if self.certified else "measured"
+        return (
+            f"Depth({self.layers} of {self._layers_before} layers within {number(self.tolerance)}, "
+            f"{how} error {number(self.error)})"
+        )
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "layers": f"{self.layers} of {self._layers_before}",
+            "kept": ", ".join(map(str, self.kept)) or "none",
+            "folded": "; ".join(", ".join(map(str, run)) for run in self.folded) or "none",
+            "error, proved" if self.certified else "error, measured": number(self.error),
+            "tolerance": number(self.tolerance),
+        }
+        return html_table("Effective depth", [{"quantity": name, "value": value} for name, value in facts.items()])
+
+    @property
+    def _layers_before(self) -> int:
+        return len(self.kept) + sum(len(run) for run in self.folded)
 
     def to_json(self) -> dict[str, Any]:
-        """As in the result JSON."""
+        """Return the depth as it appears in the result JSON."""
         return {
             "tolerance": self.tolerance,
             "certified": self.certified,
@@ -62,7 +95,7 @@ class Depth:
 
 
 def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The runs of consecutive layers that are not kept."""
+    """Return the runs of consecutive layers that are not kept."""
     runs: list[list[int]] = []
     for index in range(depth):
         if index in kept:
@@ -75,12 +108,17 @@ def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ..
 
 
 def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:
-    """The choices whose replaced layers cost least in sum, by dynamic programming over layers.
+    """Return the `most` choices of kept layers with the smallest total cost of the replaced ones.
 
-    The cost of a layer is what the bound charges for replacing it alone; the true bound is not additive (it is not
-    even monotone), so the cheapest few are candidates, not the answer.
+    Dynamic programming over the layers. The bound is neither additive nor monotone in the replaced layers, so these
+    choices are candidates, whose errors are computed afterwards.
+
+    Args:
+        costs: for each layer, the bound on the error of replacing it alone.
+        layers: the number of layers of the folding.
+        most: the number of choices to return.
     """
-    # best[(layers so far, whether a run is open)] = list of (cost, kept), the `most` cheapest.
+    # best[number of layers so far, whether the last layer was replaced] = the `most` cheapest (cost, kept).
     best: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {(0, False): [(0.0, ())]}
     for index, cost in enumerate(costs):
         following: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {}
@@ -94,11 +132,19 @@ def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[i
 
 
 class FoldBounds:
-    """Upper bounds on |S − S folded|, for many foldings of one network: the bounds of S itself are found once."""
+    """Upper bounds on |S − S'| for many foldings S' of one network; the layer bounds of S are computed once."""
 
     def __init__(
         self, network: SelfAttentionNetwork, radius: float, *, starts: int | None = None, steps: int = 40
     ) -> None:
+        """Compute the layer bounds of the network.
+
+        Args:
+            network: S.
+            radius: φ, the largest |entry| of an input.
+            starts: starting points of the attack in a certificate; None chooses 4 to 32 by network size.
+            steps: gradient steps of that attack.
+        """
         self.network, self.radius = network, radius
         self.starts, self.steps = starts, steps
         self.joint = network.skip and network.dim <= JOINT_LIMIT
@@ -109,17 +155,17 @@ class FoldBounds:
 
     @cached_property
     def hard_input(self) -> Candidate:
-        """An input on which folding everything is far off; most foldings that fail, fail on it."""
+        """An input on which folding all layers has a large error; most foldings above the tolerance fail on it."""
         everything = fold(self.network, ())
-        inputs = InputSet("box", self.radius)
+        comparison = Comparison(self.network, everything, InputSet("box", self.radius))
         lead = None
         if self.joint:
             coordinates = torch.arange(self.network.dim)[: max(1, 2**20 // self.network.dim**3)]
             lead = head_tensor(self.S.expansion, range(len(self.network))).slices(coordinates)
-        return attack(self.network, everything, inputs, starts=8, steps=10, lead=lead)
+        return attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
 
     def seen(self, kept: tuple[int, ...]) -> float:
-        """max|S − S folded| on the hard input: what no bound can be below."""
+        """Return max|S − S'| on the hard input, in floating point."""
         if len(kept) == len(self.network):
             return 0.0
         candidate = self.hard_input
@@ -128,7 +174,7 @@ class FoldBounds:
         return float(gap) if bool(gap.isfinite()) else math.inf
 
     def layer_costs(self) -> list[float]:
-        """What the plain bound charges for replacing each layer alone."""
+        """Return, for each layer, its contribution to the plain bound on the error of folding all layers."""
         if self._costs is None:
             other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
             parts = BoxDifference(self.S, other, []).plain().head_parts
@@ -136,13 +182,13 @@ class FoldBounds:
         return self._costs
 
     def error(self, kept: tuple[int, ...]) -> float:
-        """The bound for one choice of kept layers."""
+        """Return the upper bound on |S − S'| for one choice of kept layers."""
         if kept not in self._known:
             self._known[kept] = 0.0 if len(kept) == len(self.network) else self._bound(kept)
         return self._known[kept]
 
     def certificate(self, kept: tuple[int, ...]) -> Certificate:
-        """The full certificate of one choice, made once."""
+        """Return the full certificate of one choice of kept layers."""
         if kept not in self._certificates:
             folded = fold(self.network, kept)
             self._certificates[kept] = certify(
@@ -172,10 +218,31 @@ def effective_depth(
     x: Float[Tensor, "*batch n d"] | None = None,
     progress: Step = silent,
 ) -> Depth:
-    """The least number of layers of a folding of S that stays within `tolerance`, proved or measured.
+    """Find the smallest number of layers of a folding S' of S with ‖S(X) − S'(X)‖max ≤ `tolerance`.
 
-    Keep some layers exactly, replace the others by X + 1·mean(X)·V_ℓ, fold runs of replaced neighbours into one. With
-    `certified`, within means ‖S(X) − S'(X)‖max ≤ tolerance for every ‖X‖max ≤ `radius`; otherwise on the inputs `x`.
+    A folding keeps some layers, replaces the others by X + 1·mean(X)·V_ℓ with V_ℓ = Σ_h V_ℓh, and merges every run of
+    replaced layers into one, which is exact. Up to 6 layers all foldings are tried, beyond that the most promising
+    ones of each depth.
+
+    Args:
+        network: S; not causal, without MLP and LayerNorm.
+        tolerance: the largest error allowed in any entry of the output.
+        radius: φ; with `certified`, the error is proved for every X with |X_ic| ≤ φ.
+        certified: prove the error for the whole box (True), or measure it on `x` (False).
+        x: inputs [n, d] or [..., n, d] to measure on; only without `certified`.
+        progress: called as `progress(done, total, label)` while the work advances.
+
+    Returns:
+        A `Depth`; at worst it keeps every layer, with error 0.
+
+    Raises:
+        InputError: an option is invalid or missing, or the network cannot be folded.
+
+    Example:
+        >>> from depthgauge import random_network
+        >>> network = random_network(layers=3, heads=1, dim=4, eta=0.01)
+        >>> effective_depth(network, tolerance=1e-2, radius=1.0).layers
+        1
     """
     check_depth_request(network, tolerance, radius, certified, x)
     if certified:
@@ -188,12 +255,12 @@ def effective_depth(
 
 
 def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
-    """The certified depth at one tolerance, from bounds that may be shared between tolerances."""
+    """Return the certified depth at one tolerance; several tolerances can share `bounds`."""
     network = bounds.network
 
     def error(kept: tuple[int, ...]) -> float:
-        # A folding that is off by more than the tolerance on some input has no bound within it: need not be computed.
-        # (Floating point is off by far less than the tenth that is left here.)
+        # The difference e observed in floating point satisfies sup|S − S'| ≥ 0.9e, since its relative error is far
+        # below 0.1. If 0.9e > tolerance, no upper bound is within the tolerance, and none is computed.
         least = 0.9 * bounds.seen(kept)
         return least if least > tolerance else bounds.error(kept)
 
@@ -201,28 +268,28 @@ def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = si
     if not depth.folded:
         return depth
     certificate = bounds.certificate(depth.kept)
-    # The certificate is usually the sharper of the two; both are proved.
+    # Both bounds are proved; the certificate, with more optimisation steps, is usually smaller.
     proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
-    return Depth(**{**vars(depth), "error": proved, "certificate": certificate})
+    return replace(depth, error=proved, certificate=certificate)
 
 
 def check_depth_request(
     network: SelfAttentionNetwork, tolerance: float, radius: float | None, certified: bool, x: Tensor | None
 ) -> None:
-    """Everything that can be wrong with a request, before any long work."""
+    """Check all arguments of `effective_depth` before any long computation."""
     require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
     if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
         raise InputError(
-            "effective depth folds layers into averages, which needs a network that is not causal and has neither MLP "
-            "nor LayerNorm; for others, certify(network, collapse(network, 'last-layer'), radius=…) still works"
+            "effective depth applies to networks that are not causal and have neither MLP nor LayerNorm; without "
+            "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"
         )
     if certified and radius is None:
-        raise InputError("certified depth needs a radius, the largest |entry| an input may have")
+        raise InputError("certified depth needs a radius; it is the largest |entry| an input may have")
     if certified:
         assert radius is not None
         require_positive("radius", radius, "the largest |entry| an input may have")
     elif x is None:
-        raise InputError("measured depth needs inputs x, [n, d] or [..., n, d]")
+        raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
     else:
         network.check_input(x)
 
@@ -230,7 +297,7 @@ def check_depth_request(
 def measured_errors(
     network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"]
 ) -> Callable[[tuple[int, ...]], float]:
-    """max|S(x) − S folded(x)| as a function of the kept layers."""
+    """Return the function that maps kept layers to max|S(x) − S'(x)|."""
     known: dict[tuple[int, ...], float] = {}
     with torch.no_grad():
         truth = network(x)
@@ -265,4 +332,4 @@ def _shallowest(
                 folded = runs_between(L, kept)
                 result = fold(network, kept) if folded else network
                 return Depth(layers, kept, folded, reached, tolerance, certified, result)
-    raise AssertionError("keeping every layer has no error, so some depth is always within the tolerance")
+    raise AssertionError("keeping every layer has error 0, so some depth is within the tolerance")

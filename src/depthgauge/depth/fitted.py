@@ -1,4 +1,4 @@
-"""`fitted`: a one-layer network trained against the attack, from the best closed form on."""
+"""`fitted`: a one-layer network trained against the attack, starting from the best closed form."""
 
 from dataclasses import dataclass
 
@@ -6,27 +6,31 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from depthgauge.certificates.attack import InputSet, difference, multiset_attention, search
+from depthgauge._records import ArrayRecord
+from depthgauge.certificates.attack import AttackOptions, difference, multiset_attention, search
+from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.linalg.adam import Adam
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
 
 ROUNDS, STEPS = 3, 50
-"""Rounds of training, each judged by a fresh attack, and steps in each."""
+"""Rounds of training, each followed by a new attack, and training steps in each round."""
 STARTS, CLIMB = 16, 20
+"""Starting points and gradient steps of an attack."""
 SHARPNESS = 12.0
-"""The exponent of the norm over hard inputs that stands in for their maximum while training."""
+"""The exponent p of the p-norm over hard inputs that approximates their maximum in training."""
 
 
-@dataclass(frozen=True)
-class HardInputs:
-    """Inputs on which an attack ended, all with the same counts of distinct tokens."""
+@dataclass(frozen=True, eq=False, repr=False)
+class HardInputs(ArrayRecord):
+    """End points of an attack: `many` inputs of r distinct tokens each, with common multiplicities `counts`."""
 
     tokens: Float[Tensor, "many r d"]
     counts: Int64[Tensor, " r"]
 
     def errors(self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> Float[Tensor, " many"]:
-        """max|S − S'| on each."""
+        """Return max|S − S'| on each input."""
         with torch.no_grad():
             return difference(network, surrogate, self.tokens, self.counts).abs().amax(dim=(-2, -1))
 
@@ -34,30 +38,36 @@ class HardInputs:
 def attacked(
     network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, inputs: InputSet, seed: int
 ) -> list[HardInputs]:
-    """Where a fresh attack on the surrogate ends."""
-    paths = search(network, surrogate, inputs, None, STARTS, CLIMB, seed)
+    """Return the end points of a new attack on the surrogate."""
+    paths = search(Comparison(network, surrogate, inputs), AttackOptions(STARTS, CLIMB, seed))
     return [HardInputs(points, counts) for points, counts, _ in paths]
 
 
 def worst_error(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, hard: list[HardInputs]) -> float:
-    """The largest difference on the hard inputs."""
+    """Return the largest difference on the hard inputs."""
     return max(float(group.errors(network, surrogate).amax()) for group in hard)
 
 
 def fit(
     network: SelfAttentionNetwork, inputs: InputSet, *, seed: int = 0, progress: Step = silent
 ) -> SelfAttentionNetwork:
-    """Adversarial training from the best closed form: inputs climb while the surrogate's weights descend.
+    """Train a one-layer surrogate adversarially: inputs ascend on max|S − S'| while the weights descend.
 
-    Every round ends with a fresh attack. The network returned is the one with the smallest worst error, the start
-    among them, on everything that any attack has found.
+    Training starts from the best closed form, and every round ends with a new attack. The result is the candidate,
+    the start included, with the smallest largest error on all inputs that any attack has found.
+
+    Args:
+        network: S.
+        inputs: the set of inputs.
+        seed: seed of the attacks and of the training.
+        progress: called as `progress(done, total, label)` after each round.
     """
     names = [name for name in CLOSED_FORMS if refusal(network, name) is None]
     forms = {name: closed_form(network, name) for name in names}
     errors = {name: worst_error(network, forms[name], attacked(network, forms[name], inputs, seed)) for name in names}
     begun_from = min(errors, key=errors.__getitem__)
     candidates, hard = [forms[begun_from]], attacked(network, forms[begun_from], inputs, seed)
-    # A step should move outputs by a fraction of the error that is left; weights act on outputs as a whole.
+    # The step size is proportional to the error of the start relative to the worst closed form.
     rate = 0.2 * min(1.0, errors[begun_from] / max(max(errors.values()), 1e-300)) * 1e-2
     for index in range(ROUNDS):
         progress(index, ROUNDS, "fitting")
@@ -91,13 +101,16 @@ def _train(
     rate: float,
     seed: int,
 ) -> SelfAttentionNetwork:
-    """Turn by turn, one climb of the hard inputs and one step of Adam, in units of each weight's own size."""
+    """Alternate one ascent step of the hard inputs and one Adam step of the weights.
+
+    The weights are begin + size · offset with the largest |entry| of each matrix as its size; Adam acts on the offsets.
+    """
     generator = torch.Generator().manual_seed(seed)
     trained = surrogate.copy()
     begin = {name: getattr(trained[0], name).detach().clone() for name in ("query", "key", "value")}
     sizes = {name: float(weight.abs().amax()) or 1e-3 * network.eta for name, weight in begin.items()}
-    offsets = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in begin.items()}
-    optimiser = torch.optim.Adam(list(offsets.values()), lr=rate)
+    offsets = {name: torch.zeros_like(weight) for name, weight in begin.items()}
+    adam = Adam()
     pool = [group.tokens for group in hard]
     attentions = [multiset_attention(group.counts.to(network.dtype)) for group in hard]
     scale = worst_error(network, surrogate, hard) or 1.0
@@ -108,7 +121,8 @@ def _train(
         return result
 
     for step in range(STEPS):
-        weights = {name: begin[name] + sizes[name] * offset for name, offset in offsets.items()}
+        moved = [offset.detach().requires_grad_(True) for offset in offsets.values()]
+        weights = {name: begin[name] + sizes[name] * offset for name, offset in zip(begin, moved, strict=True)}
         fixed = {name: weight.detach() for name, weight in weights.items()}
         errors = []
         for index, attend in enumerate(attentions):
@@ -122,10 +136,9 @@ def _train(
             with torch.no_grad():
                 truth = network(pool[index], attend)
             errors.append(((output(weights, pool[index], attend) - truth) / scale).abs().flatten())
-        optimiser.param_groups[0]["lr"] = rate * (1 - step / STEPS)
-        optimiser.zero_grad()
-        ((torch.cat(errors) ** SHARPNESS).mean() ** (1 / SHARPNESS)).backward()  # type: ignore[no-untyped-call]
-        optimiser.step()
+        gradients = torch.autograd.grad((torch.cat(errors) ** SHARPNESS).mean() ** (1 / SHARPNESS), moved)
+        stepped = adam.step([offset.detach() for offset in moved], gradients, rate * (1 - step / STEPS))
+        offsets = dict(zip(begin, stepped, strict=True))
     with torch.no_grad():
         for name, offset in offsets.items():
             getattr(trained[0], name).copy_(begin[name] + sizes[name] * offset)

@@ -1,6 +1,6 @@
-"""`collapse`: a deep network in, a shallow one out."""
+"""`collapse`: replace a deep network by a shallow one."""
 
-from depthgauge.certificates.attack import InputSet
+from depthgauge.certificates.comparison import InputSet
 from depthgauge.depth.fitted import fit
 from depthgauge.errors import InputError, require_positive, unknown_name
 from depthgauge.network.network import SelfAttentionNetwork
@@ -16,15 +16,29 @@ def collapse(
     seed: int = 0,
     progress: Step = silent,
 ) -> SelfAttentionNetwork:
-    """The one-layer network of a method (docs/math.md §3.7), with where it came from in its provenance.
+    """Return the one-layer network that a method makes from a deep one (docs/math.md §3.7).
 
-    `identity`, `last-layer`, `parallel`, `mean-field` and `corrected` are closed forms; `fitted` starts from the best
-    of them and is trained against the attack on ‖X‖max ≤ `radius`, which only it uses (with `seed` and `progress`).
-    Networks with MLPs keep them: there, attention is deleted layer by layer and the number of layers stays.
+    For weights of size η the errors are O(η) for `identity` and `last-layer`, O(η²) for `parallel`, O(η³) for
+    `mean-field` and O(η⁴) for `corrected`. `fitted` starts from the best of these and trains it against the attack. A
+    network with MLPs keeps them and its number of layers: `identity` and `last-layer` delete attention there.
 
-    >>> from depthgauge import random_network
-    >>> len(collapse(random_network(layers=5, heads=2, dim=4, eta=0.01), "mean-field"))
-    1
+    Args:
+        network: S.
+        method: "identity", "last-layer", "parallel", "mean-field", "corrected" or "fitted".
+        radius: φ; `fitted` is trained on the box |X_ic| ≤ φ. The other methods do not use it.
+        seed: seed of the training of `fitted`.
+        progress: called as `progress(done, total, label)` during the training of `fitted`.
+
+    Returns:
+        The surrogate S'. Its `provenance` records the method and the original network.
+
+    Raises:
+        InputError: the method is unknown or does not apply to this kind of network.
+
+    Example:
+        >>> from depthgauge import random_network
+        >>> len(collapse(random_network(layers=5, heads=2, dim=4, eta=0.01), "mean-field"))
+        1
     """
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)

@@ -1,4 +1,4 @@
-"""The one-layer networks that stand in for a deep one (docs/math.md §3.7).
+"""Closed-form one-layer surrogates of a deep network (docs/math.md §3.7).
 
 With N_{0:L} = A_0 ⋯ A_{L−1}, A_ℓ = I + Σ_h V_ℓh (without skips A_ℓ = Σ_h V_ℓh), and weights of size η:
 
@@ -21,13 +21,13 @@ from depthgauge.network.network import Layer, SelfAttentionNetwork
 
 
 def averaging_layer(value: Float[Tensor, "d d"]) -> Layer:
-    """A layer of one head with Q = K = 0: X + 1·mean(X)·V (without the X in a network without skips)."""
+    """Return a layer of one head with Q = K = 0, which computes X + 1·mean(X)·V (1·mean(X)·V without skips)."""
     zero = value.new_zeros(1, len(value), 1)
     return Layer(zero, zero.clone(), value[None].clone())
 
 
 def drift_matrix(network: SelfAttentionNetwork, layers: Sequence[int]) -> Float[Tensor, "d d"]:
-    """N − I over consecutive layers with skips, N without: Z ← Z + V_ℓ + Z V_ℓ, or Z ← Z V_ℓ."""
+    """Return N − I over consecutive layers, by Z ← Z + V_ℓ + Z V_ℓ; without skips N, by Z ← Z V_ℓ."""
     eye = torch.eye(network.dim, dtype=network.dtype, device=network.device)
     Z = torch.zeros_like(eye) if network.skip else eye
     for index in layers:
@@ -37,7 +37,7 @@ def drift_matrix(network: SelfAttentionNetwork, layers: Sequence[int]) -> Float[
 
 
 def side_by_side(layers: Sequence[Layer]) -> Layer:
-    """All heads of several layers in one; Q and K are padded with zero columns to the widest."""
+    """Return one layer with all heads of several layers; Q and K are padded with zero columns to equal width."""
     width = max(layer.key_dim for layer in layers)
 
     def gathered(weights: Sequence[Tensor]) -> Tensor:
@@ -51,27 +51,27 @@ def side_by_side(layers: Sequence[Layer]) -> Layer:
 
 
 def identity(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """S'(X) = X."""
+    """Return the network S'(X) = X."""
     return _one_layer(network, averaging_layer(torch.zeros_like(drift_matrix(network, []))), "identity")
 
 
 def last_layer(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """S'(X) = layer_{L−1}(X): the paper's own construction, which deletes every layer but the last."""
+    """Return the network S'(X) = layer_{L−1}(X), the construction of Theorem D.1 in paper A."""
     return _one_layer(network, network[len(network) - 1].copy(), "last-layer")
 
 
 def parallel(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """S'(X) = X + Σ_ℓh attention_ℓh(X)."""
+    """Return the network S'(X) = X + Σ_ℓh attention_ℓh(X)."""
     return _one_layer(network, side_by_side(list(network)), "parallel")
 
 
 def mean_field(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """S'(X) = X + 1·mean(X)·(N_{0:L} − I); without skips 1·mean(X)·N_{0:L}."""
+    """Return the network S'(X) = X + 1·mean(X)·(N_{0:L} − I); without skips 1·mean(X)·N_{0:L}."""
     return _one_layer(network, averaging_layer(drift_matrix(network, range(len(network)))), "mean-field")
 
 
 def corrected(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """S'(X) = X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − Σ_ℓh V_ℓh)."""
+    """Return the network S'(X) = X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − Σ_ℓh V_ℓh)."""
     total = sum((layer.value.detach().sum(dim=0) for layer in network), torch.zeros_like(drift_matrix(network, [])))
     correction = averaging_layer(drift_matrix(network, range(len(network))) - total)
     return _one_layer(network, side_by_side([*network, correction]), "corrected")
@@ -88,7 +88,7 @@ METHODS = (*CLOSED_FORMS, "fitted")
 
 
 def refusal(network: SelfAttentionNetwork, method: str) -> str | None:
-    """Why a method cannot be applied to a network, or None if it can."""
+    """Return why a method does not apply to a network, or None if it does."""
     works = [name for name in METHODS if _obstacle(network, name) is None]
     obstacle = _obstacle(network, method)
     if obstacle is None:
@@ -99,23 +99,20 @@ def refusal(network: SelfAttentionNetwork, method: str) -> str | None:
 
 def _obstacle(network: SelfAttentionNetwork, method: str) -> str | None:
     if network.norm != "none":
-        return f"it has LayerNorm ({network.norm}), which no statement here covers"
+        return f"it has LayerNorm ({network.norm}), which the methods do not cover"
     if any(layer.mlp is not None for layer in network):
         if method in ("identity", "last-layer"):
             return None
-        return "its MLPs stand between the layers, so attentions cannot be gathered in one"
+        return "it has MLPs between its attention layers, so these cannot be merged into one"
     if network.causal and method in ("mean-field", "corrected", "fitted"):
-        return (
-            "it is causal, and averages over what each token sees do not fold: two of them in a row are not one "
-            "(the square of the causal mean is another matrix)"
-        )
+        return "it is causal, and two causal averages in a row are not one causal average"
     if not network.skip and method in ("identity", "parallel", "corrected"):
-        return "it has no skip connections, so its layers act on each other's outputs alone"
+        return "it has no skip connections, which this method requires"
     return None
 
 
 def closed_form(network: SelfAttentionNetwork, method: str) -> SelfAttentionNetwork:
-    """The surrogate of a method that needs no training."""
+    """Return the surrogate of a method that needs no training."""
     if method not in CLOSED_FORMS:
         raise unknown_name("method", method, CLOSED_FORMS)
     reason = refusal(network, method)
@@ -128,7 +125,7 @@ def closed_form(network: SelfAttentionNetwork, method: str) -> SelfAttentionNetw
 
 
 def without_attention(network: SelfAttentionNetwork, layers: Sequence[int], method: str) -> SelfAttentionNetwork:
-    """The network with the attention of some layers deleted (values zero) and every MLP kept (Remark D.2)."""
+    """Return the network with the attention of some layers deleted (values zero) and all MLPs kept (Remark D.2)."""
     copy = network.copy()
     with torch.no_grad():
         for index in layers:
@@ -154,9 +151,9 @@ def _one_layer(network: SelfAttentionNetwork, layer: Layer, method: str) -> Self
 
 
 def fold(network: SelfAttentionNetwork, kept: Sequence[int]) -> SelfAttentionNetwork:
-    """Keep some layers, replace the others by X + 1·mean(X)·V_ℓ, and fold each run of replaced neighbours into one.
+    """Keep some layers, replace the others by X + 1·mean(X)·V_ℓ, and merge every run of replaced layers into one.
 
-    The averaging layers of a run compose exactly into one whose value is N − I over the run.
+    The averaging layers of a run compose exactly to one averaging layer with value N − I over the run.
     """
     layers: list[Layer] = []
     run: list[int] = []

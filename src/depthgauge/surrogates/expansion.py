@@ -1,4 +1,4 @@
-"""The exact expansion of a network about uniform attention (docs/math.md §3.1), its matrices enclosed in balls.
+"""The exact expansion of a network about uniform attention (docs/math.md §3.1), with enclosures of its matrices.
 
 With P_h = U + (P_h − U), U the average over tokens, V_ℓ = Σ_h V_ℓh, A_ℓ = I + V_ℓ (A_ℓ = V_ℓ without skips),
 N_{k:ℓ} = A_k ⋯ A_{ℓ−1} and E_ℓ = Σ_h (P_ℓh − U) X_ℓ V_ℓh, a network with skips satisfies exactly
@@ -17,14 +17,14 @@ from depthgauge.network.network import SelfAttentionNetwork
 
 
 class Expansion:
-    """The matrices of the expansion, for a non-causal network with neither MLP nor LayerNorm.
+    """The matrices of the expansion, for a network that is not causal and has neither MLP nor LayerNorm.
 
-    `W[ℓ]` is β Q_h K_hᵀ and `V[ℓ]` the values, each a ball of shape [H, d, d].
+    `W[ℓ]` encloses β Q_h K_hᵀ and `V[ℓ]` the values V_h, both of shape [H, d, d].
     """
 
     def __init__(self, network: SelfAttentionNetwork) -> None:
         if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
-            raise InputError("the expansion needs a network that is not causal and has neither MLP nor LayerNorm")
+            raise InputError("the expansion applies to networks that are not causal and have neither MLP nor LayerNorm")
         self.skip = network.skip
         self.depth = len(network)
         self.dim = network.dim
@@ -38,7 +38,7 @@ class Expansion:
         self._carried_out: dict[int, Enclosure] = {}
 
     def equals(self, other: "Expansion") -> bool:
-        """Whether both are of the same weights, to the bit."""
+        """Whether both expansions have bitwise equal weights."""
         mine, theirs = ([*e.W, *e.V] for e in (self, other))
         same = len(mine) == len(theirs) and all(_same(a.mid, b.mid) for a, b in zip(mine, theirs, strict=True))
         return same and self.skip == other.skip
@@ -49,9 +49,9 @@ class Expansion:
         return [value.sum(0) for value in self.V]
 
     def drift(self, k: int, end: int) -> Enclosure:
-        """Z_{k:ℓ} = N_{k:ℓ} − I with skips, N_{k:ℓ} without; `end` is ℓ.
+        """Return Z_{k:ℓ} = N_{k:ℓ} − I, or N_{k:ℓ} without skips; `end` is ℓ.
 
-        Built by Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ, which never subtracts the identity.
+        The recursion Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ avoids the cancellation of subtracting the identity.
         """
         if (k, end) not in self._drift:
             self._drift[k, end] = self._build_drift(k, end)
@@ -66,19 +66,19 @@ class Expansion:
         return before + V + before @ V if self.skip else before @ V
 
     def carried(self, k: int, end: int) -> Enclosure:
-        """V_kh · Z_{k+1:ℓ} for all heads of layer k: how what a head adds to the mean travels on to state ℓ."""
+        """Return V_kh · Z_{k+1:ℓ} for all heads of layer k, the effect of mean((P_kh − U) X_k) on state ℓ."""
         if self.skip and end == k + 1:
             return Enclosure.exact(torch.zeros_like(self.V[k].mid))
         if end != self.depth:
             return self.V[k] @ self.drift(k + 1, end)
-        # What reaches the output is asked for again and again; what reaches a state on the way is not.
+        # Only the products for the output are used repeatedly, so only these are cached.
         if k not in self._carried_out:
             self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
         return self._carried_out[k]
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal, products that overflowed included."""
+    """Whether two tensors are equal; NaN, from products that overflowed, equals NaN."""
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 

@@ -1,4 +1,4 @@
-"""Which heads of a surrogate are heads of the network, to the bit: their leading effects cancel exactly."""
+"""Heads that occur bitwise equal in a network and in its surrogate; their leading terms cancel exactly."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from depthgauge.network.network import Layer, SelfAttentionNetwork
 
 @dataclass(frozen=True)
 class LayerMatch:
-    """Heads `heads` of layer `k` of the network stand again as heads `others` of layer `other` of the surrogate."""
+    """Heads `heads` of layer `k` of the network equal heads `others` of layer `other` of the surrogate, in order."""
 
     k: int
     other: int
@@ -19,7 +19,10 @@ class LayerMatch:
 
 
 def match_heads(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> list[LayerMatch]:
-    """The heads common to both, each used once, layers in order; none if the two scale their scores differently."""
+    """Return the heads common to both networks, each used once and with layers in order.
+
+    There are none if the networks scale their scores differently.
+    """
     if network.scale != surrogate.scale:
         return []
     available: dict[tuple[bytes, ...], list[tuple[int, int]]] = {}
@@ -37,7 +40,7 @@ def match_heads(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) 
                 available[_signature(layer, h)].remove(place)
                 found.setdefault((k, place[0]), []).append((h, place[1]))
                 used = max(used, place[0])
-        # Later layers may share a surrogate's layer (all heads side by side) but never go back before it.
+        # Several layers may match the same layer of the surrogate (parallel heads), but never an earlier one.
         earliest = used
     return [
         LayerMatch(k, other, tuple(h for h, _ in pairs), tuple(o for _, o in pairs))
@@ -46,7 +49,7 @@ def match_heads(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) 
 
 
 def _signature(layer: Layer, head: int) -> tuple[bytes, ...]:
-    """A head's weights without the zero columns that padding adds to Q and K."""
+    """Return the weights of a head, without columns of Q and K that do not contribute to Q Kᵀ (such as padding)."""
     query, key = layer.query.detach()[head], layer.key.detach()[head]
     used = (query != 0).any(dim=0) & (key != 0).any(dim=0)
     return tuple(_bytes(w) for w in (query[:, used], key[:, used], layer.value.detach()[head]))

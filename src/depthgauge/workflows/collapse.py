@@ -85,7 +85,7 @@ def collapse_file(path: str | Path, options: CollapseOptions, *, progress: Step 
 
 def save_witness(certificate: Certificate, path: str | Path) -> None:
     """Write the input that attains the lower bound as tensor `x` of a safetensors file."""
-    inputs = certificate.set
+    inputs = certificate.inputs
     metadata = {"set": inputs.kind, "radius": repr(inputs.radius), "lower": repr(certificate.lower)}
     tensors = {"x": certificate.witness.contiguous()}
     write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))

@@ -1,2 +1,5 @@
-"""Every upper bound once more, in ball arithmetic and from the mathematics alone: nothing of the first proof is used
-but its claims and its scalings."""
+"""A second, independent proof of every upper bound, in arb interval arithmetic (docs/math.md §3.10).
+
+From the first proof it takes only numbers that need no trust: claims, which it proves, and scalings, which are sound
+whatever they are.
+"""

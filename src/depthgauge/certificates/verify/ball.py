@@ -1,4 +1,4 @@
-"""Tokens in a ball, in balls (docs/math.md §3.8): every bound is a number, and lengths take the place of entries."""
+"""The recursion on the ball in arb interval arithmetic (docs/math.md §3.8); every bound is one number."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, smaller, spectral_norm, times
-from depthgauge.certificates.verify.box import refuse, rho
+from depthgauge.certificates.verify.box import rho, unproved
 from depthgauge.certificates.verify.expansion import Expansion, zeros
 from depthgauge.errors import VerificationError
 
 
 @dataclass(frozen=True)
 class BallLayer:
-    """One layer: what follows from the proved claims own and err for each head; `curved` is 2ρθ²·spread."""
+    """One layer: the bounds that follow from the proved claims own and err, per head; `curved` is 2ρθ²·spread."""
 
     state: arb
     gap: list[arb]
@@ -23,13 +23,13 @@ class BallLayer:
 
 
 class BallLayers:
-    """All layers of a network with skips on tokens of length at most r."""
+    """The layers of a network with skip connections, on tokens of length at most r."""
 
     def __init__(self, who: str, X: Expansion, claims: BallBounds, radius: arb) -> None:
         if not X.skip:
-            raise VerificationError(f"{who}: the recursion on the ball needs skip connections")
+            raise VerificationError(f"{who}: the recursion on the ball requires skip connections")
         if len(claims.layers) != X.depth:
-            raise VerificationError(f"{who}: {len(claims.layers)} layers are claimed, {X.depth} expected")
+            raise VerificationError(f"{who}: expected {X.depth} layers, the proof has {len(claims.layers)}")
         self.who, self.X, self.claims, self.radius = who, X, claims, radius
         self.layers: list[BallLayer] = []
         for index in range(X.depth):
@@ -55,7 +55,7 @@ class BallLayers:
         return BallLayer(state, gaps, rest, curved)
 
     def _proved(self, end: int, name: str, claimed: Tensor) -> arb:
-        """own = Σ G‖V‖ and err = own + Σ G‖V Z‖ over the heads before, each at most its claim."""
+        """Prove the claim for own = Σ G‖V‖₂ or err = own + Σ G‖V Z‖₂ over the heads before layer `end`; return it."""
         total = arb(0)
         for k in range(end):
             for h, G in enumerate(self.layers[k].gap):
@@ -64,11 +64,11 @@ class BallLayers:
                     total += G * spectral_norm(self.X.carried(k, end)[h])
         claim = arb(float(claimed))
         if not total.upper() <= claim:
-            raise refuse(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
+            raise unproved(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
         return claim
 
     def added(self, per_head: list[list[arb]]) -> Vector:
-        """Σ_kh g(‖V e_a‖ + ‖V Z_{k+1:L} e_a‖)."""
+        """Bound Σ_kh g_kh (‖V e_a‖₂ + ‖V Z_{k+1:L} e_a‖₂) for every coordinate a."""
         parts = [zeros(self.X.dim)]
         for k, numbers in enumerate(per_head):
             for h, g in enumerate(numbers):
@@ -76,13 +76,13 @@ class BallLayers:
         return add(*parts)
 
     def gaps(self) -> list[list[arb]]:
-        """G of every head, by layers."""
+        """Return G of every head, by layer."""
         return [layer.gap for layer in self.layers]
 
     def rests(self) -> list[list[arb]]:
-        """What is left of every head beyond the leading term, by layers."""
+        """Return the bound on every head beyond the leading term, by layer."""
         return [layer.rest for layer in self.layers]
 
     def curvatures(self) -> list[list[arb]]:
-        """2ρθ²·spread of every head, by layers."""
+        """Return 2ρθ²·spread of every head, by layer."""
         return [layer.curved for layer in self.layers]

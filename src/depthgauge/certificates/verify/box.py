@@ -1,4 +1,7 @@
-"""The recursion on the box in balls (docs/math.md §3.2–3.3): every claimed own_ℓ, err_ℓ from the claims before it."""
+"""The recursion on the box in arb interval arithmetic (docs/math.md §3.2–3.3).
+
+The claims own_ℓ and err_ℓ of the first proof are proved one after another, each from the claims before it.
+"""
 
 from dataclasses import dataclass
 
@@ -23,24 +26,26 @@ from depthgauge.errors import VerificationError
 
 
 def rho() -> arb:
-    """ρ = 1/(12√3), the constant of the linearised softmax (§2.7)."""
+    """Bound ρ = 1/(12√3), the constant of the linearised softmax (§2.7)."""
     return (1 / (12 * arb(3).sqrt())).upper()
 
 
 def gap(theta: arb, spread: Vector) -> Vector:
-    """G = 2 tanh(θ/4)·spread."""
+    """Bound G = 2 tanh(θ/4)·spread."""
     return times((2 * (theta / 4).tanh()).upper(), spread)
 
 
-def refuse(step: str, coordinate: int, value: arb, claim: arb) -> VerificationError:
-    """The error for a claim that is below what could be proved."""
+def unproved(step: str, coordinate: int, value: arb, claim: arb) -> VerificationError:
+    """Return the error for a claim smaller than the bound that could be proved."""
     claimed, proved = claim.str(17, radius=False), value.str(17, radius=False)
-    return VerificationError(f"{step}, coordinate {coordinate}: {claimed} is claimed, only {proved} could be proved")
+    return VerificationError(
+        f"{step}, coordinate {coordinate}: the claim is {claimed}, but only {proved} could be proved"
+    )
 
 
 @dataclass(frozen=True)
 class BoxLayer:
-    """One layer: the claims own and err, now proved, and what follows from them for each head."""
+    """One layer: the proved claims own and err, and the bounds that follow from them, per head."""
 
     own: Vector
     err: Vector
@@ -52,19 +57,19 @@ class BoxLayer:
 
 
 class BoxLayers:
-    """All layers of a network on the box of radius φ; the last one is the output and has no heads."""
+    """The layers of a network on the box of radius φ; the last entry is the output and has no heads."""
 
     def __init__(self, who: str, X: Expansion, claims: BoxBounds, radius: arb) -> None:
         self.who, self.X, self.claims, self.radius = who, X, claims, radius
         self.joint = claims.joint and X.skip
         self.layers: list[BoxLayer] = []
         if len(claims.layers) != X.depth + 1:
-            raise VerificationError(f"{who}: {len(claims.layers)} layers are claimed, {X.depth + 1} expected")
+            raise VerificationError(f"{who}: expected {X.depth + 1} layers, the proof has {len(claims.layers)}")
         for index in range(X.depth + 1):
             self.layers.append(self._layer(index))
 
     def _layer(self, index: int) -> BoxLayer:
-        """state = φ1 + φ1|Z_{0:ℓ}| + err, or what holds whatever attention does; spread = φ1 + own (§3.2)."""
+        """Compute state = min(φ1 + φ1|Z_{0:ℓ}| + err, state_{ℓ−1}(I + Σ|V|)), spread = min(φ1 + own, state) (§3.2)."""
         own = self._claim(index, "own", self.claims.layers[index].own)
         err = self._claim(index, "err", self.claims.layers[index].err)
         self._prove(index, own, err)
@@ -83,13 +88,13 @@ class BoxLayers:
         return self._heads(index, own, err, state, spread)
 
     def _grown(self, k: int) -> Vector:
-        """state_k + Σ_h state_k|V_kh|."""
+        """Bound |X_{k+1}| ≤ state_k + Σ_h state_k|V_kh|, which holds for every attention."""
         before = self.layers[k].state
         mixed = add(*(through(before, size) for size in self.X.V_size[k]))
         return add(before, mixed) if self.X.skip else mixed
 
     def _heads(self, k: int, own: Vector, err: Vector, state: Vector, spread: Vector) -> BoxLayer:
-        """θ, G and, where heads are bounded jointly, the rest of (3.3)."""
+        """Compute θ, G and, if heads are bounded jointly, the rest of (3.3)."""
         W, record = self.X.W[k], self.claims.norms.record
         theta = [(2 * t).upper() for t in sign_norms(record, f"{k}.theta", state, W, spread)]
         rest: list[Vector] = []
@@ -111,13 +116,11 @@ class BoxLayers:
     def _claim(self, index: int, name: str, values: Tensor) -> Vector:
         claim = exact(values.tolist())
         if len(claim) != self.X.dim or not all(value >= 0 for value in claim):
-            raise VerificationError(
-                f"{self.who}, layer {index}: {name} is not {self.X.dim} numbers that are not negative"
-            )
+            raise VerificationError(f"{self.who}, layer {index}: {name} is not {self.X.dim} nonnegative numbers")
         return claim
 
     def _prove(self, end: int, own: Vector, err: Vector) -> None:
-        """own_ℓ and err_ℓ from the layers before: every head by its G, or all of them by their leading term."""
+        """Prove own_ℓ and err_ℓ from the layers before, by the plain or the joint bound; raise if neither suffices."""
         own_plain, err_plain = self.plain(end)
         for name, plain, claim in (("own", own_plain, own), ("err", err_plain, err)):
             open_ones = [a for a in range(self.X.dim) if not plain[a] <= claim[a]]
@@ -125,10 +128,10 @@ class BoxLayers:
                 open_ones = self._prove_jointly(end, name, open_ones, claim)
             if open_ones:
                 a = open_ones[0]
-                raise refuse(f"{self.who}, {name} at layer {end}", a, plain[a], claim[a])
+                raise unproved(f"{self.who}, {name} at layer {end}", a, plain[a], claim[a])
 
     def plain(self, end: int) -> tuple[Vector, Vector]:
-        """own = Σ G|V| and err = own + Σ G|V Z_{k+1:ℓ}| over the heads before; without skips the last layer's G|V|."""
+        """Bound own = Σ G|V| and err = own + Σ G|V Z_{k+1:ℓ}| over the heads before (§3.2, with and without skips)."""
         X, nothing = self.X, zeros(self.X.dim)
         if end == 0:
             return nothing, nothing
@@ -138,7 +141,7 @@ class BoxLayers:
         return own, add(own, *(self._sum(self.layers[k].gap, X.carried_size(k, end)) for k in carried_layers))
 
     def _prove_jointly(self, end: int, name: str, coordinates: list[int], claim: Vector) -> list[int]:
-        """The coordinates for which lead + Σ rest(|V| + |V Z|) is above the claim too; own has no part in Z."""
+        """Return the coordinates at which lead + Σ rest(|V| + |V Z|) exceeds the claim (own has no terms in Z)."""
         X, before = self.X, range(end)
         T = [term for k in before for term in X.plain_terms(k, X.heads(k))]
         Tm = [term for k in before for term in X.drift_terms(k, X.heads(k))]
@@ -155,7 +158,7 @@ class BoxLayers:
         ]
 
     def _sum(self, per_head: list[Vector], sizes: list[arb_mat]) -> Vector:
-        """Σ_h g_h|M_h|."""
+        """Bound Σ_h g_h|M_h|."""
         return add(zeros(self.X.dim), *(through(g, size) for g, size in zip(per_head, sizes, strict=True)))
 
 

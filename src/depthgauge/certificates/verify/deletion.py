@@ -1,4 +1,4 @@
-"""Attention deleted layer by layer, in balls (docs/math.md §3.9): causal networks and networks with MLPs."""
+"""The deletion bound in arb interval arithmetic (docs/math.md §3.9), for causal networks and networks with MLPs."""
 
 import torch
 from flint import arb, arb_mat
@@ -21,11 +21,11 @@ from depthgauge.linalg.signs import SignBound
 from depthgauge.network.network import Layer, SelfAttentionNetwork
 
 STEEPEST = {"relu": "1", "gelu": "1.1290"}
-"""Upper bounds on |slope|: GELU's is Φ(z) + zφ(z), whose derivative (2 − z²)φ(z) vanishes at ±√2."""
+"""Upper bounds on |slope|. The slope of GELU is Φ(z) + zφ(z); its derivative (2 − z²)φ(z) vanishes at ±√2."""
 
 
 class Deletion:
-    """The bound on |S − S'| where S' is S with some attentions deleted, or with all heads side by side."""
+    """The bound on |S − S'| where S' is S with the attention of some layers deleted, or with all heads in parallel."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Deletion:
         self.V_sum_size = [absolute(sum(values[1:], values[0])) for values in self.V]
 
     def bound(self) -> Vector:
-        """At least |S − S'| per coordinate."""
+        """Bound |S − S'| per coordinate."""
         if side_by_side(self.network, self.surrogate):
             return self._side_by_side()
         return self._deleted(kept_layers(self.network, self.surrogate))
 
     def _deleted(self, kept: set[int]) -> Vector:
-        """δ through every layer: kept attention moves it, deleted attention adds its size, f passes it on."""
+        """Propagate δ ≥ |X_ℓ − X'_ℓ|: kept attention adds its difference, deleted attention its size; then f_ℓ."""
         network, start = self.network, [self.radius] * self.network.dim
         state, other, apart = start, start, zeros(network.dim)
         for k, layer in enumerate(network):
@@ -62,7 +62,7 @@ class Deletion:
         return apart
 
     def _side_by_side(self) -> Vector:
-        """S' = X + Σ attention_ℓh(X): every layer reads X, off from X_ℓ by what the layers before add."""
+        """Bound |S − S'| for S' = X + Σ attention_ℓh(X): layer ℓ reads X, and |X_ℓ − X| ≤ Σ_{k<ℓ} |attention_k|."""
         start, total = [self.radius] * self.network.dim, zeros(self.network.dim)
         state, apart = start, zeros(self.network.dim)
         for k in range(len(self.network)):
@@ -71,18 +71,18 @@ class Deletion:
         return total
 
     def _mixed(self, k: int, state: Vector) -> Vector:
-        """Σ_h s|V_h|."""
+        """Bound Σ_h s|V_h|."""
         return add(*(through(state, size) for size in self.V_size[k]))
 
     def size(self, k: int, state: Vector) -> Vector:
-        """|Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|ΣV| + Σ_h 2 tanh(θ_h/4)s|V_h|)."""
+        """Bound |Σ_h P_h X V_h| ≤ min(Σ_h s|V_h|, s|ΣV| + Σ_h 2 tanh(θ_h/4)s|V_h|)."""
         uneven = self._uneven(k, state)
         pairs = zip(uneven, self.V_size[k], strict=True)
         together = add(through(state, self.V_sum_size[k]), *(through(times(t, state), size) for t, size in pairs))
         return smaller_of(self._mixed(k, state), together)
 
     def apart(self, k: int, state: Vector, other: Vector, apart: Vector) -> Vector:
-        """|Σ_h (P_h X − P'_h X')V_h| with δ = |X − X'|: each head alone, or P(X − X') about the average they share."""
+        """Bound |Σ_h (P_h X − P'_h X')V_h| for |X − X'| ≤ δ: head by head, or with P near the average M."""
         by_query = sign_norms(self.record, f"{k}.query", apart, self.W[k], state)
         by_key = sign_norms(self.record, f"{k}.key", other, self.W[k], apart)
         turned = [times(_twice_tanh(2 * (q + w)), other) for q, w in zip(by_query, by_key, strict=True)]
@@ -93,7 +93,7 @@ class Deletion:
         return smaller_of(add(*alone), add(through(apart, self.V_sum_size[k]), *each))
 
     def _uneven(self, k: int, state: Vector) -> list[arb]:
-        """2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
+        """Bound 2 tanh(θ_h/4) with θ_h = 2‖diag(s) W_h diag(s)‖."""
         return [_twice_tanh(2 * norm) for norm in sign_norms(self.record, f"{k}.theta", state, self.W[k], state)]
 
 
@@ -106,7 +106,7 @@ def _size(weight: Tensor) -> arb_mat:
 
 
 def map_size(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector:
-    """|f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out|, and t with a skip around the MLP."""
+    """Bound |f(y)| ≤ (t|W_in| + |b_in|)|W_out| + |b_out| for |y| ≤ t; plus t with an MLP skip."""
     if layer.mlp is None:
         return t
     hidden = add(through(t, _size(layer.mlp.w_in)), exact(layer.mlp.b_in.abs().tolist()))
@@ -115,7 +115,7 @@ def map_size(network: SelfAttentionNetwork, layer: Layer, t: Vector) -> Vector:
 
 
 def through_map(network: SelfAttentionNetwork, layer: Layer, apart: Vector) -> Vector:
-    """|f(y) − f(y')| ≤ slope·δ|W_in||W_out|, and δ with a skip around the MLP."""
+    """Bound |f(y) − f(y')| ≤ λ·δ|W_in||W_out|; plus δ with an MLP skip."""
     if layer.mlp is None:
         return apart
     hidden = times(arb(STEEPEST[network.activation]).upper(), through(apart, _size(layer.mlp.w_in)))
@@ -124,7 +124,7 @@ def through_map(network: SelfAttentionNetwork, layer: Layer, apart: Vector) -> V
 
 
 def side_by_side(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
-    """Whether S' is one layer that holds every head of S once and nothing else, both with skips and without MLPs."""
+    """Whether S' is one layer with every head of S once and no other head, both with skips and without MLPs."""
     if len(network) == 1 or len(surrogate) > 1 or not (network.skip and surrogate.skip):
         return False
     if network.causal != surrogate.causal or network.scale != surrogate.scale or _has_mlp(network, surrogate):
@@ -140,18 +140,20 @@ def side_by_side(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork)
 
 
 def kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int]:
-    """The layers of S whose attention stands in S'; all else must be as in S but for values that are zero.
+    """Return the layers of S whose attention is unchanged in S'; raise unless all other values are zero.
 
-    A surrogate of one layer for a deeper network without MLPs stands for its last layer, or for none.
+    A one-layer surrogate of a deeper network without MLPs is compared with its last layer.
     """
     switches = ("skip", "causal", "norm", *(("activation", "mlp_skip") if _has_mlp(network, surrogate) else ()))
     if any(getattr(network, name) != getattr(surrogate, name) for name in switches) or network.norm != "none":
-        raise VerificationError("the networks differ in more than deleted attention")
+        raise VerificationError("the networks differ in more than deleted attention layers")
     first = 0
     if len(surrogate) == 1 and len(network) > 1 and network.skip and not _has_mlp(network, surrogate):
         first = len(network) - 1
     elif len(network) != len(surrogate):
-        raise VerificationError(f"{len(surrogate)} layers cannot be {len(network)} with some attention deleted")
+        raise VerificationError(
+            f"the surrogate has {len(surrogate)} layers and the network {len(network)}; they must be equal"
+        )
     kept = set()
     for k in range(first, len(network)):
         mine, theirs = network[k], surrogate[k - first]

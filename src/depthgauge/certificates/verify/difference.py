@@ -1,4 +1,4 @@
-"""Two networks on the box in balls (docs/math.md §3.6)."""
+"""The difference of two networks on the box in arb interval arithmetic (docs/math.md §3.6)."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ Head = tuple[int, int]
 
 
 class BoxDifference:
-    """Upper bounds on |S − S'| over the box, per output coordinate; X stands for S and Y for S'."""
+    """Upper bounds on |S − S'| over the box, per output coordinate; X refers to S and Y to S'."""
 
     def __init__(self, X: BoxLayers, Y: BoxLayers, matches: Sequence[LayerMatch], record: dict[str, SignBound]) -> None:
         self.X, self.Y, self.record = X, Y, record
@@ -38,7 +38,7 @@ class BoxDifference:
         self.taken = set(self.partner.values())
 
     def _match(self, match: LayerMatch) -> None:
-        """g = min(2 tanh(δθ/4)·spread_X + 2 tanh(θ_Y/4)·dOwn, G_X + G_Y) for the heads of one match."""
+        """Compute g = min(2 tanh(δθ/4)·spread_X + 2 tanh(θ_Y/4)·dOwn, G_X + G_Y) for the heads of one match."""
         X, Y = self.X.layers[match.k], self.Y.layers[match.other]
         d_own, d_err = self._apart(match.k, match.other)
         W = [self.X.X.W[match.k][h] for h in match.heads]
@@ -51,14 +51,14 @@ class BoxDifference:
             self.g[match.k, h] = smaller_of(together, add(X.gap[h], Y.gap[other]))
 
     def _apart(self, k: int, other: int) -> tuple[Vector, Vector]:
-        """dOwn and dErr of X_k and Y_k': heads matched before both by g, all others before them by G."""
+        """Bound X_k − Y_k' by dOwn and dErr; a head matched before both contributes g, any other head before them G."""
         drift = times(self.X.radius, column_sums(self.X.X.drift(0, k) - self.Y.X.drift(0, other)))
         own, whole = self._heads_apart(k, other)
         own = smaller_of(own, add(self.X.layers[k].own, self.Y.layers[other].own))
         return own, add(drift, smaller_of(whole, add(self.X.layers[k].err, self.Y.layers[other].err)))
 
     def _heads_apart(self, k: int, other: int) -> tuple[Vector, Vector]:
-        """What heads before X_k and Y_k' can differ by in a token's own part, and in own and common part together."""
+        """Bound the difference of the heads before X_k and Y_k': its token-dependent part, and the whole."""
         together = {h: p for h, p in self.partner.items() if h[0] < k and p[0] < other}
         theirs = set(together.values())
         own, common = [zeros(self.d)], [zeros(self.d)]
@@ -75,7 +75,7 @@ class BoxDifference:
         return add(*own), add(*own, *common)
 
     def _common_apart(self, head: Head, partner: Head, end: int, end_other: int) -> Vector:
-        """min(g|V Z| + G_Y|V(Z − Z')|, G_X|V Z| + G_Y|V Z'|): the common parts of a matched head at X_end, Y_end'."""
+        """Bound the common parts of a matched head by min(g|V Z| + G_Y|V(Z − Z')|, G_X|V Z| + G_Y|V Z'|)."""
         (k, h), (j, i) = head, partner
         mine, theirs = self.X.X.carried(k, end)[h], self.Y.X.carried(j, end_other)[i]
         G_X, G_Y = self.X.layers[k].gap[h], self.Y.layers[j].gap[i]
@@ -84,12 +84,12 @@ class BoxDifference:
         return smaller_of(together, add(through(G_X, mine_size), through(G_Y, theirs_size)))
 
     def plain(self) -> Vector:
-        """Every head by its own worst input, and never more than both states."""
+        """Bound |S − S'| by the sum of the bounds of all heads, and by state_L + state'_L'."""
         _, heads = self._heads_apart(self.L, self.L_other)
         return smaller_of(add(self.linear, heads), add(self.X.layers[-1].state, self.Y.layers[-1].state))
 
     def joint(self) -> tuple[Lead, Vector]:
-        """The leading term and all that is beyond it."""
+        """Return the leading term and the bound on everything beyond it."""
         if self.L_other == 1:
             return self._joint_with_one_layer()
         X = self.X.X
@@ -105,7 +105,7 @@ class BoxDifference:
         return self._lead_of(free, free, []), add(*beyond, self._rest(free))
 
     def _joint_with_one_layer(self) -> tuple[Lead, Vector]:
-        """S' reads X itself: its leading term is subtracted in T, and what is left of it is 2ρθ'²φ1|V'|."""
+        """Do the same for S' of one layer: its leading term is subtracted in T, and its rest is at most 2ρθ'²φ1|V'|."""
         X, Y = self.X.X, self.Y.X
         everyone = {k: list(X.heads(k)) for k in range(self.L)}
         free = {k: [h for h in everyone[k] if (k, h) not in self.partner] for k in range(self.L)}
@@ -117,7 +117,7 @@ class BoxDifference:
         return lead, add(self.linear, *beyond, self._rest(everyone))
 
     def _lead_of(self, free: dict[int, list[int]], drifting: dict[int, list[int]], subtracted: Terms) -> Lead:
-        """The tensor T of the free heads and Tᵐ of the drifting ones."""
+        """Return the leading term with T of the heads `free` and Tᵐ of the heads `drifting`."""
         X, layers = self.X.X, range(self.L)
         T = [term for k in layers for term in X.plain_terms(k, free[k])] + subtracted
         Tm = [term for k in layers for term in X.drift_terms(k, drifting[k])]
@@ -125,7 +125,7 @@ class BoxDifference:
         return Lead(T, Tm, self.d, self.X.radius, "box")
 
     def _rest(self, heads: dict[int, list[int]]) -> Vector:
-        """Σ rest(|V| + |V Z|) over some heads of S."""
+        """Bound Σ rest(|V| + |V Z|) over the given heads of S."""
         parts = [zeros(self.d)]
         for k, chosen in heads.items():
             for h in chosen:
@@ -134,9 +134,9 @@ class BoxDifference:
 
 
 def _added(layers: BoxLayers, k: int, h: int, g: Vector, end: int) -> tuple[Vector, Vector]:
-    """g|V| and g|V Z_{k+1:ℓ}|: what a head with |(P − U)X| ≤ g adds to state ℓ, as a token's own and in common.
+    """Bound the contribution of a head with |(P − U)X| ≤ g to state ℓ: g|V| per token and g|V Z_{k+1:ℓ}| in common.
 
-    Without skips only the layer just before is a token's own, and only the others have gone through a mean.
+    Without skips the first is present for k = ℓ − 1 only, the second for k < ℓ − 1 only, with N in place of Z (§3.1).
     """
     X = layers.X
     nothing = zeros(X.dim)

@@ -1,4 +1,4 @@
-"""The matrices of the exact expansion in balls, and which heads of two networks are the same (docs/math.md §3.1)."""
+"""The matrices of the exact expansion in arb interval arithmetic (docs/math.md §3.1), and equality of heads."""
 
 from collections.abc import Iterable
 
@@ -15,11 +15,11 @@ from depthgauge.surrogates.matching import LayerMatch
 
 
 class Expansion:
-    """W_kh = β Q Kᵀ, V_kh, and what follows from them, for a network that is not causal and has no MLP or LayerNorm."""
+    """W_kh = β Q Kᵀ, V_kh and the matrices built from them, for a network without causal mask, MLP and LayerNorm."""
 
     def __init__(self, network: SelfAttentionNetwork) -> None:
         if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
-            raise VerificationError("the network is causal or has an MLP or LayerNorm, so it does not expand")
+            raise VerificationError("the network is causal or has an MLP or LayerNorm; the expansion does not cover it")
         self.skip, self.depth, self.dim = network.skip, len(network), network.dim
         self.W = [scores(network, layer) for layer in network]
         self.V = [[to_arb(value) for value in layer.value] for layer in network]
@@ -29,11 +29,11 @@ class Expansion:
         self._carried_size: dict[tuple[int, int], list[arb_mat]] = {}
 
     def heads(self, k: int) -> range:
-        """The heads of layer k."""
+        """Return the indices of the heads of layer k."""
         return range(len(self.V[k]))
 
     def drift(self, k: int, end: int) -> arb_mat:
-        """Z_{k:ℓ} = A_k ⋯ A_{ℓ−1} − I with A = I + ΣV; without skips V_k ⋯ V_{ℓ−1}."""
+        """Return Z_{k:ℓ} = A_k ⋯ A_{ℓ−1} − I with A = I + ΣV; without skips V_k ⋯ V_{ℓ−1}."""
         if (k, end) not in self._drift:
             eye, product = identity(self.dim), identity(self.dim)
             for layer in self.V[k:end]:
@@ -43,45 +43,45 @@ class Expansion:
         return self._drift[k, end]
 
     def carried(self, k: int, end: int) -> list[arb_mat]:
-        """V_kh Z_{k+1:ℓ} of every head of layer k."""
+        """Return V_kh Z_{k+1:ℓ} for every head h of layer k."""
         if (k, end) not in self._carried:
             self._carried[k, end] = [V * self.drift(k + 1, end) for V in self.V[k]]
         return self._carried[k, end]
 
     def carried_size(self, k: int, end: int) -> list[arb_mat]:
-        """|V_kh Z_{k+1:ℓ}|."""
+        """Return |V_kh Z_{k+1:ℓ}| for every head h of layer k."""
         if (k, end) not in self._carried_size:
             self._carried_size[k, end] = [absolute(M) for M in self.carried(k, end)]
         return self._carried_size[k, end]
 
     def plain_terms(self, k: int, heads: Iterable[int]) -> Terms:
-        """The terms W ⊗ V of T for some heads of layer k."""
+        """Return the terms W ⊗ V of T for the given heads of layer k."""
         return [(self.W[k][h], self.V[k][h]) for h in heads]
 
     def drift_terms(self, k: int, heads: Iterable[int]) -> Terms:
-        """The terms Z_{0:k}W ⊗ V of Tᵐ."""
+        """Return the terms Z_{0:k}W ⊗ V of Tᵐ for the given heads of layer k."""
         return [(self.drift(0, k) * self.W[k][h], self.V[k][h]) for h in heads]
 
     def output_terms(self, k: int, end: int, heads: Iterable[int]) -> Terms:
-        """The terms N_{0:k}W ⊗ V Z_{k+1:ℓ} of Tᵐ."""
+        """Return the terms N_{0:k}W ⊗ V Z_{k+1:ℓ} of Tᵐ for the given heads of layer k."""
         N = identity(self.dim) + self.drift(0, k)
         return [(N * self.W[k][h], self.carried(k, end)[h]) for h in heads]
 
 
 def scores(network: SelfAttentionNetwork, layer: Layer) -> list[arb_mat]:
-    """β Q_h K_hᵀ of every head."""
+    """Return β Q_h K_hᵀ for every head h."""
     beta = arb(network.scale)
     pairs = zip(layer.query, layer.key, strict=True)
     return [to_arb(query) * to_arb(key).transpose() * beta for query, key in pairs]
 
 
 def negated(terms: Terms) -> Terms:
-    """The terms of minus the tensor."""
+    """Return the terms of the negated tensor."""
     return [(-left, right) for left, right in terms]
 
 
 def same_head(mine: Layer, h: int, theirs: Layer, g: int) -> bool:
-    """Whether two heads have the same W and V: equal values, and Q, K equal in the columns that count."""
+    """Whether two heads have equal W and V: equal values, and Q, K equal in the columns that contribute to Q Kᵀ."""
     return (
         torch.equal(mine.value[h], theirs.value[g])
         and torch.equal(*_common_width(mine.query[h] * _counts(mine, h), theirs.query[g] * _counts(theirs, g)))
@@ -90,20 +90,20 @@ def same_head(mine: Layer, h: int, theirs: Layer, g: int) -> bool:
 
 
 def _counts(layer: Layer, h: int) -> Tensor:
-    """1 for the columns of Q and K that contribute to Q Kᵀ: both are nonzero there."""
+    """Return 1 for the columns in which both Q and K are nonzero, else 0; only those contribute to Q Kᵀ."""
     both = (layer.query[h] != 0).any(dim=0) & (layer.key[h] != 0).any(dim=0)
     return both.to(layer.query.dtype)
 
 
 def _common_width(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without their zero columns."""
+    """Return both matrices without their zero columns."""
     return a[:, (a != 0).any(dim=0)], b[:, (b != 0).any(dim=0)]
 
 
 def check_matches(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, matches: list[LayerMatch]) -> None:
-    """Refuse matches that name a head twice, or two heads that differ."""
+    """Raise if a head is matched twice or two matched heads differ."""
     if matches and network.scale != surrogate.scale:
-        raise VerificationError("heads were matched though the networks scale their scores differently")
+        raise VerificationError("heads were matched although the networks have different score scales")
     mine = [(m.k, h) for m in matches for h in m.heads]
     theirs = [(m.other, g) for m in matches for g in m.others]
     if len(set(mine)) < len(mine) or len(set(theirs)) < len(theirs):
@@ -115,5 +115,5 @@ def check_matches(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork
 
 
 def zeros(d: int) -> Vector:
-    """The zero vector."""
+    """Return the zero vector."""
     return [arb(0)] * d

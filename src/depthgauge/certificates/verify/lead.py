@@ -1,4 +1,7 @@
-"""The leading term in balls (docs/math.md §3.3 and §3.5): B_a from the factors of its tensors and recorded scalings."""
+"""The leading term in arb interval arithmetic (docs/math.md §3.3 and §3.5).
+
+B_a is computed from the factors of the tensors T and Tᵐ and from recorded scalings.
+"""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -14,14 +17,14 @@ Terms = list[tuple[arb_mat, arb_mat]]
 
 
 class Factored:
-    """T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e), kept as its factors."""
+    """The tensor T_a[b; c, e] = Σ_r left_r[b, c] · right_r[e, a], symmetrised in (c, e) and stored as its factors."""
 
     def __init__(self, terms: Terms, d: int) -> None:
         self.terms, self.d = terms, d
 
     @cached_property
     def _left(self) -> arb_mat:
-        """left_r[b, c] with rows (b, c) and columns r."""
+        """The matrix left_r[b, c] with rows (b, c) and columns r."""
         return arb_mat([list(row) for row in zip(*(left.entries() for left, _ in self.terms), strict=True)])
 
     @cached_property
@@ -29,7 +32,7 @@ class Factored:
         return [right.tolist() for _, right in self.terms]
 
     def at(self, a: int) -> list[list[arb]]:
-        """T_a before it is symmetrised, one row per (b, c) and one column per e; no rows where there are no terms."""
+        """Return T_a before symmetrisation, one row per (b, c) and one column per e; no rows if there are no terms."""
         if not self.terms:
             return []
         product = self._left * arb_mat([[row[a] for row in right] for right in self._right])
@@ -37,9 +40,9 @@ class Factored:
         return table
 
     def scaled(self, a: int, left: Sequence[arb], right: Sequence[arb]) -> arb_mat:
-        """D_left T_a (D_right ⊗ D_right) in the orthonormal basis of symmetric matrices: d × d(d+1)/2.
+        """Return D_left T_a (D_right ⊗ D_right) as a d × d(d+1)/2 matrix in an orthonormal basis of symmetric matrices.
 
-        The basis is E_cc and (E_ce + E_ec)/√2, c < e, so that lengths are Frobenius norms.
+        The basis is E_cc and (E_ce + E_ec)/√2 for c < e; Euclidean norms are then Frobenius norms.
         """
         table, d = self.at(a), self.d
         root = arb(2).sqrt()
@@ -53,7 +56,7 @@ class Factored:
         return arb_mat(rows)
 
     def entry_sum(self, a: int) -> arb:
-        """Σ_bce |T_a[b; c, e]|."""
+        """Bound Σ_bce |T_a[b; c, e]|."""
         table, d = self.at(a), self.d
         total = arb(0)
         for start in range(0, len(table), d):
@@ -75,7 +78,8 @@ class Lead:
         return not self.T.terms and not self.Tm.terms
 
     def bounds(self, step: str, a: int, kept: LeadBound | None, sharper: Multipliers | None = None) -> Iterator[arb]:
-        """B_a by the scalings kept, by the entries on the box, and by sums of squares where multipliers are given."""
+        """Yield bounds B_a: with the recorded scalings, by sums of squares if multipliers are given, and on the box by
+        φ³(Σ|T_a| + Σ|Tᵐ_a|)."""
         if self.empty:
             yield arb(0)
             return
@@ -88,14 +92,14 @@ class Lead:
             yield ((self.T.entry_sum(a) + self.Tm.entry_sum(a)) * self.radius**3).upper()
 
     def _by_squares(self, step: str, a: int, kept: Multipliers) -> arb:
-        """√λ in place of σ, λ the largest eigenvalue of the quadratic form of §3.5."""
+        """Compute B_a with √λ in place of σ, where λ is the largest eigenvalue of the quadratic form of §3.5."""
         row_scale = self._sized(step, kept.row_scale.tolist())
         column_scale = self._sized(step, kept.column_scale.tolist())
         form = quadratic_form(self.T.scaled(a, row_scale, column_scale), self.d, arb(kept.alpha), arb(kept.nu))
         return self._assemble(a, largest_eigenvalue(form).sqrt().upper(), row_scale, column_scale)
 
     def _assemble(self, a: int, sigma: arb, row_scale: list[arb], column_scale: list[arb]) -> arb:
-        """max_μ (p + qμ)(φ² − μ²)·Σw with p = σφ√Σu and q = σ_m√Σw; on the ball without the masses."""
+        """Bound max_μ (p + qμ)(φ² − μ²)·Σw with p = σφ√Σu, q = σ_m√Σw; on the ball max_μ (σr + σ_mμ)(r² − μ²)."""
         sigma_m = spectral_norm(self.Tm.scaled(a, column_scale, column_scale))
         if self.kind == "ball":
             return cubic_maximum((sigma * self.radius).upper(), sigma_m, self.radius)
@@ -107,26 +111,29 @@ class Lead:
         if self.kind == "ball":
             return [arb(1)] * self.d, [arb(1)] * self.d
         if kept is None or a >= len(kept.row_scale) or a >= len(kept.column_scale):
-            raise VerificationError(f"{step}: no scalings were kept for coordinate {a}")
+            raise VerificationError(f"{step}: no scalings were recorded for coordinate {a}")
         return self._sized(step, kept.row_scale[a].tolist()), self._sized(step, kept.column_scale[a].tolist())
 
     def _sized(self, step: str, values: list[float]) -> list[arb]:
         numbers = scalings(step, values, self.d)
-        # On the ball lengths are bounded as they are, and a scaling other than 1 would prove nothing.
+        # On the ball ‖x‖₂ ≤ r holds without scalings; with others the inequality of §3.8 would not follow.
         return [arb(1)] * self.d if self.kind == "ball" else numbers
 
 
 def cubic_maximum(p: arb, q: arb, radius: arb) -> arb:
-    """At least (p + qμ)(φ² − μ²) at its maximiser μ = φ²q/(p + √(p² + 3q²φ²)) in [0, φ], which the ball of μ holds."""
+    """Bound max f(μ) = (p + qμ)(φ² − μ²) over [0, φ], by evaluating f on an interval that contains the maximiser.
+
+    The maximiser is μ = φ²q/(p + √(p² + 3q²φ²)); arb evaluates it as an interval.
+    """
     bottom = p + (p * p + 3 * q * q * radius * radius).sqrt()
     mu = radius * radius * q / bottom if bottom > 0 else arb(0)
     return ((p + q * mu) * (radius * radius - mu * mu)).upper()
 
 
 def quadratic_form(S: arb_mat, d: int, alpha: arb, nu: arb) -> arb_mat:
-    """Y ↦ α Σ_b ⟨T_b, Y⟩² + (1 − α) Σ_b tr(T_b Y T_b Y) − ν((tr Y)² − ‖Y‖²), in the basis S is written in.
+    """Return the form Y ↦ α Σ_b ⟨T_b, Y⟩² + (1 − α) Σ_b tr(T_b Y T_b Y) − ν((tr Y)² − ‖Y‖²) in the basis of S.
 
-    Row b of S holds T_b. With K[(j,i), (k,m)] = Σ_b T_b[j,i] T_b[k,m], tr(T Y T Y) = Σ Y_jk Y_im K[(j,i), (k,m)].
+    Row b of S contains T_b. With K[(j,i), (k,m)] = Σ_b T_b[j,i] T_b[k,m], tr(T Y T Y) = Σ Y_jk Y_im K[(j,i), (k,m)].
     """
     pairs = [(c, e) for c in range(d) for e in range(c, d)]
     root = arb(2).sqrt()

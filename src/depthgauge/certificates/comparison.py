@@ -1,0 +1,85 @@
+"""Two networks and the set of inputs on which they are compared."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge._format import number
+from depthgauge.network.network import SelfAttentionNetwork
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """A set of inputs X: the box |X_ic| ≤ radius, or the ball ‖x_i‖₂ ≤ radius for every token x_i.
+
+    Attributes:
+        kind: "box" or "ball".
+        radius: φ, the largest |entry|, or r, the largest Euclidean length of a token.
+    """
+
+    kind: str
+    radius: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} of radius {number(self.radius)}"
+
+    def project(self, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """Return the nearest input of the set; the result is inside the set in exact arithmetic.
+
+        Ball: let e be the machine epsilon and m = (d + 8)e. The computed length differs from ‖x_i‖₂ by a relative
+        error of at most m/2, and so does the rescaled token from its exact value. A token is kept when its computed
+        length is at most r(1 − m), so ‖x_i‖₂ ≤ r(1 − m)(1 + m) < r. Any other is rescaled to length r(1 − 2m) up to
+        these errors, hence to at most r(1 − 2m)(1 + m)² < r.
+        """
+        if self.kind == "box":
+            return x.clamp(-self.radius, self.radius)
+        # Dividing by the largest |entry| first keeps the squares from underflowing.
+        largest = x.abs().amax(dim=-1, keepdim=True)
+        unit = x / torch.where(largest > 0, largest, 1.0)
+        length = unit.square().sum(dim=-1, keepdim=True).sqrt()
+        margin = (x.shape[-1] + 8) * torch.finfo(x.dtype).eps
+        inside = length * largest <= self.radius * (1 - margin)
+        return torch.where(inside, x, unit * (self.radius * (1 - 2 * margin) / length))
+
+    def steepest(self, gradient: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the direction of steepest ascent: sign vectors for a box, unit vectors for a ball."""
+        if self.kind == "box":
+            return gradient.sign()
+        return F.normalize(gradient, dim=-1, eps=1e-300)
+
+    def extreme(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return the token t of the set that maximises ⟨t, direction⟩: a corner of the box or a point of the sphere."""
+        if self.kind == "box":
+            # float64 directions give corners with entries exactly ±φ; rounding φ to float32 could leave the box.
+            corner = torch.full_like(direction, self.radius)
+            return torch.where(direction >= 0, corner, -corner)
+        return self.project(2 * self.radius * F.normalize(direction, dim=-1, eps=1e-300))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison:
+    """The quantity sup ‖S(X) − S'(X)‖max over a set of inputs.
+
+    Attributes:
+        network: S.
+        surrogate: S', of the same width d.
+        inputs: the set that X ranges over.
+        tokens: the number of rows of X, or None for any number.
+    """
+
+    network: SelfAttentionNetwork
+    surrogate: SelfAttentionNetwork
+    inputs: InputSet
+    tokens: int | None = None
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.network.name!r}, {self.surrogate.name!r}, {self.inputs})"
+
+    @property
+    def expands(self) -> bool:
+        """Whether both networks have the exact expansion of docs/math.md §3.1: not causal and no MLP."""
+        networks = (self.network, self.surrogate)
+        return not self.network.causal and not any(layer.mlp is not None for net in networks for layer in net)
