@@ -1,11 +1,11 @@
-"""Claim: at equal time our error is below random features' and plain Taylor's everywhere inside the regime.
+"""Claim: at equal time, `attention` has a smaller error than random features and Taylor polynomials in its regime.
 
-Two peers, written here: positive random features as in Performers (orthogonal Gaussian directions,
-exp(w·x − |x|²/2)), and the Taylor polynomial of exp at zero with all d^g products. Each peer is given as many features
-as fit into the time ours takes, the same blocked sums and the same centring of keys. Errors are the largest entry's,
-as a share of its values' range, against exact attention in float64, and the larger of two kinds of input: scattered
-(normal vectors, whose scores are far below B) and aligned (one direction, scores that fill [−B, B], values that follow
-them). Below FLOOR all are float32's own noise, and equal. Our bound must never be exceeded.
+The two peers are implemented here: positive random features as in Performers (orthogonal Gaussian directions,
+exp(w·x − |x|²/2)), and the Taylor polynomial of exp at zero with all d^g products. Each peer has as many features as
+fit into the time of `attention`, the same blocked sums and the same centring of keys. The error is that of the worst
+entry, as a fraction of the range of its values, against exact attention in float64. It is the larger error of two kinds
+of input: scattered (normal vectors, whose scores are far below B) and aligned (one direction, scores that fill [−B, B],
+values that depend on them). Errors below FLOOR are rounding of float32 and count as equal. Our bound must hold.
 """
 
 import argparse
@@ -28,12 +28,12 @@ from depthgauge.fast_attention.attention import attention, attention_plan
 CHUNK = 512
 WIDTH = 16
 FLOOR = 2.0**-22
-"""Four roundings of float32, as a share of range(v): nothing below is anyone's merit."""
+"""Four units of float32, as a fraction of range(v). Smaller errors are rounding."""
 BOUNDS = (0.01, 0.05, 0.1, 0.3, 0.6, 1.0)
 
 
 def draw(n: int, bound: float, seed: int, is_aligned: bool) -> list[Tensor]:
-    """q, k, v with scores proved to stay within ±bound: scattered or aligned."""
+    """Draw scattered or aligned q, k, v whose proved score bound is just below `bound`."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (torch.randn(n, WIDTH, generator=generator) for _ in range(3))
     if is_aligned:
@@ -47,7 +47,7 @@ def draw(n: int, bound: float, seed: int, is_aligned: bool) -> list[Tensor]:
 
 
 def linear_attention(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """φ(q)·Σ φ(k)[v, 1]ᵀ, blocked, numerator over denominator."""
+    """Return φ(q)·Σ φ(k)[v, 1]ᵀ in blocks, numerator divided by denominator."""
     ones = torch.cat([v, v.new_ones(len(v), 1)], dim=1)
     state = sum(phi(k[i : i + CHUNK]).T @ ones[i : i + CHUNK] for i in range(0, len(k), CHUNK))
     assert isinstance(state, Tensor)
@@ -56,7 +56,7 @@ def linear_attention(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: T
 
 
 def random_features(features: int, seed: int) -> Callable[[Tensor], Tensor]:
-    """φ(x) = exp(ω·x − |x|²/2)/√m with blocks of orthogonal Gaussian directions ω."""
+    """Return φ(x) = exp(ω·x − |x|²/2)/√m with blocks of orthogonal Gaussian directions ω."""
     generator = torch.Generator().manual_seed(seed)
     blocks = []
     for _ in range(math.ceil(features / WIDTH)):
@@ -71,7 +71,7 @@ def random_features(features: int, seed: int) -> Callable[[Tensor], Tensor]:
 
 
 def taylor_features(degree: int) -> Callable[[Tensor], Tensor]:
-    """φ(x)·φ(y) = Σ_{g ≤ degree} (x·y)^g / g!, with all d^g products."""
+    """Return φ with φ(x)·φ(y) = Σ_{g ≤ degree} (x·y)^g / g!, with all d^g products."""
 
     def phi(x: Tensor) -> Tensor:
         blocks, block = [x.new_ones(len(x), 1)], x.new_ones(len(x), 1)
@@ -84,7 +84,7 @@ def taylor_features(degree: int) -> Callable[[Tensor], Tensor]:
 
 
 def seconds(run: Callable[[], object], repetitions: int = 3) -> float:
-    """The median of repeated runs after one to warm up."""
+    """Return the median time of repeated runs after one warm-up run."""
     run()
     times = []
     for _ in range(repetitions):
@@ -97,7 +97,7 @@ def seconds(run: Callable[[], object], repetitions: int = 3) -> float:
 def compare(
     n: int, bound: float, tolerance: float, seed: int, random_times: dict[int, float], taylor_times: dict[int, float]
 ) -> dict[str, Any] | None:
-    """One row of the table: everybody's larger error of the two kinds of input; None outside the regime."""
+    """Return one row of the table, the larger errors of the two kinds of input, or None outside the regime."""
     root = WIDTH**-0.25
     row: dict[str, Any] = {"B": bound, "tolerance": tolerance, "kept": True}
     for is_aligned in (False, True):
@@ -129,7 +129,7 @@ def compare(
 
 
 def main() -> int:
-    """Measure, print, save; exit 1 when the claim is not met."""
+    """Measure, print and save. Return 1 if the claim is not met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--tolerance", type=float, nargs="*", default=[1e-2, 1e-3, 1e-4])
@@ -139,9 +139,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     n = options.tokens
-    print(f"n = {n}, width {WIDTH}, float32, {options.threads} thread(s); errors as shares of range(v)")
+    print(f"n = {n}, width {WIDTH}, float32, {options.threads} thread(s); errors as fractions of range(v)")
     print(f"{'B':>6} {'tolerance':>9} {'degree':>6} {'ms':>7} {'ours':>9} {'bound':>9} {'random':>9} {'Taylor':>9}")
-    # What the peers take per call, measured once for every size.
+    # The time of the peers per call, measured once for every size.
     q, k, v = draw(n, 0.3, 0, False)
     sizes = [16, 32, 64, 128, 256, 512, 1024, 2048]
     random_times = {m: seconds(lambda: linear_attention(random_features(m, 0), q, k, v)) for m in sizes}  # noqa: B023
@@ -152,7 +152,7 @@ def main() -> int:
             for seed in range(options.draws):
                 row = compare(n, bound, tolerance, seed, random_times, taylor_times)
                 if row is None:
-                    continue  # outside the regime ours is exact, and so is its error
+                    continue  # outside the regime, attention is exact
                 is_kept &= row["kept"]
                 is_below &= row["ours"] <= max(FLOOR, min(row["random"], row["taylor"]))
                 rows.append(row)
@@ -161,8 +161,8 @@ def main() -> int:
                     f"{row['bound']:9.1e} {row['random']:9.1e} {row['taylor']:9.1e}   "
                     f"({row['random_features']} random features, Taylor degree {row['taylor_degree']})"
                 )
-    print(f"ours below both peers in all {len(rows)} cases: {'met' if is_below else 'NOT MET'}")
-    print(f"our bound never exceeded: {'met' if is_kept else 'NOT MET'}")
+    print(f"smaller error than both peers in all {len(rows)} cases: {'met' if is_below else 'NOT MET'}")
+    print(f"the bound holds: {'met' if is_kept else 'NOT MET'}")
     options.out.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "met": {"below both": is_below, "bound kept": is_kept}, "rows": rows, "random_seconds": random_times,

@@ -14,8 +14,13 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# This must run before the package is imported. It enforces all annotations of the package, including tensor shapes.
-# As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
+# These modules are imported before the hook is installed. Triton compiles the source of the kernels, and the wrappers
+# that the hook adds would hide it.
+import depthgauge.fast_attention.triton.gradient_kernels
+import depthgauge.fast_attention.triton.kernels  # noqa: F401
+
+# This must run before the rest of the package is imported. It enforces all annotations of the package, including tensor
+# shapes. As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
 _checker = ModuleType("enforced_annotations")
 _checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
 sys.modules[_checker.__name__] = _checker

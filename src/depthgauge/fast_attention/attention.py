@@ -71,7 +71,7 @@ def attention(
     True
     """
     if torch.compiler.is_compiling():
-        return _uncompiled.attention(
+        return _uncompiled.function()(
             q, k, v, attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
             enable_gqa=enable_gqa, force=force, return_bound=return_bound,
         )  # fmt: skip
@@ -111,8 +111,8 @@ class _Uncompiled:
     def __init__(self) -> None:
         self._function: Callable[..., Output] | None = None
 
-    @property
-    def attention(self) -> Callable[..., Output]:
+    def function(self) -> Callable[..., Output]:
+        """Return `attention` with compilation disabled."""
         if self._function is None:
             self._function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
         return self._function
