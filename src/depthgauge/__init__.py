@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from depthgauge.network.random_networks import random_network as random_network
     from depthgauge.report.write import write_report as write_report
     from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
-    from depthgauge.separation.comparison import separate as separate
+    from depthgauge.separation.probability import separate as separate
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
@@ -57,7 +57,7 @@ _MODULES = {
     "random_network": "depthgauge.network.random_networks",
     "register_attention": "depthgauge.checkpoints.registered_attention",
     "save_network": "depthgauge.network.files",
-    "separate": "depthgauge.separation.comparison",
+    "separate": "depthgauge.separation.probability",
     "sweep": "depthgauge.workflows.sweep",
     "sweep_status": "depthgauge.workflows.sweep",
     "write_report": "depthgauge.report.write",

@@ -21,7 +21,6 @@ from depthgauge.cli.main import main
 from depthgauge.cli.network_tables import profile_tables
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
-from depthgauge.workflows.network_records import layer_records, state_record
 
 ROOT = Path(__file__).parents[2]
 
@@ -196,8 +195,8 @@ def test_the_built_in_profiles_fit_eighty_columns() -> None:
             verdict="",
             network=msgspec.convert(network.describe(), NetworkDescription),
             radius=1.0,
-            input=state_record(profile),
-            layers=layer_records(profile),
+            input=profile.input_record(),
+            layers=profile.layer_records(),
             collapse=(),
             depth=(),
             printed=PrintedTheorem(printed_bound=None, printed_log10=None, printed_applies=False),

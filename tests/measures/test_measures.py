@@ -15,8 +15,8 @@ from torch import Tensor
 from depthgauge import SelfAttentionNetwork, measure, random_network
 from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.measures.heads import HeadMeasures, balance, entropy, measure_heads
-from depthgauge.measures.profile import number
 from depthgauge.measures.residuals import residual_size, residual_sizes
+from depthgauge.measures.summary import finite
 from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network import trace
 from depthgauge.network.layer import Layer
@@ -219,9 +219,9 @@ HEAD_KEYS = {
 def test_the_json_of_a_profile() -> None:
     network = random_network(2, 3, 4, 0.5, seed=6)
     profile = measure(network, inputs(2, 5, 4))
-    layers = profile.layers_to_json()
+    layers = [layer.to_json() for layer in profile.layer_records()]
     assert [layer["index"] for layer in layers] == [0, 1]
-    for state in [profile.input_to_json(), *layers]:
+    for state in [profile.input_record().to_json(), *layers]:
         assert set(state["residual"]) == {"midrange", "mean"}
         for norms in state["residual"].values():
             assert set(norms) == {"max", "frobenius", "composite"}
@@ -243,17 +243,19 @@ def test_the_json_of_a_profile() -> None:
 
 def test_values_that_are_not_finite_become_null() -> None:
     network = random_network(1, 1, 3, 0.5, seed=7)
-    alone = measure(network, inputs(1, 3)).layers_to_json()[0]["heads"][0]
+    alone = measure(network, inputs(1, 3)).layer_records()[0].heads[0].to_json()
     assert alone["contraction"] is None
     assert alone["contraction_bound"] == 0
-    causal = measure(random_network(1, 1, 3, 0.5, causal=True, seed=7), inputs(4, 3)).layers_to_json()[0]["heads"][0]
+    causal = (
+        measure(random_network(1, 1, 3, 0.5, causal=True, seed=7), inputs(4, 3)).layer_records()[0].heads[0].to_json()
+    )
     assert causal["contraction_bound"] is None
     assert causal["contraction"] > 0
-    zero = measure(network, torch.zeros(2, 3, dtype=torch.float64)).input_to_json()
+    zero = measure(network, torch.zeros(2, 3, dtype=torch.float64)).input_record().to_json()
     assert zero["residual"]["midrange"]["max"]["ratio"] is None
-    assert number(float("inf")) is None
-    assert number(float("nan")) is None
-    assert number(torch.tensor(2.5)) == 2.5
+    assert finite(float("inf")) is None
+    assert finite(float("nan")) is None
+    assert finite(torch.tensor(2.5)) == 2.5
 
 
 def test_profiles_and_their_parts_compare_and_pickle() -> None:
@@ -300,7 +302,7 @@ def test_the_data_frame_has_one_row_per_layer_and_head() -> None:
     assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in range(2) for head in range(3)]
     assert table["contraction_bound"].isna().all()
     for entry, layer, head in zip(table.to_dict("records"), (0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 2), strict=True):
-        expected = profile.layers_to_json()[layer]["heads"][head]
+        expected = profile.layer_records()[layer].heads[head].to_json()
         assert all(entry[name] == expected[name] for name in expected if name not in ("index", "contraction_bound"))
 
 

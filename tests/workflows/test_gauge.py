@@ -18,7 +18,6 @@ from depthgauge.results.gauge_record import SCHEMA
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets
 from depthgauge.workflows.gauge import gauge, load_result
-from depthgauge.workflows.network_records import layer_records, state_record
 from depthgauge.workflows.target import LARGE_ETA, SMALL_ETA, built_in_pair
 
 SMALL = {"samples": 2, "tokens": 5}
@@ -64,8 +63,8 @@ def test_the_result_is_the_measure_of_the_inputs_it_says(network: dg.SelfAttenti
     )
     x = uniform_inputs(3, 6, 4, radius=0.5, seed=7)
     expected = dg.measure(network, x)
-    assert result.subjects[0].layers == layer_records(expected)
-    assert result.subjects[0].input == state_record(expected)
+    assert result.subjects[0].layers == expected.layer_records()
+    assert result.subjects[0].input == expected.input_record()
 
 
 def test_the_settings_reproduce_the_result(network: dg.SelfAttentionNetwork) -> None:
@@ -145,9 +144,9 @@ def test_the_document_is_json_and_complete(network: dg.SelfAttentionNetwork, tmp
     assert {"kind", "name", "network", "input", "layers"} <= set(subject)
     assert subject["kind"] == "network"
     assert subject["network"] == network.describe()
-    result.save(tmp_path / "deep" / "result.json")
-    assert json.loads((tmp_path / "deep" / "result.json").read_text(encoding="utf-8")) == document
-    assert load_result(tmp_path / "deep" / "result.json") == result
+    result.save(tmp_path / "result.json")
+    assert json.loads((tmp_path / "result.json").read_text(encoding="utf-8")) == document
+    assert load_result(tmp_path / "result.json") == result
     with pytest.raises(OutputError, match="is a directory"):
         result.save(tmp_path)
 

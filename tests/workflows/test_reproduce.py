@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from depthgauge.errors import DepthgaugeError, InputError, OutputError
-from depthgauge.separation.comparison import separate_setting
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.panels import SHEETS
+from depthgauge.separation.probability import separate_setting
 from depthgauge.separation.settings import Regression, build_setting
 from depthgauge.sweeps import tasks
 from depthgauge.sweeps.cells import Cell

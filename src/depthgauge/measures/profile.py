@@ -1,6 +1,5 @@
 """The `Profile` of a network: all measurements on given inputs, layer by layer."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,11 @@ from depthgauge._frames import frame, html_table
 from depthgauge.errors import InputError
 from depthgauge.measures.heads import HeadMeasures, measure_heads
 from depthgauge.measures.residuals import Residuals, residual_sizes
+from depthgauge.measures.summary import finite, layer_record, state_record
 from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
-
-_LARGEST = {"score_range", "balance", "tv_max", "contraction", "contraction_bound"}
-"""Head measures that are summarised by the maximum over samples. The others are summarised by the mean."""
+from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,26 +56,17 @@ class Profile:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        return frame(
-            [
-                {"layer": index, "head": head, **values}
-                for index, (heads, weights) in enumerate(zip(self.heads, self.weights, strict=True))
-                for head, values in enumerate(_head_values(heads, weights))
-            ]
-        )
+        rows = [(layer.index, head) for layer in self.layer_records() for head in layer.heads]
+        return frame([{"layer": layer, "head": head.index, **_measures(head)} for layer, head in rows])
 
-    def input_to_json(self) -> dict[str, Any]:
-        """Return the residual of the input, as in the result JSON."""
-        return {"residual": _residual_json(self.residuals[0])}
+    def input_record(self) -> NetworkState:
+        """Return the residual of the input X_0 as a record of the result."""
+        return state_record(self.residuals[0])
 
-    def layers_to_json(self) -> list[dict[str, Any]]:
-        """Return one entry per layer, as in the result JSON. `residual` belongs to the output of the layer."""
-        return [
-            {"index": index, "residual": _residual_json(state), "heads": _heads_json(heads, weights)}
-            for index, (state, heads, weights) in enumerate(
-                zip(self.residuals[1:], self.heads, self.weights, strict=True)
-            )
-        ]
+    def layer_records(self) -> tuple[NetworkLayer, ...]:
+        """Return one record per layer; its residual belongs to the output of the layer."""
+        parts = zip(self.residuals[1:], self.heads, self.weights, strict=True)
+        return tuple(layer_record(index, *part) for index, part in enumerate(parts))
 
     def __repr__(self) -> str:
         return f"Profile({self._title()})"
@@ -90,10 +79,10 @@ class Profile:
                 {
                     "layer": index,
                     "heads": heads.entropy.shape[1],
-                    "residual ratio after": number(ratio),
-                    "largest score range": number(heads.score_range.amax()),
-                    "mean entropy": number(heads.entropy.mean()),
-                    "largest contraction": number(heads.contraction.amax()),
+                    "residual ratio after": finite(ratio),
+                    "largest score range": finite(heads.score_range.amax()),
+                    "mean entropy": finite(heads.entropy.mean()),
+                    "largest contraction": finite(heads.contraction.amax()),
                 }
             )
         return html_table(f"Profile: {self._title()}", rows)
@@ -146,41 +135,5 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
     return Profile(tuple(residuals), tuple(heads), tuple(weights))
 
 
-def _residual_json(state: Residuals) -> dict[str, Any]:
-    """Return center → norm → mean and standard deviation over the samples."""
-    return {
-        center: {
-            norm: {
-                "value": number(size.value.mean()),
-                "ratio": number(size.ratio.mean()),
-                "ratio_std": number(size.ratio.std(correction=0)),
-            }
-            for norm, size in sizes.items()
-        }
-        for center, sizes in state.items()
-    }
-
-
-def _heads_json(heads: HeadMeasures, weights: WeightSizes) -> list[dict[str, Any]]:
-    return [
-        {"index": head} | {name: number(value) for name, value in values.items()}
-        for head, values in enumerate(_head_values(heads, weights))
-    ]
-
-
-def _head_values(heads: HeadMeasures, weights: WeightSizes) -> list[dict[str, float]]:
-    """Return the measures and weight sizes of each head, summarised over the samples."""
-    entries = []
-    for head in range(len(weights.eta)):
-        entry = {}
-        for name in HeadMeasures.names():
-            per_sample = getattr(heads, name)[:, head]
-            entry[name] = float(per_sample.amax() if name in _LARGEST else per_sample.mean())
-        entries.append(entry | {name: float(getattr(weights, name)[head]) for name in WeightSizes.names()})
-    return entries
-
-
-def number(value: Tensor | float) -> float | None:
-    """Return a float for JSON, or None if the value is not finite."""
-    plain = float(value)
-    return plain if math.isfinite(plain) else None
+def _measures(head: NetworkHead) -> dict[str, Any]:
+    return {name: value for name, value in head.to_json().items() if name != "index"}

@@ -19,6 +19,7 @@ from depthgauge.checkpoints.removal import MeasuredDepth
 from depthgauge.checkpoints.scores import spearman
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import Windows
+from depthgauge.measures.summary import finite
 from depthgauge.results.checkpoint_subject import (
     CheckpointDescription,
     CheckpointHead,
@@ -36,7 +37,6 @@ from depthgauge.results.checkpoint_subject import (
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual, ResidualNorms, ResidualSize
 from depthgauge.results.verdicts import checkpoint_verdict
-from depthgauge.workflows.network_records import finite
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
 

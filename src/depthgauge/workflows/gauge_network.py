@@ -27,7 +27,6 @@ from depthgauge.results.network_subject import (
 )
 from depthgauge.results.verdicts import network_verdict
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
-from depthgauge.workflows.network_records import layer_records, state_record
 from depthgauge.workflows.target import Target
 
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
@@ -108,8 +107,8 @@ def _subject(
         verdict=network_verdict(len(network), radius, depths, max(TOLERANCES)),
         network=msgspec.convert(network.describe(), NetworkDescription),
         radius=radius,
-        input=state_record(profile),
-        layers=layer_records(profile),
+        input=profile.input_record(),
+        layers=profile.layer_records(),
         collapse=tuple(sandwiches),
         depth=tuple(depths),
         printed=PrintedTheorem(**printed_bound(network, radius).to_json()),

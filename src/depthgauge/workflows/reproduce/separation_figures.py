@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from depthgauge.separation.comparison import Separation
 from depthgauge.separation.exact import Exact
 from depthgauge.separation.montecarlo import Estimate
 from depthgauge.separation.panels import Panel, Sheet, sheet
+from depthgauge.separation.probability import Separation
 from depthgauge.separation.settings import Setting
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import make_cell

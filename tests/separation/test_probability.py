@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from depthgauge.errors import InputError
-from depthgauge.separation.comparison import separate, separate_setting
 from depthgauge.separation.exact import exact
 from depthgauge.separation.montecarlo import estimate
+from depthgauge.separation.probability import separate, separate_setting
 from depthgauge.separation.settings import CrossAttention, Regression
 
 

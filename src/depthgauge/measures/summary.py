@@ -1,4 +1,4 @@
-"""Records of a network's profile: means and maxima over the inputs, per layer and head."""
+"""Summaries of measurements over the inputs, per layer and head, as records of the result."""
 
 import math
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from depthgauge.measures.heads import HeadMeasures
-from depthgauge.measures.profile import Profile
 from depthgauge.measures.residuals import Residuals
 from depthgauge.measures.weights import WeightSizes
 from depthgauge.results.network_subject import (
@@ -22,18 +21,14 @@ _LARGEST = {"score_range", "balance", "tv_max", "contraction", "contraction_boun
 """Head measures reported as the maximum over inputs; the others are reported as the mean."""
 
 
-def state_record(profile: Profile) -> NetworkState:
-    """Return the residual of the input X_0."""
-    return NetworkState(residual=_residual(profile.residuals[0]))
+def state_record(residuals: Residuals) -> NetworkState:
+    """Return the residual of one state, mean and spread over inputs."""
+    return NetworkState(residual=_residual(residuals))
 
 
-def layer_records(profile: Profile) -> tuple[NetworkLayer, ...]:
-    """Return one record per layer; its residual is that of the state the layer returns."""
-    parts = zip(profile.residuals[1:], profile.heads, profile.weights, strict=True)
-    return tuple(
-        NetworkLayer(index=index, residual=_residual(state), heads=_heads(heads, weights))
-        for index, (state, heads, weights) in enumerate(parts)
-    )
+def layer_record(index: int, after: Residuals, heads: HeadMeasures, weights: WeightSizes) -> NetworkLayer:
+    """Return the record of one layer; `after` is the residual of the state it returns."""
+    return NetworkLayer(index=index, residual=_residual(after), heads=_heads(heads, weights))
 
 
 def _residual(state: Residuals) -> Residual:
