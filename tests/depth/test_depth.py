@@ -20,6 +20,7 @@ from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
+from depthgauge.surrogates.closed_forms import CLOSED_FORMS
 
 
 def subsets(L):
@@ -47,6 +48,7 @@ def test_certified_depth_is_the_least_over_all_foldings(eta, tolerance):
         network[2].value.mul_(3)
     bounds = FoldBounds(network, 1.0, starts=4, steps=4)
     brute = min(len(kept) + len(runs_between(4, kept)) for kept in subsets(4) if bounds.error(kept) <= tolerance)
+    brute = min([brute, *(1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance)])
     depth = certified_depth(bounds, tolerance)
     assert depth.layers == brute
     assert depth.error <= tolerance
@@ -61,6 +63,7 @@ def test_measured_depth_is_the_least_over_all_foldings(tolerance):
     x = uniform_inputs(2, 12, 3)
     error = measured_errors(network, x)
     brute = min(len(kept) + len(runs_between(5, kept)) for kept in subsets(5) if error(kept) <= tolerance)
+    brute = min([brute, *(1 for method in CLOSED_FORMS if error(method) <= tolerance)])
     depth = effective_depth(network, tolerance=tolerance, certified=False, x=x)
     assert depth.layers == brute
     with torch.no_grad():
@@ -112,3 +115,40 @@ def test_weights_that_overflow_keep_every_layer(eta):
     assert effective_depth(network, certified=False, x=x, tolerance=0.1).layers == 2
     certificate = certify(network, collapse(network, "identity"), radius=1.0, starts=1, steps=1)
     assert (certificate.upper is None) == (certificate.lost_at is not None) == (eta == 1e308)
+
+
+@pytest.mark.parametrize(("layers", "seed"), [(2, 0), (3, 1), (5, 2), (6, 3)])
+@pytest.mark.parametrize("tolerance", [1e-2, 1e-3, 1e-4])
+def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed, tolerance):
+    network = random_network(layers=layers, heads=1, dim=3, eta=0.08, seed=seed)
+    bounds = FoldBounds(network, 1.0, starts=2, steps=2)
+    within = [
+        len(kept) + len(runs_between(layers, kept)) for kept in subsets(layers) if bounds.error(kept) <= tolerance
+    ]
+    within += [1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance]
+    depth = certified_depth(bounds, tolerance)
+    assert depth.layers == min(within)
+    assert depth.status == ("proved" if depth.layers < layers else depth.status)
+
+
+def test_a_sharper_method_is_used_and_named():
+    """One layer by `corrected` is proved to 7.6e-5 here, where folding all layers is not within 1e-4."""
+    network = random_network(layers=3, heads=2, dim=4, eta=0.05, seed=1)
+    bounds = FoldBounds(network, 1.0)
+    depth = certified_depth(bounds, 1e-3)
+    assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
+    assert bounds.error(()) > 1e-3  # the folding alone would have kept layers
+    assert depth.certificate.upper <= 1e-3
+    assert depth.certificate.verify()
+    assert len(depth.network) == 1
+
+
+def test_large_weights_are_refuted_and_the_middle_is_undecided():
+    base = random_network(layers=3, heads=1, dim=4, eta=0.8, seed=0)
+    refuted = effective_depth(base, radius=1.0, tolerance=1e-3)
+    assert (refuted.layers, refuted.status, refuted.method) == (3, "refuted", "none")
+    assert refuted.tried > 5
+    statuses = {effective_depth(base, radius=1.0, tolerance=tolerance).status for tolerance in (1e-3, 0.5, 5.0, 50.0)}
+    assert "undecided" in statuses
+    single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
+    assert (single.layers, single.status, single.tried) == (1, "proved", 0)

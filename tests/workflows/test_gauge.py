@@ -181,5 +181,8 @@ def test_the_verdict_says_its_numbers_as_the_tables_do() -> None:
     (subject,) = gauge(network, **SMALL, radius=1e-5).to_json()["subjects"]
     error = min(depth["error"] for depth in subject["depth"] if depth["certified"])
     assert error < 1e-4  # so that it needs an exponent
-    assert subject["verdict"] == f"2 layers; 1 is enough within {number(error)} for every input up to 1e-5"
+    assert (
+        subject["verdict"]
+        == f"2 layers; 1 is enough within {number(error)} for every input up to 1e-5 (proved, corrected)"
+    )
     assert not re.search(r"e[+-]?0", subject["verdict"])

@@ -115,13 +115,21 @@ def depth_tables(depths: Sequence[DepthRow], layers: int, width: int) -> Iterato
     """Yield one row per tolerance: the layers that are enough, proved for every input and measured on the inputs."""
     rows: dict[float, dict[bool, str]] = {}
     for depth in depths:
-        rows.setdefault(depth.tolerance, {})[depth.certified] = f"{depth.layers} of {layers}"
+        rows.setdefault(depth.tolerance, {})[depth.certified] = _depth(depth, layers)
     key = Column("within", [number(tolerance, 6) for tolerance in rows])
     columns = [
         Column("proved for every input", [found.get(True, DASH) for found in rows.values()]),
         Column("measured on the inputs", [found.get(False, DASH) for found in rows.values()]),
     ]
     yield from stacked("Effective depth: layers that are enough", key, columns, width)
+
+
+def _depth(depth: DepthRow, layers: int) -> str:
+    """Return `1 of 12 (corrected)`, or `12 of 12 (fewer: refuted)`."""
+    if depth.layers < layers:
+        return f"{depth.layers} of {layers} ({depth.method})"
+    fewer = f" (fewer: {depth.status})" if depth.status in ("refuted", "undecided") else ""
+    return f"{depth.layers} of {layers}{fewer}"
 
 
 def _ratio(residual: Residual) -> str:

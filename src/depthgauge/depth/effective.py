@@ -22,7 +22,7 @@ from depthgauge.errors import InputError, require_positive
 from depthgauge.linalg.rounding import add_up
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
-from depthgauge.surrogates.closed_forms import fold
+from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
 from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.matching import match_heads
 
@@ -36,20 +36,25 @@ SEARCH_STEPS = 15
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Depth:
-    """The shallowest folding of a network that was found within a tolerance.
+    """The shallowest network that was found within a tolerance.
 
-    A folding keeps some layers and replaces every run of consecutive other layers by one averaging layer
-    X + 1·mean(X)·V. Depths compare by identity.
+    It is a folding, which keeps some layers and replaces every run of consecutive other layers by one averaging layer
+    X + 1·mean(X)·V, or one of the one-layer closed forms. Depths compare by identity.
 
     Attributes:
-        layers: the number of layers of the folding.
+        layers: the number of layers of the shallower network S'.
         kept: the layers that stay as they are.
         folded: the runs of layers that became one averaging layer each.
         error: the bound on ‖S(X) − S'(X)‖max over the set if `certified`, else the largest error on the given inputs.
         tolerance: the error that was allowed.
         certified: whether `error` is proved for every input of the set.
-        network: the folding S'.
-        certificate: the certificate of S', if `certified` and at least one layer was folded.
+        network: S'.
+        method: `fold`, or the name of the closed form (`corrected`, `mean-field`, …); `none` if every layer is kept.
+        status: `proved`: S' is shallower and proved to be within the tolerance. `refuted`: for every shallower network
+            that was tried, an input was found on which its error exceeds the tolerance. `undecided`: at least one of
+            them is neither proved nor refuted. `measured`: the error was measured on given inputs only.
+        tried: the number of shallower networks that were tried.
+        certificate: the certificate of S', if `certified` and S' is shallower.
     """
 
     layers: int
@@ -59,13 +64,16 @@ class Depth:
     tolerance: float
     certified: bool
     network: SelfAttentionNetwork
+    method: str = "fold"
+    status: str = "proved"
+    tried: int = 0
     certificate: Certificate | None = None
 
     def __repr__(self) -> str:
         how = "proved" if self.certified else "measured"
         return (
             f"Depth({self.layers} of {self._layers_before} layers within {number(self.tolerance)}, "
-            f"{how} error {number(self.error)})"
+            f"{how} error {number(self.error)}, {self.method}, {self.status})"
         )
 
     def _repr_html_(self) -> str:
@@ -91,7 +99,24 @@ class Depth:
             "kept": list(self.kept),
             "folded": [list(run) for run in self.folded],
             "error": self.error,
+            "method": self.method,
+            "status": self.status,
+            "tried": self.tried,
         }
+
+
+Choice = tuple[int, ...] | str
+"""A shallower network: the layers that a folding keeps, or the name of a closed form with one layer."""
+
+
+def shallower(network: SelfAttentionNetwork, choice: Choice) -> SelfAttentionNetwork:
+    """Return the network of a choice."""
+    return closed_form(network, choice) if isinstance(choice, str) else fold(network, choice)
+
+
+def one_layer_methods(network: SelfAttentionNetwork) -> list[str]:
+    """Return the closed forms that apply to the network, the sharpest first."""
+    return [method for method in reversed(list(CLOSED_FORMS)) if refusal(network, method) is None]
 
 
 def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -132,7 +157,7 @@ def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[i
 
 
 class FoldBounds:
-    """Upper bounds on |S − S'| for many foldings S' of one network; the layer bounds of S are computed once."""
+    """Upper bounds on |S − S'| for many shallower networks S'; the layer bounds of S are computed once."""
 
     def __init__(
         self, network: SelfAttentionNetwork, radius: float, *, starts: int | None = None, steps: int = 40
@@ -150,8 +175,8 @@ class FoldBounds:
         self.joint = network.skip and network.dim <= JOINT_LIMIT
         self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
         self._costs: list[float] | None = None
-        self._known: dict[tuple[int, ...], float] = {}
-        self._certificates: dict[tuple[int, ...], Certificate] = {}
+        self._known: dict[Choice, float] = {}
+        self._certificates: dict[Choice, Certificate] = {}
 
     @cached_property
     def hard_input(self) -> Candidate:
@@ -164,14 +189,17 @@ class FoldBounds:
             lead = head_tensor(self.S.expansion, range(len(self.network))).slices(coordinates)
         return attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
 
-    def seen(self, kept: tuple[int, ...]) -> float:
+    def seen(self, choice: Choice) -> float:
         """Return max|S − S'| on the hard input, in floating point."""
-        if len(kept) == len(self.network):
+        if self._keeps_all(choice):
             return 0.0
-        candidate = self.hard_input
+        candidate, other = self.hard_input, shallower(self.network, choice)
         with torch.no_grad():
-            gap = difference(self.network, fold(self.network, kept), candidate.tokens, candidate.counts).abs().amax()
+            gap = difference(self.network, other, candidate.tokens, candidate.counts).abs().amax()
         return float(gap) if bool(gap.isfinite()) else math.inf
+
+    def _keeps_all(self, choice: Choice) -> bool:
+        return not isinstance(choice, str) and len(choice) == len(self.network)
 
     def layer_costs(self) -> list[float]:
         """Return, for each layer, its contribution to the plain bound on the error of folding all layers."""
@@ -181,23 +209,26 @@ class FoldBounds:
             self._costs = [float(part.sum(0).amax()) for part in parts]
         return self._costs
 
-    def error(self, kept: tuple[int, ...]) -> float:
-        """Return the upper bound on |S − S'| for one choice of kept layers."""
-        if kept not in self._known:
-            self._known[kept] = 0.0 if len(kept) == len(self.network) else self._bound(kept)
-        return self._known[kept]
+    def error(self, choice: Choice) -> float:
+        """Return an upper bound on |S − S'| for one choice."""
+        if choice not in self._known:
+            self._known[choice] = 0.0 if self._keeps_all(choice) else self._bound(shallower(self.network, choice))
+        return self._known[choice]
 
-    def certificate(self, kept: tuple[int, ...]) -> Certificate:
-        """Return the full certificate of one choice of kept layers."""
-        if kept not in self._certificates:
-            folded = fold(self.network, kept)
-            self._certificates[kept] = certify(
-                self.network, folded, radius=self.radius, bounds=self.S, starts=self.starts, steps=self.steps
+    def certificate(self, choice: Choice) -> Certificate:
+        """Return the full certificate of one choice."""
+        if choice not in self._certificates:
+            self._certificates[choice] = certify(
+                self.network,
+                shallower(self.network, choice),
+                radius=self.radius,
+                bounds=self.S,
+                starts=self.starts,
+                steps=self.steps,
             )
-        return self._certificates[kept]
+        return self._certificates[choice]
 
-    def _bound(self, kept: tuple[int, ...]) -> float:
-        folded = fold(self.network, kept)
+    def _bound(self, folded: SelfAttentionNetwork) -> float:
         other = BoxBounds(Expansion(folded), self.radius, joint=False)
         matches = match_heads(self.network, folded) if self.network.skip else []
         difference = BoxDifference(self.S, other, matches)
@@ -218,11 +249,12 @@ def effective_depth(
     x: Float[Tensor, "*batch n d"] | None = None,
     progress: Step = silent,
 ) -> Depth:
-    """Find the smallest number of layers of a folding S' of S with ‖S(X) − S'(X)‖max ≤ `tolerance`.
+    """Find the smallest number of layers of a network S' with ‖S(X) − S'(X)‖max ≤ `tolerance`.
 
-    A folding keeps some layers, replaces the others by X + 1·mean(X)·V_ℓ with V_ℓ = Σ_h V_ℓh, and merges every run of
-    replaced layers into one, which is exact. Up to 6 layers all foldings are tried, beyond that the most promising
-    ones of each depth.
+    With one layer, S' is a closed form (`corrected`, `mean-field`, `parallel`, `last-layer`, `identity`). With more, it
+    is a folding: it keeps some layers, replaces the others by X + 1·mean(X)·V_ℓ with V_ℓ = Σ_h V_ℓh, and merges every
+    run of replaced layers into one, which is exact. Up to 6 layers all foldings are tried, beyond that the most
+    promising ones of each depth.
 
     Args:
         network: S; not causal, without MLP and LayerNorm.
@@ -251,23 +283,22 @@ def effective_depth(
     assert x is not None
     errors, L = measured_errors(network, x), len(network)
     alone = [errors(tuple(k for k in range(L) if k != replaced)) for replaced in range(L)]
-    return _shallowest(network, errors, alone, tolerance, False, progress)
+    return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, False, progress)
 
 
 def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance; several tolerances can share `bounds`."""
-    network = bounds.network
 
-    def error(kept: tuple[int, ...]) -> float:
+    def error(choice: Choice) -> tuple[float, bool]:
         # The difference e observed in floating point satisfies sup|S − S'| ≥ 0.9e, since its relative error is far
         # below 0.1. If 0.9e > tolerance, no upper bound is within the tolerance, and none is computed.
-        least = 0.9 * bounds.seen(kept)
-        return least if least > tolerance else bounds.error(kept)
+        least = 0.9 * bounds.seen(choice)
+        return (least, True) if least > tolerance else (bounds.error(choice), False)
 
-    depth = _shallowest(network, error, bounds.layer_costs(), tolerance, True, progress)
-    if not depth.folded:
+    depth = _shallowest(bounds.network, error, bounds.layer_costs(), tolerance, True, progress)
+    if depth.method == "none":
         return depth
-    certificate = bounds.certificate(depth.kept)
+    certificate = bounds.certificate(depth.kept if depth.method == "fold" else depth.method)
     # Both bounds are proved; the certificate, with more optimisation steps, is usually smaller.
     proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
     return replace(depth, error=proved, certificate=certificate)
@@ -294,42 +325,69 @@ def check_depth_request(
         network.check_input(x)
 
 
-def measured_errors(
-    network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"]
-) -> Callable[[tuple[int, ...]], float]:
-    """Return the function that maps kept layers to max|S(x) − S'(x)|."""
-    known: dict[tuple[int, ...], float] = {}
+def measured_errors(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"]) -> Callable[[Choice], float]:
+    """Return the function that maps a choice to max|S(x) − S'(x)|."""
+    known: dict[Choice, float] = {}
     with torch.no_grad():
         truth = network(x)
 
-    def error(kept: tuple[int, ...]) -> float:
-        if len(kept) == len(network):
+    def error(choice: Choice) -> float:
+        if not isinstance(choice, str) and len(choice) == len(network):
             return 0.0
-        if kept not in known:
+        if choice not in known:
             with torch.no_grad():
-                gap = (truth - fold(network, kept)(x)).abs().amax()
-            known[kept] = float(gap) if bool(gap.isfinite()) else float("inf")
-        return known[kept]
+                gap = (truth - shallower(network, choice)(x)).abs().amax()
+            known[choice] = float(gap) if bool(gap.isfinite()) else float("inf")
+        return known[choice]
 
     return error
 
 
 def _shallowest(
     network: SelfAttentionNetwork,
-    error: Callable[[tuple[int, ...]], float],
+    error: Callable[[Choice], tuple[float, bool]],
     costs: list[float],
     tolerance: float,
     certified: bool,
     progress: Step,
 ) -> Depth:
+    """Try choices in order of their depth and return the first within the tolerance.
+
+    Args:
+        network: S.
+        error: returns the error of a choice, and whether an input was found on which it exceeds the tolerance.
+        costs: the cost of replacing each layer alone, which orders the foldings.
+        tolerance: the largest error allowed.
+        certified: whether errors are proved.
+        progress: called as the work advances.
+    """
     L = len(network)
-    for layers in range(1, L + 1):
+    tried = refuted = 0
+    for layers in range(1, L):
         progress(layers - 1, L, f"{layers} layers")
-        for kept in cheapest_choices(costs, layers, 2**L if L <= FEW_LAYERS else CANDIDATES):
-            reached = error(kept)
+        folds: list[Choice] = [*cheapest_choices(costs, layers, 2**L if L <= FEW_LAYERS else CANDIDATES)]
+        choices = [*one_layer_methods(network), *folds] if layers == 1 else folds
+        for choice in choices:
+            reached, exceeds = error(choice)
+            tried, refuted = tried + 1, refuted + exceeds
             if reached <= tolerance:
                 progress(L, L, "")
-                folded = runs_between(L, kept)
-                result = fold(network, kept) if folded else network
-                return Depth(layers, kept, folded, reached, tolerance, certified, result)
-    raise AssertionError("keeping every layer has error 0, so some depth is within the tolerance")
+                kept = () if isinstance(choice, str) else choice
+                return Depth(
+                    layers=layers,
+                    kept=kept,
+                    folded=runs_between(L, kept),
+                    error=reached,
+                    tolerance=tolerance,
+                    certified=certified,
+                    network=shallower(network, choice),
+                    method=choice if isinstance(choice, str) else "fold",
+                    status="proved" if certified else "measured",
+                    tried=tried,
+                )
+    progress(L, L, "")
+    status = "measured"
+    if certified:
+        status = "proved" if L == 1 else "refuted" if refuted == tried else "undecided"
+    every = tuple(range(L))
+    return Depth(L, every, (), 0.0, tolerance, certified, network, "none", status, tried)

@@ -186,13 +186,14 @@ def depth_part(subject: NetworkSubject) -> Part:
     if not subject.depth:
         return Part("depth", "Effective depth", "Effective depth is not defined for this kind of network.", half=True)
     layers = len(subject.layers)
-    columns = ("tolerance", "", "layers", "error", "kept", "folded into one each")
+    columns = ("tolerance", "", "layers", "error", "method", "kept", "folded into one each")
     rows = tuple(
         (
             row.tolerance,
             "proved" if row.certified else "measured",
             row.layers,
             row.error,
+            row.method if row.layers < layers else f"fewer: {row.status}" if row.status else row.method,
             runs(row.kept),
             "; ".join(runs(run) for run in row.folded) or "none",
         )

@@ -131,7 +131,13 @@ class Sandwich(Record, frozen=True, kw_only=True):
 
 
 class DepthRow(Record, frozen=True, kw_only=True):
-    """The effective depth at one tolerance, proved for every input (`certified`) or measured on the inputs."""
+    """The effective depth at one tolerance, proved for every input (`certified`) or measured on the inputs.
+
+    - `method`: `fold`, the name of a closed form, or `none` if every layer is kept
+    - `status`: `proved`, `refuted` (every shallower network that was tried exceeds the tolerance on an input that was
+      found), `undecided` or `measured`
+    - `tried`: the number of shallower networks that were tried
+    """
 
     tolerance: Number
     certified: bool
@@ -139,6 +145,9 @@ class DepthRow(Record, frozen=True, kw_only=True):
     kept: tuple[Count, ...]
     folded: tuple[tuple[Count, ...], ...]
     error: Measured
+    method: str = "fold"
+    status: str | None = None
+    tried: Count = 0
 
 
 class PrintedTheorem(Record, frozen=True, kw_only=True):

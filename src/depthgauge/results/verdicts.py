@@ -9,7 +9,7 @@ from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwic
 
 
 def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], largest: float) -> str:
-    """State how many layers are enough, within what error, and for which inputs.
+    """State how many layers are enough, within what error, and for which inputs: proved, refuted or undecided.
 
     Args:
         layers: L, the depth of the network.
@@ -21,11 +21,21 @@ def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], larg
     if not depths:
         return f"{layers} layers; effective depth is not defined for this kind of network"
     shallow = [depth for depth in depths if depth.certified and depth.layers < layers]
-    if not shallow:
-        return f"{layers} layers; no fold of them is proved to stay within {number(largest, 6)} {inputs}"
-    best = min(shallow, key=lambda depth: (depth.layers, depth.error or 0.0))
-    enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
-    return f"{layers} layers; {enough} within {number(best.error)} {inputs}"
+    if shallow:
+        best = min(shallow, key=lambda depth: (depth.layers, depth.error or 0.0))
+        enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
+        return f"{layers} layers; {enough} within {number(best.error)} {inputs} (proved, {best.method})"
+    widest = max((depth for depth in depths if depth.certified), key=lambda depth: depth.tolerance)
+    within = number(largest, 6)
+    if widest.status == "refuted":
+        return (
+            f"{layers} layers; fewer are refuted: each of the {widest.tried} shallower networks tried is off by more "
+            f"than {within} on an input up to {number(radius, 6)}"
+        )
+    return (
+        f"{layers} layers; undecided: no shallower network is proved to stay within {within} {inputs}, and not all of "
+        "them were refuted"
+    )
 
 
 def checkpoint_verdict(

@@ -31,8 +31,8 @@ from depthgauge.workflows.target import Target
 
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
 """The tolerances at which effective depth is reported."""
-ATTACK: dict[str, Any] = {"starts": 12, "steps": 25}
-"""The effort of the attack per method; `depthgauge collapse` spends more on its one method."""
+ATTACK: dict[str, Any] = {}
+"""Options of the attack; the defaults, so that `gauge` and `collapse` report the same numbers."""
 WHOLE_OVER_FIRST = 9.0
 """About how long all certificates and the effective depth take, in durations of the first certificate."""
 WORTH_TELLING = 5.0
@@ -132,7 +132,9 @@ def _sandwich(network: SelfAttentionNetwork, method: str, radius: float, bounds:
     reason = refusal(network, method)
     if reason is not None:
         return Sandwich(method=method, refused=reason)
-    surrogate = closed_form(network, method)
-    certificate = certify(network, surrogate, radius=radius, bounds=None if bounds is None else bounds.S, **ATTACK)
-    document = {"method": method, "layers_after": len(surrogate), **certificate.to_json()}
+    if bounds is None:
+        certificate = certify(network, closed_form(network, method), radius=radius, **ATTACK)
+    else:
+        certificate = bounds.certificate(method)
+    document = {"method": method, "layers_after": len(certificate.surrogate), **certificate.to_json()}
     return msgspec.convert(document, Sandwich)
