@@ -5,7 +5,7 @@ import torch
 
 from depthgauge.certificates import evaluate
 from depthgauge.certificates.attack import AttackOptions, attack, difference, sign_search
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below, distinct_tokens
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.certificate import Certificate, certify
-from depthgauge.certificates.comparison import InputSet
+from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.certificates.deletion import STEEPEST as FIRST_STEEPEST
 from depthgauge.certificates.evaluate import precision, to_arb
 from depthgauge.certificates.proof import ExpansionProof

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthgauge.certificates.certificate import Certificate, certify
-from depthgauge.certificates.comparison import InputSet
+from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.network.random_networks import random_network
 from depthgauge.surrogates.closed_forms import closed_form

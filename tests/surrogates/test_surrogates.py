@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from depthgauge.certificates.attack import AttackOptions, attack
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.depth import fitted as fitted_module
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError

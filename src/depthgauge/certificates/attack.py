@@ -15,7 +15,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.errors import InputError, require_count
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
 from depthgauge.progress import Step, silent

@@ -12,7 +12,7 @@ from depthgauge._format import number
 from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import BoxBounds
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.upper import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify

@@ -12,7 +12,7 @@ from torch import Tensor
 from depthgauge.certificates.attack import Hints
 from depthgauge.certificates.ball import BallBounds, column_lengths
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference, JointParts
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.certificates.squares import Multipliers, sharpen

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.certificates.comparison import InputSet
+from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, assemble, scale_tensor, scaled_norm
 from depthgauge.linalg.adam import Adam
 from depthgauge.linalg.rounding import TINY, add_up, gamma, mul_up, sqrt_up

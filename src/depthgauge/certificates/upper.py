@@ -9,7 +9,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.certificates.attack import NO_HINTS, Hints
 from depthgauge.certificates.box import BoxBounds
-from depthgauge.certificates.comparison import Comparison
+from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion, deletion_bound
 from depthgauge.certificates.proof import ExpansionProof, ball_proof, box_proof
 

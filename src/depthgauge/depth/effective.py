@@ -15,7 +15,7 @@ from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Candidate, Hints, attack, difference
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
 from depthgauge.errors import InputError, require_positive

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.attack import AttackOptions, difference, multiset_attention, search
-from depthgauge.certificates.comparison import Comparison, InputSet
+from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.linalg.adam import Adam
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
 from depthgauge.progress import Step, silent

@@ -1,6 +1,6 @@
 """`collapse`: replace a deep network by a shallow one."""
 
-from depthgauge.certificates.comparison import InputSet
+from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.depth.fitted import fit
 from depthgauge.errors import InputError, require_positive, unknown_name
 from depthgauge.network.network import SelfAttentionNetwork

@@ -11,7 +11,7 @@ from flint import arb
 
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.box import BoxBounds
-from depthgauge.certificates.comparison import Comparison
+from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion as DeletionRecord
 from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.proof import ExpansionProof
