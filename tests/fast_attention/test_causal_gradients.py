@@ -17,13 +17,13 @@ from depthgauge.fast_attention.triton.workspace import Workspace
 
 SETTINGS = {
     "some blocks": Setting(n=300, m=300, d=16, e=16, degree=2, causal=True),
-    "less than a block": Setting(n=77, m=77, d=16, e=32, degree=2, causal=True),
+    "less than a block": Setting(n=77, m=77, d=32, e=64, degree=2, causal=True),
     "whole blocks": Setting(n=256, m=256, d=16, e=16, degree=2, is_uneven=True, causal=True),
-    "fewer keys": Setting(n=300, m=170, d=32, e=16, degree=2, groups=2, padded=True, causal=True),
+    "fewer keys": Setting(n=300, m=170, d=64, e=32, degree=2, groups=2, padded=True, causal=True),
     "rows after all keys": Setting(n=520, m=100, d=16, e=16, degree=2, groups=3, causal=True),
-    "more keys": Setting(n=200, m=300, d=16, e=32, degree=1, shift=0.5, causal=True),
+    "more keys": Setting(n=200, m=300, d=32, e=64, degree=1, shift=0.5, causal=True),
     "weights": Setting(n=260, m=150, d=32, e=64, degree=2, groups=2, padded=True, shift=0.5, causal=True),
-    "weights, degree 1": Setting(n=260, m=260, d=32, e=16, degree=1, groups=2, padded=True, shift=0.5, causal=True),
+    "weights, degree 1": Setting(n=260, m=260, d=64, e=32, degree=1, groups=2, padded=True, shift=0.5, causal=True),
     "long rows": Setting(n=260, m=260, d=32, e=32, degree=2, long_rows=True, causal=True),
 }
 WIDE = Setting(n=130, m=130, d=128, e=16, degree=2, size=0.5, causal=True)
@@ -113,7 +113,7 @@ def test_blocks_of_the_default_size() -> None:
 
 @pytest.mark.kernels
 def test_turned_states_can_be_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, problem = Setting(n=400, m=200, d=16, e=32, degree=2, causal=True, groups=2).draw(torch.float32)
+    spec, problem = Setting(n=400, m=200, d=32, e=64, degree=2, causal=True, groups=2).draw(torch.float32)
     up = output_gradient(problem)
     at_once = gradients(spec, problem, up)
     monkeypatch.setattr(causal_gradient, "TURNED_BYTES", 1)

@@ -14,21 +14,22 @@ from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import Options, checked
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.kernels import programs, slots
+from depthgauge.fast_attention.triton.tuning import WIDTHS, is_supported
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 SETTINGS = [
     Setting(n=70, m=70, d=16, e=16, degree=2),
-    Setting(n=70, m=200, d=32, e=16, degree=1),
+    Setting(n=70, m=200, d=32, e=64, degree=1),
     Setting(n=33, m=150, d=64, e=32, degree=2),
     Setting(n=65, m=131, d=32, e=32, degree=2, groups=2, padded=True),
     Setting(n=65, m=131, d=32, e=64, degree=2, shift=0.5),
     Setting(n=65, m=131, d=16, e=16, degree=1, groups=2, padded=True, shift=0.5),
-    Setting(n=20, m=130, d=128, e=16, degree=1),
+    Setting(n=20, m=130, d=128, e=32, degree=1),
 ]
 CAUSAL = [
     Setting(n=300, m=300, d=16, e=16, degree=2, causal=True),
-    Setting(n=300, m=170, d=32, e=16, degree=2, groups=2, padded=True, causal=True),
-    Setting(n=200, m=300, d=16, e=32, degree=1, shift=0.5, causal=True),
+    Setting(n=300, m=170, d=32, e=64, degree=2, groups=2, padded=True, causal=True),
+    Setting(n=200, m=300, d=64, e=32, degree=1, shift=0.5, causal=True),
 ]
 OUTPUT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 GRADIENT = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -50,6 +51,11 @@ def backend() -> TritonBackend:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_forward_and_gradients_are_the_definition(dtype: torch.dtype, setting: Setting, backend: TritonBackend) -> None:
+    check_definition(setting, dtype, backend)
+
+
+def check_definition(setting: Setting, dtype: torch.dtype, backend: TritonBackend) -> None:
+    """Compare the output and the gradients of the kernels with the definition."""
     spec, problem = setting.draw(dtype)
     out, z, saved = backend.forward(spec, problem.q, problem.k, problem.v)
     assert out.dtype == dtype
@@ -75,6 +81,19 @@ def test_causal_is_the_definition(dtype: torch.dtype, setting: Setting, backend:
     exact = expected(spec, problem, double_leaves(problem), BLOCK).detach()
     close = 1.5 * OUTPUT[dtype] if dtype != torch.float32 else OUTPUT[dtype]
     torch.testing.assert_close(out.double(), exact, rtol=close, atol=close)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_supported_widths(dtype: torch.dtype, degree: int, causal: bool, backend: TritonBackend) -> None:
+    pairs = [(d, e) for d in WIDTHS for e in WIDTHS if is_supported(dtype, d, e, degree)]
+    assert len(pairs) == (10 if dtype == torch.float32 else 16)
+    for d, e in pairs:
+        size = {64: 0.75, 128: 0.5}.get(d, 1.0)
+        setting = Setting(n=300, m=260, d=d, e=e, degree=degree, groups=2, causal=causal, size=size)
+        check_definition(setting, dtype, backend)
 
 
 @pytest.mark.kernels

@@ -84,5 +84,14 @@ def is_addressable(heads: int, tokens: int, width: int) -> bool:
 
 
 def is_supported(dtype: torch.dtype, dim: int, width: int, degree: int) -> bool:
-    """Return whether the kernels support this dtype, these widths and this degree."""
-    return dtype in DTYPES and dim in WIDTHS and width in WIDTHS and degree in (1, 2)
+    """Return whether the kernels support this dtype, these widths and this degree.
+
+    float32 needs d = e if either is 16: for other widths, Triton 3.6 compiles the products of a 16-wide and a wider
+    operand to reads beyond the shared memory, which abort on an H200.
+
+    >>> is_supported(torch.float32, 16, 16, 2), is_supported(torch.float32, 16, 32, 2)
+    (True, False)
+    """
+    is_mixed = dim != width and min(dim, width) == 16
+    is_known = dtype in DTYPES and dim in WIDTHS and width in WIDTHS and degree in (1, 2)
+    return is_known and not (dtype == torch.float32 and is_mixed)
