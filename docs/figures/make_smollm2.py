@@ -44,7 +44,7 @@ def draw(data: dict[str, Any]) -> Figure:
     below = [layer["loss"] - layer["low"] for layer in block]
     above = [layer["high"] - layer["loss"] for layer in block]
     costly = [mean > 1.0 for mean in means]
-    figure = Figure(figsize=(7.2, 2.9), layout="constrained")
+    figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.subplots()
     colours = [VERMILION if large else BLUE for large in costly]
     axes.bar(range(len(block)), means, yerr=[below, above], color=colours, width=0.72,
@@ -55,6 +55,7 @@ def draw(data: dict[str, Any]) -> Figure:
                           ha="center", fontsize=7.5, color=INK)  # fmt: skip
     axes.set_xticks(range(len(block)))
     axes.tick_params(axis="x", length=0, labelsize=7)
+    axes.set_ylim(0, 1.12 * max(layer["high"] for layer in block))
     axes.grid(visible=False, axis="x")
     axes.set_xlim(-0.7, len(block) - 0.3)
     axes.set_xlabel("layer that is removed")
