@@ -20,7 +20,7 @@ from depthgauge.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-LANGUAGES = {"python", "sh", "console", "text", "toml", "json"}
+LANGUAGES = {"python", "sh", "bash", "console", "text", "toml", "json"}
 VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -59,7 +59,7 @@ def fenced_blocks(text: str, document: str) -> Iterator[Block]:
             body.append(lines[number].removeprefix(start["indent"]))
             number += 1
         number += 1
-        yield Block(document, first, start["language"].strip(), "\n".join(body) + "\n")
+        yield Block(document, first, (start["language"].split() or [""])[0], "\n".join(body) + "\n")
 
 
 def without_fences(text: str) -> list[str]:
@@ -129,7 +129,7 @@ def test_indented_code_is_found() -> None:
 def commands(block: Block) -> list[str]:
     """Return the depthgauge commands of a block; in a session they follow a prompt."""
     lines = re.sub(r"\\\n\s*", " ", block.code).splitlines()
-    if block.language != "sh":
+    if block.language not in ("sh", "bash"):
         lines = [line.partition("$")[2] for line in lines if re.match(r"\w*\$ ", line)]
     return [line.strip() for line in lines if line.strip().startswith("depthgauge ")]
 
