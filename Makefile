@@ -53,7 +53,8 @@ $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@ $(VENV)/core.stamp
 
 demo: $(VENV)/report.stamp
-	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html
+	@mkdir -p results
+	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html --overwrite
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

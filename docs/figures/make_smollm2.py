@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from depthgauge.figures.style import BLUE, FAINT, INK, VERMILION, house_style
+from depthgauge.figures.style import BLUE, FAINT, INK, VERMILION, figure_style
 
 HERE = Path(__file__).parent
 DATA = HERE / "smollm2.json"
@@ -72,7 +72,7 @@ def main() -> None:
     """Renew the data if a result is given, then draw."""
     if len(sys.argv) > 1:
         renew(Path(sys.argv[1]))
-    with house_style():
+    with figure_style():
         figure = draw(json.loads(DATA.read_text(encoding="utf-8")))
         figure.savefig(HERE / "smollm2.png", dpi=220, metadata={"Software": None}, facecolor="white")
 
