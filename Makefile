@@ -8,12 +8,14 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint types test-gpu test-models soak bench clean
+.PHONY: help demo test lint types test-gpu test-models docs wheel soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
 	@echo "make test-gpu      the tests of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
+	@echo "make docs   build the documentation site into site/; warnings are errors"
+	@echo "make wheel  build the wheel and try it in a fresh environment"
 	@echo "make soak   the long campaigns behind the tests"
 	@echo "make bench  every claim about speed, memory and tightness, measured here"
 
@@ -46,8 +48,13 @@ $(VENV)/report.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) --editable ".[report]"
 	@touch $@ $(VENV)/core.stamp
 
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	$(INSTALL) --editable ".[docs]"
+	@touch $@ $(VENV)/core.stamp
+
 demo: $(VENV)/report.stamp
-	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html
+	@mkdir -p results
+	$(BIN)/depthgauge gauge --out results/demo.json --report results/demo.html --overwrite
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
@@ -67,6 +74,14 @@ test-gpu: $(VENV)/gpu.stamp
 test-models: $(VENV)/smollm.stamp
 	$(PIN) $(BIN)/pytest -m models
 
+# The second step fails if a page would load anything from another host.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python scripts/check_site.py site
+
+wheel: $(VENV)/dev.stamp
+	scripts/check_wheel.sh $(BIN)/python
+
 soak: $(VENV)/dev.stamp
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak
 
@@ -74,4 +89,4 @@ bench: $(VENV)/dev.stamp
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) results .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) results site dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

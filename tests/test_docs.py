@@ -1,50 +1,196 @@
-"""The documents do what they say: their Python runs, their links lead somewhere, their statements have functions."""
+"""The documents: their Python runs, their commands exist, their links have targets, their statements are numbered."""
 
+import ast
+import importlib.util
+import json
 import re
+import shlex
 import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+import yaml
 
 import depthgauge
+from depthgauge.cli.main import app
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LANGUAGES = {"python", "sh", "bash", "console", "text", "toml", "json"}
+VERBS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
-def python_blocks() -> list[tuple[str, int, str]]:
-    blocks = []
-    for path in DOCUMENTS:
-        text = path.read_text(encoding="utf-8")
-        for match in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-            blocks.append((path.name, text[: match.start()].count("\n") + 1, match[1]))
-    return blocks
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize(("name", "line", "code"), python_blocks(), ids=lambda v: str(v) if len(str(v)) < 20 else "")
-def test_python_in_the_documents_runs(
-    name: str, line: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block: the document, its line there, its language, its text."""
+
+    document: str
+    line: int
+    language: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}"
+
+
+def fenced_blocks(text: str, document: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a document; a fence in a list item is indented, and so is its content."""
+    opening = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<language>[^`\n]*)$")
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        start = opening.match(lines[number])
+        number += 1
+        if start is None:
+            continue
+        first, body = number, []
+        while lines[number].strip() != start["fence"]:
+            body.append(lines[number].removeprefix(start["indent"]))
+            number += 1
+        number += 1
+        yield Block(document, first, (start["language"].split() or [""])[0], "\n".join(body) + "\n")
+
+
+def without_fences(text: str) -> list[str]:
+    """Return the lines of a document, those of fenced blocks emptied."""
+    return re.sub(
+        r"^( *)(`{3,}|~{3,}).*?^\1\2$", lambda m: "\n" * m[0].count("\n"), text, flags=re.MULTILINE | re.DOTALL
+    ).splitlines()
+
+
+def indented_blocks(text: str) -> list[int]:
+    """Return the lines that Markdown would show as code because of their indentation, outside lists and admonitions."""
+    found, inside, blank = [], False, True
+    for number, line in enumerate(without_fences(text), 1):
+        if not line.strip():
+            blank = True
+            continue
+        if re.match(r"(    |\t)", line):
+            if blank and not inside:
+                found.append(number)
+        else:
+            inside = bool(re.match(r" *([-*+]|\d+[.)]) |(!!!|\?\?\?\+?|===) ", line)) or (inside and line[0] == " ")
+        blank = False
+    return found
+
+
+def prose(text: str) -> str:
+    return "\n".join(without_fences(text))
+
+
+BLOCKS = [block for path in DOCUMENTS for block in fenced_blocks(path.read_text(encoding="utf-8"), relative(path))]
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
+def test_python_in_the_documents_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, f"{name}:{line}", "exec"), {})
+    exec(compile(block.code, str(block), "exec"), {})
 
 
 def test_there_are_examples_to_run() -> None:
-    assert {"README.md", "guide.md"} <= {name for name, _, _ in python_blocks()}
+    pages = {block.document for block in BLOCKS if block.language == "python"}
+    tasks = {f"docs/tasks/{name}.md" for name in ("gauge-a-checkpoint", "certify-and-collapse", "fast-attention")}
+    assert {"README.md", "docs/index.md", "docs/getting-started.md", "docs/formats.md", *tasks} <= pages
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
-def test_links_between_documents_lead_somewhere(path: Path) -> None:
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_code_is_in_fences_with_a_language(path: Path) -> None:
+    """Code that is only indented, or has no language, would not be tested."""
     text = path.read_text(encoding="utf-8")
-    headings = {
-        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-        for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-    }
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith("#"):
-            assert target[1:] in headings, target
-        elif not target.startswith("https://"):
-            assert (path.parent / target.split("#")[0]).exists(), target
+    assert indented_blocks(text) == []
+    languages = {block.language for block in BLOCKS if block.document == relative(path)}
+    assert languages <= LANGUAGES
+
+
+def test_indented_code_is_found() -> None:
+    assert indented_blocks("Text:\n\n    import os\n\nMore.\n") == [3]
+    assert indented_blocks("- item\n\n    continued\n\n1. item\n    continued\n") == []
+    assert indented_blocks("```python\n\n    x = 1\n```\nText\n    continued\n") == []
+    assert indented_blocks("- item\n\nText.\n\n    import os\n") == [5]
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+def commands(block: Block) -> list[str]:
+    """Return the depthgauge commands of a block; in a session they follow a prompt."""
+    lines = re.sub(r"\\\n\s*", " ", block.code).splitlines()
+    if block.language not in ("sh", "bash"):
+        lines = [line.partition("$")[2] for line in lines if re.match(r"\w*\$ ", line)]
+    return [line.strip() for line in lines if line.strip().startswith("depthgauge ")]
+
+
+def parse(command: str) -> None:
+    """Parse a command as the command line does, without running it."""
+    words = shlex.split(command, comments=True)[1:]
+    words = words[: words.index(">")] if ">" in words else words
+    if words in (["--help"], ["--version"]):
+        return
+    assert words[0] in VERBS, f"no such verb: {words[0]}"
+    VERBS[words[0]].make_context(words[0], words[1:])
+
+
+SHELL = [(str(block), line) for block in BLOCKS for line in commands(block) if block.language != "python"]
+
+
+@pytest.mark.parametrize(("place", "command"), SHELL, ids=[f"{place} {line[:30]}" for place, line in SHELL])
+def test_commands_in_the_documents_can_be_parsed(place: str, command: str) -> None:
+    parse(command)
+
+
+def test_a_wrong_command_is_found() -> None:
+    assert len(SHELL) >= 10
+    for wrong in ("depthgauge gouge x", "depthgauge gauge x --radios 2", "depthgauge gauge x --tokens many"):
+        with pytest.raises((AssertionError, typer.BadParameter.__bases__[0])):
+            parse(wrong)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_verbs_and_flags_in_the_text_exist(path: Path) -> None:
+    for span in re.findall(r"`depthgauge ([a-z][^`]*)`", prose(path.read_text(encoding="utf-8"))):
+        verb, *rest = span.split()
+        assert verb in VERBS, span
+        known = {name for option in VERBS[verb].params for name in (*option.opts, *option.secondary_opts)}
+        assert {word.split("=")[0] for word in rest if word.startswith("--")} <= known | {"--help"}, span
+
+
+# --- links and numbers ------------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """Return the anchors of a page: its headings, and the names that the API reference documents."""
+    text = path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=relative)
+def test_links_between_documents_have_targets(path: Path) -> None:
+    text = prose(path.read_text(encoding="utf-8"))
+    targets = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'<img src="([^"]+)"', text)
+    for target in targets:
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        page = (path.parent / name) if name else path
+        assert page.exists(), target
+        if anchor:
+            assert anchor in anchors(page), target
 
 
 def test_statements_cited_by_number_exist() -> None:
@@ -52,11 +198,106 @@ def test_statements_cited_by_number_exist() -> None:
         re.findall(r"^\*\*(\d\.\d+) ", (ROOT / "docs" / "math.md").read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert {f"2.{i}" for i in range(1, 10)} <= numbered
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"math\.md\), (\d\.\d+)", guide)) <= numbered
+    cited = {
+        number
+        for path in DOCUMENTS
+        for found in re.findall(r"math\.md\), (\d\.\d+)|\[(\d\.\d+)\]\([./]*math\.md", path.read_text(encoding="utf-8"))
+        for number in found
+        if number
+    }
+    assert "2.6" in cited
+    assert cited <= numbered
+
+
+def test_the_api_reference_lists_every_public_name() -> None:
+    listed = re.findall(r"^::: depthgauge\.(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(depthgauge.__all__) - {"__version__"}
 
 
 def test_one_version_everywhere() -> None:
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     assert re.search(r"^version: (.*)$", citation, re.MULTILINE)[1] == depthgauge.__version__  # type: ignore[index]
     assert "version" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dynamic"]
+
+
+# --- CONTRIBUTING and CHANGELOG ---------------------------------------------------------------------------------------
+
+
+def section(path: Path, heading: str) -> str:
+    text = path.read_text(encoding="utf-8")
+    return re.split(r"^## ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def imported(path: Path) -> set[str]:
+    """Return the modules that a file imports, at its top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def test_a_request_travels_as_contributing_describes() -> None:
+    """Each file of the list exists and is imported by a file before it; there are at most eight."""
+    files = re.findall(
+        r"^\d+\. \[[^\]]+\]\((src/[^)]+\.py)\)",
+        section(ROOT / "CONTRIBUTING.md", "How a request travels"),
+        re.MULTILINE,
+    )
+    assert 4 <= len(files) <= 8
+    assert files[0] == "src/depthgauge/cli/gauge.py"
+    for index, name in enumerate(files[1:], 1):
+        module = name.removeprefix("src/").removesuffix(".py").replace("/", ".")
+        assert any(module in imported(ROOT / before) for before in files[:index]), name
+
+
+def test_the_changelog_lists_modules_that_moved() -> None:
+    """In the table of the coming release, the old module is gone and the new one exists."""
+    rows = re.findall(
+        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|", section(ROOT / "CHANGELOG.md", "[Unreleased]"), re.M
+    )
+    assert len(rows) > 80
+    for old, new in rows:
+        assert importlib.util.find_spec(f"depthgauge.{new}") is not None, new
+        package, _, _ = old.partition(".")
+        if (ROOT / "src" / "depthgauge" / package).is_dir():
+            assert importlib.util.find_spec(f"depthgauge.{old}") is None, old
+
+
+# --- the site and the tools -------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_page_that_loads_from_another_host_is_found(tmp_path: Path) -> None:
+    check = load(ROOT / "scripts" / "check_site.py")
+    (tmp_path / "index.html").write_text('<a href="https://example.org">a</a><script src="page.js"></script>')
+    assert check.remote_loads(tmp_path) == []
+    (tmp_path / "bad.html").write_text('<script src="https://unpkg.com/x"></script><link href="//fonts.x/a.css">')
+    (tmp_path / "bad.css").write_text("@font-face { src: url('https://fonts.x/a.woff') }")
+    assert len(check.remote_loads(tmp_path)) == 3
+
+
+def test_the_smollm2_figure_can_be_drawn_from_its_numbers() -> None:
+    script = load(ROOT / "docs" / "figures" / "make_smollm2.py")
+    data = json.loads(script.DATA.read_text(encoding="utf-8"))
+    (axes,) = script.draw(data).axes
+    assert len(axes.patches) == len(data["block"]) == 30
+    assert all(layer["low"] <= layer["loss"] <= layer["high"] for layer in data["block"])
+
+
+def test_commit_hooks_download_nothing() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
+    assert {hook["language"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"system"}
+    assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"ruff-check", "ruff-format", "mypy"}

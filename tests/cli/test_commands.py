@@ -406,7 +406,7 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, network_file: Path
     assert finished.stderr == ""
 
 
-# --- the guide -------------------------------------------------------------------------------------------------------
+# --- the reference pages ----------------------------------------------------------------------------------------------
 
 
 def keys_of(value: Any) -> set[str]:
@@ -418,8 +418,8 @@ def keys_of(value: Any) -> set[str]:
     return set()
 
 
-def test_the_guide_names_every_key_of_the_document(network_file: Path, run: Run) -> None:
-    documented = set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")))
+def test_the_documentation_names_every_key_of_the_document(network_file: Path, run: Run) -> None:
+    documented = set(re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")))
     plain = dg.random_network(2, 1, 2, 0.03)
     written = keys_of([dg.gauge(target, tokens=4).to_json() for target in (network_file, plain)])
     assert {"score_range", "upper", "refused", "kept"} <= written
@@ -427,9 +427,9 @@ def test_the_guide_names_every_key_of_the_document(network_file: Path, run: Run)
 
 
 @pytest.mark.parametrize("verb", ["gauge", "random", "collapse"])
-def test_the_guide_names_every_flag(verb: str, run: Run) -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    section = guide.split(f"### `depthgauge {verb}", 1)[1].split("\n## ")[0].split("\n### ")[0]
+def test_the_documentation_names_every_flag(verb: str, run: Run) -> None:
+    reference = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    section = reference.split(f"\n## `depthgauge {verb}", 1)[1].split("\n## ")[0]
     flags = set(re.findall(r"--[a-z][a-z-]+", run(verb, "--help").out.split("Options")[1])) - {"--help"}
     assert len(flags) >= 7
     assert {flag for flag in flags if flag not in section} == set()

@@ -124,12 +124,12 @@ def keys_of(value: Any) -> set[str]:
     return {key for inner in value for key in keys_of(inner)} if isinstance(value, list) else set()
 
 
-def test_the_guide_names_every_key_of_the_document(run: Run) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
+    formats = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--depth", "9", "--json")
     written = keys_of(json.loads(outcome.out))
     assert {"static_best", "parallel", "spearman", "stopped", "corrected_orders"} <= written
-    assert written - set(re.findall(r"`([^`\n]+)`", guide)) == set()
+    assert written - set(re.findall(r"`([^`\n]+)`", formats)) == set()
 
 
 def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:

@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Build the sdist and the wheel, install the wheel into a fresh environment, and use it outside the source tree.
+#
+#     scripts/check_wheel.sh [PYTHON]     PYTHON has the package `build`; by default .venv/bin/python
+set -euo pipefail
+root="$(cd "$(dirname "$0")/.." && pwd)"
+python="$(realpath -s "${1:-$root/.venv/bin/python}")"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH
+export PIP_CONSTRAINT="$root/constraints.txt" PIP_DISABLE_PIP_VERSION_CHECK=1
+
+# `build` makes the sdist, and the wheel from the sdist: a file that is missing from the sdist is missing below.
+"$python" -m build --outdir "$work/dist" "$root" >"$work/build.log" || { cat "$work/build.log"; exit 1; }
+wheel="$(ls "$work"/dist/*.whl)"
+echo "built $(basename "$wheel") ($(stat -c %s "$wheel") bytes) and $(basename "$work"/dist/*.tar.gz)"
+
+"$python" -m venv "$work/venv"
+"$work/venv/bin/pip" install --quiet "$wheel[models,report]"
+
+mkdir "$work/elsewhere"
+cd "$work/elsewhere"
+depthgauge="$work/venv/bin/depthgauge"
+"$depthgauge" --version
+"$depthgauge" gauge --samples 1 --tokens 16 --out r.json --report r.html >tables.txt
+"$depthgauge" report r.json --out again.html
+cmp r.html again.html
+# A checkpoint on the built-in text, which is a data file of the package.
+"$work/venv/bin/python" "$root/scripts/tiny_checkpoint.py" tiny
+"$depthgauge" gauge tiny --tokens 32 --window 16 --what-if block --out model.json >>tables.txt
+"$work/venv/bin/python" - "$work/venv" <<'PY'
+import json
+import sys
+from pathlib import Path
+
+import depthgauge as dg
+
+assert Path(dg.__file__).is_relative_to(sys.argv[1]), f"imported from {dg.__file__}, not from the installed wheel"
+assert (Path(dg.__file__).parent / "py.typed").is_file(), "py.typed is not in the wheel"
+(model,) = json.loads(Path("model.json").read_text(encoding="utf-8"))["subjects"]
+assert model["text"]["tokens"] == 32, model["text"]
+net = dg.random_network(layers=3, heads=1, dim=4, eta=0.01, seed=0)
+cert = dg.certify(net, dg.collapse(net), radius=1.0)
+assert cert.verify() and 0 < cert.lower <= cert.upper
+PY
+echo "the wheel works outside the source tree"

@@ -1,0 +1,30 @@
+"""Write a tiny random Llama with a word tokenizer, as transformers saves it: `python tiny_checkpoint.py DIRECTORY`."""
+
+import sys
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = ["?", "the", "a", "of", "and", "in", "harbour", "depth", "water", "stick", "captain", "number"]
+
+
+def main(directory: str) -> None:
+    """Save the model and its tokenizer; words that are not in the list become `?`."""
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(directory)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

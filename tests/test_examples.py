@@ -1,0 +1,46 @@
+"""The scripts in examples/ run from start to end, without warnings, and print what they found."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+# What the output of each must contain: a line that only appears when the last cell was reached.
+LAST = {
+    "01_gauge_a_checkpoint.py": r"mlp_cosine +ranks the layers with correlation",
+    "02_certify_and_collapse.py": r"on four random inputs \d of 4 layers are enough",
+    "03_fast_attention.py": r"largest proved row bound: \S+; largest error: \S+",
+    "04_softmax_vs_linear.py": r"^ +8   0\.\d{3}$",
+}
+
+
+def test_there_are_four_examples() -> None:
+    assert [path.name for path in EXAMPLES] == sorted(LAST)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    finished = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert re.search(LAST[path.name], finished.stdout, re.MULTILINE), finished.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_opens_as_a_notebook(path: Path) -> None:
+    """Editors read `# %%` cells; the first is text with a title, and no code stands before it."""
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith("# %% [markdown]\n# # ")
+    assert len(re.findall(r"^# %%", text, re.MULTILINE)) >= 5
