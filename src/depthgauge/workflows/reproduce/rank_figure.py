@@ -14,7 +14,7 @@ from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
 from depthgauge.checkpoints.windows import drawn_windows
-from depthgauge.errors import InputError
+from depthgauge.errors import MissingPackageError
 from depthgauge.progress import Step, silent
 from depthgauge.workflows.reproduce.figure import MINILM
 from depthgauge.workflows.reproduce.study import Computing
@@ -35,7 +35,7 @@ def installed_checkpoint() -> Path:
     """Return the path of the MiniLM checkpoint in its installed package."""
     spec = find_spec(MINILM.module)
     if spec is None or spec.origin is None:
-        raise InputError(f"{MINILM.label} is not installed; install it with `{MINILM.install}`")
+        raise MissingPackageError(f"{MINILM.label} is not installed; install it with `{MINILM.install}`")
     return Path(spec.origin).parent / "model"
 
 
