@@ -1,4 +1,4 @@
-"""Figure D2: the relative residual by layer of a checkpoint with parts switched off, initialised and trained."""
+"""Figure D2: the residual ratio by layer of a checkpoint with parts switched off, initialised and trained."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ FLOOR = 1e-15
 
 @dataclass(frozen=True)
 class DepthCurves:
-    """The relative residuals of one model by variant, each `[samples, L + 1]`."""
+    """The residual ratios of one model by variant, each `[samples, L + 1]`."""
 
     model: str
     ratios: dict[str, Float[Tensor, "samples states"]]
@@ -96,7 +96,7 @@ class RankStudy:
     def caption(self) -> str:
         """Return the caption."""
         return (
-            f"{self.id}. {self.title}. Relative residual ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
+            f"{self.id}. {self.title}. Residual ratio ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
             "the norm is √(largest column sum × largest row sum), for the architecture of MiniLM with random initial "
             "weights (top) and with trained weights (bottom). The variants are those of Dong et al. (2021): attention "
             "only, with the MLP, with the skip connection around attention, and the full model. Geometric mean and one "
