@@ -102,6 +102,7 @@ def test_text_stays_inside_the_figure() -> None:
 
 def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
     for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
         written = save(draw_panel(panel(CURVE), "100"), tmp_path / directory / "B4f")
         assert [path.name for path in written] == ["B4f.png", "B4f.svg"]
     for name in ("B4f.png", "B4f.svg"):
