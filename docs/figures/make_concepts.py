@@ -47,7 +47,7 @@ def states(skip: bool) -> list[SplitState]:
 
 
 def log10_residual(state: SplitState) -> float:
-    """Return log₁₀ of the relative residual ‖Res(X)‖max/‖X‖max."""
+    """Return log₁₀ of the residual ratio ‖Res(X)‖max/‖X‖max."""
     return (state.log_residual("max", "midrange") - math.log(float(state.joined().abs().amax()))) / math.log(10)
 
 

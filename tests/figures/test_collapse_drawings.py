@@ -81,6 +81,7 @@ def test_axes_have_labels_and_text_stays_inside_the_figure(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_the_same_numbers_give_the_same_bytes(name: str, tmp_path: Path) -> None:
     for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
         save(ALL[name](), tmp_path / directory / name)
     for path in (tmp_path / "one").iterdir():
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()

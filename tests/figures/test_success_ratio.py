@@ -42,7 +42,7 @@ def test_a_panel_shows_the_exact_curve_the_points_and_their_intervals() -> None:
     (bars,) = (c for c in axes.collections if isinstance(c, LineCollection))
     expected = [[[x, lo], [x, hi]] for x, lo, hi in zip(CURVE.x, CURVE.low, CURVE.high, strict=True)]
     np.testing.assert_array_equal(bars.get_segments(), expected)
-    for text in ("B4f", "n=200, d=22", "$a_1$", "exact probability", "rate over 100 networks, 95 % interval"):
+    for text in ("B4f", "n=200, d=22", "$a_1$", "exact probability", "100 networks, 95 % interval"):
         assert text in words(figure)
     low, high = axes.get_ylim()
     assert low < 0
@@ -102,6 +102,7 @@ def test_text_stays_inside_the_figure() -> None:
 
 def test_the_same_figure_gives_the_same_bytes(tmp_path: Path) -> None:
     for directory in ("one", "two"):
+        (tmp_path / directory).mkdir()
         written = save(draw_panel(panel(CURVE), "100"), tmp_path / directory / "B4f")
         assert [path.name for path in written] == ["B4f.png", "B4f.svg"]
     for name in ("B4f.png", "B4f.svg"):

@@ -34,6 +34,7 @@ def failed(cell: Cell) -> Outcome:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
+    (tmp_path / "deep").mkdir()
     return tmp_path / "deep" / "s.db"
 
 
@@ -198,7 +199,6 @@ def hold(path: Path) -> subprocess.Popen[str]:
 
 
 def test_the_lock_names_its_holder_and_is_released_with_it(path: Path) -> None:
-    path.parent.mkdir()
     for ending in ("kill", "communicate"):
         process = hold(path)
         holder = holder_of(path)
@@ -217,8 +217,7 @@ def test_the_lock_names_its_holder_and_is_released_with_it(path: Path) -> None:
 
 def test_holder_of_does_not_disturb_a_run(path: Path) -> None:
     assert holder_of(path) is None
-    assert not path.parent.exists()
-    path.parent.mkdir()
+    assert list(path.parent.iterdir()) == []
     with run_lock(path):
         for _ in range(50):
             assert holder_of(path) is not None

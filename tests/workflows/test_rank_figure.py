@@ -105,6 +105,7 @@ def test_initialised_and_trained_model(small: Path) -> None:
 def test_the_files(small: Path, tmp_path: Path) -> None:
     steps: list[tuple[int, int]] = []
     where = Computing(tmp_path / "unused.db", progress=lambda done, total, label: steps.append((done, total)))
+    (tmp_path / "out").mkdir()
     done = write_figure(RankStudy("D2", 2, 0, small), tmp_path / "out", where)
     assert done.points == 2 * 4 * 4
     assert [path.name for path in done.files] == ["D2.png", "D2.svg", "D2.csv", "D2.json", "D2.txt"]

@@ -1,4 +1,4 @@
-"""Figures A1 and A4: the relative residual and the error of one layer, by layer."""
+"""Figures A1 and A4: the residual ratio and the error of one layer, by layer."""
 
 import math
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _TOP = 0.45
 
 @dataclass(frozen=True)
 class RankCurve:
-    """log₁₀ of the relative residual by layer (median, minimum, maximum), and of its two bounds or None."""
+    """log₁₀ of the residual ratio by layer (median, minimum, maximum), and of its two bounds or None."""
 
     label: str
     middle: Sequence[float]
@@ -36,7 +36,7 @@ def draw_rank(panels: Sequence[tuple[str, Sequence[RankCurve]]]) -> Figure:
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
         for axes, (name, curves) in zip(grid[0], panels, strict=True):
             _draw_ranks(axes, name, curves)
-        grid[0][0].set_ylabel("relative residual  $\\|\\mathrm{Res}(X_\\ell)\\|_{\\max}/\\|X_\\ell\\|_{\\max}$")
+        grid[0][0].set_ylabel("residual ratio  $\\|\\mathrm{Res}(X_\\ell)\\|_{\\max}/\\|X_\\ell\\|_{\\max}$")
         _rank_legend(figure, panels)
     return figure
 
@@ -91,9 +91,9 @@ class Spread:
 
 @dataclass(frozen=True)
 class CollapsePanel:
-    """One panel: relative residual (rank) and error of one layer (depth).
+    """One panel: residual ratio (rank) and error of one layer (depth).
 
-    `last_log10` is log₁₀ of the median relative residual at the last layer.
+    `last_log10` is log₁₀ of the median residual ratio at the last layer.
     """
 
     where: str
@@ -119,7 +119,7 @@ def draw_collapse(panels: Sequence[Sequence[CollapsePanel]]) -> Figure:
                 if r == len(panels) - 1:
                     grid[r][c].set_xlabel("layer $\\ell$ (0 is the input)")
         handles = [
-            Line2D([], [], color=BLUE, marker="o", markersize=3.4, linewidth=1.5, label="rank: relative residual"),
+            Line2D([], [], color=BLUE, marker="o", markersize=3.4, linewidth=1.5, label="rank: residual ratio"),
             Line2D(
                 [], [], color=VERMILION, marker="s", markersize=3.2, linewidth=1.5, label="depth: error of one layer"
             ),

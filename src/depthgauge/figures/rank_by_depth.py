@@ -1,4 +1,4 @@
-"""Figure D2: the relative residual by layer as in Dong et al. (2021), for initial and for trained weights."""
+"""Figure D2: the residual ratio by layer as in Dong et al. (2021), for initial and for trained weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -61,6 +61,6 @@ def _draw(axes: Axes, panel: DepthPanel, floor: float) -> None:
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=9))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylabel("relative residual")
+    axes.set_ylabel("residual ratio")
     axes.set_title(panel.title, color=INK)
     axes.text(0.1, floor / 3, "rounding error", fontsize=7, color=FAINT, va="center")

@@ -129,7 +129,7 @@ def _legend(figure: Figure, panels: Sequence[PanelDrawing], models: str) -> None
             marker="o",
             linestyle="none",
             markersize=3.2,
-            label=f"rate over {models} networks, 95 % interval",
+            label=f"{models} networks, 95 % interval",
         )
     )
     if several and any(curve.exact is None for panel in panels for curve in panel.curves):

@@ -4,19 +4,16 @@
 """
 
 import csv
-import html
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import Any
 
-from depthgauge.errors import InputError
+from depthgauge._frames import frame, html_table
 from depthgauge.sweeps.cells import canonical_json
 from depthgauge.sweeps.lock import Holder
 from depthgauge.sweeps.store import Count, Row
-
-if TYPE_CHECKING:
-    import pandas  # type: ignore[import-untyped, unused-ignore]
 
 SCHEMA = "depthgauge.sweep/1"
 _HTML_ROWS = 10
@@ -60,20 +57,20 @@ class SweepRows:
         """Return the table as CSV; lists and booleans are written as JSON, and numbers round-trip."""
         return to_csv(self.to_json())
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return the table as a pandas DataFrame with the columns of `to_json`.
+    def to_frame(self) -> Any:
+        """Return the table as a `pandas.DataFrame` with the columns of `to_json`.
 
         Raises:
-            InputError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
-        return _pandas().DataFrame(self.to_json())
+        return frame(self.to_json())
 
     def _repr_html_(self) -> str:
         rows = self.to_json()
         names = [name for name in _names(rows) if name not in ("identity", "version")]
-        shown = [[_short(row.get(name)) for name in names] for row in rows[:_HTML_ROWS]]
+        shown = [{name: _short(row.get(name)) for name in names} for row in rows[:_HTML_ROWS]]
         more = f", the first {_HTML_ROWS} shown" if len(rows) > _HTML_ROWS else ""
-        return _html_table(f"{len(rows)} rows{more}", names, shown)
+        return html_table(f"{len(rows)} rows{more}", shown)
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,16 +100,16 @@ class SweepResult:
             "rows": self.rows.to_json(),
         }
 
-    def to_frame(self) -> "pandas.DataFrame":
-        """Return the rows as a pandas DataFrame, one column for each parameter and each result.
+    def to_frame(self) -> Any:
+        """Return the rows as a `pandas.DataFrame` with one column for each parameter and each result.
 
         Raises:
-            InputError: pandas is not installed.
+            MissingPackageError: pandas is not installed.
         """
         return self.rows.to_frame()
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(str(self.summary))}</p>{self.rows._repr_html_()}"
+        return f"<p>{escape(str(self.summary))}</p>{self.rows._repr_html_()}"
 
 
 @dataclass(frozen=True)
@@ -173,12 +170,8 @@ class SweepStatus:
         }
 
     def _repr_html_(self) -> str:
-        names = ["grid", "task", "done", "failed", "missing"]
-        rows = [
-            [grid.name or "–", str(grid.document.get("task", "–")), *map(str, asdict(grid.count).values())]
-            for grid in self.grids
-        ]
-        return _html_table(f"{self.store}: {self.count}", names, rows)
+        rows = [{"grid": grid.name, "task": grid.document.get("task"), **asdict(grid.count)} for grid in self.grids]
+        return html_table(f"{self.store}: {self.count}", rows)
 
 
 def _flat(row: Row) -> dict[str, Any]:
@@ -205,24 +198,7 @@ def _csv_value(value: Any) -> Any:
     return canonical_json(value) if isinstance(value, list | dict | bool) else value
 
 
-def _pandas() -> Any:
-    try:
-        import pandas  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise InputError("to_frame needs pandas, which is not installed: pip install pandas") from error
-    return pandas
-
-
-def _short(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    text = canonical_json(value) if isinstance(value, list | dict | bool) else str(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-def _html_table(caption: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in row) + "</tr>" for row in rows)
-    return f"<table><caption>{html.escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+def _short(value: Any) -> Any:
+    """Shorten a list or a long text for a notebook; leave numbers as they are."""
+    text = _csv_value(value)
+    return f"{text[:39]}…" if isinstance(text, str) and len(text) > 40 else text

@@ -134,7 +134,7 @@ def depth(cell: Cell) -> Values:
 
 
 def rank_collapse(cell: Cell) -> Values:
-    """Compute, for ℓ = 0 … L, the relative residual of the state X_ℓ and the error of a one-layer surrogate.
+    """Compute, for ℓ = 0 … L, the residual ratio of the state X_ℓ and the error of a one-layer surrogate.
 
     - `log10_ratio`: log₁₀ ‖Res(X_ℓ)‖max/‖X_ℓ‖max; `log10_bound`: the contraction bound on it
     - `log10_ratio_dong`, `log10_dong`: the same with the norm, the centre and the rate of Dong et al.

@@ -65,7 +65,7 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "D2",
-            "Relative residual of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
+            "Residual ratio of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
             "rank_figure:RankStudy",
             needs=(TRANSFORMERS, MINILM),
         ),

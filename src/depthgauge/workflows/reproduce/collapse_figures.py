@@ -11,7 +11,7 @@ from depthgauge.workflows.reproduce.study import GridStudy, Results, per_layer
 
 
 class RankByLayer(GridStudy):
-    """A1: the relative residual by layer, without and with skip connections."""
+    """A1: the residual ratio by layer, without and with skip connections."""
 
     title = "Without skip connections all tokens become equal, doubly exponentially; with them they do not"
     repetitions = 24
@@ -25,7 +25,7 @@ class RankByLayer(GridStudy):
     def caption(self) -> str:
         """Return the caption."""
         return (
-            f"A1. {self.title}. Relative residual ‖Res(X_ℓ)‖max/‖X_ℓ‖max after each layer of random networks (weights "
+            f"A1. {self.title}. Residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max after each layer of random networks (weights "
             f"uniform in [−η, η], L = 6, H = 2, d = 16) on 32 tokens uniform in [−1, 1]. Lines show the median over "
             f"{self.repeats} repetitions (a new network and input each, seed {self.seed}), bands the minimum to the "
             "maximum. The vertical axis is logarithmic in the exponent, so a doubly exponential decrease is a straight "
@@ -197,7 +197,7 @@ class WhatCollapses(GridStudy):
         """Return the caption."""
         return (
             f"A4. {self.title}. Random networks (L = 12, H = 4, d = 32, weights uniform in [−η, η]) on 64 tokens "
-            "uniform in [−1, 1]. Rank: the relative residual ‖Res(X_ℓ)‖max/‖X_ℓ‖max, which falls to 0 as all tokens "
+            "uniform in [−1, 1]. Rank: the residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max, which falls to 0 as all tokens "
             "become equal. Depth: ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the one-layer mean-field surrogate S' of the first ℓ "
             f"layers, which is small if one layer can replace them. Lines are medians over {self.repeats} repetitions "
             f"(a new network and input each, seed {self.seed}), bands the minimum to the maximum. The heading of a "

@@ -40,7 +40,7 @@ class Reproduction:
 
 
 def find_study(asked: str, models: int | None = None, seed: int = 0) -> Study:
-    """Return the study of a figure or panel; raise InputError if the id is unknown or a package is missing."""
+    """Return the study of a figure or panel; raise if the id is unknown or a package is missing."""
     figure = find_figure(asked)
     if models is not None:
         require_count("models", models, "how often every point is repeated")
@@ -76,7 +76,8 @@ def reproduce(
         The number of rows and the paths of the files.
 
     Raises:
-        InputError: The id is unknown, or a package that the figure needs is not installed.
+        InputError: The id is unknown.
+        MissingPackageError: A package that the figure needs is not installed.
     """
     study = find_study(figure, models, seed)
     _check_files(study, Path(out), overwrite)

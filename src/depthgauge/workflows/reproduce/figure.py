@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from depthgauge.errors import InputError
+from depthgauge.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from depthgauge.workflows.reproduce.study import Study
@@ -51,12 +51,12 @@ class Figure:
         return not self.needs
 
     def require(self) -> None:
-        """Raise InputError naming every missing package and the commands that install them."""
+        """Raise MissingPackageError naming every missing package and the commands that install them."""
         missing = [need for need in self.needs if not need.installed]
         if missing:
             labels = " and ".join(need.label for need in missing)
             commands = " and ".join(f"`{need.install}`" for need in missing)
-            raise InputError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
+            raise MissingPackageError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
 
     def build(self, asked: str, models: int | None, seed: int) -> "Study":
         """Return the study of the figure, or of its panel `asked`."""

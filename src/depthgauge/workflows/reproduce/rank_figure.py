@@ -1,4 +1,4 @@
-"""Figure D2: the relative residual by layer of a checkpoint with parts switched off, initialised and trained."""
+"""Figure D2: the residual ratio by layer of a checkpoint with parts switched off, initialised and trained."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
 from depthgauge.checkpoints.windows import drawn_windows
-from depthgauge.errors import InputError
+from depthgauge.errors import MissingPackageError
 from depthgauge.progress import Step, silent
 from depthgauge.workflows.reproduce.figure import MINILM
 from depthgauge.workflows.reproduce.study import Computing
@@ -25,7 +25,7 @@ FLOOR = 1e-15
 
 @dataclass(frozen=True)
 class DepthCurves:
-    """The relative residuals of one model by variant, each `[samples, L + 1]`."""
+    """The residual ratios of one model by variant, each `[samples, L + 1]`."""
 
     model: str
     ratios: dict[str, Float[Tensor, "samples states"]]
@@ -35,7 +35,7 @@ def installed_checkpoint() -> Path:
     """Return the path of the MiniLM checkpoint in its installed package."""
     spec = find_spec(MINILM.module)
     if spec is None or spec.origin is None:
-        raise InputError(f"{MINILM.label} is not installed; install it with `{MINILM.install}`")
+        raise MissingPackageError(f"{MINILM.label} is not installed; install it with `{MINILM.install}`")
     return Path(spec.origin).parent / "model"
 
 
@@ -96,7 +96,7 @@ class RankStudy:
     def caption(self) -> str:
         """Return the caption."""
         return (
-            f"{self.id}. {self.title}. Relative residual ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
+            f"{self.id}. {self.title}. Residual ratio ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
             "the norm is √(largest column sum × largest row sum), for the architecture of MiniLM with random initial "
             "weights (top) and with trained weights (bottom). The variants are those of Dong et al. (2021): attention "
             "only, with the MLP, with the skip connection around attention, and the full model. Geometric mean and one "
