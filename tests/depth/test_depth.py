@@ -117,24 +117,25 @@ def test_weights_that_overflow_keep_every_layer(eta):
     assert (certificate.upper is None) == (certificate.lost_at is not None) == (eta == 1e308)
 
 
-@pytest.mark.parametrize(("layers", "seed"), [(2, 0), (3, 1), (5, 2), (6, 3)])
-@pytest.mark.parametrize("tolerance", [1e-2, 1e-3, 1e-4])
-def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed, tolerance):
+@pytest.mark.parametrize(
+    ("layers", "seed"),
+    [(2, 0), (3, 1), pytest.param(5, 2, marks=pytest.mark.soak), pytest.param(6, 3, marks=pytest.mark.soak)],
+)
+def test_depth_is_the_least_over_all_foldings_and_closed_forms(layers, seed):
     network = random_network(layers=layers, heads=1, dim=3, eta=0.08, seed=seed)
     bounds = FoldBounds(network, 1.0, starts=2, steps=2)
-    within = [
-        len(kept) + len(runs_between(layers, kept)) for kept in subsets(layers) if bounds.error(kept) <= tolerance
-    ]
-    within += [1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance]
-    depth = certified_depth(bounds, tolerance)
-    assert depth.layers == min(within)
-    assert depth.status == ("proved" if depth.layers < layers else depth.status)
+    for tolerance in (1e-2, 1e-3, 1e-4):
+        within = [len(k) + len(runs_between(layers, k)) for k in subsets(layers) if bounds.error(k) <= tolerance]
+        within += [1 for method in CLOSED_FORMS if bounds.error(method) <= tolerance]
+        depth = certified_depth(bounds, tolerance)
+        assert depth.layers == min(within)
+        assert depth.status in (("proved",) if depth.layers < layers else ("refuted", "undecided"))
 
 
 def test_a_sharper_method_is_used_and_named():
     """One layer by `corrected` is proved to 7.6e-5 here, where folding all layers is not within 1e-4."""
     network = random_network(layers=3, heads=2, dim=4, eta=0.05, seed=1)
-    bounds = FoldBounds(network, 1.0)
+    bounds = FoldBounds(network, 1.0, starts=2, steps=4)
     depth = certified_depth(bounds, 1e-3)
     assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
     assert bounds.error(()) > 1e-3  # the folding alone would have kept layers
@@ -148,7 +149,7 @@ def test_large_weights_are_refuted_and_the_middle_is_undecided():
     refuted = effective_depth(base, radius=1.0, tolerance=1e-3)
     assert (refuted.layers, refuted.status, refuted.method) == (3, "refuted", "none")
     assert refuted.tried > 5
-    statuses = {effective_depth(base, radius=1.0, tolerance=tolerance).status for tolerance in (1e-3, 0.5, 5.0, 50.0)}
-    assert "undecided" in statuses
+    bounds = FoldBounds(base, 1.0, starts=2, steps=2)
+    assert "undecided" in {certified_depth(bounds, tolerance).status for tolerance in (0.5, 5.0, 50.0)}
     single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
     assert (single.layers, single.status, single.tried) == (1, "proved", 0)
