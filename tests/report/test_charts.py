@@ -3,6 +3,7 @@
 import math
 import re
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from depthgauge._format import number
 from depthgauge.report.layer_charts import head_map, residual_curve
 from depthgauge.report.network_section import depth_chart, sandwich_chart, share_measures
 from depthgauge.report.sections import section
-from depthgauge.results.gauge_record import check_result
+from depthgauge.results.gauge_record import check_result, read_result
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 
@@ -112,15 +113,32 @@ def test_many_layers_are_labelled_in_steps(document):
     assert axis["tickvals"] == [str(k) for k in range(0, 40, 3)]
 
 
-def test_distance_from_averaging_is_shaded_on_its_own_scale_everywhere(document):
-    subject = document["subjects"][0]
-    for layer in subject["layers"]:
-        for head in layer["heads"]:
-            head["tv_mean"] = head["score_range"] = 1e-5
-    layers = check_result(document).subjects[0].layers
-    first = {choice.name: choice.figure["data"][0]["zmax"] for choice in head_map(layers).choices}
-    assert first["distance from averaging"] == 1
-    assert first["score range θ"] == 1e-5
+def test_colours_show_differences_at_every_size(document):
+    heads = [head for layer in document["subjects"][0]["layers"] for head in layer["heads"]]
+    for k, head in enumerate(heads):
+        head["tv_mean"] = (k + 1) * 1e-5  # far below the natural maximum 1
+        head["entropy"] = 4.0 + 0.01 * k  # nearly constant
+        head["score_range"] = 10.0 ** (-k)  # several decades
+        head["tv_max"] = 0.2 * (k + 1)
+    choices = {choice.name: choice for choice in head_map(check_result(document).subjects[0].layers).choices}
+
+    def scale(name):
+        trace = choices[name].figure["data"][0]
+        return trace["zmin"], trace["zmax"], trace["colorbar"]["ticktext"]
+
+    assert scale("distance from averaging") == (0.0, pytest.approx(5e-5), ["0", "5e-5"])
+    assert scale("entropy") == (4.0, pytest.approx(4.04), ["4", "4.04"])
+    assert scale("score range θ") == (pytest.approx(-4), pytest.approx(0), ["0.0001", "1"])
+    assert "The colours are logarithmic." in choices["score range θ"].note
+    assert scale("distance from averaging, worst row")[:2] == (0.0, 1.0)
+    z = choices["score range θ"].figure["data"][0]["z"]
+    assert sorted(value for row in z for value in row if value is not None) == pytest.approx([-4, -3, -2, -1, 0])
+
+
+def test_the_residual_of_a_checkpoint_is_shown_about_the_mean_first():
+    record = read_result(Path(__file__).parents[1] / "data" / "release-0.1" / "gauge-decoder.json")
+    names = [choice.name for choice in residual_curve(record.subjects[0]).choices]
+    assert names == ["differences from the mean token", "differences from the mid-range"]
 
 
 def test_a_checkpoint_shows_the_measures_it_has(record):

@@ -1,5 +1,6 @@
 """Charts by layer that networks and checkpoints share: heat maps of the heads, and the residual curve."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from depthgauge.report.markup import percent
 from depthgauge.results.checkpoint_subject import CheckpointLayer
 from depthgauge.results.gauge_record import Subject
 from depthgauge.results.labels import CENTERS, HEAD_MEASURES, NORMS
-from depthgauge.results.network_subject import NetworkLayer, Residual
+from depthgauge.results.network_subject import NetworkLayer, NetworkSubject, Residual
 
 Layers = Sequence[NetworkLayer | CheckpointLayer]
 
@@ -19,7 +20,7 @@ Layers = Sequence[NetworkLayer | CheckpointLayer]
 class Measure:
     """The values of a heat map, per layer and head, with their name, explanation and format.
 
-    Colours end at the largest value, or at `top` if that is larger. The menu lists the measure under `group`.
+    `top` is the natural maximum of the values, if there is one. The menu lists the measure under `group`.
     """
 
     name: str
@@ -77,16 +78,18 @@ def heat_map(layers: Layers, heads: int, measure: Measure) -> Choice:
         for h in range(heads)
     ]
     known = {place: value for place, value in cells.items() if value is not None}
-    largest = max(measure.top, *known.values()) if known else measure.top
+    scale = color_scale(list(known.values()), measure.top)
     trace = {
-        "type": "heatmap", "z": z, "x": [str(layer.index) for layer in layers], "y": [str(h) for h in range(heads)],
+        "type": "heatmap", "z": [[scale.color(value) for value in row] for row in z],
+        "x": [str(layer.index) for layer in layers], "y": [str(h) for h in range(heads)],
         "hovertext": text, "hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 2,
-        "zmin": min(0.0, *known.values()) if known else 0.0, "zmax": largest if largest > 0 else 1.0,
+        "zmin": scale.color(scale.low), "zmax": scale.color(scale.high),
         "colorscale": [[k / 4, f"@shade-{k}"] for k in range(5)],
         "colorbar": {
             "orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "ypad": 8, "len": 0.4,
             "thickness": 8, "outlinewidth": 0, "ticks": "", "tickfont": {"size": 12, "color": "@faint"},
-            "tickvals": [0, largest], "ticktext": [show(0.0), show(largest)], "ticklabelposition": "outside top",
+            "tickvals": [scale.color(scale.low), scale.color(scale.high)],
+            "ticktext": [show(scale.low), show(scale.high)], "ticklabelposition": "outside top",
         },
     }  # fmt: skip
     look = layout(
@@ -96,7 +99,46 @@ def heat_map(layers: Layers, heads: int, measure: Measure) -> Choice:
     )
     extremes = _extremes(measure, known, layers)
     alt = f"Heat map of {measure.name} by layer and head. {extremes}"
-    return Choice(measure.name, f"{measure.note} {extremes}".strip(), alt, figure(trace, layout=look), measure.group)
+    note = " ".join(filter(None, (measure.note, extremes, scale.note)))
+    return Choice(measure.name, note, alt, figure(trace, layout=look), measure.group)
+
+
+@dataclass(frozen=True)
+class ColorScale:
+    """The range of values that the colours of a heat map cover, linear or logarithmic."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    @property
+    def note(self) -> str:
+        """What a reader must know to compare colours."""
+        return "The colours are logarithmic." if self.logarithmic else ""
+
+    def color(self, value: float | None) -> float | None:
+        """Return the position of a value on the scale."""
+        if value is None or not self.logarithmic:
+            return value
+        return math.log10(max(value, self.low))
+
+
+def color_scale(values: Sequence[float], top: float) -> ColorScale:
+    """Choose a scale on which differences are visible.
+
+    Positive values over more than two decades get a logarithmic scale. Otherwise the scale is linear: from 0, or from
+    the smallest value if all values are within a quarter of the largest; to the natural maximum `top`, or to the
+    largest value if that is far below `top`.
+    """
+    if not values:
+        return ColorScale(0.0, top or 1.0)
+    least, largest = min(values), max(values)
+    if least > 0 and largest > 100 * least:
+        return ColorScale(least, largest, logarithmic=True)
+    if largest == least:
+        return ColorScale(min(0.0, least), max(top, largest) or 1.0)
+    low = least if least > 0 and largest - least < 0.25 * largest else min(0.0, least)
+    return ColorScale(low, max(largest, top) if largest > 0.05 * top else largest)
 
 
 def _extremes(measure: Measure, known: Mapping[tuple[int, int], float], layers: Layers) -> str:
@@ -120,7 +162,9 @@ def residual_states(subject: Subject) -> list[tuple[str, Residual]]:
 def residual_curve(subject: Subject) -> Chart | None:
     """Return ‖Res X‖/‖X‖ from the input to the output, in every norm, with one view per centre."""
     states = residual_states(subject)
-    return Chart(tuple(_residual_choice(states, center) for center in CENTERS), 330, "Centre") if states else None
+    # For checkpoints the mean comes first: about the mid-range, one token with a huge entry dominates every state.
+    centers = CENTERS if isinstance(subject, NetworkSubject) else reversed(list(CENTERS))
+    return Chart(tuple(_residual_choice(states, center) for center in centers), 330, "Centre") if states else None
 
 
 _STYLES = (("@blue", "circle", "solid"), ("@vermilion", "square", "dash"), ("@green", "diamond", "dot"))
@@ -144,7 +188,8 @@ def _residual_choice(states: Sequence[tuple[str, Residual]], center: str) -> Cho
             ],
         })  # fmt: skip
     falls = bool(ratios) and min(ratios) < 0.1 * max(ratios)
-    scale = log_axis(ratios) if falls else {"rangemode": "tozero"}
+    flat = bool(ratios) and max(ratios) - min(ratios) < 0.25 * max(ratios)
+    scale = log_axis(ratios) if falls else {} if flat else {"rangemode": "tozero"}
     look = layout(
         xaxis=names_axis("after layer", names),
         yaxis={"title": {"text": "‖Res X‖ / ‖X‖"}, **scale},
@@ -152,5 +197,8 @@ def _residual_choice(states: Sequence[tuple[str, Residual]], center: str) -> Cho
     )
     first, last = (number(residual[center].max.ratio) for _, residual in (states[0], states[-1]))
     alt = f"Line chart of the differences between tokens, by layer, in the largest entry: from {first} to {last}."
-    note = "The part of a state that differs between tokens: 0 if all tokens are equal, about 1 if they share nothing."
+    note = (
+        "The part of a state that differs between tokens: 0 if all tokens are equal. It exceeds 1 where the centre is "
+        "further from the tokens than the origin is, in that norm."
+    )
     return Choice(CENTERS[center], note, alt, figure(*traces, layout=look))

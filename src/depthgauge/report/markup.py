@@ -128,8 +128,11 @@ class Table:
             "<tr>" + "".join(_cell(cell, k == 0, numeric[k]) for k, cell in enumerate(row)) + "</tr>"
             for row in self.rows
         )
+        hint = (
+            '<p class="hint" aria-hidden="true">Scroll sideways for more columns →</p>' if len(self.columns) > 3 else ""
+        )
         return (
-            f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}">'
+            f'{hint}<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}">'
             f'<table id="{escape(name)}"><caption class="unseen">{escape(self.title)}</caption>\n'
             f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
         )
