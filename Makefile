@@ -76,7 +76,7 @@ test-models: $(VENV)/smollm.stamp
 
 # The second step fails if a page would load anything from another host.
 docs: $(VENV)/docs.stamp
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python scripts/check_site.py site
 
 wheel: $(VENV)/dev.stamp

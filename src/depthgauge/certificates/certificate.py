@@ -111,7 +111,7 @@ class Certificate:
 
     @property
     def share(self) -> tuple[tuple[float, ...], ...]:
-        """share[k][h]: the part of head h of layer k in the upper bound at its worst coordinate; the sum is 1."""
+        """`share[k][h]`: the part of head h of layer k in the upper bound at its worst coordinate; the sum is 1."""
         return self.upper_bound.share
 
     @property
