@@ -49,12 +49,12 @@ class Separation:
         return frame([row | {"exact": float("nan")} if row["exact"] is None else row for row in self._rows()])
 
     def summary(self) -> str:
-        """Return a table for the terminal: success and its four conditions, exact and drawn."""
+        """Return a table for the terminal: success and its four conditions, exact and sampled."""
         rows = self._rows()
         width = max(len(row["event"]) for row in rows)
         lines = [
             f"{self.setting.kind}: {self._parameters()}",
-            f"{'':{width}}  exact     drawn ({self.estimate.models} models)",
+            f"{'':{width}}  exact     sampled ({self.estimate.models} networks)",
         ]
         for row in rows:
             probability = "–".ljust(8) if row["exact"] is None else f"{row['exact']:.6f}"
