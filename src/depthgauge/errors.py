@@ -73,3 +73,15 @@ def require_seed(seed: int) -> int:
             f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; it starts the random number generator"
         )
     return int(seed)
+
+
+LARGEST_RADIUS = 1e100
+"""The largest radius of a set of inputs; beyond it squares and cubes leave the range of float64."""
+
+
+def require_radius(value: float, name: str = "radius", meaning: str = "the largest |entry| an input may have") -> float:
+    """Return `value` as a float if it is a positive number up to `LARGEST_RADIUS`, else raise InputError."""
+    radius = require_positive(name, value, meaning)
+    if radius > LARGEST_RADIUS:
+        raise InputError(f"{name} must be at most {LARGEST_RADIUS:g}, got {value!r}; it is {meaning}")
+    return radius

@@ -16,8 +16,9 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.upper import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
-from depthgauge.errors import InputError, require_count, require_positive, unknown_name
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
+from depthgauge.linalg.threads import threads_for
+from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 
 EFFORTS = ("default", "high")
@@ -235,11 +236,12 @@ def certify(
     """
     inputs = check_request(network, surrogate, radius, ball, tokens, effort)
     comparison = Comparison(_plain(network), _plain(surrogate), inputs, tokens)
-    progress(0, 2, "proving")
-    upper = prove_upper(comparison, effort, bounds)
-    progress(1, 2, "attacking")
-    lower = attained_lower(comparison, AttackOptions(starts, steps, seed, device), upper.hints())
-    progress(2, 2, "")
+    with threads_for(network.dim):
+        progress(0, 2, "proving")
+        upper = prove_upper(comparison, effort, bounds)
+        progress(1, 2, "attacking")
+        lower = attained_lower(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints())
+        progress(2, 2, "")
     return Certificate(comparison, upper, lower, effort)
 
 
@@ -260,13 +262,15 @@ def check_request(
     effort: str,
 ) -> InputSet:
     """Check all arguments of `certify` before any long computation, and return the set of inputs."""
+    require_network(network)
+    require_network(surrogate, "surrogate")
     if (radius is None) == (ball is None):
         raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
     if radius is not None:
-        inputs = InputSet("box", require_positive("radius", radius, "the largest |entry| an input may have"))
+        inputs = InputSet("box", require_radius(radius))
     else:
         assert ball is not None
-        inputs = InputSet("ball", require_positive("ball", ball, "the largest Euclidean length of a token"))
+        inputs = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
     if tokens is not None:
         require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
     if effort not in EFFORTS:

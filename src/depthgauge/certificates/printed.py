@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from depthgauge.errors import require_count, require_positive
+from depthgauge.errors import require_count, require_radius
 from depthgauge.network.network import SelfAttentionNetwork
 
 
@@ -97,7 +97,7 @@ class PrintedBound:
 
 def printed_bound(network: SelfAttentionNetwork, radius: float) -> PrintedBound:
     """Evaluate the explicit bound of Theorem D.1 with η, H and L of the network; `radius` is φ₀."""
-    require_positive("radius", radius, "the largest |entry| an input may have")
+    require_radius(radius)
     heads, layers = max(layer.heads for layer in network), require_count("layers", len(network), "L")
     shape = {
         "has skip connections": network.skip,

@@ -18,9 +18,10 @@ from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
-from depthgauge.errors import InputError, require_positive
+from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.linalg.threads import threads_for
+from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
 from depthgauge.surrogates.expansion import Expansion
@@ -279,7 +280,8 @@ def effective_depth(
     check_depth_request(network, tolerance, radius, certified, x)
     if certified:
         assert radius is not None
-        return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
+        with threads_for(network.dim):
+            return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
     assert x is not None
     errors, L = measured_errors(network, x), len(network)
     alone = [errors(tuple(k for k in range(L) if k != replaced)) for replaced in range(L)]
@@ -308,6 +310,7 @@ def check_depth_request(
     network: SelfAttentionNetwork, tolerance: float, radius: float | None, certified: bool, x: Tensor | None
 ) -> None:
     """Check all arguments of `effective_depth` before any long computation."""
+    require_network(network)
     require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
     if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
         raise InputError(
@@ -318,7 +321,7 @@ def check_depth_request(
         raise InputError("certified depth needs a radius; it is the largest |entry| an input may have")
     if certified:
         assert radius is not None
-        require_positive("radius", radius, "the largest |entry| an input may have")
+        require_radius(radius)
     elif x is None:
         raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
     else:

@@ -2,8 +2,9 @@
 
 from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.depth.fitted import fit
-from depthgauge.errors import InputError, require_positive, unknown_name
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.errors import InputError, require_radius, require_seed, unknown_name
+from depthgauge.linalg.threads import threads_for
+from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.surrogates.closed_forms import METHODS, closed_form, refusal
 
@@ -40,12 +41,15 @@ def collapse(
         >>> len(collapse(random_network(layers=5, heads=2, dim=4, eta=0.01), "mean-field"))
         1
     """
+    require_network(network)
+    require_seed(seed)
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
-    require_positive("radius", radius, "the largest |entry| an input may have")
+    require_radius(radius)
     if method != "fitted":
         return closed_form(network, method)
     reason = refusal(network, method)
     if reason is not None:
         raise InputError(reason)
-    return fit(network, InputSet("box", radius), seed=seed, progress=progress)
+    with threads_for(network.dim):
+        return fit(network, InputSet("box", radius), seed=seed, progress=progress)

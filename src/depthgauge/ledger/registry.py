@@ -13,6 +13,7 @@ from depthgauge.ledger.judge import judge
 from depthgauge.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
 from depthgauge.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.ledger.story import explain
+from depthgauge.linalg.threads import SMALL, threads_for
 from depthgauge.progress import Step, silent
 
 PAPERS = ("A", "B", "ours")
@@ -67,7 +68,8 @@ def run(
     """Check the chosen claims and return their findings in the same order; see `claims` for the other arguments."""
     deadline = None if budget is None else time.monotonic() + require_positive("budget", budget, "seconds to search")
     if len(chosen) == 1:
-        return Findings([finding(chosen[0], judge(chosen[0], deadline=deadline))])
+        with threads_for(SMALL):
+            return Findings([finding(chosen[0], judge(chosen[0], deadline=deadline))])
     from joblib import Parallel, delayed
 
     observed: dict[str, Observed] = {}
@@ -80,7 +82,8 @@ def run(
 
 def _judge_by_id(id: str, deadline: float | None) -> tuple[str, Observed]:
     """Check a claim in a worker process. Claims hold functions, which cannot be pickled, so only the id is sent."""
-    return id, judge(registry()[id], deadline=deadline)
+    with threads_for(SMALL):
+        return id, judge(registry()[id], deadline=deadline)
 
 
 def finding(claim: Claim, observed: Observed) -> Finding:

@@ -14,7 +14,7 @@ from depthgauge.measures.heads import HeadMeasures, measure_heads
 from depthgauge.measures.residuals import Residuals, residual_sizes
 from depthgauge.measures.summary import finite, layer_record, state_record
 from depthgauge.measures.weights import WeightSizes, weight_sizes
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
 
@@ -120,6 +120,7 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
     >>> profile.residual_ratio().shape
     torch.Size([1, 3])
     """
+    require_network(network)
     network.check_input(x)
     if x.numel() == 0:
         raise InputError(f"the input has shape {list(x.shape)} and no entries to measure; give at least one sample")

@@ -8,8 +8,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from depthgauge.errors import InputFileError, require_count, require_positive, require_seed
+from depthgauge.errors import InputError, InputFileError, require_count, require_radius, require_seed
 from depthgauge.linalg.rounding import largest_not_above
+
+LARGEST_INPUT = 2**30
+"""The largest number of entries of all random inputs together (8 GB in float64)."""
 
 
 def uniform_inputs(
@@ -24,8 +27,14 @@ def uniform_inputs(
     """Draw inputs uniformly from the box ‖X‖max ≤ φ; `radius` is φ. The same seed gives the same inputs."""
     require_count("samples", samples, "the number of inputs")
     require_count("tokens", tokens, "the number of tokens n of an input")
-    require_positive("radius", radius, "the largest |entry| an input may have")
+    require_radius(radius)
     require_seed(seed)
+    if samples * tokens * dim > LARGEST_INPUT:
+        most = LARGEST_INPUT // (samples * dim)
+        raise InputError(
+            f"tokens must be at most {most} for {samples} inputs of width {dim}, got {tokens}; the inputs must fit "
+            "into memory"
+        )
     unit = torch.rand(samples, tokens, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     bound = largest_not_above(radius, dtype)
     return (radius * (2 * unit - 1)).to(dtype).clamp(-bound, bound)

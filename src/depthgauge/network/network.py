@@ -12,6 +12,7 @@ numbered from 0.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from os import PathLike
 from typing import Any, Literal, get_args
 
 import torch
@@ -134,6 +135,11 @@ class SelfAttentionNetwork(nn.Module):
 
     def check_input(self, x: Tensor) -> None:
         """Raise `InputError` unless x has shape [..., n, d] with n ≥ 1, and the width and dtype of the network."""
+        if not isinstance(x, Tensor):
+            raise InputError(
+                f"the input must be a torch tensor, got {type(x).__module__}.{type(x).__name__}; convert it, for "
+                "example with torch.from_numpy(x)"
+            )
         if x.ndim < 2 or x.shape[-1] != self.dim or x.shape[-2] < 1:
             raise InputError(f"the input must have shape [..., tokens, {self.dim}], got {list(x.shape)}")
         if x.dtype != self.dtype:
@@ -291,3 +297,11 @@ def _expected_shapes(layer: Layer, d: int, norm: str) -> Iterator[tuple[str, Ten
         sublayers = 1 if layer.mlp is None else 2
         yield "norm.weight", layer.norm_weight, (sublayers, d)
         yield "norm.bias", layer.norm_bias, (sublayers, d)
+
+
+def require_network(value: object, name: str = "network") -> SelfAttentionNetwork:
+    """Return `value` if it is a network, else raise InputError that says how to load one."""
+    if isinstance(value, SelfAttentionNetwork):
+        return value
+    hint = f"load it with load_network({value!r})" if isinstance(value, str | PathLike) else "see random_network"
+    raise InputError(f"{name} must be a SelfAttentionNetwork, got {type(value).__name__}; {hint}")

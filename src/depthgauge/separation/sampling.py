@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int, Int8, UInt64
 
 from depthgauge._records import ArrayRecord
-from depthgauge.errors import require_count
+from depthgauge.errors import require_seed
 from depthgauge.separation.settings import AttentionSetting, Regression, Setting
 
 _WORDS_PER_COUNTER = 4  # Philox-4×64 produces four words per counter value
@@ -42,7 +42,7 @@ class RegressionDraws(ArrayRecord):
 
 def stream_key(setting: Setting, seed: int) -> int:
     """Return a 128-bit key from the task, its parameters and the seed."""
-    require_count("seed", seed, "the seed of the random number generator", least=0)
+    require_seed(seed)
     parameters = [f"{f.name}={_plain(getattr(setting, f.name))}" for f in fields(setting) if f.name != "attention"]
     text = "|".join(["depthgauge.separation/1", setting.kind, *parameters, f"seed={seed}"])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")

@@ -13,7 +13,8 @@ from depthgauge.certificates.certificate import certify
 from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.effective import FoldBounds, certified_depth, effective_depth
 from depthgauge.errors import InputError
-from depthgauge.measures.profile import measure
+from depthgauge.linalg.threads import threads_for
+from depthgauge.measures.profile import Profile, measure
 from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step
@@ -91,6 +92,19 @@ def _subject(
     """Measure one network, certify every method on the box of the inputs, and find the effective depth."""
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
+    with threads_for(network.dim):
+        return _certified_subject(network, x, radius, profile, progress, message)
+
+
+def _certified_subject(
+    network: SelfAttentionNetwork,
+    x: Float[Tensor, "samples tokens dim"],
+    radius: float,
+    profile: Profile,
+    progress: Step,
+    message: Callable[[str], None],
+) -> NetworkSubject:
+    """Certify every method, find the effective depth, and return the record."""
     foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
     bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
     sandwiches: list[Sandwich] = []

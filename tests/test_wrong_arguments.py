@@ -1,0 +1,34 @@
+"""Wrong arguments of the Python interface get a sentence, in a process without runtime type checks."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        ("dg.collapse('n.safetensors')", "network must be a SelfAttentionNetwork, got str; load it with load_network("),
+        ("dg.certify(net, 'n.safetensors', radius=1.0)", "surrogate must be a SelfAttentionNetwork, got str"),
+        ("dg.effective_depth(7, tolerance=1.0, radius=1.0)", "network must be a SelfAttentionNetwork, got int"),
+        ("dg.measure(net, np.zeros((3, 2)))", "the input must be a torch tensor, got numpy.ndarray; convert it"),
+        ("net(np.zeros((3, 2)))", "the input must be a torch tensor, got numpy.ndarray"),
+        ("dg.certify(net, net, radius=1e308)", "radius must be at most 1e+100, got 1e+308"),
+        ("dg.certify(net, net, ball=1e200)", "ball must be at most 1e+100, got 1e+200"),
+        ("dg.certify(net, net, radius=1.0, seed=-1)", "seed must be a whole number from 0 to 2^63 - 1, got -1"),
+        ("dg.collapse(net, seed=2**63)", "seed must be a whole number from 0 to 2^63 - 1"),
+        ("dg.gauge(net, tokens=99999999999)", "tokens must be at most"),
+        ("dg.gauge(net, radius=1e308)", "radius must be at most 1e+100"),
+        ("dg.gauge(net, token=3)", "option of gauge must be one of"),
+        ("dg.separate('self', seed=-1)", "seed must be a whole number from 0 to 2^63 - 1, got -1"),
+    ],
+)
+def test_the_error_says_what_was_given_and_what_to_do(call: str, sentence: str) -> None:
+    code = (
+        "import numpy as np, depthgauge as dg\n"
+        "net = dg.random_network(layers=2, heads=1, dim=2, eta=0.1)\n"
+        f"try:\n    {call}\nexcept dg.InputError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(sentence), done.stdout
