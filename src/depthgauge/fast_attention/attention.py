@@ -75,12 +75,13 @@ def attention(
             q, k, v, attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
             enable_gqa=enable_gqa, force=force, return_bound=return_bound,
         )  # fmt: skip
-    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
+    # A plain tuple: creating the record would cost a repeated call two microseconds.
+    options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
     with on_device(q):
         kind = None if return_bound else kind_of(q, k, v, options)
-        if (out := repeated(kind, q, k, v)) is not None:
+        if kind is not None and (out := repeated(kind, q, k, v)) is not None:
             return out
-        return _decided_anew(checked(q, k, v, options), kind, return_bound)
+        return _decided_anew(checked(q, k, v, Options(*options)), kind, return_bound)
 
 
 def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Output:

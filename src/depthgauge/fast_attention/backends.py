@@ -97,9 +97,9 @@ def survey_of(problem: Problem) -> Survey:
     return backend_for(problem, 2).survey(problem)
 
 
-def repeated(kind: Kind | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def repeated(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
     """Return the output by an earlier decision for a call of this kind, or None."""
-    return None if kind is None else TRITON.repeat(kind, q, k, v)
+    return TRITON.repeat(kind, q, k, v)
 
 
 def notes(device: torch.device) -> list[str]:

@@ -110,10 +110,10 @@ def is_dual(*tensors: Tensor) -> bool:
     )
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Kind | None:
+def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> Kind | None:
     """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision.
 
-    Options are compared by value and by type.
+    `options` are the fields of `Options`. They are compared by value and by type.
     """
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
