@@ -157,10 +157,10 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"contains no config\.json"):
         find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"contains no weights, expected \*\.safetensors; download the complete"):
+    with pytest.raises(InputError, match=r"contains no weights in \*\.safetensors files; download the complete"):
         find(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(InputError, match="convert its pickled weights to safetensors"):
+    with pytest.raises(InputError, match="use --allow-pickle to read them, or convert them to safetensors"):
         find(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(InputError, match="cannot load the configuration of"):
@@ -306,3 +306,34 @@ def test_context_of_families_whose_positions_start_late() -> None:
     assert context_length(tiny_model("llama").config) == 64
     assert context_length(tiny_model("roberta").config) == 63
     assert context_length(tiny_model("gpt2").config) == 64
+
+
+def test_pickled_weights_are_read_only_if_allowed(tmp_path: Path) -> None:
+    model = save_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"its weights are pickled \(\*\.bin\): use --allow-pickle to read them"):
+        find(tmp_path)
+    source = find(tmp_path, allow_pickle=True)
+    assert count_parameters(source)[0] == sum(tensor.numel() for tensor in model.state_dict().values())
+    loaded = load_model(source, load_config(source, HERE), HERE)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.model.state_dict()[name], tensor)
+
+
+class Attack:
+    """An object whose unpickling runs code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("hacked"),)
+
+
+def test_code_in_pickled_weights_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"x": Attack()}, tmp_path / "pytorch_model.bin")
+    source = find(tmp_path, allow_pickle=True)
+    with pytest.raises(InputError, match="weights"):
+        load_model(source, load_config(source, HERE), HERE)
+    assert not (tmp_path / "hacked").exists()

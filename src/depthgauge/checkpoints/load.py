@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
 from depthgauge.errors import unknown_name
 
+PICKLED = "pytorch_model*.bin"
+"""The files in which older checkpoints keep their weights."""
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
@@ -64,11 +67,13 @@ class Source:
     """A checkpoint on disk.
 
     - `folder`: its directory
-    - `gguf`: the name of the GGUF file in `folder`, or None for safetensors
+    - `gguf`: the name of the GGUF file in `folder`, or None for other files
+    - `pickled`: whether the weights are in `pytorch_model*.bin` files instead of safetensors
     """
 
     folder: Path
     gguf: str | None = None
+    pickled: bool = False
 
     @property
     def path(self) -> Path:
@@ -155,8 +160,13 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
 
 
-def find(target: str | Path) -> Source:
+def find(target: str | Path, allow_pickle: bool = False) -> Source:
     """Return the checkpoint at a path.
+
+    Args:
+        target: a directory or a `.gguf` file.
+        allow_pickle: accept weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
+            which does not run code from the file.
 
     Raises:
         CheckpointError: There is no checkpoint; the message names what is missing.
@@ -178,9 +188,13 @@ def find(target: str | Path) -> Source:
             f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
         )
     if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt"))
-        hint = "convert its pickled weights to safetensors" if pickled else "download the complete checkpoint"
-        raise CheckpointError(f"{path} contains no weights, expected *.safetensors; {hint}")
+        pickled = any(path.glob(PICKLED))
+        if pickled and allow_pickle:
+            return Source(path, pickled=True)
+        hint = "download the complete checkpoint"
+        if pickled:
+            hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
+        raise CheckpointError(f"{path} contains no weights in *.safetensors files; {hint}")
     return Source(path)
 
 
@@ -262,7 +276,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         "output_loading_info": True,
     }
     if source.gguf is None:
-        keywords |= {"config": config, "use_safetensors": True}
+        keywords |= {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
     model, found = _attempt(source, "weights", lambda: chosen.from_pretrained(source.folder, **keywords))
@@ -303,6 +317,12 @@ def count_parameters(source: Source) -> tuple[int, int]:
         parameters = sum(int(tensor.n_elements) for tensor in tensors)
         return parameters, 4 * parameters  # the loader unpacks to float32
     parameters = stored = 0
+    if source.pickled:
+        for path in source.folder.glob(PICKLED):
+            tensors = _attempt(source, "weights", partial(torch.load, path, map_location="meta", weights_only=True))
+            parameters += sum(tensor.numel() for tensor in tensors.values())
+            stored += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        return parameters, stored
     for path in source.folder.glob("*.safetensors"):
         for shape, width in _headers(source, path):
             count = int(torch.tensor(shape).prod()) if shape else 1

@@ -10,6 +10,7 @@ import typer
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, sweep
 from depthgauge.errors import DepthgaugeError
+from depthgauge.results.glossary import TERMS
 
 app = typer.Typer(
     name="depthgauge",
@@ -18,7 +19,8 @@ app = typer.Typer(
     "removes what does nothing. Every command has --json: one document on standard output, messages and progress on "
     "standard error.",
     epilog="Start here: `depthgauge gauge` (a built-in pair of networks), then "
-    "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`.",
+    "`depthgauge random --out net.safetensors` and `depthgauge gauge net.safetensors`. "
+    "`depthgauge --glossary` explains the terms in the tables.",
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -48,10 +50,23 @@ def _print_version(asked: bool) -> bool:
     return asked
 
 
+def _print_glossary(asked: bool) -> bool:
+    if asked:
+        width = max(map(len, TERMS))
+        for term, meaning in TERMS.items():
+            typer.echo(f"{term:{width}}  {meaning}")
+        raise typer.Exit
+    return asked
+
+
 @app.callback()
 def _global_options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    glossary: Annotated[
+        bool,
+        typer.Option("--glossary", callback=_print_glossary, is_eager=True, help="Explain the terms in the tables."),
     ] = False,
 ) -> None:
     pass

@@ -36,6 +36,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         device: device (default: a GPU if there is one).
         device_map: spread the model over devices, as in transformers; for example `auto`.
         trust_remote_code: run Python code that comes with the checkpoint.
+        allow_pickle: read weights from `pytorch_model*.bin` files, with `torch.load(weights_only=True)`.
     """
 
     samples: Annotated[int | None, _option("Number of random inputs  [default: 4].", NETWORKS)] = None
@@ -77,6 +78,10 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     ] = None
     trust_remote_code: Annotated[
         bool | None, _option("Run Python code that comes with the checkpoint.", CHECKPOINTS)
+    ] = None
+
+    allow_pickle: Annotated[
+        bool | None, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", CHECKPOINTS)
     ] = None
 
     def given(self) -> dict[str, Any]:

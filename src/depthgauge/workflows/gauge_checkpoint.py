@@ -19,6 +19,7 @@ from depthgauge.checkpoints.head_statistics import HeadWatch
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import (
+    PICKLED,
     Checkpoint,
     Placement,
     Source,
@@ -83,7 +84,7 @@ def gauge_checkpoint(
     placement = _placement(options)
     kinds = () if options.weights_only else chosen_kinds(options.what_if or "default")
     tokens, seed = options.tokens or TOKENS, require_seed(options.seed or 0)
-    source = find(target.path)
+    source = find(target.path, bool(options.allow_pickle))
     config = load_config(source, placement)
     windows = None
     if not options.weights_only:
@@ -303,7 +304,8 @@ def _settings(
 
 def _files(source: Source) -> list[list[Any]]:
     """Return names and sizes of the weight files, to notice that a checkpoint was replaced between two runs."""
-    paths = sorted(source.folder.glob("*.safetensors")) if source.gguf is None else [source.path]
+    pattern = PICKLED if source.pickled else "*.safetensors"
+    paths = sorted(source.folder.glob(pattern)) if source.gguf is None else [source.path]
     return [[path.name, path.stat().st_size] for path in paths]
 
 
