@@ -113,7 +113,7 @@ def test_blocks_of_the_default_size() -> None:
 
 @pytest.mark.kernels
 def test_turned_states_can_be_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, problem = Setting(n=400, m=200, d=32, e=64, degree=2, causal=True, groups=2).draw(torch.float32)
+    spec, problem = Setting(n=400, m=200, d=32, e=32, degree=2, causal=True, groups=2).draw(torch.float32)
     up = output_gradient(problem)
     at_once = gradients(spec, problem, up)
     monkeypatch.setattr(causal_gradient, "TURNED_BYTES", 1)

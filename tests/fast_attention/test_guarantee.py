@@ -156,7 +156,7 @@ def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | Non
     return out, 2.0**-48 * (1 + largest * case.d)
 
 
-def promised(plan: Plan, case: Case) -> tuple[Tensor, Tensor]:
+def reported_bound(plan: Plan, case: Case) -> tuple[Tensor, Tensor]:
     """Return guarantee + rounding of every query head, and whether its path is polynomial: two [2, heads, 1, 1]."""
     shares = torch.tensor([h.guarantee + h.rounding for h in plan.heads], dtype=torch.float64, device=DEVICE)
     fast = torch.tensor([h.path == "polynomial" for h in plan.heads], device=DEVICE)
@@ -179,7 +179,7 @@ def check(case: Case, force: str | None) -> Plan:
     assert out.dtype == q.dtype
     assert out.shape == (*q.shape[:-1], case.e)
     expected, lost = reference(case, q, k, v, padding)
-    share, fast = promised(plan, case)
+    share, fast = reported_bound(plan, case)
     width = spread(v, padding).repeat_interleave(case.groups, dim=1)
     stored = plan.output_unit * expected.abs() + plan.output_floor
     error = (out.double() - expected).abs()
