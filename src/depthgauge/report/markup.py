@@ -129,7 +129,7 @@ class Table:
             for row in self.rows
         )
         hint = (
-            '<p class="hint" aria-hidden="true">Scroll sideways for more columns →</p>' if len(self.columns) > 3 else ""
+            '<p class="hint" aria-hidden="true">Scroll sideways for more columns →</p>' if len(self.columns) > 2 else ""
         )
         return (
             f'{hint}<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}">'
