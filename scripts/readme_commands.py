@@ -1,7 +1,7 @@
 """Run the `depthgauge` commands of the README as typed: `python scripts/readme_commands.py README.md DEPTHGAUGE`.
 
-Run it in an empty folder. The files that the commands name are created first: a tiny checkpoint, a text, a network and a
-grid. Commands that need a cluster are skipped, by name.
+Run it in an empty folder. The files that the commands name are created first: a tiny checkpoint, a text, a network and
+a grid. Commands that need a cluster are skipped, by name.
 """
 
 import re
