@@ -100,12 +100,12 @@ def test_random_writes_the_network_asked_for(run: Run) -> None:
     outcome = run(
         "random", "--layers", "3", "--heads", "2", "--dim", "5", "--key-dim", "3", "--eta", "0.25", "--mlp", "7",
         "--activation", "gelu", "--norm", "pre", "--no-skip", "--causal", "--distribution", "sign", "--seed", "4",
-        "--out", "deep/n.safetensors",
+        "--out", "n.safetensors",
     )  # fmt: skip
     assert outcome.code == 0
     assert outcome.out == ""
-    assert outcome.err.startswith("wrote deep/n.safetensors: 3 layers × 2 heads, dim 5")
-    network = dg.load_network("deep/n.safetensors")
+    assert outcome.err.startswith("wrote n.safetensors: 3 layers × 2 heads, dim 5")
+    network = dg.load_network("n.safetensors")
     expected = dg.random_network(
         3,
         2,
@@ -247,7 +247,10 @@ BAD_INPUT: dict[str, tuple[list[str], str]] = {
     "negative seed": (["gauge", "--seed", "-1"], "seed must be"),
     "unknown distribution": (["random", "--distribution", "unifrom", "--out", "n"], "did you mean 'uniform'?"),
     "unknown norm": (["random", "--norm", "batch", "--out", "n"], "norm must be one of none, pre, post"),
-    "two sources of inputs": (["gauge", "--input", "x.safetensors", "--tokens", "3"], "tokens draws random inputs"),
+    "two sources of inputs": (
+        ["gauge", "--input", "x.safetensors", "--tokens", "3"],
+        "--tokens describes random inputs",
+    ),
     "no such inputs": (["gauge", "--input", "x.safetensors"], "cannot read inputs from x.safetensors"),
 }
 
@@ -281,7 +284,7 @@ def test_a_result_that_cannot_be_written_is_exit_one(run: Run) -> None:
         outcome = run(*arguments)
         assert outcome.code == 1
         assert is_one_sentence(outcome.err)
-        assert "it is a directory; name a file" in outcome.err
+        assert "it is a directory; give the name of a file" in outcome.err
 
 
 @pytest.fixture

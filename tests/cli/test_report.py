@@ -45,10 +45,10 @@ def test_both_ways_give_the_same_page(run, tmp_path):
     page = (tmp_path / "r.html").read_bytes()
     assert page == (tmp_path / "a.html").read_bytes()
     assert b"depthgauge gauge --samples 1 --tokens 4 --radius 1 --seed 0 net.safetensors" in page
-    code, out, err = run("report", "r.json", "--out", "deep/b.html", "--json")
+    code, out, err = run("report", "r.json", "--out", "b.html", "--json")
     assert code == 0
-    assert json.loads(out) == {"out": "deep/b.html", "bytes": len(page)}
-    assert (tmp_path / "deep" / "b.html").read_bytes() == page
+    assert json.loads(out) == {"out": "b.html", "bytes": len(page)}
+    assert (tmp_path / "b.html").read_bytes() == page
 
 
 def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no_plotly):
@@ -61,11 +61,11 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
     code, out, err = run(*GAUGE, "--report", "b.html", "--out", "r.json")
     assert code == 0
     assert "layer" in out
-    assert "the result is kept in r.json;" in err
+    assert "The result is in r.json" in err
     assert not (tmp_path / "b.html.json").exists()
     code, out, err = run("report", "r.json")
     assert (code, out) == (2, "")
-    assert err == "error: the page needs the extra report: pip install 'depthgauge[report]'\n"
+    assert err == "error: the page needs the extra `report`: pip install 'depthgauge[report]'\n"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,8 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
         (["net.safetensors"], 2, "net.safetensors is not a result document"),
         (["old.json"], 2, "'depthgauge.gauge/0' of another version"),
         (["part.json"], 2, "part.json: subjects: is missing"),
-        (["part.json", "--out", "."], 2, "part.json: subjects: is missing"),
+        (["part.json", "--out", "."], 1, "cannot write .: it is a directory; give the name of a file"),
+        (["part.json", "--out", "part.json"], 2, "--out and RESULT are the same file, part.json"),
         (["."], 2, "cannot read .: Is a directory"),
         ([], 2, "Missing argument 'RESULT.json'"),
     ],
@@ -91,8 +92,29 @@ def test_bad_requests_end_with_one_sentence_and_no_page(run, tmp_path, arguments
     assert list(tmp_path.glob("*.html")) == []
 
 
-def test_a_page_that_cannot_be_written_does_not_take_the_tables_with_it(run, tmp_path):
+def test_a_page_that_cannot_be_written_is_noticed_before_the_work(run, tmp_path):
     code, out, err = run(*GAUGE, "--report", ".")
+    assert (code, out) == (1, "")
+    assert err == "error: cannot write .: it is a directory; give the name of a file\n"
+
+
+def test_a_result_that_cannot_be_written_is_still_printed(run, tmp_path):
+    code, out, err = run(*GAUGE, "--out", "/dev/full")
     assert code == 1
     assert "layer" in out
-    assert err == "error: cannot write .: it is a directory; name a file\n"
+    assert err == "error: cannot write /dev/full: No space left on device\n"
+    code, out, err = run(*GAUGE, "--out", "/dev/full", "--json")
+    assert json.loads(out)["schema"] == "depthgauge.gauge/1"
+
+
+def test_nothing_is_replaced_without_being_asked(run, tmp_path):
+    (tmp_path / "r.json").write_text("mine")
+    code, out, err = run(*GAUGE, "--out", "r.json")
+    assert (code, out) == (2, "")
+    assert err == "error: r.json exists; use --overwrite to replace it, or give another --out\n"
+    assert (tmp_path / "r.json").read_text() == "mine"
+    code, out, err = run(*GAUGE, "--out", "r.json", "--overwrite")
+    assert code == 0
+    assert json.loads((tmp_path / "r.json").read_text())["schema"] == "depthgauge.gauge/1"
+    code, out, err = run(*GAUGE, "--out", "x.json", "--report", "x.json")
+    assert err == "error: --report and --out are the same file, x.json; give another --report\n"
