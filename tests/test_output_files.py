@@ -45,9 +45,14 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    for call in (lambda path: write_text(path, "x"), lambda path: check_outputs({"--out": path}, {})):
-        with pytest.raises(OutputError, match=r"there is no folder .*/deep/er; create it: mkdir -p .*/deep/er$"):
-            call(tmp_path / "deep" / "er" / "r.json")
+    path, sentence = (
+        tmp_path / "deep" / "er" / "r.json",
+        r"there is no folder .*/deep/er; create it: mkdir -p .*/deep/er$",
+    )
+    with pytest.raises(OutputError, match=sentence):
+        write_text(path, "x")
+    with pytest.raises(InputError, match=sentence):
+        check_outputs({"--out": path}, {})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -80,5 +85,5 @@ def test_a_folder_without_permission_is_noticed_before_the_work(tmp_path: Path) 
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match="it is a directory; give the name of a file"):
+    with pytest.raises(InputError, match="it is a directory; give the name of a file"):
         check_outputs({"--out": tmp_path}, {})

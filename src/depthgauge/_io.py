@@ -71,14 +71,18 @@ def check_outputs(
         overwrite: allow outputs that exist.
 
     Raises:
-        InputError: two outputs, or an input and an output, are the same file; or an output exists.
+        InputError: two outputs, or an input and an output, are the same file; an output exists or is a directory; its
+            folder does not exist.
         OutputError: an output cannot be written.
     """
     seen = {_identity(path): option for option, path in inputs.items() if path is not None}
     for option, path in outputs.items():
         if path is None:
             continue
-        target = _target(path)
+        try:
+            target = _target(path)
+        except OutputError as error:
+            raise InputError(str(error)) from error
         if _is_special(target):
             continue
         other = seen.setdefault(_identity(path), option)

@@ -279,10 +279,10 @@ def test_usage_errors_point_to_the_help_of_their_verb(run: Run) -> None:
     assert run("bogus").err.endswith("see `depthgauge --help`\n")
 
 
-def test_a_result_that_cannot_be_written_is_exit_one(run: Run) -> None:
+def test_an_output_that_cannot_be_a_file_is_exit_two(run: Run) -> None:
     for arguments in (["random", "--out", "."], ["random", "--out", ""], ["gauge", "--tokens", "2", "--out", "."]):
         outcome = run(*arguments)
-        assert outcome.code == 1
+        assert outcome.code == 2
         assert is_one_sentence(outcome.err)
         assert "it is a directory; give the name of a file" in outcome.err
 

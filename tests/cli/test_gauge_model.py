@@ -88,7 +88,7 @@ def test_weights_only(run: Run) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere.gguf"], "cannot read nowhere.gguf: no such file"),
-        (["llama", "--text", "short.txt"], "short.txt has 5 tokens, one window has 16"),
+        (["llama", "--text", "short.txt"], "short.txt has 5 tokens, but one window needs 16"),
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
         (["mpnet", "--text", "corpus.txt"], "MPNetModel bypasses transformers' attention interface"),
         (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),

@@ -75,7 +75,7 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
         (["net.safetensors"], 2, "net.safetensors is not a result document"),
         (["old.json"], 2, "'depthgauge.gauge/0' of another version"),
         (["part.json"], 2, "part.json: subjects: is missing"),
-        (["part.json", "--out", "."], 1, "cannot write .: it is a directory; give the name of a file"),
+        (["part.json", "--out", "."], 2, "cannot write .: it is a directory; give the name of a file"),
         (["part.json", "--out", "part.json"], 2, "--out and RESULT are the same file, part.json"),
         (["."], 2, "cannot read .: Is a directory"),
         ([], 2, "Missing argument 'RESULT.json'"),
@@ -94,7 +94,7 @@ def test_bad_requests_end_with_one_sentence_and_no_page(run, tmp_path, arguments
 
 def test_a_page_that_cannot_be_written_is_noticed_before_the_work(run, tmp_path):
     code, out, err = run(*GAUGE, "--report", ".")
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err == "error: cannot write .: it is a directory; give the name of a file\n"
 
 

@@ -77,7 +77,7 @@ def test_without_json_a_small_table() -> None:
         ("--x zeros", "x must be one of identity, ones"),
         ("--attention poly", "attention must be one of exp, lin, poly:G"),
         ("--models 0", "models must be a whole number of at least 1"),
-        ("--seed -1", "seed must be a whole number of at least 0"),
+        ("--seed -1", "seed must be a whole number from 0 to 2^63 - 1"),
         ("--n ten", "'--n'"),
     ],
 )

@@ -51,7 +51,7 @@ def test_every_chart_is_drawn_and_hovering_shows_a_cells_value(opened):
     assert drawn == {"heads": 1, "residual": 12, "sandwich": 5, "depth": 4}
 
     page.select_option("#s0-heads select", label="score range θ")
-    assert "any row of scores. Here from 0.002 (layer 0, head 0)" in page.inner_text("#s0-heads-note")
+    assert "a row of scores. Here from 0.002 (layer 0, head 0)" in page.inner_text("#s0-heads-note")
     page.locator(HEADS).scroll_into_view_if_needed()
     area = page.locator(f"{HEADS} .nsewdrag").bounding_box()
     page.mouse.move(area["x"] + area["width"] * 5 / 6, area["y"] + area["height"] / 4)

@@ -103,7 +103,8 @@ def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     kept = rows_done(store)
     assert 5 < kept < total
     expected = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
-    assert err == expected + "run the same command again to resume\n"
+    # Progress comes first, as standard error is not a terminal.
+    assert err.splitlines()[-1] == expected + "run the same command again to resume"
     code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)
     assert code == 0
     assert f"{total - kept} cells computed" in err
