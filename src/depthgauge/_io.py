@@ -94,8 +94,14 @@ def check_outputs(
 
 
 def _target(path: str | Path) -> Path:
-    """Return the file that a write to `path` changes, with symbolic links followed."""
+    """Return the file that a write to `path` changes, with symbolic links followed; raise if there can be none."""
     given = Path(path)
+    try:
+        given.lstat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # a name that is too long, a file where a folder should be
+        raise OutputError(f"cannot write {given}: {error.strerror or error}") from error
     if not given.name or given.is_dir():
         raise OutputError(f"cannot write {given}: it is a directory; give the name of a file")
     target = Path(os.path.realpath(given)) if given.is_symlink() else given
