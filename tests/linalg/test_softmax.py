@@ -173,7 +173,8 @@ def test_each_constant_is_attained_so_a_smaller_one_is_refuted(
 ) -> None:
     value, bound = case(argument)
     # The sum of 10,000 terms in `linearization` has an absolute rounding error of about 1e-14.
-    assert value <= bound * ROUNDING + 1e-13
+    allowance = 1e-13 if "linearization" in case.__name__ else 0.0
+    assert value <= bound * ROUNDING + allowance
     assert value >= bound * (1 - distance)
     assert value > 0.97 * bound  # this case violates a constant that is 3 % smaller
 

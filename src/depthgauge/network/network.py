@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge.errors import InputError, require_positive, unknown_name
 from depthgauge.linalg.rounding import largest_not_above
 from depthgauge.network.layer import NORM_EPSILON as NORM_EPSILON
@@ -266,9 +266,10 @@ class SelfAttentionNetwork(nn.Module):
             *(["MLP"] if any(layer.mlp is not None for layer in self) else []),
             *([f"{self.norm}-norm"] if self.norm != "none" else []),
         ]
+        noun = "head" if heads[-1] == 1 else "heads"
         return (
-            f"{len(self)} layers × {head_text} heads, dim {self.dim}, largest weight η = {number(self.eta, 4)}, "
-            f"{', '.join(switches)}"
+            f"{counted(len(self), 'layer')} × {head_text} {noun}, dim {self.dim}, "
+            f"largest weight η = {number(self.eta, 4)}, {', '.join(switches)}"
         )
 
 

@@ -116,18 +116,8 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 
 def applies_to(name: str) -> str | None:
     """Return the kind of target an option applies to, or None if it applies to all."""
-    return option_meta(name).get("only")
-
-
-def option_help(name: str) -> str:
-    """Return the help text of an option."""
-    return str(option_meta(name)["help"])
-
-
-def option_meta(name: str) -> dict[str, Any]:
-    """Return the `help` and `only` of an option, as declared in `GaugeOptions`."""
-    meta = GaugeOptions.__annotations__[name].__metadata__[0]
-    return {"help": meta.description, "only": meta.extra["only"]}
+    only: str | None = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
+    return only
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
