@@ -25,7 +25,7 @@ To add a family:
 3. Read the block's `forward` and choose `order`: `pre` (x ← x + attention(norm(x)), then x ← x + mlp(norm(x))),
    `parallel` (x ← x + attention(norm(x)) + mlp(norm(x))), or `post` (x ← norm(x + attention(x)), then
    x ← norm(x + mlp(x))). For `post`, name in `between` the module that returns the input of the MLP.
-4. Name the projections: `Separate` for four linear maps, `Fused` if one map computes query, key and value.
+4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one map computes query, key and value.
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. Add the entry to `FAMILIES` under the configuration's `model_type`.
 7. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
@@ -66,6 +66,7 @@ class Family:
     """Paths of modules, relative to a block.
 
     - `attention`, `mlp`: the modules whose outputs are added to the residual stream
+    - `down`: the last linear map of the MLP; a norm may follow it before the addition (Gemma 2)
     - `projections`: query, key, value and output projections
     - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
       each sum)
@@ -75,6 +76,7 @@ class Family:
 
     attention: str
     mlp: str
+    down: str
     projections: Separate | Fused
     order: Literal["pre", "parallel", "post"] = "pre"
     between: str | None = None
@@ -83,13 +85,19 @@ class Family:
 
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_LLAMA = Family("self_attn", "mlp", _SELF_ATTN, gain="input_layernorm")
-_GEMMA = Family("self_attn", "mlp", _SELF_ATTN, gain="input_layernorm", gain_offset=1.0)
+_LLAMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
+_GEMMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm", gain_offset=1.0)
 _GEMMA2 = Family(
-    "post_attention_layernorm", "post_feedforward_layernorm", _SELF_ATTN, gain="input_layernorm", gain_offset=1.0
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+    "mlp.down_proj",
+    _SELF_ATTN,
+    gain="input_layernorm",
+    gain_offset=1.0,
 )
 _BERT = Family(
     "attention.output.dense",
+    "output.dense",
     "output.dense",
     Separate("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
     order="post",
@@ -105,10 +113,11 @@ FAMILIES: Mapping[str, Family] = {
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": _GEMMA2,
-    "gpt2": Family("attn", "mlp", Fused("attn.c_attn", "attn.c_proj", "thirds"), gain="ln_1"),
+    "gpt2": Family("attn", "mlp", "mlp.c_proj", Fused("attn.c_attn", "attn.c_proj", "thirds"), gain="ln_1"),
     "gpt_neox": Family(
         "attention",
         "mlp",
+        "mlp.dense_4h_to_h",
         Fused("attention.query_key_value", "attention.dense", "heads"),
         order="parallel",
         gain="input_layernorm",
@@ -121,6 +130,7 @@ FAMILIES: Mapping[str, Family] = {
     "distilbert": Family(
         "attention",
         "ffn",
+        "ffn.lin2",
         Separate("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
         order="post",
         between="sa_layer_norm",

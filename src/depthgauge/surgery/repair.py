@@ -1,0 +1,121 @@
+"""Refit the maps that write into the residual stream, so that a shrunk model follows the dense model's states.
+
+For a kept block with the dense state T at its matching depth as target, the block's output is y = … + W u, where u is
+the input of the MLP's last map W. The update Δ minimizes Σ_t w_t ‖T_t − y_t − Δ u_t‖² + λ‖Δ‖², which is a ridge
+regression towards the old weights. Every token is used, the first one included: its state is hundreds of times larger
+than the others, and an update that ignores it destroys the model. With w_t = 1/‖T_t‖² all tokens count alike.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.families import Family
+from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.surgery.least_squares import NormalEquations
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """A change of parameters: each parameter p becomes p + s·δ for a step length s.
+
+    - `parameters`: the parameters
+    - `before`: their values p
+    - `deltas`: δ, in float64
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    before: tuple[Tensor, ...]
+    deltas: tuple[Tensor, ...]
+
+    @torch.no_grad()
+    def apply(self, step: float) -> None:
+        """Set the parameters to p + s·δ."""
+        for parameter, before, delta in zip(self.parameters, self.before, self.deltas, strict=True):
+            parameter.copy_(before.double() + step * delta if step else before)
+
+
+def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, nn.Module]:
+    """Return the output projection of attention and the last map of the MLP."""
+    return block.get_submodule(family.projections.output), block.get_submodule(family.down)
+
+
+def refit(
+    runner: BlockRunner,
+    layer: int,
+    maps: Sequence[nn.Module],
+    states: Float[Tensor, "windows n d"],
+    targets: Float[Tensor, "windows n d"],
+    ridge: float,
+) -> Change:
+    """Return the ridge update of linear maps whose outputs are added to the residual stream.
+
+    Args:
+        runner: the model's blocks.
+        layer: the block.
+        maps: the maps to change together; with several, the effect of the earlier on the inputs of the later ones is
+            neglected.
+        states: inputs of the block, from the shrunk model.
+        targets: T, the dense model's states at the matching depth.
+        ridge: λ, relative to the mean square of the features.
+    """
+    equations: NormalEquations | None = None
+    with torch.no_grad(), _inputs_of(maps) as inputs:
+        for start, part in runner.batches(states):
+            inputs.clear()
+            output = runner.block(layer, part)
+            target = targets[start : start + len(part)].to(output.device).double()
+            features = torch.cat([_with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1)
+            errors = (target - output.double()).flatten(0, 1)
+            if equations is None:
+                equations = NormalEquations.empty(features.shape[1], errors.shape[1], features.device)
+            equations.add(features, errors, target.flatten(0, 1).square().sum(-1).clamp_min(1e-30).reciprocal())
+    assert equations is not None
+    return _change(maps, equations.solve(ridge))
+
+
+@contextmanager
+def _inputs_of(maps: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
+    """Record the inputs of modules."""
+    found: dict[nn.Module, Tensor] = {}
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        found[module] = args[0]
+
+    handles = [module.register_forward_pre_hook(before) for module in maps]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _with_bias(module: Any, inputs: Tensor) -> Tensor:
+    """Append the constant feature 1 if the map has a bias."""
+    if module.bias is None:
+        return inputs
+    return torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1)
+
+
+def _change(maps: Sequence[Any], update: Float[Tensor, "d p"]) -> Change:
+    """Distribute the columns of an update over the weights and biases of the maps."""
+    parameters: list[nn.Parameter] = []
+    deltas: list[Tensor] = []
+    start = 0
+    for module in maps:
+        transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D stores [in, out]
+        width = module.weight.shape[0 if transposed else 1]
+        delta = update[:, start : start + width]
+        parameters.append(module.weight)
+        deltas.append(delta.T if transposed else delta)
+        start += width
+        if module.bias is not None:
+            parameters.append(module.bias)
+            deltas.append(update[:, start])
+            start += 1
+    return Change(tuple(parameters), tuple(parameter.detach().clone() for parameter in parameters), tuple(deltas))
