@@ -1,0 +1,222 @@
+"""Build a model from some of the blocks of a checkpoint.
+
+Layer j of the new model computes the same function as layer `kept[j]` of the checkpoint, and everything outside the
+blocks is equal. The new model is an ordinary transformers model of the same class. It shares no memory with the
+checkpoint.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.families import FAMILIES
+from depthgauge.checkpoints.interface import NAME as OBSERVED
+from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.load import PICKLED, Checkpoint, Source
+from depthgauge.surgery.shrunk_config import require_layers, shrunk_config
+
+
+def require_supported(checkpoint: Checkpoint) -> None:
+    """Raise unless blocks can be removed from a checkpoint such that stock transformers loads the result.
+
+    Args:
+        checkpoint: the model.
+
+    Raises:
+        CheckpointError: the family is not in `FAMILIES`, the model contains a text model (as Gemma 3 with images does),
+            its class is not part of transformers, its weights are quantized, it has adapters or cross-attention, or its
+            layers have different configurations. The message says which.
+    """
+    model, config = checkpoint.model, checkpoint.config
+    kind, name = str(config.model_type), checkpoint.name
+    if model.config is not config:
+        raise CheckpointError(
+            f"{name} is a {model.config.model_type} model that contains a text model; shrink needs the text model alone"
+        )
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"shrink does not support {kind} models such as {name}; it supports {', '.join(FAMILIES)}"
+        )
+    if not type(model).__module__.startswith("transformers."):
+        raise CheckpointError(
+            f"{name} is a {type(model).__name__}, which is not part of transformers; its result could not be loaded "
+            "without custom code"
+        )
+    method = _quantization(config)
+    if method not in (None, "gguf") or not all(tensor.is_floating_point() for tensor in model.parameters()):
+        raise CheckpointError(
+            f"the weights of {name} are quantized ({method or 'unknown method'}); give the checkpoint they come from"
+        )
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise CheckpointError(f"{name} has adapters; merge them into the weights and save the model first")
+    if getattr(config, "add_cross_attention", False):
+        raise CheckpointError(f"{name} has cross-attention; shrink supports models with self-attention only")
+    if getattr(config, "is_heterogeneous", False):
+        raise CheckpointError(
+            f"the layers of {name} have different configurations (per_layer_config); this is not supported"
+        )
+    if not find_blocks(model, checkpoint.layers):
+        raise CheckpointError(f"the blocks of {name} cannot be found: no list has {checkpoint.layers} modules")
+
+
+@torch.no_grad()
+def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
+    """Return a new transformers model that consists of some blocks of a checkpoint.
+
+    The dtype and the device of every tensor are kept. Tensors that are shared, such as tied embeddings, stay shared.
+
+    Args:
+        checkpoint: the model; it is not changed.
+        kept: the blocks to keep, from 0, in increasing order.
+
+    Returns:
+        A model of the same class, in evaluation mode.
+
+    Raises:
+        CheckpointError: the model is not supported; see `require_supported`.
+        InputError: `kept` is empty, not increasing, or names a block that does not exist.
+    """
+    require_supported(checkpoint)
+    model = checkpoint.model
+    kept = require_layers(kept, checkpoint.layers)
+    config = shrunk_config(checkpoint.config, kept)
+    own = model.config._attn_implementation
+    config._attn_implementation = None if own == OBSERVED else own
+    config.tie_word_embeddings = _is_tied(model)
+    with quiet(), torch.device("meta"):
+        fresh = type(model)(config)
+    fresh.eval()
+    if _has_random_pooler(checkpoint):
+        fresh.pooler = None
+    blocks = path_of(model, find_blocks(model, checkpoint.layers)[0]).rpartition(".")[0]
+    _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)})
+    _keep_scales(fresh, config, kept)
+    if getattr(model, "generation_config", None) is not None:
+        fresh.generation_config = copy.deepcopy(model.generation_config)
+    _distribute(model, fresh, blocks, kept)
+    return fresh
+
+
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Return the path of a module inside a model, such as `model.layers.0`."""
+    found: str = next(name for name, module in model.named_modules() if module is wanted)
+    return found
+
+
+def _quantization(config: Any) -> str | None:
+    """Return the name of the quantization method, or None if the weights were never quantized."""
+    found = getattr(config, "quantization_config", None)
+    if found is None:
+        return None
+    method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+    return str(getattr(method, "value", method))
+
+
+def _is_tied(model: Any) -> bool:
+    """Return whether the output embeddings are the input embeddings, in fact and not by configuration."""
+    into, out = model.get_input_embeddings(), model.get_output_embeddings()
+    if out is None or into.weight.device.type == "meta":  # offloaded weights have lost their identity
+        return bool(model.config.tie_word_embeddings)
+    return into.weight is out.weight
+
+
+def _has_random_pooler(checkpoint: Checkpoint) -> bool:
+    """Return whether the model has a pooler that its files do not contain, which transformers fills at random."""
+    source = checkpoint.source
+    if getattr(checkpoint.model, "pooler", None) is None or source is None or source.gguf is not None:
+        return False
+    return not any("pooler" in name for name in _stored_names(source))
+
+
+def _stored_names(source: Source) -> Iterator[str]:
+    """Yield the names of the tensors in the weight files of a directory."""
+    from safetensors import safe_open
+
+    if source.pickled:
+        for path in source.folder.glob(PICKLED):
+            yield from torch.load(path, map_location="meta", weights_only=True)
+        return
+    for path in source.folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as handle:
+            yield from handle.keys()
+
+
+def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]) -> None:
+    """Give every parameter and buffer of `fresh` the value it has in `model`.
+
+    Args:
+        model: the model to copy from.
+        fresh: a model on the device `meta`.
+        renamed: prefixes of names in `fresh` → the prefix in `model`; all other names are equal.
+    """
+    shared: dict[int, nn.Parameter] = {}
+    for path, module in fresh.named_modules():
+        here = next((prefix for prefix in renamed if f"{path}.".startswith(prefix)), "")
+        source = model.get_submodule((renamed.get(here, "") + f"{path}."[len(here) :]).removesuffix("."))
+        for leaf in module._parameters:
+            given = source._parameters[leaf]
+            if given is None:
+                continue
+            if id(given) not in shared:
+                shared[id(given)] = nn.Parameter(_value(source, leaf).clone(), requires_grad=given.requires_grad)
+            module._parameters[leaf] = shared[id(given)]
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[leaf] = _value(source, leaf).clone()
+
+
+def _value(module: nn.Module, leaf: str) -> Tensor:
+    """Return a tensor of a module; a tensor that accelerate has offloaded is read from where it is stored."""
+    tensor: Tensor = getattr(module, leaf).detach()
+    if tensor.device.type != "meta":
+        return tensor
+    from accelerate.utils import align_module_device
+
+    with align_module_device(module, execution_device="cpu"):
+        stored: Tensor = getattr(module, leaf).detach().clone()
+    if stored.device.type == "meta":
+        raise CheckpointError(f"the weight {leaf} of a {type(module).__name__} is not in memory; load the model first")
+    return stored
+
+
+def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:
+    """Fold the change of the score scale into the queries where the scale depends on the layer index.
+
+    With `scale_attn_by_inverse_layer_idx`, layer i of GPT-2 computes softmax(q kᵀ / ((i + 1)√d)). As layer j it divides
+    by (j + 1)√d instead, so q is multiplied by (j + 1)/(i + 1).
+    """
+    if not getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        return
+    for new, (old, block) in enumerate(zip(kept, find_blocks(fresh, len(kept)), strict=True)):
+        joint: Any = block.get_submodule("attn.c_attn")
+        factor, width = (new + 1) / (old + 1), config.hidden_size
+        joint.weight[:, :width] *= factor
+        joint.bias[:width] *= factor
+
+
+def _distribute(model: Any, fresh: Any, blocks: str, kept: Sequence[int]) -> None:
+    """Distribute `fresh` over the devices of `model`, if accelerate has distributed that over several.
+
+    Modules that were offloaded to disk are offloaded to the CPU.
+    """
+    devices = getattr(model, "hf_device_map", None)
+    if not devices:
+        return
+    new_index = {str(old): str(new) for new, old in enumerate(kept)}
+    placed: dict[str, Any] = {}
+    for path, device in devices.items():
+        if f"{path}.".startswith(f"{blocks}."):
+            old, _, rest = path[len(blocks) + 1 :].partition(".")
+            if old in new_index:
+                path = ".".join([blocks, new_index[old], *([rest] if rest else [])])
+            elif old:
+                continue
+        placed[path] = "cpu" if device == "disk" else device
+    if len(set(map(str, placed.values()))) > 1:
+        from accelerate import dispatch_model
+
+        dispatch_model(fresh, placed, skip_keys=fresh._skip_keys_device_placement)
