@@ -25,7 +25,8 @@ To add a family:
 3. Read the block's `forward` and choose `order`: `pre` (x ← x + attention(norm(x)), then x ← x + mlp(norm(x))),
    `parallel` (x ← x + attention(norm(x)) + mlp(norm(x))), or `post` (x ← norm(x + attention(x)), then
    x ← norm(x + mlp(x))). For `post`, name in `between` the module that returns the input of the MLP.
-4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one map computes query, key and value.
+4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one
+   map computes query, key and value.
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. Add the entry to `FAMILIES` under the configuration's `model_type`.
 7. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in

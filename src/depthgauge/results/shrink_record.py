@@ -170,7 +170,7 @@ class CurvePoint(Record, frozen=True, kw_only=True):
 
 
 class HealRecord(Record, frozen=True, kw_only=True):
-    """Training after the repair: steps, and the objective on the selection windows before and after; `kept` if lower."""
+    """Training after the repair: the objective on the selection windows before and after; `kept` if it is lower."""
 
     steps: Count
     before: Number
@@ -179,7 +179,7 @@ class HealRecord(Record, frozen=True, kw_only=True):
 
 
 class ReloadRecord(Record, frozen=True, kw_only=True):
-    """The check in a fresh process without depthgauge: largest relative difference of outputs, and cached generation."""
+    """The check in a fresh process without depthgauge: the largest relative difference of outputs, and generation."""
 
     difference: Number
     layers: Count
