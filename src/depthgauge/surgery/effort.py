@@ -1,0 +1,42 @@
+"""How much work `--effort` stands for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from depthgauge.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Numbers of windows and candidates.
+
+    - `fit`, `select`, `certify`: windows of each part
+    - `ranking`: selection windows on which all candidates are ranked
+    - `breadth`: candidates that are ranked at each removal after the first
+    - `finalists`: candidates that are compared after repair, on all selection windows
+    - `swaps`: exchanges of a removed and a kept block that are tried at the end
+    - `steps`: step lengths of the repair that are compared, besides 0
+    """
+
+    fit: int
+    select: int
+    certify: int
+    ranking: int
+    breadth: int
+    finalists: int
+    swaps: int
+    steps: tuple[float, ...]
+
+
+EFFORT: Mapping[str, Effort] = {
+    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,)),
+    "default": Effort(192, 48, 120, 12, 16, 4, 12, (1.0, 0.5)),
+    "high": Effort(384, 64, 240, 32, 10**6, 6, 48, (1.0, 0.7, 0.4)),
+}
+
+
+def effort(name: str) -> Effort:
+    """Return the effort of a name."""
+    if name not in EFFORT:
+        raise unknown_name("effort", name, EFFORT)
+    return EFFORT[name]
