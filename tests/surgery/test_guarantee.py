@@ -128,8 +128,8 @@ def test_the_coverage_test_catches_planted_errors() -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("confidence", [0.5, 0.9, 0.95, 0.99])
-@pytest.mark.parametrize("m", [1, 7, 59, 60, 300, 1500])
+@pytest.mark.parametrize("confidence", [0.5, 0.95])
+@pytest.mark.parametrize("m", [1, 7, 59, 300, 1500])
 @pytest.mark.parametrize("name", [*POPULATIONS, "hardest"])
 def test_soak_coverage(name: str, m: int, confidence: float) -> None:
     population = POPULATIONS[name] if name != "hardest" else hardest(m, confidence)
@@ -140,8 +140,8 @@ def test_soak_coverage(name: str, m: int, confidence: float) -> None:
     samples = population.draw(np.random.default_rng(m + 1), (draws, m))
     p_values = np.array(values_of(samples, lambda x: mean_p_value(x, population.mean, CEILING)))
     assert np.count_nonzero(p_values <= 1 - confidence) <= allowed(confidence, draws)
-    count = failures(population.mean, samples[:500], lambda x: mean_guarantee(x, CEILING, confidence).increase)
-    assert count <= allowed(confidence, 500)
+    count = failures(population.mean, samples[:200], lambda x: mean_guarantee(x, CEILING, confidence).increase)
+    assert count <= allowed(confidence, 200)
 
 
 def _exact_tails(m: int, share: float) -> list[Fraction]:

@@ -260,7 +260,9 @@ def mixed_loss(
 
         loss = −log((1 − ε) p + ε/V) ∈ [0, log(V/ε)]
 
-    The difference of two such losses, and its mean over a window, is therefore at most `loss_ceiling`.
+    The difference of two such losses, and its mean over a window, is therefore at most `loss_ceiling`. A bound on the
+    mean of these losses is a statement about the mixed predictions: the loss of a token with p < ε/V is lower than
+    −log p, and no other loss falls by more than log 2.
 
     Args:
         log_probabilities: log p of each token.
