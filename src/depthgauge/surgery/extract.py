@@ -166,7 +166,8 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
             module._parameters[leaf] = shared[id(given)]
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[leaf] = _value(source, leaf).clone()
+                value = _value(source, leaf)
+                module._buffers[leaf] = value.clone() if value.dtype == buffer.dtype else _uncast(module, leaf, value)
 
 
 def _value(module: nn.Module, leaf: str) -> Tensor:
@@ -181,6 +182,19 @@ def _value(module: nn.Module, leaf: str) -> Tensor:
     if stored.device.type == "meta":
         raise CheckpointError(f"the weight {leaf} of a {type(module).__name__} is not in memory; load the model first")
     return stored
+
+
+def _uncast(module: nn.Module, leaf: str, value: Tensor) -> Tensor:
+    """Return a buffer in the dtype that transformers gives it, where `model.half()` or the like has cast it.
+
+    The frequencies of rotary embeddings are computed again: in half precision they are too coarse, and a model that is
+    loaded from a file has them in float32.
+    """
+    config: Any = getattr(module, "config", None)
+    if "RotaryEmbedding" in type(module).__name__ and config is not None:
+        rebuilt: Tensor = getattr(type(module)(config), leaf)
+        return rebuilt.to(value.device)
+    return value.to(module._buffers[leaf].dtype)  # type: ignore[union-attr]
 
 
 def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:

@@ -1,0 +1,141 @@
+"""The program that `verify.py` runs in a fresh Python process; it uses transformers alone.
+
+It loads a directory as any user would, computes outputs and losses of windows, generates text with and without the
+key–value cache, and writes what it found to files. Importing depthgauge raises an error here.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+class WithoutDepthgauge:
+    """An import hook that refuses depthgauge."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Raise for depthgauge; leave everything else to the other hooks."""
+        if name.partition(".")[0] == "depthgauge":
+            raise ImportError("the fresh process must not import depthgauge")
+
+
+def main(exchange: Path) -> None:
+    """Answer the request in a directory.
+
+    Args:
+        exchange: contains `request.json` and `windows.safetensors`; receives `result.json` and `outputs.safetensors`.
+    """
+    request = json.loads((exchange / "request.json").read_text("utf-8"))
+    sys.meta_path.insert(0, WithoutDepthgauge())
+    sys.path.extend(path for path in request["path"] if path not in sys.path)
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    transformers: Any = import_module("transformers")
+    torch.set_num_threads(request["threads"])
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    given = load_file(exchange / "windows.safetensors")
+    is_loss = request["objective"] == "loss"
+    loader = transformers.AutoModelForCausalLM if is_loss else transformers.AutoModel
+    started = time.perf_counter()
+    place = {"device_map": "auto"} if request["device"] == "auto" else {}
+    model, found = loader.from_pretrained(request["out"], local_files_only=True, output_loading_info=True, **place)
+    if not place:
+        model.to(request["device"])
+    model.eval()
+    device = model.get_input_embeddings().weight.device
+    result: dict[str, Any] = {
+        "load_seconds": time.perf_counter() - started,
+        "layers": model.config.num_hidden_layers,
+        "class": type(model).__name__,
+        "missing": sorted(found["missing_keys"]),
+        "unexpected": sorted(found["unexpected_keys"]),
+        "digests": digests(model),
+        "losses": [],
+    }
+    outputs = {}
+    with torch.no_grad():
+        for index, window in enumerate(given["ids"]):
+            ids = window[None].to(device)
+            out = model(input_ids=ids, **request["call"])
+            made = out.logits[0] if is_loss else out.last_hidden_state[0]
+            if is_loss:
+                rows = made[:-1].split(256)
+                targets = ids[0, 1:].to(made.device).split(256)
+                total = sum(
+                    torch.nn.functional.cross_entropy(row.float(), target, reduction="sum").double()
+                    for row, target in zip(rows, targets, strict=True)
+                )
+                result["losses"].append(float(total) / (ids.shape[1] - 1))
+            elif "dense" in given:
+                dense = given["dense"][index].double()
+                result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))
+            if index < request["compared"]:
+                outputs[str(index)] = made.cpu().contiguous()
+        if is_loss and request["new_tokens"]:
+            prompt = given["ids"][:1, : request["prompt"]].to(device)
+            result |= generations(model, prompt, request["new_tokens"])
+    assert not any(name.partition(".")[0] == "depthgauge" for name in sys.modules)
+    save_file(outputs, exchange / "outputs.safetensors")
+    (exchange / "result.json").write_text(json.dumps(result), "utf-8")
+
+
+def digests(model: Any) -> dict[str, list[str | None]]:
+    """Return dtype, shape and SHA-256 of the bytes of every tensor that a model saves, by name.
+
+    The digest of a tensor that accelerate has offloaded is None.
+    """
+    import torch
+
+    found: dict[str, list[str | None]] = {}
+    known: dict[tuple[int, str], str] = {}  # tied tensors are read once
+    for name, tensor in model.state_dict().items():
+        dtype, shape, digest = str(tensor.dtype), str(list(tensor.shape)), None
+        if tensor.device.type != "meta":
+            place = (tensor.data_ptr(), dtype + shape)
+            if place not in known:
+                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                known[place] = hashlib.sha256(raw.data).hexdigest()
+            digest = known[place]
+        found[name] = [dtype, shape, digest]
+    return found
+
+
+def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
+    """Generate greedily with and without the cache and compare every step up to the first different token.
+
+    Returns `cached` and `uncached` (the new tokens), `cache_difference` (the largest |Δ logit| ÷ max |logit| while the
+    tokens are equal), and `gap` (at the first different token, the difference between the logits of the two tokens
+    without cache ÷ max |logit|; None if all tokens are equal).
+    """
+    import torch
+
+    transformers: Any = import_module("transformers")
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # greedy, without penalties and stops
+    mask = torch.ones_like(prompt)
+    runs = []
+    for use_cache in (True, False):
+        made = model.generate(
+            input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        tokens = made.sequences[0, prompt.shape[1] :].tolist()
+        runs.append((tokens, [step[0].double().cpu() for step in made.logits]))
+    (cached, with_cache), (uncached, without) = runs
+    differences, gap = [], None
+    for step, (ours, plain) in enumerate(zip(cached, uncached, strict=True)):
+        size = without[step].abs().max()
+        differences.append((with_cache[step] - without[step]).abs().max() / size)
+        if ours != plain:
+            gap = float((without[step][ours] - without[step][plain]).abs() / size)
+            break
+    difference = float(torch.stack(differences).max())  # NaN if one of them is
+    return {"cached": cached, "uncached": uncached, "cache_difference": difference, "gap": gap}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

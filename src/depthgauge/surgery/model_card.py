@@ -1,0 +1,165 @@
+"""Texts that are written next to a shrunk model: the model card and the plan for mergekit."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from depthgauge._format import number
+from depthgauge._version import __version__
+
+ASSUMPTION = "It assumes that the windows measured are exchangeable with the text the model will see."
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a model card says.
+
+    - `base`: name or path of the source model
+    - `layers`: number of layers of the source model
+    - `removed`: the removed layers, from 0
+    - `repaired`: how the remaining weights were repaired, as a phrase; None if they are unchanged
+    - `healed`: training steps after the removal
+    - `objective`: `loss` or `states`
+    - `before`, `after`: mean loss in nats per token before and after; for `states`, 0 and the relative change
+    - `texts`: (text, increase in nats per token or relative change) for each kind of text
+    - `guarantees`: the bounds, each as a sentence
+    - `parameters`: number of parameters before and after
+    - `speed`: prefill and decode time, after ÷ before; decode is None for encoders
+    - `dequantized`: whether the source was a quantized GGUF file
+    - `command`: the command that reproduces the model, or None
+    """
+
+    base: str
+    layers: int
+    removed: Sequence[int]
+    repaired: str | None
+    objective: str
+    before: float
+    after: float
+    healed: int = 0
+    texts: Sequence[tuple[str, float]] = ()
+    guarantees: Sequence[str] = ()
+    parameters: tuple[int, int] | None = None
+    speed: tuple[float, float | None] | None = None
+    dequantized: bool = False
+    command: str | None = None
+
+
+def model_card(facts: CardFacts) -> str:
+    """Return the model card in Markdown, with the metadata that model hubs read.
+
+    Args:
+        facts: what it says.
+    """
+    return "\n".join([*_front_matter(facts), *_summary(facts), *_measured(facts), *_reproduction(facts)]) + "\n"
+
+
+def _front_matter(facts: CardFacts) -> Iterator[str]:
+    yield "---"
+    yield f"base_model: {json.dumps(facts.base, ensure_ascii=False)}"
+    yield "library_name: transformers"
+    yield "tags:"
+    yield "- depthgauge"
+    yield "- pruned"
+    yield "---"
+    yield ""
+
+
+def _summary(facts: CardFacts) -> Iterator[str]:
+    kept = facts.layers - len(facts.removed)
+    yield f"# {facts.base} with {kept} of {facts.layers} layers"
+    yield ""
+    yield (
+        f"depthgauge {__version__} removed {len(facts.removed)} of the {facts.layers} layers of `{facts.base}`: "
+        f"{ranges(facts.removed)} (counted from 0)."
+    )
+    yield (
+        f"The remaining weights were repaired: {facts.repaired}."
+        if facts.repaired
+        else ("The remaining weights are unchanged.")
+    )
+    if facts.healed:
+        yield f"The model was then trained for {facts.healed} steps to imitate the source model."
+    if facts.dequantized:
+        yield "The source is a quantized GGUF file; its weights were dequantized."
+    if facts.parameters is not None:
+        before, after = facts.parameters
+        yield f"It has {after:,} parameters instead of {before:,}."
+    yield "It loads with transformers and needs no custom code."
+    yield ""
+
+
+def _measured(facts: CardFacts) -> Iterator[str]:
+    yield "## Measurements"
+    yield ""
+    is_loss = facts.objective == "loss"
+    if is_loss:
+        yield (
+            f"Loss in nats per token, on windows that were used for nothing else: {number(facts.before)} before, "
+            f"{number(facts.after)} after."
+        )
+    else:
+        yield f"Relative change of the final states, on windows that were used for nothing else: {number(facts.after)}."
+    if facts.texts:
+        yield ""
+        yield f"| text | {'increase of the loss' if is_loss else 'relative change'} |"
+        yield "| --- | --- |"
+        for text, increase in facts.texts:
+            yield f"| {text.replace('|', '&#124;')} | {number(increase)} |"
+    if facts.speed is not None:
+        prefill, decode = facts.speed
+        yield ""
+        yield f"Time for a prompt, relative to the source model: {number(prefill)}." + (
+            "" if decode is None else f" Time per generated token: {number(decode)}."
+        )
+    if facts.guarantees:
+        yield ""
+        yield "## Guarantee"
+        yield ""
+        for sentence in facts.guarantees:
+            yield f"- {sentence}"
+        yield ""
+        yield ASSUMPTION
+    yield ""
+
+
+def _reproduction(facts: CardFacts) -> Iterator[str]:
+    yield "## How to reproduce"
+    yield ""
+    yield "`depthgauge.json` contains the plan, the seeds, the digests of the inputs and all measurements."
+    if facts.command is not None:
+        yield ""
+        yield f"    {facts.command}"
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """Return layers as text with runs joined, such as `3, 7–9`; `none` if there are none."""
+    runs = [(start, stop - 1) for start, stop in contiguous(layers)]
+    return ", ".join(str(first) if first == last else f"{first}–{last}" for first, last in runs) or "none"
+
+
+def contiguous(layers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return increasing layers as half-open ranges (start, stop)."""
+    if not layers:
+        return []
+    breaks = [0, *(k for k, (a, b) in enumerate(pairwise(layers), start=1) if b != a + 1), len(layers)]
+    return [(layers[start], layers[stop - 1] + 1) for start, stop in pairwise(breaks)]
+
+
+def mergekit_plan(name: str, dtype: str, kept: Sequence[int]) -> str:
+    """Return the configuration with which mergekit removes the same blocks, without repair.
+
+    Args:
+        name: name or path of the source model.
+        dtype: dtype of the weights, such as `bfloat16`.
+        kept: the layers to keep, from 0, in increasing order.
+    """
+    lines = ["slices:"]
+    for start, stop in contiguous(kept):
+        lines += [
+            "- sources:",
+            f"  - model: {json.dumps(name, ensure_ascii=False)}",
+            f"    layer_range: [{start}, {stop}]",
+        ]
+    return "\n".join([*lines, "merge_method: passthrough", f"dtype: {dtype}"]) + "\n"

@@ -1,0 +1,235 @@
+"""Prove that a written model works: a fresh process loads it and computes what the model in memory computes."""
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthgauge._format import number
+from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.errors import InputError, VerificationError
+from depthgauge.surgery.fresh_process import digests
+
+PROMPT = 32
+"""Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""
+_PRECISIONS = {torch.float64: 2**16, torch.float32: 2**8, torch.float16: 2**4, torch.bfloat16: 2**3}
+"""Tolerance of a comparison, as a multiple of the dtype's epsilon. Rounding accumulates over the layers."""
+
+
+@dataclass(frozen=True)
+class ReloadProof:
+    """What a fresh process found.
+
+    - `layers`: number of layers of the reloaded model
+    - `tensors`: number of tensors that are equal bit for bit
+    - `difference`: largest |Δ output| ÷ max |output| between the reloaded model and the model in memory
+    - `tolerance`: the largest difference that counts as equal in this dtype
+    - `losses`: per window, the reloaded model's loss in nats per token, or for an encoder the relative change of its
+      final states; empty for an encoder without reference states
+    - `generated`: the tokens generated with the cache; None for models that do not generate
+    - `cache_difference`: largest |Δ logit| ÷ max |logit| between generation with and without cache; None likewise
+    - `remark`: a sentence about tokens with equal logits, or None
+    - `load_seconds`: time to load the model
+    """
+
+    layers: int
+    tensors: int
+    difference: float
+    tolerance: float
+    losses: tuple[float, ...]
+    generated: tuple[int, ...] | None
+    cache_difference: float | None
+    remark: str | None
+    load_seconds: float
+
+
+@torch.no_grad()
+def verify_reload(
+    out: str | Path,
+    ids: Int[Tensor, "windows n"],
+    model: Any,
+    *,
+    device: str = "cpu",
+    dense: Float[Tensor, "windows n d"] | None = None,
+    compared: int = 2,
+    new_tokens: int = 16,
+) -> ReloadProof:
+    """Load a written model in a fresh process without depthgauge and compare it with the model in memory.
+
+    The process loads `out` with `AutoModelForCausalLM` or `AutoModel`. These must hold:
+
+    - every tensor is equal bit for bit, none is missing, and the number of layers is equal
+    - the outputs of the first `compared` windows are equal to the precision of the dtype
+    - greedy generation with the key–value cache gives the tokens and logits of generation without it; where the logits
+      of two tokens are equal to the precision of the dtype, either token may follow
+
+    Args:
+        out: the directory.
+        ids: windows of token ids.
+        model: the model in memory, which was written to `out`.
+        device: the device of the fresh process; `auto` distributes the model over all devices.
+        dense: for encoders, the final states of the source model, from which `losses` are computed.
+        compared: number of windows whose outputs are compared; the losses of all windows are computed.
+        new_tokens: number of tokens to generate; 0 skips the comparison.
+
+    Returns:
+        The proof, with the losses of the reloaded model.
+
+    Raises:
+        VerificationError: anything differs, or the process fails. The message says what.
+        InputError: there is no window, or `compared` is not positive.
+    """
+    if len(ids) < 1 or compared < 1:
+        raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
+    checkpoint = wrap(model)
+    found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens)
+    tensors = _check_structure(out, checkpoint, found)
+    tolerance = tolerance_of(model.dtype)
+    differences = []
+    for index, window in enumerate(ids[:compared]):
+        reply = model(input_ids=window[None].to(checkpoint.device), **_call(model))
+        ours = (reply.logits if checkpoint.objective == "loss" else reply.last_hidden_state)[0].cpu()
+        differences.append(_relative(outputs[str(index)], ours))
+    difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
+    if not difference <= tolerance:
+        raise VerificationError(
+            f"{out} does not compute what the model in memory computes: the outputs differ by {number(difference)} of "
+            f"the largest output, more than {number(tolerance)}"
+        )
+    remark = _check_cache(out, found, tolerance)
+    return ReloadProof(
+        layers=found["layers"],
+        tensors=tensors,
+        difference=difference,
+        tolerance=tolerance,
+        losses=tuple(found["losses"]),
+        generated=tuple(found["cached"]) if "cached" in found else None,
+        cache_difference=found.get("cache_difference"),
+        remark=remark,
+        load_seconds=found["load_seconds"],
+    )
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the largest |difference| ÷ max |output| that counts as equal in a dtype."""
+    return _PRECISIONS[dtype] * torch.finfo(dtype).eps
+
+
+def _run(
+    out: Path,
+    checkpoint: Checkpoint,
+    ids: Int[Tensor, "windows n"],
+    dense: Float[Tensor, "windows n d"] | None,
+    device: str,
+    compared: int,
+    new_tokens: int,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Run the fresh process and return its result and its outputs."""
+    from safetensors.torch import load_file, save_file
+
+    context = context_length(checkpoint.config)
+    prompt = min(PROMPT, ids.shape[1])
+    if context is not None:
+        new_tokens = max(0, min(new_tokens, context - 1))
+        prompt = min(prompt, context - new_tokens)
+    request = {
+        "out": str(out.resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
+        "threads": torch.get_num_threads(), "path": [path for path in sys.path if path], "prompt": prompt,
+        "new_tokens": new_tokens, "call": _call(checkpoint.model),
+    }  # fmt: skip
+    script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
+    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with tempfile.TemporaryDirectory(prefix="depthgauge-") as folder:
+        exchange = Path(folder)
+        (exchange / "request.json").write_text(json.dumps(request), "utf-8")
+        windows = {"ids": ids.cpu().contiguous()} | ({} if dense is None else {"dense": dense.cpu().contiguous()})
+        save_file(windows, exchange / "windows.safetensors")
+        run = subprocess.run(
+            [sys.executable, "-I", "-c", script, folder],
+            env=os.environ | offline,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if run.returncode != 0 or not (exchange / "result.json").is_file():
+            lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
+            reason = lines[-1][:300] if lines else f"exit code {run.returncode}"
+            raise VerificationError(f"a fresh process cannot run {out}: {reason}")
+        result: dict[str, Any] = json.loads((exchange / "result.json").read_text("utf-8"))
+        return result, load_file(exchange / "outputs.safetensors")
+
+
+def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> int:
+    """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory.
+
+    Returns:
+        The number of tensors that were compared bit for bit.
+    """
+    model = checkpoint.model
+    facts = {"class": type(model).__name__, "layers": checkpoint.layers}
+    for what, here in facts.items():
+        if found[what] != here:
+            raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
+
+    def ignored(name: str) -> bool:  # transformers adds a random pooler to an encoder that has none
+        return "pooler" in name and getattr(model, "pooler", None) is None
+
+    absent = [name for name in found["missing"] if not ignored(name)]
+    if absent or found["unexpected"]:
+        raise VerificationError(
+            f"{out} does not contain the tensors of its model: {len(absent)} are missing and "
+            f"{len(found['unexpected'])} are not used, such as {(absent + found['unexpected'])[0]}"
+        )
+    ours, theirs = digests(model), {name: entry for name, entry in found["digests"].items() if not ignored(name)}
+    compared = 0
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        mine, other = ours.get(name), theirs.get(name)
+        offloaded = mine is not None and other is not None and None in (mine[2], other[2])
+        if mine is None or other is None or mine[:2] != other[:2] or (mine != other and not offloaded):
+            raise VerificationError(f"the tensor {name} of {out} is not the one in memory")
+        compared += not offloaded
+    return compared
+
+
+def _relative(reloaded: Tensor, ours: Tensor) -> float:
+    """Return max |reloaded − ours| ÷ max |ours|, or NaN if the shapes differ or a number is not finite."""
+    if reloaded.shape != ours.shape or not bool(torch.isfinite(ours).all()):
+        return math.nan
+    return float((reloaded.double() - ours.double()).abs().max() / ours.double().abs().max())
+
+
+def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> str | None:
+    """Raise unless generation with cache equals generation without; return a remark if two tokens have equal logits."""
+    if "cached" not in found:
+        return None
+    difference, gap = found["cache_difference"], found["gap"]
+    if not difference <= tolerance or (gap is not None and not gap <= tolerance):
+        raise VerificationError(
+            f"{out} generates other text with the key–value cache than without it: the logits differ by "
+            f"{number(difference)} of the largest logit, more than {number(tolerance)}"
+        )
+    if gap is None:
+        return None
+    pairs = zip(found["cached"], found["uncached"], strict=True)
+    step = next(k for k, (a, b) in enumerate(pairs) if a != b)
+    return (
+        f"generation with and without cache agrees for {step} tokens; then two tokens have logits that differ by "
+        f"{number(gap)} of the largest logit, which is within the precision of the dtype"
+    )
+
+
+def _call(model: Any) -> dict[str, bool]:
+    """Return the keyword arguments for a forward pass without cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -1,0 +1,241 @@
+"""Write a model to a new directory: complete under its final name, or not there at all.
+
+The files are written to a temporary directory next to the output, synchronized with the disk, and the directory is
+renamed. A process that is killed before the rename leaves a hidden directory `.….partial`, which may be deleted.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from depthgauge.checkpoints.library import quiet, transformers
+from depthgauge.checkpoints.load import Source
+from depthgauge.errors import InputError, OutputError
+
+_TOKENIZER = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+"""Files of a tokenizer and of its chat templates."""
+_COMPANIONS = (
+    "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "modules.json", "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+)  # fmt: skip
+"""Files that remain valid for the shrunk model: licences, and the pipeline of a sentence-transformers model."""
+
+
+def check_output_directory(out: str | Path, source: Source | None, overwrite: bool, needed: int = 0) -> None:
+    """Check that a model can be written to a directory, before any long work.
+
+    Args:
+        out: the directory to create.
+        source: the checkpoint that is read, which the output may not replace; None for a model from memory.
+        overwrite: allow a directory that exists. Only a checkpoint or an empty directory is ever replaced.
+        needed: the size of the output in bytes; 0 if unknown.
+
+    Raises:
+        InputError: the output exists, is not a directory, or overlaps with the checkpoint; its parent does not exist.
+        OutputError: nothing can be written there, or the disk has less than `needed` bytes free.
+    """
+    target = _target(out)
+    if source is not None:
+        read, folder = Path(os.path.realpath(source.path)), Path(os.path.realpath(source.folder))
+        if target == read:
+            raise InputError(f"{out} is the model itself; give another --out")
+        if target in read.parents:
+            raise InputError(f"{out} contains the model {source.path}; give another --out")
+        if source.gguf is None and folder in target.parents:
+            raise InputError(f"{out} is inside the model directory {source.folder}; give another --out")
+    if target.is_dir():
+        if not overwrite:
+            raise InputError(f"{out} exists; use --overwrite to replace it, or give another --out")
+        if any(target.iterdir()) and not (target / "config.json").is_file():
+            raise InputError(f"{out} is a directory with other files, not a checkpoint; give another --out")
+        if os.path.ismount(target):
+            raise InputError(f"{out} is a mount point and cannot be replaced; give a directory inside it")
+    trial = target.parent / _hidden_name()
+    try:
+        trial.mkdir()
+        free = shutil.disk_usage(target.parent).free
+    except OSError as error:
+        raise OutputError(f"cannot write {out}: {error.strerror or error}") from error
+    finally:
+        with suppress(OSError):
+            trial.rmdir()
+    if needed > free:
+        raise OutputError(
+            f"cannot write {out}: it needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free; free some space or "
+            "give another --out"
+        )
+
+
+def write_model(
+    model: Any,
+    source: Source | None,
+    tokenizer: Any,
+    out: str | Path,
+    documents: Mapping[str, str],
+    *,
+    overwrite: bool,
+    max_shard: str = "5GB",
+) -> None:
+    """Write a model, its tokenizer and documents to a directory, atomically.
+
+    Weights are written as safetensors files. The tokenizer, the chat template, the generation configuration and the
+    licence of a directory are copied unchanged. For a GGUF file or a model from memory they are saved from memory.
+
+    Args:
+        model: a transformers model.
+        source: the checkpoint the model comes from, or None.
+        tokenizer: the loaded tokenizer, or None; used if `source` has no tokenizer files.
+        out: the directory to create.
+        documents: file name → text of additional files, such as `README.md`.
+        overwrite: replace a checkpoint that exists.
+        max_shard: the largest size of one weight file.
+
+    Raises:
+        InputError: `out` cannot be used; see `check_output_directory`.
+        OutputError: writing failed. Nothing is left, and what was at `out` before is unchanged.
+    """
+    check_output_directory(out, source, overwrite)
+    target = _target(out)
+    temporary = target.parent / _hidden_name()
+    try:
+        temporary.mkdir()
+        with quiet(), _plain_generation_config(model):
+            model.save_pretrained(temporary, max_shard_size=max_shard)
+        _write_generation_config(model, source, temporary)
+        folder = source.folder if source is not None and source.gguf is None else None
+        copied = _copy_companions(folder, temporary) if folder is not None else False
+        if tokenizer is not None and not copied:
+            with quiet():
+                tokenizer.save_pretrained(temporary)
+        for name, text in documents.items():
+            if Path(name).name != name:
+                raise InputError(f"a document must be a file name without folders, got {name!r}")
+            (temporary / name).write_text(text, encoding="utf-8")
+        _synchronize(temporary)
+        _move(temporary, target, overwrite)
+    except (OSError, SafetensorError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise OutputError(f"cannot write {out}: {reason}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _target(out: str | Path) -> Path:
+    """Return the directory that a write to `out` creates or replaces, with symbolic links followed."""
+    given = Path(out)
+    try:
+        target = Path(os.path.realpath(given))
+        if target.exists() and not target.is_dir():
+            raise InputError(f"{given} is a file; give the name of a directory as --out")
+        if not target.parent.is_dir():
+            raise InputError(f"there is no directory {given.parent} for {given}; create it: mkdir -p {given.parent}")
+    except OSError as error:  # a name that is too long, for example
+        raise InputError(f"cannot write {given}: {error.strerror or error}; give another --out") from error
+    return target
+
+
+def _hidden_name() -> str:
+    return f".{secrets.token_hex(8)}.partial"
+
+
+@contextmanager
+def _plain_generation_config(model: Any) -> Iterator[None]:
+    """Replace the generation configuration of a model by an empty one for a while.
+
+    `save_pretrained` refuses contradictory settings, such as a temperature without sampling, which many published
+    models have. `_write_generation_config` writes the configuration as it is.
+    """
+    own = getattr(model, "generation_config", None)
+    if own is None:
+        yield
+        return
+    model.generation_config = transformers().GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _write_generation_config(model: Any, source: Source | None, folder: Path) -> None:
+    """Copy the generation configuration of the source, or write that of the model."""
+    written = folder / "generation_config.json"
+    if source is not None and source.gguf is None and (source.folder / written.name).is_file():
+        shutil.copyfile(source.folder / written.name, written)
+    elif written.is_file():  # the model can generate
+        with quiet():
+            model.generation_config.to_json_file(written, use_diff=True)
+
+
+def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> int:
+    """Copy the files and directories that match one of the patterns, and return how many there were."""
+    found = sorted({path for pattern in patterns for path in source.glob(pattern)})
+    for path in found:
+        if path.is_dir():
+            shutil.copytree(path, folder / path.name, copy_function=shutil.copyfile)
+        else:
+            shutil.copyfile(path, folder / path.name)
+    return len(found)
+
+
+def _copy_companions(source: Path, folder: Path) -> bool:
+    """Copy the tokenizer, licences, and the modules that follow the transformer in a sentence-transformers model.
+
+    Returns:
+        Whether there was a tokenizer.
+    """
+    _copy(source, folder, _COMPANIONS)
+    pipeline = source / "modules.json"
+    for module in json.loads(pipeline.read_text("utf-8")) if pipeline.is_file() else []:
+        path = module.get("path")
+        if path and Path(path).name == path and (source / path).is_dir():
+            shutil.copytree(source / path, folder / path, copy_function=shutil.copyfile)
+    return _copy(source, folder, _TOKENIZER) > 0
+
+
+def _synchronize(folder: Path) -> None:
+    """Give all files the default permissions and wait until they are on the disk."""
+    probe = folder / _hidden_name()
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            os.chmod(path, mode)
+        _flush(path)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _move(temporary: Path, target: Path, overwrite: bool) -> None:
+    """Rename a complete directory to its final name; a directory that is replaced is deleted afterwards."""
+    if not target.exists():
+        os.rename(temporary, target)
+    elif not overwrite:
+        raise FileExistsError(17, "the directory was created in the meantime")
+    else:
+        aside = target.parent / _hidden_name()
+        os.rename(target, aside)
+        try:
+            os.rename(temporary, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+    _flush(target.parent)
