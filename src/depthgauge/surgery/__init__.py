@@ -1,0 +1,1 @@
+"""Shrink a checkpoint: remove blocks, repair the rest, and bound what it costs."""
