@@ -123,6 +123,27 @@ def test_batches_change_no_token_and_seeds_do() -> None:
     assert not torch.equal(alone, sampled(seed=3))
 
 
+def test_an_offloaded_model_gives_the_same_windows() -> None:
+    """Accelerate keeps the weights elsewhere, as with a device map, and moves them in for every forward pass."""
+    from accelerate import cpu_offload
+
+    made = []
+    for offloaded in (False, True):
+        checkpoint = tiny("qwen3")
+        if offloaded:
+            cpu_offload(checkpoint.model, execution_device=torch.device("cpu"))
+        made.append(sample_windows(checkpoint, windows=4, window=12, before=[1], seed=0))
+    assert torch.equal(*made)
+
+
+def test_half_precision_logits_are_converted() -> None:
+    checkpoint = tiny("llama")
+    checkpoint.model.bfloat16()
+    ids = sample_windows(checkpoint, windows=50, window=12, before=[1], seed=0)
+    assert ids.dtype == torch.int64
+    assert len({tuple(row) for row in ids.tolist()}) == 50
+
+
 def test_windows_continue_after_eos_and_never_pad() -> None:
     checkpoint = tiny("llama", spread=0.2)
     ids = sample_windows(checkpoint, windows=60, window=32, before=[1], seed=0)

@@ -142,12 +142,14 @@ def _continue(
                     f"{checkpoint.name} cannot be sampled: {type(checkpoint.model).__name__} returns no KV cache; give "
                     "a text with --text and use --sampled 0"
                 )
+            if allowed is not None:
+                allowed = allowed.to(out.logits.device)
             drawn, is_finite = draw(out.logits[:, -1], column, allowed)
             finite.append(is_finite)
             fed = drawn[:, None].to(checkpoint.device)
             made.append(fed)
             advance()
-    if not all(bool(row.all()) for row in finite):
+    if finite and not torch.stack(finite).all():
         dtype = str(next(checkpoint.model.parameters()).dtype).removeprefix("torch.")
         raise CheckpointError(
             f"{checkpoint.name} cannot be sampled in {dtype}: its logits are not finite; use another --dtype, such as "
@@ -166,13 +168,12 @@ def draw(
     Args:
         logits: one row per distribution; they are converted to float32.
         uniform: u, one number in [0, 1) per row.
-        allowed: token ids that may be drawn, in increasing order; None means all.
+        allowed: token ids that may be drawn, in increasing order, on the device of the logits; None means all.
 
     Returns:
         The tokens, and whether the probabilities of each row are finite. Both are on the device of the logits.
     """
     if allowed is not None:
-        allowed = allowed.to(logits.device)
         logits = logits[:, allowed]
     cumulative = logits.float().softmax(dim=-1).double().cumsum(dim=-1)
     total = cumulative[:, -1:]  # 1 up to rounding
