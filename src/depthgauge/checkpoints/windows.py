@@ -40,6 +40,51 @@ class Windows(TensorRecord):
         return {"source": self.source, "sha256": self.digest, "windows": windows, "window": n, "tokens": windows * n}
 
 
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenizedText(TensorRecord):
+    """The token ids of a text, or of pieces of a large text.
+
+    - `source`: path of the text, or `the built-in text`
+    - `digest`: SHA-256 of the bytes that were read
+    - `pieces`: token ids of each piece, in the order of the text; one piece if the text was read at once
+    - `complete`: whether the whole text was read
+    """
+
+    source: str
+    digest: str
+    pieces: tuple[Int[Tensor, " _"], ...]
+    complete: bool
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens that were read."""
+        return sum(len(piece) for piece in self.pieces)
+
+    def bodies(self, length: int) -> Int[Tensor, "bodies length"]:
+        """Cut the pieces into disjoint runs of `length` tokens; drop the rest of each piece.
+
+        Of a text that was not read completely, every piece gives one run, so that the runs are spread over the text.
+        """
+        most = None if self.complete or len(self.pieces) == 1 else 1
+        return torch.cat([piece[: len(piece) // length * length].view(-1, length)[:most] for piece in self.pieces])
+
+
+def tokenize_text(tokenizer: Any, text: str | Path | None, *, wanted: int, length: int, seed: int) -> TokenizedText:
+    """Read a text and convert it to token ids; of a text above `WHOLE_BYTES`, read about as much as is needed.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        text: path of a UTF-8 file; None means the built-in text.
+        wanted: number of windows that will be cut; one piece per window is read from a large text.
+        length: tokens per window without special tokens.
+        seed: chooses the pieces.
+    """
+    name, content, digest, complete = _read(text, wanted, length, seed)
+    with quiet():
+        pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content]
+    return TokenizedText(name, digest, tuple(torch.tensor(ids, dtype=torch.int64) for ids in pieces), complete)
+
+
 def read_windows(
     tokenizer: Any,
     text: str | Path | None,
@@ -63,39 +108,54 @@ def read_windows(
     """
     require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
-    longest = context or 512
     if window is None:
-        window = min(512, longest, tokens)
+        window = min(512, context or 512, tokens)
+    before, after = special_tokens(tokenizer) if special is None else special
+    length = body_length(window, context, len(before) + len(after))
+    wanted = max(1, tokens // window)
+    found = tokenize_text(tokenizer, text, wanted=wanted, length=length, seed=seed)
+    bodies = found.bodies(length)
+    if not len(bodies):
+        raise InputError(
+            f"{found.source} has {found.tokens} tokens, but one window needs {length}; use a longer text or a smaller "
+            "--window"
+        )
+    order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
+    chosen = bodies[order[:wanted].sort().values]
+    return Windows(surround(chosen, before, after), found.source, found.digest)
+
+
+def body_length(window: int, context: int | None, around: int) -> int:
+    """Return the number of tokens of a window that are not special tokens.
+
+    Args:
+        window: tokens per window, special tokens included.
+        context: the longest window the model accepts; None means 512.
+        around: number of special tokens in each window.
+
+    Raises:
+        InputError: the window is longer than the context, or holds special tokens only.
+    """
+    longest = context or 512
     require_count("window", window, "the number of tokens in one window", least=2)
     if window > longest:
         raise InputError(
             f"window must be at most {longest} for this model, got {window}; it is the number of tokens in one window"
         )
-    before, after = special_tokens(tokenizer) if special is None else special
-    around = len(before) + len(after)
-    length = window - around
-    if length < 1:
+    if window <= around:
         raise InputError(
             f"window must be at least {around + 1} for this model, got {window}; "
             f"{around} tokens of each window are special tokens"
         )
-    wanted = max(1, tokens // window)
-    name, content, digest = _read(text, wanted, length, seed)
-    bodies: list[list[int]] = []
-    count = 0
-    for piece in content:
-        with quiet():
-            ids = tokenizer(piece, add_special_tokens=False)["input_ids"]
-        count += len(ids)
-        most = None if len(content) == 1 else 1
-        bodies += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)][:most]
-    if not bodies:
-        raise InputError(
-            f"{name} has {count} tokens, but one window needs {length}; use a longer text or a smaller --window"
-        )
-    order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = [bodies[i] for i in sorted(order[:wanted])]
-    return Windows(torch.tensor([[*before, *body, *after] for body in chosen]), name, digest)
+    return window - around
+
+
+def surround(
+    bodies: Int[Tensor, "windows length"], before: Sequence[int], after: Sequence[int]
+) -> Int[Tensor, "windows n"]:
+    """Add special tokens before and after every window."""
+    first, last = (bodies.new_tensor(list(ids)).expand(len(bodies), -1) for ids in (before, after))
+    return torch.cat([first, bodies, last], dim=1)
 
 
 def drawn_windows(
@@ -104,7 +164,7 @@ def drawn_windows(
     """Draw windows with random starts from a text; they may overlap, so a short text gives many samples."""
     before, after = special_tokens(tokenizer)
     length = window - len(before) - len(after)
-    name, content, _ = _read(text, windows, length, seed)
+    name, content, *_ = _read(text, windows, length, seed)
     with quiet():
         ids = tokenizer(content[0], add_special_tokens=False)["input_ids"]
     if len(ids) < length:
@@ -124,8 +184,10 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple[str, list[str], str]:
-    """Return the name of a text, its content (one string, or pieces of a large text), and the digest of the bytes read.
+def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple[str, list[str], str, bool]:
+    """Return the name of a text, its content, the digest of the bytes read, and whether the whole text was read.
+
+    The content is one string, or pieces of a large text.
 
     Args:
         text: path of the text; None means the built-in text.
@@ -135,16 +197,18 @@ def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple
     """
     if text is None:
         default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
-        return "the built-in text", [default.decode("utf-8")], hashlib.sha256(default).hexdigest()
+        return "the built-in text", [default.decode("utf-8")], hashlib.sha256(default).hexdigest(), True
     path = Path(text)
     try:
         size = path.stat().st_size
         with open(path, "rb") as handle:
-            if size <= WHOLE_BYTES:
+            complete = whole = size <= WHOLE_BYTES
+            if whole:
                 raw = [handle.read()]
             else:
                 step = length * _PIECE_BYTES
                 places = torch.randperm(max(size // step, 1), generator=torch.Generator().manual_seed(seed))
+                complete = wanted > len(places)
                 raw = []
                 for place in sorted(places[:wanted].tolist()):
                     handle.seek(place * step)
@@ -152,7 +216,7 @@ def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple
     except OSError as error:
         raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
     digest = hashlib.sha256(b"".join(raw)).hexdigest()
-    return str(path), [_decode(piece, path, whole=len(raw) == 1 and size <= WHOLE_BYTES) for piece in raw], digest
+    return str(path), [_decode(piece, path, whole) for piece in raw], digest, complete
 
 
 def _decode(piece: bytes, path: Path, whole: bool) -> str:
