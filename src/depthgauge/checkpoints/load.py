@@ -229,9 +229,9 @@ def _refuse_remote_code(library: Any, source: Source) -> None:
         )
 
 
-def gguf_metadata(source: Source) -> dict[str, Any]:
-    """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints."""
-    if source.gguf is None:
+def gguf_metadata(source: Source | None) -> dict[str, Any]:
+    """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints and models in memory."""
+    if source is None or source.gguf is None:
         return {}
     import gguf
 
@@ -268,7 +268,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     library = transformers()
     if placement.device_map is None:
         check_memory(source, placement)
-    decoder = _is_decoder(library, config)
+    decoder = is_decoder(config)
     chosen = library.AutoModelForCausalLM if decoder else library.AutoModel
     keywords: dict[str, Any] = source.keywords() | {
         "dtype": placement.torch_dtype(),
@@ -371,8 +371,9 @@ def context_length(config: Any) -> int | None:
     return int(longest) - offset
 
 
-def _is_decoder(library: Any, config: Any) -> bool:
-    auto = library.models.auto.modeling_auto
+def is_decoder(config: Any) -> bool:
+    """Return whether a configuration is that of a causal language model."""
+    auto = transformers().models.auto.modeling_auto
     kind = config.model_type
     names = getattr(config, "architectures", None) or [""]
     causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -49,13 +49,13 @@ class Start:
         return Start(tuple(one for one in self.before if one != token), self.after, False, reason)
 
 
-def plan_start(choice: str, source: Source, tokenizer: Any) -> Start:
+def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
     """Decide about the BOS token as far as possible without the weights.
 
     Args:
         choice: `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says; if neither adds the token, the
             decision is left to `measure_start`.
-        source: the checkpoint.
+        source: the checkpoint; None for a model in memory.
         tokenizer: its tokenizer.
 
     Raises:
@@ -71,7 +71,8 @@ def plan_start(choice: str, source: Source, tokenizer: Any) -> Start:
         token = metadata.get("tokenizer.ggml.bos_token_id")
     if token is None:
         if choice == "yes":
-            raise InputError(f"--bos yes needs a BOS token; the tokenizer of {source.path} has none. Use --bos auto")
+            name = "the model" if source is None else source.path
+            raise InputError(f"--bos yes needs a BOS token; the tokenizer of {name} has none. Use --bos auto")
         return start
     if choice == "no":
         return start.without_bos(token, "--bos no")

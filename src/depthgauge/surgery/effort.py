@@ -1,7 +1,7 @@
 """How much work `--effort` stands for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from depthgauge.errors import unknown_name
 
@@ -26,6 +26,10 @@ class Effort:
     finalists: int
     swaps: int
     steps: tuple[float, ...]
+
+    def with_certify(self, windows: int) -> "Effort":
+        """Return the same effort with another number of certify windows."""
+        return replace(self, certify=windows)
 
 
 EFFORT: Mapping[str, Effort] = {

@@ -1,6 +1,7 @@
 """What a shrunk model is judged by: one number per window, smaller is better."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +59,23 @@ class Objective:
             reference = self.runner.output(dense[start:stop].to(part)) if self.kind != "loss" else output
             found.append(_MEASURES[self.kind](output, reference, target).cpu())
         return torch.cat(found)
+
+    @torch.no_grad()
+    def of_model(self, model: Any) -> float:
+        """Return the mean objective of a complete model on the same windows.
+
+        Args:
+            model: a transformers model; it returns logits unless the objective is `states`.
+        """
+        found = []
+        for start in range(0, len(self.ids), self.runner.batch):
+            ids = self.ids[start : start + self.runner.batch].to(self.runner.device)
+            dense = self.dense[start : start + len(ids)].to(self.runner.device, self.runner.checkpoint.model.dtype)
+            reference = self.runner.output(dense) if self.kind != "loss" else None
+            output = model(input_ids=ids).last_hidden_state if self.kind == "states" else model(input_ids=ids).logits
+            measure = _MEASURES[self.kind]
+            found.append(measure(output, output if reference is None else reference, ids.to(output.device)).cpu())
+        return float(torch.cat(found).mean())
 
 
 def token_losses(

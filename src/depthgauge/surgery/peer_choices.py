@@ -18,7 +18,7 @@ def by_influence(dense: DenseStates, count: int) -> tuple[int, ...]:
 
 
 def by_angle(dense: DenseStates, count: int) -> tuple[int, ...]:
-    """Return the `count` adjacent blocks with the smallest angle between X_ℓ and X_{ℓ+count} at the last token (UIDL)."""
+    """Return the `count` adjacent blocks with the smallest angle between X_ℓ and X_{ℓ+count}, last token (UIDL)."""
     starts = range(len(dense.states) - count)
     angle = {
         k: float(_cosine(dense.at(k)[:, -1], dense.at(k + count)[:, -1]).clamp(-1, 1).arccos().mean() / math.pi)

@@ -63,6 +63,7 @@ class Shrinker:
         self.objective = Objective(self.runner, select, self.select.final, objective)
         self.dense = float(self.objective(self.select.final).mean())
         self.student = Student(self.runner)
+        self.swaps: tuple[tuple[int, int], ...] = ()
         self.search = Search(
             self.student,
             self.fit,
@@ -97,20 +98,24 @@ class Shrinker:
             if limit is not None and step.objective - self.dense > limit:
                 return
 
-    def exchange(self) -> list[tuple[int, int]]:
-        """Exchange removed and kept blocks where that helps; return the accepted exchanges."""
+    def exchange(self) -> None:
+        """Exchange removed and kept blocks where that helps; `swaps` are the accepted exchanges."""
         if not self.search.steps or not self.effort.swaps:
-            return []
+            return
         best = self.search.steps[-1].objective
         _, accepted = exchange(self.search, best, journal=self.journal, progress=self.progress)
-        return accepted
+        self.swaps = tuple(accepted)
 
-    def repair(self, removed: Sequence[int]) -> tuple[RepairStep, ...]:
-        """Remove exactly these blocks from the original model and repair all kept blocks."""
+    def repair(self, removed: Sequence[int]) -> tuple[tuple[RepairStep, ...], float]:
+        """Remove exactly these blocks from the original model and repair all kept blocks.
+
+        Returns:
+            The steps of the repair, and the objective on the selection windows after it.
+        """
         self.student.keep_all_but(removed)
         if not self.repairs:
-            return ()
-        return repair_all(
+            return (), suffix_objective(self.runner, self.objective, self.student.kept, self.select.at(0))
+        steps = repair_all(
             self.student,
             self.fit,
             self.select,
@@ -119,6 +124,7 @@ class Shrinker:
             journal=self.journal,
             progress=self.progress,
         )
+        return steps, steps[-1].objective
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model."""

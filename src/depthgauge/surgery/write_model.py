@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,7 @@ def write_model(
     documents: Mapping[str, str],
     *,
     overwrite: bool,
+    verify: Callable[[Path], Mapping[str, str]] | None = None,
     max_shard: str = "5GB",
 ) -> None:
     """Write a model, its tokenizer and documents to a directory, atomically.
@@ -98,6 +99,8 @@ def write_model(
         out: the directory to create.
         documents: file name → text of additional files, such as `README.md`.
         overwrite: replace a checkpoint that exists.
+        verify: called with the folder of the written model before it gets its final name; returns further documents.
+            If it raises, nothing is left.
         max_shard: the largest size of one weight file.
 
     Raises:
@@ -117,7 +120,8 @@ def write_model(
         if tokenizer is not None and not copied:
             with quiet():
                 tokenizer.save_pretrained(temporary)
-        for name, text in documents.items():
+        found = {} if verify is None else verify(temporary)
+        for name, text in {**documents, **found}.items():
             if Path(name).name != name:
                 raise InputError(f"a document must be a file name without folders, got {name!r}")
             (temporary / name).write_text(text, encoding="utf-8")

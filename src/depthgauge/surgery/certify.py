@@ -1,0 +1,200 @@
+"""Measure the dense and the shrunk model on the certify windows, and bound the increase."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthgauge.checkpoints.bootstrap import bootstrap
+from depthgauge.progress import Step, silent
+from depthgauge.results.shrink_record import (
+    GuaranteeRecord,
+    LossRecord,
+    MeanRecord,
+    QuantileRecord,
+    TestedSize,
+    TextRecord,
+)
+from depthgauge.surgery.calibration import Calibration
+from depthgauge.surgery.guarantee import (
+    ASSUMPTION,
+    loss_ceiling,
+    mean_guarantee,
+    mean_p_value,
+    mixed_loss,
+    quantile_guarantee,
+    quantile_p_value,
+)
+from depthgauge.surgery.objective import token_losses
+
+SHARE = 0.95
+"""Share of windows that the quantile guarantee covers."""
+_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Largest size of the logits of one batch, by type of device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One number per certify window.
+
+    - `losses`: nats per token, or for an encoder the relative distance of the final states from the dense model's
+    - `mixed`: the loss of predictions mixed with the uniform distribution; equal to `losses` for an encoder
+    - `states`: the final states of an encoder, None for a decoder
+    """
+
+    losses: Float[Tensor, " windows"]
+    mixed: Float[Tensor, " windows"]
+    states: Float[Tensor, "windows n d"] | None = None
+
+
+@torch.no_grad()
+def measure_windows(
+    model: Any,
+    ids: Int[Tensor, "windows n"],
+    *,
+    decoder: bool,
+    dense: Measured | None = None,
+    progress: Step = silent,
+    label: str = "certify windows",
+) -> Measured:
+    """Measure a model on windows.
+
+    Args:
+        model: a transformers model in evaluation mode.
+        ids: token ids.
+        decoder: whether the model returns logits.
+        dense: the dense model's measurement, which an encoder is compared with; None for the dense model itself.
+        progress: called before every batch.
+        label: what is being measured.
+    """
+    embedding = model.get_input_embeddings().weight
+    device = embedding.device if embedding.device.type != "meta" else torch.device("cpu")
+    wide = model.config.get_text_config().vocab_size if decoder else 8 * embedding.shape[1]
+    batch = max(1, _BYTES.get(device.type, 2**28) // (4 * ids.shape[1] * wide))
+    losses, mixed, states = [], [], []
+    for start in range(0, len(ids), batch):
+        progress(start, len(ids), label)
+        part = ids[start : start + batch].to(device)
+        if decoder:
+            logits = model(input_ids=part, use_cache=False).logits
+            tokens = token_losses(logits, part.to(logits.device))
+            losses.append(tokens.double().mean(dim=1).cpu())
+            mixed.append(mixed_loss(-tokens, logits.shape[-1]).mean(dim=1).cpu())
+        else:
+            states.append(model(input_ids=part).last_hidden_state.float().cpu())
+    if decoder:
+        return Measured(torch.cat(losses), torch.cat(mixed))
+    final = torch.cat(states)
+    if dense is None:
+        zeros = torch.zeros(len(ids), dtype=torch.float64)
+        return Measured(zeros, zeros, final)
+    assert dense.states is not None
+    apart = (final.double() - dense.states.double()).flatten(1).norm(dim=1)
+    distance = apart / dense.states.double().flatten(1).norm(dim=1)
+    return Measured(distance, distance, final)
+
+
+def text_records(calibration: Calibration, dense: Measured, shrunk: Measured, seed: int) -> tuple[TextRecord, ...]:
+    """Return the increase on every source of text, with 95 % bootstrap intervals."""
+    found = []
+    for index, source in enumerate(calibration.sources):
+        chosen = calibration.certify.source == index
+        if not bool(chosen.any()):
+            continue
+        before, after = dense.losses[chosen], shrunk.losses[chosen]
+        interval = bootstrap((after - before).tolist(), seed)
+        found.append(
+            TextRecord(
+                kind=source.kind,
+                name=source.name,
+                windows=len(before),
+                dense=float(before.mean()),
+                shrunk=float(after.mean()),
+                increase=interval.mean,
+                low=interval.low,
+                high=interval.high,
+            )
+        )
+    return tuple(found)
+
+
+def guaranteed(calibration: Calibration) -> Tensor:
+    """Return which certify windows the guarantee is about."""
+    kinds = [source.kind == calibration.guaranteed_kind for source in calibration.sources]
+    return torch.tensor(kinds)[calibration.certify.source]
+
+
+def loss_record(calibration: Calibration, dense: Measured, shrunk: Measured, seed: int) -> LossRecord:
+    """Return the mean losses on the windows that the guarantee is about."""
+    chosen = guaranteed(calibration)
+    interval = bootstrap(shrunk.losses[chosen].tolist(), seed)
+    return LossRecord(
+        dense=float(dense.losses[chosen].mean()), shrunk=interval.mean, low=interval.low, high=interval.high
+    )
+
+
+@dataclass(frozen=True)
+class Certifier:
+    """The statistical guarantee about one calibration.
+
+    - `calibration`: the windows
+    - `dense`: the dense model on them
+    - `confidence`: the probability that the guarantee is true
+    - `vocabulary`: number of tokens that the model predicts; None for an encoder
+    """
+
+    calibration: Calibration
+    dense: Measured
+    confidence: float
+    vocabulary: int | None
+
+    def _increases(self, shrunk: Measured, mixed: bool) -> list[float]:
+        chosen = guaranteed(self.calibration)
+        before, after = (self.dense.mixed, shrunk.mixed) if mixed else (self.dense.losses, shrunk.losses)
+        found: list[float] = (after - before)[chosen].tolist()
+        return found
+
+    def quantile(self, shrunk: Measured) -> QuantileRecord:
+        """Bound the increase on most windows."""
+        found = quantile_guarantee(self._increases(shrunk, mixed=False), SHARE, self.confidence)
+        return QuantileRecord(
+            increase=found.increase, share=found.share, confidence=found.confidence, windows=found.windows
+        )
+
+    def mean(self, shrunk: Measured) -> MeanRecord:
+        """Bound the mean increase of predictions mixed with the uniform distribution."""
+        increases = self._increases(shrunk, mixed=True)
+        if self.vocabulary is None:
+            return MeanRecord(
+                increase=None,
+                confidence=self.confidence,
+                method="none: the distance of an encoder's states has no upper limit",
+                windows=len(increases),
+            )
+        found = mean_guarantee(increases, loss_ceiling(self.vocabulary), self.confidence)
+        return MeanRecord(
+            increase=found.increase, confidence=found.confidence, method=found.method, windows=found.windows
+        )
+
+    def p_value(self, shrunk: Measured, limit: float, kind: str) -> float:
+        """Return the p-value of the hypothesis that the increase exceeds `limit`."""
+        if kind == "quantile":
+            return quantile_p_value(self._increases(shrunk, mixed=False), limit, SHARE)
+        assert self.vocabulary is not None
+        return mean_p_value(self._increases(shrunk, mixed=True), limit, loss_ceiling(self.vocabulary))
+
+    def record(
+        self, shrunk: Measured, limit: float | None = None, tested: Sequence[TestedSize] = ()
+    ) -> GuaranteeRecord:
+        """Return both guarantees with their assumption."""
+        return GuaranteeRecord(
+            quantile=self.quantile(shrunk),
+            mean=self.mean(shrunk),
+            about=self.calibration.guaranteed_kind,
+            assumption=ASSUMPTION,
+            limit=limit,
+            tested=tuple(tested),
+        )

@@ -1,0 +1,232 @@
+"""The end of `shrink`: measure speed, write the model, verify it in a fresh process, and describe the result."""
+
+import copy
+import platform
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from depthgauge._version import __version__
+from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.load import Source
+from depthgauge.errors import VerificationError
+from depthgauge.progress import Step, silent
+from depthgauge.results.shrink_record import BeforeAfter, ReloadRecord, ShrinkRecord, SpeedRecord
+from depthgauge.surgery.calibration import Calibration
+from depthgauge.surgery.certify import Measured, loss_record, measure_windows, text_records
+from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
+from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
+from depthgauge.surgery.verify import verify_reload
+from depthgauge.surgery.write_model import write_model
+from depthgauge.workflows.shrink_subject import Subject
+from depthgauge.workflows.shrink_work import Made, certifier_of
+
+RECORD = "depthgauge.json"
+"""The file next to a shrunk model that holds its record."""
+_AGREEMENT = 1e-3
+"""Largest relative difference between the losses of the reloaded model and of the model in memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A finished model and its measurements in memory.
+
+    - `subject`, `calibration`, `made`: the source model, the windows, the shrunk model
+    - `shrunk`: the shrunk model on the certify windows
+    - `speed`: its speed beside the dense model's
+    - `seconds`: time since the start
+    """
+
+    subject: Subject
+    calibration: Calibration
+    made: Made
+    shrunk: Measured
+    speed: SpeedComparison
+    seconds: float
+    progress: Step = silent
+
+    def record(self, out: str | None) -> ShrinkRecord:
+        """Describe the result with the measurements in memory."""
+        subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
+        checkpoint, source = subject.checkpoint, subject.checkpoint.source
+        limit = subject.settings.max_increase
+        guarantee = certifier_of(subject, self.calibration, made.dense).record(self.shrunk, limit, made.tested)
+        speed = self.speed
+        return ShrinkRecord(
+            version=__version__,
+            name=checkpoint.name,
+            objective=checkpoint.objective,
+            layers_before=checkpoint.layers,
+            layers_after=checkpoint.layers - len(made.plan.removed),
+            removed=made.plan.removed,
+            repaired=any(step.step for step in made.repair),
+            loss=loss_record(self.calibration, made.dense, self.shrunk, seed),
+            texts=text_records(self.calibration, made.dense, self.shrunk, seed),
+            guarantee=guarantee,
+            speed=SpeedRecord(
+                prefill=speed.prefill,
+                decode=speed.decode,
+                prefill_before=speed.before.prefill,
+                prefill_after=speed.after.prefill,
+                decode_before=speed.before.decode,
+                decode_after=speed.after.decode,
+                what=f"{speed.window} tokens, then {speed.new_tokens} new tokens, on {speed.device}",
+            ),
+            parameters=BeforeAfter(before=speed.before.parameters, after=speed.after.parameters),
+            bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
+            memory=BeforeAfter(before=speed.before.memory, after=speed.after.memory),
+            curve=made.curve,
+            repair=made.repair,
+            heal=made.healed,
+            reload=None,
+            plan=made.plan,
+            notes=self._notes(),
+            versions=_versions(),
+            seconds=self.seconds,
+            out=out,
+        )
+
+    def _notes(self) -> tuple[str, ...]:
+        subject, notes = self.subject, []
+        source = subject.checkpoint.source
+        if source is not None and source.gguf is not None:
+            notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+        if not subject.decoder:
+            notes.append(
+                "the model is an encoder: the numbers are relative distances of its final states from the dense "
+                "model's, and no perplexity is claimed"
+            )
+        if self.made.repair and not any(step.step for step in self.made.repair):
+            notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
+        if self.made.healed is not None and not self.made.healed.kept:
+            notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
+        notes.append(f"memory: {self.speed.memory_kind}")
+        return tuple(notes)
+
+
+def finish(subject: Subject, made: Made, calibration: Calibration, started: float, progress: Step) -> Finished:
+    """Measure the shrunk model on the certify windows, and its speed beside the dense model's."""
+    progress(0, 1, "speed of both models")
+    dense = subject.checkpoint.model
+    # Half precision is slow on a CPU: compare the models in the dtype in which the dense one was loaded.
+    computed = made.model if made.model.dtype == dense.dtype else copy.deepcopy(made.model).to(dense.dtype)
+    speed = compare_speed(dense, computed, calibration.certify.ids[:1])
+    shrunk = measure_windows(
+        computed,
+        calibration.certify.ids,
+        decoder=subject.decoder,
+        dense=made.dense,
+        progress=progress,
+        label="shrunk model, certify windows",
+    )
+    return Finished(subject, calibration, made, shrunk, speed, time.perf_counter() - started, progress)
+
+
+def write_result(finished: Finished, out: str | Path, overwrite: bool) -> ShrinkRecord:
+    """Write the model, load it in a fresh process, compare, and describe it with the reloaded model's losses.
+
+    Args:
+        finished: the model and its measurements.
+        out: the directory to create.
+        overwrite: replace a checkpoint that exists.
+
+    Raises:
+        VerificationError: the written model is not the model in memory; nothing is left at `out`.
+    """
+    subject, made = finished.subject, finished.made
+    found: list[ShrinkRecord] = []
+
+    def verify(folder: Path) -> dict[str, str]:
+        finished.progress(0, 1, "loading the result in a fresh process")
+        record = _verified(finished, folder, str(out))
+        found.append(record)
+        return {RECORD: msgspec.json.format(msgspec.json.encode(record)).decode() + "\n", "README.md": _card(record)}
+
+    documents = {}
+    if not any(step.step for step in made.repair) and not (made.healed and made.healed.kept):
+        kept = [layer for layer in range(subject.checkpoint.layers) if layer not in made.plan.removed]
+        dtype = str(made.model.dtype).removeprefix("torch.")
+        documents["plan.mergekit.yaml"] = mergekit_plan(made.plan.model, dtype, kept)
+    write_model(
+        made.model,
+        subject.checkpoint.source,
+        subject.tokenizer,
+        out,
+        documents,
+        overwrite=overwrite,
+        verify=verify,
+    )
+    return found[0]
+
+
+def _verified(finished: Finished, folder: Path, out: str) -> ShrinkRecord:
+    """Load the written model in a fresh process and return the record with its losses."""
+    subject, ids = finished.subject, finished.calibration.certify.ids
+    device = "auto" if subject.settings.device_map else str(subject.checkpoint.device)
+    proof = verify_reload(folder, ids, finished.made.model, device=device, dense=finished.made.dense.states)
+    losses = torch.tensor(proof.losses, dtype=torch.float64)
+    apart = float(((losses - finished.shrunk.losses).abs() / finished.shrunk.losses.abs().clamp_min(1e-3)).max())
+    if not apart <= _AGREEMENT:
+        raise VerificationError(
+            f"the reloaded model has other losses than the model in memory: they differ by up to {apart:.2g} of their "
+            "size; nothing was written"
+        )
+    reloaded = Measured(losses, finished.shrunk.mixed)
+    record = replace(finished, shrunk=reloaded).record(out)
+    generation = "not applicable" if proof.generated is None else proof.remark or "equal with and without cache"
+    return msgspec.structs.replace(
+        record,
+        bytes=BeforeAfter(before=record.bytes.before, after=weight_bytes(Source(folder))),
+        reload=ReloadRecord(difference=proof.difference, layers=proof.layers, generation=generation),
+    )
+
+
+def _card(record: ShrinkRecord) -> str:
+    """Return the model card."""
+    guarantees = []
+    if record.guarantee is not None:
+        quantile, mean = record.guarantee.quantile, record.guarantee.mean
+        what = "the loss grows" if record.objective == "loss" else "the final states change"
+        if quantile.increase is not None:
+            guarantees.append(
+                f"On at least {quantile.share:.0%} of windows like those measured, {what} by at most "
+                f"{quantile.increase:.3g}, with confidence {quantile.confidence:.0%}."
+            )
+        if mean is not None and mean.increase is not None:
+            guarantees.append(
+                f"The mean loss of predictions mixed with 1 % of the uniform distribution grows by at most "
+                f"{mean.increase:.3g} nats per token, with confidence {mean.confidence:.0%} ({mean.method})."
+            )
+    speed = record.speed
+    facts = CardFacts(
+        base=record.plan.model,
+        layers=record.layers_before,
+        removed=record.removed,
+        repaired="the maps that write into the residual stream were refitted by ridge regression"
+        if record.repaired
+        else None,
+        objective=record.objective,
+        before=record.loss.dense or 0.0,
+        after=record.loss.shrunk or 0.0,
+        healed=record.heal.steps if record.heal is not None and record.heal.kept else 0,
+        texts=[(text.name, text.increase or 0.0) for text in record.texts],
+        guarantees=guarantees,
+        parameters=(record.parameters.before or 0, record.parameters.after or 0),
+        speed=None if speed is None or speed.prefill is None else (speed.prefill, speed.decode),
+        dequantized=record.plan.model.endswith(".gguf"),
+        command=f"depthgauge shrink {record.plan.model} --from-plan depthgauge.json --out smaller",
+    )
+    return model_card(facts)
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "depthgauge": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": str(transformers().__version__),
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,331 @@
+"""Open the model of `shrink`: check every option and file, load the weights, and prepare the calibration windows."""
+
+import hashlib
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import (
+    PICKLED,
+    Checkpoint,
+    Placement,
+    Source,
+    context_length,
+    find,
+    is_decoder,
+    load_config,
+    load_model,
+    load_tokenizer,
+    wrap,
+)
+from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.progress import Step
+from depthgauge.results.shrink_options import EFFORTS, GUARANTEES, OBJECTIVES, ShrinkOptions
+from depthgauge.results.shrink_record import CalibrationRecord, PlanRecord, SourceRecord
+from depthgauge.surgery.calibration import Calibration, CalibrationSizes, check_texts, prepare_calibration
+from depthgauge.surgery.effort import Effort, effort
+from depthgauge.surgery.extract import require_supported
+from depthgauge.surgery.guarantee import windows_needed
+from depthgauge.workflows.target import resolve_target
+
+CONFIDENCE = 0.95
+"""Default confidence of the guarantee."""
+SAMPLED = 0.5
+"""Default share of calibration windows that are sampled from the model."""
+_WITH_PLAN = ("dtype", "device", "device_map", "trust_remote_code", "allow_pickle")
+"""Options that may differ from those of the plan: they say where the model runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """The model to shrink and how.
+
+    - `checkpoint`, `tokenizer`: the loaded model
+    - `settings`: the options with their defaults filled in
+    - `files`: SHA-256 of the weight files by name; empty for a model from memory
+    - `stored`: dtype of the stored weights, in which the result is written; None keeps the dtype of the loaded ones
+    - `start`: the special tokens around every window
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+    settings: ShrinkOptions
+    files: dict[str, str]
+    stored: torch.dtype | None
+    start: Start
+
+    @property
+    def decoder(self) -> bool:
+        """Whether the model predicts tokens."""
+        return self.checkpoint.objective == "loss"
+
+    @property
+    def effort(self) -> Effort:
+        """The effort, with enough certify windows for the requested confidence."""
+        return effort_of(self.settings)
+
+    def calibrate(self, progress: Step, message: Callable[[str], None]) -> Calibration:
+        """Read and sample the calibration windows."""
+        settings, sizes = self.settings, self.effort
+        return prepare_calibration(
+            self.checkpoint,
+            self.tokenizer,
+            [Path(text) for text in settings.text or ()],
+            sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
+            sampled=SAMPLED if settings.sampled is None else settings.sampled,
+            window=settings.window,
+            context=context_length(self.checkpoint.config),
+            special=(self.start.before, self.start.after),
+            seed=settings.seed or 0,
+            progress=progress,
+            message=message,
+        )
+
+    def calibration_record(self, calibration: Calibration) -> CalibrationRecord:
+        """Describe the calibration windows."""
+        return CalibrationRecord(
+            window=calibration.window,
+            bos=self.start.bos,
+            bos_reason=self.start.reason,
+            sources=tuple(
+                SourceRecord(
+                    kind=source.kind,
+                    name=source.name,
+                    sha256=source.digest,
+                    fit=source.fit,
+                    select=source.select,
+                    certify=source.certify,
+                )
+                for source in calibration.sources
+            ),
+            sha256=calibration.digest(),
+        )
+
+
+def effort_of(settings: ShrinkOptions) -> Effort:
+    """Return the effort, with enough certify windows for the requested confidence."""
+    chosen = effort(settings.effort or "default")
+    least = windows_needed(confidence=settings.confidence or CONFIDENCE)
+    return chosen if chosen.certify >= least else chosen.with_certify(least)
+
+
+def check_shrink_options(options: ShrinkOptions) -> None:
+    """Raise for options that contradict each other or are out of range, before anything is read."""
+    if options.effort is not None and options.effort not in EFFORTS:
+        raise unknown_name("effort", options.effort, EFFORTS)
+    if options.objective is not None and options.objective not in OBJECTIVES:
+        raise unknown_name("objective", options.objective, OBJECTIVES)
+    if options.guarantee is not None and options.guarantee not in GUARANTEES:
+        raise unknown_name("guarantee", options.guarantee, GUARANTEES)
+    if options.max_increase is not None:
+        require_positive("max-increase", options.max_increase, "the largest increase of the loss in nats per token")
+        if options.remove is not None:
+            raise InputError("--remove and --max-increase exclude each other: give the size or the limit, not both")
+    elif options.guarantee is not None:
+        raise InputError("--guarantee says what --max-increase limits; give --max-increase too, or leave it out")
+    if options.confidence is not None and not 0.5 <= options.confidence <= 0.9999:
+        raise InputError(
+            f"confidence must be a number from 0.5 to 0.9999, got {options.confidence!r}; it is the probability that "
+            "the guarantee is true"
+        )
+    if options.heal is not None:
+        require_count("heal", options.heal, "the number of training steps after the repair")
+        if options.no_repair:
+            raise InputError("--heal trains the weights and --no-repair keeps them; leave one of them out")
+    require_seed(options.seed or 0)
+
+
+def parse_remove(remove: str, layers: int, name: str) -> int:
+    """Return the number of blocks that `--remove` stands for: `7`, or `25%` of all blocks, rounded down.
+
+    >>> parse_remove("25%", 30, "model")
+    7
+    """
+    if re.fullmatch(r"\d+", remove.strip()):
+        count = int(remove)
+    elif match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", remove.strip()):
+        count = max(1, math.floor(float(match[1]) * layers / 100)) if float(match[1]) > 0 else 0
+    else:
+        raise InputError(f"remove must be a whole number or a percentage, such as 7 or 25%, got {remove!r}")
+    if not 1 <= count < layers:
+        raise InputError(
+            f"remove must be from 1 to {layers - 1} blocks, got {remove}; {name} has {layers} blocks and at least one "
+            "must stay"
+        )
+    return count
+
+
+def with_plan(plan: PlanRecord, asked: ShrinkOptions) -> ShrinkOptions:
+    """Return the settings of a plan, with the options that say where the model runs."""
+    for name in asked.given():
+        if name not in _WITH_PLAN:
+            raise InputError(
+                f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; leave "
+                "it out, or make a new plan"
+            )
+    placed = {name: getattr(asked, name) for name in _WITH_PLAN if getattr(asked, name) is not None}
+    return msgspec.structs.replace(plan.settings, **placed)
+
+
+def open_subject(
+    model: Any,
+    settings: ShrinkOptions,
+    tokenizer: Any,
+    plan: PlanRecord | None,
+    message: Callable[[str], None],
+    check: Callable[[Source | None], None],
+) -> Subject:
+    """Load a model, after checking everything that can be checked without its weights.
+
+    Args:
+        model: a path, or a transformers model that is already in memory.
+        settings: the options.
+        tokenizer: the tokenizer of a model in memory.
+        plan: the plan that will be followed; its digests must match.
+        message: called with sentences such as the BOS decision.
+        check: called with the source before the weights are read, to check the output.
+    """
+    if not isinstance(model, str | Path):
+        return _from_memory(model, settings, tokenizer, plan, check)
+    target = resolve_target(model)
+    if target.network is not None or target.kind != "checkpoints" or target.path is None:
+        raise InputError(
+            f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file. Use "
+            "`depthgauge collapse` for network files"
+        )
+    placement = Placement(
+        dtype=settings.dtype or "auto",
+        device=settings.device,
+        device_map=settings.device_map,
+        trust_remote_code=bool(settings.trust_remote_code),
+    )
+    source = find(target.path, bool(settings.allow_pickle))
+    config = load_config(source, placement)
+    decoder = is_decoder(config)
+    _check_kind(settings, decoder, str(model))
+    if settings.remove is not None:
+        parse_remove(settings.remove, int(config.get_text_config().num_hidden_layers), str(model))
+    check(source)
+    tokenizer = load_tokenizer(source, placement)
+    start = plan_start(settings.bos or "auto", source, tokenizer)
+    _check_texts(tokenizer, settings, config, start, decoder)
+    files = _digests(source)
+    if plan is not None and plan.files != files:
+        raise InputError(f"the plan was made for other weights than those of {model}; make a new plan")
+    message(f"loading {source.path}")
+    checkpoint = load_model(source, config, placement)
+    require_supported(checkpoint)
+    if decoder and checkpoint.objective != "loss":
+        raise CheckpointError(f"{model} is a decoder without its output head, so its loss cannot be measured")
+    stored = None if settings.dtype or source.gguf else _stored_dtype(config)
+    subject = Subject(checkpoint, tokenizer, settings, files, stored, start)
+    return _decided(subject, message)
+
+
+def _from_memory(
+    model: Any,
+    settings: ShrinkOptions,
+    tokenizer: Any,
+    plan: PlanRecord | None,
+    check: Callable[[Source | None], None],
+) -> Subject:
+    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+        raise InputError(
+            f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
+        )
+    if tokenizer is None:
+        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
+    for name in _WITH_PLAN:
+        if getattr(settings, name) is not None:
+            raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
+    if plan is not None and plan.files:
+        raise InputError("the plan was made for a model on disk; give its path")
+    checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
+    require_supported(checkpoint)
+    _check_kind(settings, checkpoint.objective == "loss", checkpoint.name)
+    if settings.remove is not None:
+        parse_remove(settings.remove, checkpoint.layers, checkpoint.name)
+    check(None)
+    start = plan_start(settings.bos or "auto", None, tokenizer)
+    _check_texts(tokenizer, settings, checkpoint.config, start, checkpoint.objective == "loss")
+    return _decided(Subject(checkpoint, tokenizer, settings, {}, None, start), lambda sentence: None)
+
+
+def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
+    """Raise for options that do not apply to an encoder."""
+    if decoder:
+        if settings.objective == "states":
+            raise InputError("objective states is for encoders; use loss or kl")
+        return
+    if settings.max_increase is not None:
+        raise InputError(
+            f"--max-increase limits the loss, and {name} is an encoder, which has none; use --remove, the result shows "
+            "how far its final states move"
+        )
+    if settings.objective in ("loss", "kl"):
+        raise InputError(f"objective {settings.objective} needs a decoder, and {name} is an encoder; use states")
+
+
+def _check_texts(tokenizer: Any, settings: ShrinkOptions, config: Any, start: Start, decoder: bool) -> None:
+    sizes = effort_of(settings)
+    check_texts(
+        tokenizer,
+        [Path(text) for text in settings.text or ()],
+        sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
+        sampled=SAMPLED if settings.sampled is None else settings.sampled,
+        window=settings.window,
+        context=context_length(config),
+        special=(start.before, start.after),
+        seed=settings.seed or 0,
+        decoder=decoder,
+    )
+
+
+def _decided(subject: Subject, message: Callable[[str], None]) -> Subject:
+    """Decide about the BOS token where it must be measured: on samples of the user's text or the built-in text."""
+    start = subject.start
+    if start.candidate is not None and subject.decoder:
+        from depthgauge.checkpoints.windows import read_windows
+
+        texts = subject.settings.text or (None,)
+        windows = read_windows(
+            subject.tokenizer,
+            texts[0],
+            tokens=3 * 256,
+            window=256 if (context_length(subject.checkpoint.config) or 256) >= 256 else None,
+            context=context_length(subject.checkpoint.config),
+            seed=subject.settings.seed or 0,
+            special=(start.before, start.after),
+        )
+        bodies = [ids[len(start.before) :] for ids in windows.ids]
+        start = measure_start(start, subject.checkpoint, bodies)
+        message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
+    else:
+        start = Start(start.before, start.after, start.bos, start.reason)
+    return Subject(subject.checkpoint, subject.tokenizer, subject.settings, subject.files, subject.stored, start)
+
+
+def _stored_dtype(config: Any) -> torch.dtype | None:
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+    return found if isinstance(found, torch.dtype) else None
+
+
+def _digests(source: Source) -> dict[str, str]:
+    """Return the SHA-256 of every weight file, by name."""
+    pattern = PICKLED if source.pickled else "*.safetensors"
+    paths = sorted(source.folder.glob(pattern)) if source.gguf is None else [source.path]
+    found = {}
+    for path in paths:
+        with open(path, "rb") as handle:
+            found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return found

@@ -1,0 +1,212 @@
+"""The steps of `shrink` between the calibration windows and the finished model."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from depthgauge._format import duration
+from depthgauge._version import __version__
+from depthgauge.errors import InputError
+from depthgauge.progress import Step
+from depthgauge.results.shrink_record import CurvePoint, HealRecord, PlanRecord, RepairStep, TestedSize
+from depthgauge.surgery.calibration import Calibration
+from depthgauge.surgery.certify import Certifier, Measured, measure_windows
+from depthgauge.surgery.heal import heal
+from depthgauge.surgery.journal import Journal
+from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject, parse_remove
+
+_BEYOND = 2.0
+"""`--max-increase a` searches until the objective on the selection windows grows by more than this times a."""
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A shrunk model and how it was made."""
+
+    model: Any
+    plan: PlanRecord
+    repair: tuple[RepairStep, ...]
+    healed: HealRecord | None
+    curve: tuple[CurvePoint, ...]
+    dense: Measured
+    tested: tuple[TestedSize, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """One run: the model, its calibration windows, and the steps of an interrupted run."""
+
+    subject: Subject
+    calibration: Calibration
+    journal: Journal
+    followed: PlanRecord | None
+    progress: Step
+    message: Callable[[str], None]
+
+    @property
+    def limit(self) -> float | None:
+        """The largest increase, where the size is to be found; a plan has its size."""
+        return None if self.followed is not None else self.subject.settings.max_increase
+
+    def shrinker(self) -> Shrinker:
+        """Run the dense model on the calibration windows."""
+        settings, subject = self.subject.settings, self.subject
+        started = time.perf_counter()
+        made = Shrinker(
+            subject.checkpoint,
+            self.calibration.fit.ids,
+            self.calibration.select.ids,
+            objective=settings.objective or ("loss" if subject.decoder else "states"),
+            effort=subject.effort,
+            repair=not settings.no_repair,
+            journal=self.journal,
+            progress=self.progress,
+        )
+        seconds = time.perf_counter() - started
+        windows = len(self.calibration.fit) + len(self.calibration.select)
+        passes = self._window_passes() / windows
+        self.message(f"search, repair and measurement: about {duration(seconds * passes)}")
+        return made
+
+    def _window_passes(self) -> float:
+        """Estimate the cost in forward passes of one window; each removal, repair and measurement runs half a model."""
+        effort, layers = self.subject.effort, self.subject.checkpoint.layers
+        count = self.count() if self.subject.settings.remove else max(2, layers // 3)
+        if self.followed is not None:
+            count = 0
+        fit = 0 if self.subject.settings.no_repair else effort.fit
+        first, later = layers, min(effort.breadth, layers)
+        search = 0.6 * effort.ranking * (first + later * max(0, count - 1))
+        search += count * (0.6 * effort.finalists * effort.select * (1 + len(effort.steps)) + 0.8 * fit)
+        exchanges = effort.swaps * (0.8 * fit + effort.select) if count else 0.0
+        repair = 0.0 if not fit else 0.6 * layers * effort.select * len(effort.steps) + 4 * fit
+        sizes = 1 if self.limit is None else count
+        return search + exchanges + sizes * (repair + len(self.calibration.certify)) + 6 * effort.select
+
+    def count(self) -> int:
+        """The number of blocks to remove."""
+        checkpoint, remove = self.subject.checkpoint, self.subject.settings.remove
+        assert remove is not None
+        return parse_remove(remove, checkpoint.layers, checkpoint.name)
+
+    def search(self, shrinker: Shrinker) -> tuple[int, ...]:
+        """Return the blocks to remove: those of the plan, or those that the search finds."""
+        if self.followed is not None:
+            return self.followed.removed
+        shrinker.remove_until(self.count())
+        shrinker.exchange()
+        return shrinker.student.removed
+
+    def from_count(self, shrinker: Shrinker) -> Made:
+        """Make the model with the requested number of blocks removed."""
+        removed = self.search(shrinker)
+        repair, final = shrinker.repair(removed)
+        model = shrinker.model()
+        curve = shrinker.curve(removed, final)
+        plan = self.plan_record(shrinker, removed)
+        return self._complete(shrinker, Made(model, plan, repair, None, curve, self._dense()), final)
+
+    def from_limit(self, shrinker: Shrinker) -> Made:
+        """Test sizes from gentle to harsh on the certify windows, and make the largest one that passes."""
+        settings, limit = self.subject.settings, self.limit
+        assert limit is not None
+        shrinker.remove_until(len(shrinker.runner) - 1, _BEYOND * limit)
+        order = [step.layer for step in shrinker.steps]
+        dense = self._dense()
+        certifier = certifier_of(self.subject, self.calibration, dense)
+        kind = settings.guarantee or "quantile"
+        best: Made | None = None
+        tested: list[TestedSize] = []
+        last = 0.0
+        for size in range(1, len(order) + 1):
+            removed = tuple(sorted(order[:size]))
+            repair, value = shrinker.repair(removed)
+            model = shrinker.model()
+            shrinker.student.restore()
+            made = self._complete(
+                shrinker, Made(model, self.plan_record(shrinker, removed), repair, None, (), dense), value
+            )
+            measured = measure_windows(
+                made.model, self.calibration.certify.ids, decoder=True, progress=self.progress, label=f"size {size}"
+            )
+            passed = certifier.p_value(measured, limit, kind) <= 1 - certifier.confidence
+            found = certifier.quantile(measured) if kind == "quantile" else certifier.mean(measured)
+            tested.append(TestedSize(removed=size, bound=found.increase, passed=passed))
+            if not passed:
+                break
+            best, last = made, value
+        if best is None:
+            bound = tested[0].bound if tested else None
+            closest = "no bound exists" if bound is None else f"its bound is {bound:.3g}"
+            raise InputError(
+                f"no size is within --max-increase {limit:g}: removing one block came closest, but {closest}; nothing "
+                "was written. Allow a larger increase, use more text, or --effort high"
+            )
+        curve = shrinker.curve(best.plan.removed, last)
+        return Made(best.model, best.plan, best.repair, best.healed, curve, dense, tuple(tested))
+
+    def _complete(self, shrinker: Shrinker, made: Made, value: float) -> Made:
+        """Heal the model if requested, and give it the dtype in which it is written."""
+        settings, healed, model = self.subject.settings, None, made.model
+        shrinker.student.restore()
+        if settings.heal:
+            model, healed = self._heal(shrinker, made.model, value, settings.heal)
+        if self.subject.stored is not None:
+            model = model.to(self.subject.stored)
+        return Made(model, made.plan, made.repair, healed, made.curve, made.dense)
+
+    def _heal(self, shrinker: Shrinker, model: Any, value: float, steps: int) -> tuple[Any, HealRecord]:
+        """Train the model towards the dense one; keep the result if the selection objective falls."""
+        subject = self.subject
+        before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        heal(
+            model,
+            subject.checkpoint.model,
+            self.calibration.fit.ids,
+            steps=steps,
+            loss=subject.decoder,
+            seed=subject.settings.seed or 0,
+            progress=self.progress,
+        )
+        after = shrinker.objective.of_model(model)
+        kept = after < value
+        if not kept:
+            model.load_state_dict(before)
+        return model, HealRecord(steps=steps, before=value, after=after, kept=kept)
+
+    def _dense(self) -> Measured:
+        """Measure the dense model on the certify windows."""
+        return measure_windows(
+            self.subject.checkpoint.model,
+            self.calibration.certify.ids,
+            decoder=self.subject.decoder,
+            progress=self.progress,
+            label="dense model, certify windows",
+        )
+
+    def plan_record(self, shrinker: Shrinker, removed: tuple[int, ...]) -> PlanRecord:
+        """Describe the plan."""
+        subject, settings = self.subject, self.subject.settings
+        if self.followed is not None:
+            return self.followed
+        source = subject.checkpoint.source
+        return PlanRecord(
+            version=__version__,
+            model=subject.checkpoint.name if source is None else str(source.path),
+            family=str(subject.checkpoint.config.model_type),
+            files=subject.files,
+            layers=subject.checkpoint.layers,
+            removed=removed,
+            search=shrinker.steps,
+            swaps=shrinker.swaps,
+            settings=settings,
+            calibration=subject.calibration_record(self.calibration),
+        )
+
+
+def certifier_of(subject: Subject, calibration: Calibration, dense: Measured) -> Certifier:
+    """Return what bounds the increase of a subject's loss."""
+    vocabulary = int(subject.checkpoint.config.vocab_size) if subject.decoder else None
+    return Certifier(calibration, dense, subject.settings.confidence or CONFIDENCE, vocabulary)
