@@ -16,7 +16,7 @@ from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.repair_sweep import repair_all
-from depthgauge.surgery.search import Search, exchange
+from depthgauge.surgery.block_search import Search, exchange
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
 
