@@ -16,7 +16,7 @@ from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, find, load_config, load_model, wrap
 from depthgauge.errors import InputError
-from depthgauge.surgery.extract import extract, require_supported
+from depthgauge.surgery.extract import _places, extract, require_supported
 from depthgauge.surgery.shrunk_config import shrunk_config
 
 KEPT = [(0, 2, 5), (1, 3, 4), (5,), (0, 1, 2, 3, 4, 5)]
@@ -219,6 +219,14 @@ def test_offloaded_weights_are_read_from_disk(tmp_path: Path) -> None:
     ids = tokens()
     expected = skipping(model, model.model.layers, (1, 2, 4), ids)
     torch.testing.assert_close(output_of(shrunk, ids), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_blocks_stay_on_their_devices() -> None:
+    devices = {"model.embed": 0, "model.layers.0": 0, "model.layers.1.mlp": 1, "model.layers.10": "disk", "lm_head": 1}
+    expected = {"model.embed": 0, "model.layers.0.mlp": 1, "model.layers.1": "cpu", "lm_head": 1}
+    assert _places(devices, "model.layers", (1, 10)) == expected
+    assert _places({"": "cpu"}, "model.layers", (1, 10)) == {"": "cpu"}
+    assert _places({"model": 0, "lm_head": 1}, "model.layers", (1, 10)) == {"model": 0, "lm_head": 1}
 
 
 @pytest.mark.parametrize(

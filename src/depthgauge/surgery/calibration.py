@@ -25,7 +25,7 @@ from depthgauge.checkpoints.windows import body_length, surround, tokenize_text
 from depthgauge.errors import InputError, require_count, require_seed
 from depthgauge.progress import Step, silent
 from depthgauge.surgery.distinct_windows import distinct_windows, drop_repeated
-from depthgauge.surgery.sampling import ordinary_tokens, sample_windows
+from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
 Kind = Literal["text", "sampled", "built-in"]
 KINDS: tuple[Kind, ...] = ("text", "sampled", "built-in")

@@ -213,24 +213,32 @@ def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:
 
 
 def _distribute(model: Any, fresh: Any, blocks: str, kept: Sequence[int]) -> None:
-    """Distribute `fresh` over the devices of `model`, if accelerate has distributed that over several.
-
-    Modules that were offloaded to disk are offloaded to the CPU.
-    """
-    devices = getattr(model, "hf_device_map", None)
-    if not devices:
-        return
-    new_index = {str(old): str(new) for new, old in enumerate(kept)}
-    placed: dict[str, Any] = {}
-    for path, device in devices.items():
-        if f"{path}.".startswith(f"{blocks}."):
-            old, _, rest = path[len(blocks) + 1 :].partition(".")
-            if old in new_index:
-                path = ".".join([blocks, new_index[old], *([rest] if rest else [])])
-            elif old:
-                continue
-        placed[path] = "cpu" if device == "disk" else device
+    """Distribute `fresh` over the devices of `model`, if accelerate has distributed that over several."""
+    placed = _places(getattr(model, "hf_device_map", None) or {}, blocks, kept)
     if len(set(map(str, placed.values()))) > 1:
         from accelerate import dispatch_model
 
         dispatch_model(fresh, placed, skip_keys=fresh._skip_keys_device_placement)
+
+
+def _places(devices: Mapping[str, Any], blocks: str, kept: Sequence[int]) -> dict[str, Any]:
+    """Return where the modules of the new model go.
+
+    Modules that were offloaded to disk are offloaded to the CPU.
+
+    Args:
+        devices: path of a module → its device, in the old model.
+        blocks: path of the list of blocks.
+        kept: the blocks that are kept.
+    """
+    new_index = {str(old): str(new) for new, old in enumerate(kept)}
+    placed: dict[str, Any] = {}
+    for path, device in devices.items():
+        inside = path.removeprefix(f"{blocks}.")
+        if inside != path:
+            old, _, rest = inside.partition(".")
+            if old not in new_index:
+                continue
+            path = ".".join([blocks, new_index[old], *([rest] if rest else [])])
+        placed[path] = "cpu" if device == "disk" else device
+    return placed
