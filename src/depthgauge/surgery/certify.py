@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -21,6 +22,7 @@ from depthgauge.results.shrink_record import (
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.guarantee import (
     ASSUMPTION,
+    largest_passing,
     loss_ceiling,
     mean_guarantee,
     mean_p_value,
@@ -42,11 +44,13 @@ class Measured:
 
     - `losses`: nats per token, or for an encoder the relative distance of the final states from the dense model's
     - `mixed`: the loss of predictions mixed with the uniform distribution; equal to `losses` for an encoder
+    - `vocabulary`: number of tokens that a decoder predicts, None for an encoder
     - `states`: the final states of an encoder, None for a decoder
     """
 
     losses: Float[Tensor, " windows"]
     mixed: Float[Tensor, " windows"]
+    vocabulary: int | None = None
     states: Float[Tensor, "windows n d"] | None = None
 
 
@@ -74,27 +78,28 @@ def measure_windows(
     device = embedding.device if embedding.device.type != "meta" else torch.device("cpu")
     wide = model.config.get_text_config().vocab_size if decoder else 8 * embedding.shape[1]
     batch = max(1, _BYTES.get(device.type, 2**28) // (4 * ids.shape[1] * wide))
-    losses, mixed, states = [], [], []
+    losses, mixed, states, vocabulary = [], [], [], None
     for start in range(0, len(ids), batch):
         progress(start, len(ids), label)
         part = ids[start : start + batch].to(device)
         if decoder:
             logits = model(input_ids=part, use_cache=False).logits
+            vocabulary = int(logits.shape[-1])
             tokens = token_losses(logits, part.to(logits.device))
             losses.append(tokens.double().mean(dim=1).cpu())
-            mixed.append(mixed_loss(-tokens, logits.shape[-1]).mean(dim=1).cpu())
+            mixed.append(mixed_loss(-tokens, vocabulary).mean(dim=1).cpu())
         else:
             states.append(model(input_ids=part).last_hidden_state.float().cpu())
     if decoder:
-        return Measured(torch.cat(losses), torch.cat(mixed))
+        return Measured(torch.cat(losses), torch.cat(mixed), vocabulary)
     final = torch.cat(states)
     if dense is None:
         zeros = torch.zeros(len(ids), dtype=torch.float64)
-        return Measured(zeros, zeros, final)
+        return Measured(zeros, zeros, None, final)
     assert dense.states is not None
     apart = (final.double() - dense.states.double()).flatten(1).norm(dim=1)
     distance = apart / dense.states.double().flatten(1).norm(dim=1)
-    return Measured(distance, distance, final)
+    return Measured(distance, distance, None, final)
 
 
 def text_records(calibration: Calibration, dense: Measured, shrunk: Measured, seed: int) -> tuple[TextRecord, ...]:
@@ -142,14 +147,12 @@ class Certifier:
 
     - `calibration`: the windows
     - `dense`: the dense model on them
-    - `confidence`: the probability that the guarantee is true
-    - `vocabulary`: number of tokens that the model predicts; None for an encoder
+    - `confidence`: the probability that a guarantee is true
     """
 
     calibration: Calibration
     dense: Measured
     confidence: float
-    vocabulary: int | None
 
     def _increases(self, shrunk: Measured, mixed: bool) -> list[float]:
         chosen = guaranteed(self.calibration)
@@ -157,42 +160,72 @@ class Certifier:
         found: list[float] = (after - before)[chosen].tolist()
         return found
 
-    def quantile(self, shrunk: Measured) -> QuantileRecord:
-        """Bound the increase on most windows."""
-        found = quantile_guarantee(self._increases(shrunk, mixed=False), SHARE, self.confidence)
+    def _ceiling(self) -> float:
+        assert self.dense.vocabulary is not None
+        return loss_ceiling(self.dense.vocabulary)
+
+    def quantile(self, shrunk: Measured, looks: int = 1) -> QuantileRecord:
+        """Bound the increase on most windows.
+
+        Args:
+            shrunk: the shrunk model on the certify windows.
+            looks: how many models were measured on the certify windows before this one was chosen; the error
+                probability is divided by this number (Bonferroni).
+        """
+        found = quantile_guarantee(self._increases(shrunk, mixed=False), SHARE, self._corrected(looks))
         return QuantileRecord(
-            increase=found.increase, share=found.share, confidence=found.confidence, windows=found.windows
+            increase=found.increase, share=found.share, confidence=self.confidence, windows=found.windows
         )
 
-    def mean(self, shrunk: Measured) -> MeanRecord:
-        """Bound the mean increase of predictions mixed with the uniform distribution."""
+    def mean(self, shrunk: Measured, looks: int = 1) -> MeanRecord:
+        """Bound the mean increase of predictions mixed with the uniform distribution; see `quantile`."""
         increases = self._increases(shrunk, mixed=True)
-        if self.vocabulary is None:
+        if self.dense.vocabulary is None:
             return MeanRecord(
                 increase=None,
                 confidence=self.confidence,
                 method="none: the distance of an encoder's states has no upper limit",
                 windows=len(increases),
             )
-        found = mean_guarantee(increases, loss_ceiling(self.vocabulary), self.confidence)
+        found = mean_guarantee(increases, self._ceiling(), self._corrected(looks))
         return MeanRecord(
-            increase=found.increase, confidence=found.confidence, method=found.method, windows=found.windows
+            increase=found.increase, confidence=self.confidence, method=found.method, windows=found.windows
         )
 
-    def p_value(self, shrunk: Measured, limit: float, kind: str) -> float:
-        """Return the p-value of the hypothesis that the increase exceeds `limit`."""
+    def _corrected(self, looks: int) -> float:
+        return 1 - (1 - self.confidence) / looks
+
+    def passes(self, shrunk: Measured, limit: float, kind: str) -> bool:
+        """Return whether the hypothesis that the increase exceeds `limit` is rejected."""
         if kind == "quantile":
-            return quantile_p_value(self._increases(shrunk, mixed=False), limit, SHARE)
-        assert self.vocabulary is not None
-        return mean_p_value(self._increases(shrunk, mixed=True), limit, loss_ceiling(self.vocabulary))
+            p_value = quantile_p_value(self._increases(shrunk, mixed=False), limit, SHARE)
+        else:
+            p_value = mean_p_value(self._increases(shrunk, mixed=True), limit, self._ceiling())
+        return largest_passing([p_value], self.confidence) is not None
 
     def record(
-        self, shrunk: Measured, limit: float | None = None, tested: Sequence[TestedSize] = ()
+        self, shrunk: Measured, limit: float | None = None, kind: str = "", tested: Sequence[TestedSize] = ()
     ) -> GuaranteeRecord:
-        """Return both guarantees with their assumption."""
+        """Return both guarantees with their assumption.
+
+        Where sizes were tested against a limit, the certify windows chose the size. Fixed-sequence testing then proves
+        the limit for the tested kind and nothing smaller, so that limit is reported. The other kind is corrected for
+        the number of sizes tested.
+
+        Args:
+            shrunk: the shrunk model on the certify windows.
+            limit: the limit that sizes were tested against, or None.
+            kind: which guarantee was tested, `quantile` or `mean`.
+            tested: the sizes that were tested.
+        """
+        quantile, mean = self.quantile(shrunk, max(1, len(tested))), self.mean(shrunk, max(1, len(tested)))
+        if limit is not None and kind == "quantile":
+            quantile = msgspec.structs.replace(quantile, increase=limit)
+        if limit is not None and kind == "mean":
+            mean = msgspec.structs.replace(mean, increase=limit)
         return GuaranteeRecord(
-            quantile=self.quantile(shrunk),
-            mean=self.mean(shrunk),
+            quantile=quantile,
+            mean=mean,
             about=self.calibration.guaranteed_kind,
             assumption=ASSUMPTION,
             limit=limit,

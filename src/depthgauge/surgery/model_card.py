@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from depthgauge._format import number
 from depthgauge._version import __version__
-
-ASSUMPTION = "It assumes that the windows measured are exchangeable with the text the model will see."
+from depthgauge.surgery.guarantee import ASSUMPTION
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
 from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.surgery.block_search import Search, exchange
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.repair_sweep import repair_all
-from depthgauge.surgery.block_search import Search, exchange
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
 

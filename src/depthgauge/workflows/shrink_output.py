@@ -22,7 +22,7 @@ from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_byte
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import write_model
 from depthgauge.workflows.shrink_subject import Subject
-from depthgauge.workflows.shrink_work import Made, certifier_of
+from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of
 
 RECORD = "depthgauge.json"
 """The file next to a shrunk model that holds its record."""
@@ -52,8 +52,10 @@ class Finished:
         """Describe the result with the measurements in memory."""
         subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
         checkpoint, source = subject.checkpoint, subject.checkpoint.source
-        limit = subject.settings.max_increase
-        guarantee = certifier_of(subject, self.calibration, made.dense).record(self.shrunk, limit, made.tested)
+        limit, kind = subject.settings.max_increase, subject.settings.guarantee or QUANTILE
+        if not made.tested:  # a plan fixes the size, whatever limit it was made for
+            limit = None
+        guarantee = certifier_of(subject, self.calibration, made.dense).record(self.shrunk, limit, kind, made.tested)
         speed = self.speed
         return ShrinkRecord(
             version=__version__,
@@ -174,7 +176,7 @@ def _verified(finished: Finished, folder: Path, out: str) -> ShrinkRecord:
             f"the reloaded model has other losses than the model in memory: they differ by up to {apart:.2g} of their "
             "size; nothing was written"
         )
-    reloaded = Measured(losses, finished.shrunk.mixed)
+    reloaded = replace(finished.shrunk, losses=losses)
     record = replace(finished, shrunk=reloaded).record(out)
     generation = "not applicable" if proof.generated is None else proof.remark or "equal with and without cache"
     return msgspec.structs.replace(

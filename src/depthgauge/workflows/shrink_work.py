@@ -17,6 +17,8 @@ from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject, parse_remove
 
+QUANTILE = "quantile"
+"""What `--max-increase` limits by default."""
 _BEYOND = 2.0
 """`--max-increase a` searches until the objective on the selection windows grows by more than this times a."""
 
@@ -116,7 +118,7 @@ class Work:
         order = [step.layer for step in shrinker.steps]
         dense = self._dense()
         certifier = certifier_of(self.subject, self.calibration, dense)
-        kind = settings.guarantee or "quantile"
+        kind = settings.guarantee or QUANTILE
         best: Made | None = None
         tested: list[TestedSize] = []
         last = 0.0
@@ -131,7 +133,7 @@ class Work:
             measured = measure_windows(
                 made.model, self.calibration.certify.ids, decoder=True, progress=self.progress, label=f"size {size}"
             )
-            passed = certifier.p_value(measured, limit, kind) <= 1 - certifier.confidence
+            passed = certifier.passes(measured, limit, kind)
             found = certifier.quantile(measured) if kind == "quantile" else certifier.mean(measured)
             tested.append(TestedSize(removed=size, bound=found.increase, passed=passed))
             if not passed:
@@ -208,5 +210,4 @@ class Work:
 
 def certifier_of(subject: Subject, calibration: Calibration, dense: Measured) -> Certifier:
     """Return what bounds the increase of a subject's loss."""
-    vocabulary = int(subject.checkpoint.config.vocab_size) if subject.decoder else None
-    return Certifier(calibration, dense, subject.settings.confidence or CONFIDENCE, vocabulary)
+    return Certifier(calibration, dense, subject.settings.confidence or CONFIDENCE)
