@@ -43,8 +43,10 @@ def main(exchange: Path) -> None:
     loader = transformers.AutoModelForCausalLM if is_loss else transformers.AutoModel
     started = time.perf_counter()
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
+    if request["dtype"] is not None:
+        place["dtype"] = request["dtype"]
     model, found = loader.from_pretrained(request["out"], local_files_only=True, output_loading_info=True, **place)
-    if not place:
+    if "device_map" not in place:
         model.to(request["device"])
     model.eval()
     device = model.get_input_embeddings().weight.device

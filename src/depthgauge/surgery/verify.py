@@ -1,5 +1,6 @@
 """Prove that a written model works: a fresh process loads it and computes what the model in memory computes."""
 
+import copy
 import inspect
 import json
 import math
@@ -64,6 +65,7 @@ def verify_reload(
     dense: Float[Tensor, "windows n d"] | None = None,
     compared: int = 2,
     new_tokens: int = 16,
+    compute: torch.dtype | None = None,
 ) -> ReloadProof:
     """Load a written model in a fresh process without depthgauge and compare it with the model in memory.
 
@@ -82,6 +84,8 @@ def verify_reload(
         dense: for encoders, the final states of the source model, from which `losses` are computed.
         compared: number of windows whose outputs are compared; the losses of all windows are computed.
         new_tokens: number of tokens to generate; 0 skips the comparison.
+        compute: load the model in this dtype instead of the stored one and compare with a copy of `model` in it; half
+            precision is slow on many CPUs, and a wider dtype holds the same weights exactly.
 
     Returns:
         The proof, with the losses of the reloaded model.
@@ -92,8 +96,10 @@ def verify_reload(
     """
     if len(ids) < 1 or compared < 1:
         raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
+    if compute is not None and compute != model.dtype:
+        model = copy.deepcopy(model).to(compute)
     checkpoint = wrap(model)
-    found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens)
+    found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens, compute)
     tensors = _check_structure(out, checkpoint, found)
     tolerance = tolerance_of(model.dtype)
     differences = []
@@ -134,6 +140,7 @@ def _run(
     device: str,
     compared: int,
     new_tokens: int,
+    compute: torch.dtype | None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Run the fresh process and return its result and its outputs."""
     from safetensors.torch import load_file, save_file
@@ -147,6 +154,7 @@ def _run(
         "out": str(out.resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
         "threads": torch.get_num_threads(), "path": [path for path in sys.path if path], "prompt": prompt,
         "new_tokens": new_tokens, "call": _call(checkpoint.model),
+        "dtype": None if compute is None else str(compute).removeprefix("torch."),
     }  # fmt: skip
     script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
