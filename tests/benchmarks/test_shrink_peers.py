@@ -107,8 +107,6 @@ def test_shortgpt_removes_the_blocks_that_turn_tokens_least(plain: Plain) -> Non
         x, y = before.reshape(-1, before.shape[-1]), after.reshape(-1, after.shape[-1])
         norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
         influence.append(np.mean([1 - a @ b / norm for a, b, norm in zip(x, y, norms, strict=True)]))
-            np.mean([1 - a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) for a, b in zip(x, y, strict=True)])
-        )
     dense = observed(plain, ids)
     assert np.allclose(peers.block_influence(dense).numpy(), influence)
     for count, chosen in peers.shortgpt(dense, (1, 3)).items():
