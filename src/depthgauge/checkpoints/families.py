@@ -28,8 +28,10 @@ To add a family:
 4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one
    map computes query, key and value.
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
-6. Add the entry to `FAMILIES` under the configuration's `model_type`.
-7. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
+6. If a norm follows the output projection and `down` before the next sublayer reads the residual stream, name the two
+   norms in `attention_norm` and `mlp_norm`.
+7. Add the entry to `FAMILIES` under the configuration's `model_type`.
+8. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
    `tests/checkpoints/test_what_if.py` unless they are `self_attn` and `mlp`. Then `pytest tests/checkpoints -k NAME`
    compares every what-if, score and circuit with the model's own computation.
 """
@@ -73,6 +75,8 @@ class Family:
       each sum)
     - `between`: in a `post` family, the module whose output the MLP reads
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
+    - `attention_norm`, `mlp_norm`: the norms applied to the outputs of the output projection and of `down`, before
+      (Gemma 2) or after (BERT) they are added to the residual stream; None if there are none
     """
 
     attention: str
@@ -83,6 +87,8 @@ class Family:
     between: str | None = None
     gain: str | None = None
     gain_offset: float = 0.0
+    attention_norm: str | None = None
+    mlp_norm: str | None = None
 
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -95,6 +101,8 @@ _GEMMA2 = Family(
     _SELF_ATTN,
     gain="input_layernorm",
     gain_offset=1.0,
+    attention_norm="post_attention_layernorm",
+    mlp_norm="post_feedforward_layernorm",
 )
 _BERT = Family(
     "attention.output.dense",
@@ -103,6 +111,8 @@ _BERT = Family(
     Separate("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
     order="post",
     between="attention.output",
+    attention_norm="attention.output.LayerNorm",
+    mlp_norm="output.LayerNorm",
 )
 
 FAMILIES: Mapping[str, Family] = {
@@ -135,6 +145,8 @@ FAMILIES: Mapping[str, Family] = {
         Separate("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
         order="post",
         between="sa_layer_norm",
+        attention_norm="sa_layer_norm",
+        mlp_norm="output_layer_norm",
     ),
 }
 """`model_type` of the configuration → family."""

@@ -70,7 +70,7 @@ def refit(
             inputs.clear()
             output = runner.block(layer, part)
             target = targets[start : start + len(part)].to(output.device).double()
-            features = torch.cat([_with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1)
+            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1)
             errors = (target - output.double()).flatten(0, 1)
             if equations is None:
                 equations = NormalEquations.empty(features.shape[1], errors.shape[1], features.device)
@@ -95,27 +95,36 @@ def _inputs_of(maps: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
             handle.remove()
 
 
-def _with_bias(module: Any, inputs: Tensor) -> Tensor:
-    """Append the constant feature 1 if the map has a bias."""
+def with_bias(module: Any, inputs: Tensor) -> Tensor:
+    """Append the constant feature 1 to the inputs of a map if the map has a bias."""
     if module.bias is None:
         return inputs
     return torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1)
 
 
+def shape_of(module: Any) -> tuple[int, int]:
+    """Return the number of features of a linear map, with the constant 1 if it has a bias, and of its outputs."""
+    outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+    return int(inputs) + (module.bias is not None), int(outputs)
+
+
+def updates_of(module: Any, update: Float[Tensor, "d p"]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Return the parameters of a linear map, each with its change.
+
+    Args:
+        module: the map.
+        update: the change of its weight, with one more column for the bias if it has one.
+    """
+    if module.bias is not None:
+        update, bias = update[:, :-1], update[:, -1]
+    weight = update if isinstance(module, nn.Linear) else update.T  # GPT-2's Conv1D stores [in, out]
+    return [(module.weight, weight), *([] if module.bias is None else [(module.bias, bias)])]
+
+
 def _change(maps: Sequence[Any], update: Float[Tensor, "d p"]) -> Change:
     """Distribute the columns of an update over the weights and biases of the maps."""
-    parameters: list[nn.Parameter] = []
-    deltas: list[Tensor] = []
-    start = 0
-    for module in maps:
-        transposed = not isinstance(module, nn.Linear)  # GPT-2's Conv1D stores [in, out]
-        width = module.weight.shape[0 if transposed else 1]
-        delta = update[:, start : start + width]
-        parameters.append(module.weight)
-        deltas.append(delta.T if transposed else delta)
-        start += width
-        if module.bias is not None:
-            parameters.append(module.bias)
-            deltas.append(update[:, start])
-            start += 1
-    return Change(tuple(parameters), tuple(parameter.detach().clone() for parameter in parameters), tuple(deltas))
+    parts = zip(maps, torch.split(update, [shape_of(module)[0] for module in maps], dim=1), strict=True)
+    updates = [one for module, part in parts for one in updates_of(module, part)]
+    parameters = tuple(parameter for parameter, _ in updates)
+    before = tuple(parameter.detach().clone() for parameter in parameters)
+    return Change(parameters, before, tuple(delta for _, delta in updates))

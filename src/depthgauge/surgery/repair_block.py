@@ -1,0 +1,69 @@
+"""Refit one block by the method that its family needs."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.surgery.repair import Change, output_maps, refit
+from depthgauge.surgery.repair_normed import follows_norm, normed_maps, refit_normed
+
+
+def refit_block(
+    runner: BlockRunner,
+    layer: int,
+    states: Float[Tensor, "windows n d"],
+    targets: Float[Tensor, "windows n d"],
+    ridge: float,
+    *,
+    joint: bool,
+) -> list[Change]:
+    """Return the changes that bring the output of a block close to a target.
+
+    - no norm follows the maps: ridge regression (`repair.refit`). With `joint`, both maps are changed together, as if
+      the output projection of attention did not change the MLP's inputs. Where it does (order `pre`), a second change
+      refits the last map of the MLP to the inputs that result from the first.
+    - a norm follows: one change by `repair_normed.refit_normed`
+
+    The parameters are the same afterwards as before. Apply the changes in order, and undo them in reverse order.
+
+    Args:
+        runner: the model's blocks.
+        layer: the block.
+        states: inputs of the block, from the shrunk model.
+        targets: T, the dense model's states at the matching depth.
+        ridge: λ, relative to the mean square of the features.
+        joint: refit the output projection of attention too, not only the last map of the MLP.
+    """
+    family = runner.checkpoint.family
+    assert family is not None
+    block = runner.blocks[layer]
+    if follows_norm(family):
+        pairs = normed_maps(block, family)
+        return [refit_normed(runner, layer, states, targets, ridge, maps=pairs if joint else pairs[1:])]
+    maps = output_maps(block, family)
+    first = refit(runner, layer, maps if joint else maps[1:], states, targets, ridge)
+    if not joint or family.order == "parallel":
+        return [first]
+    first.apply(1.0)
+    try:
+        return [first, refit(runner, layer, maps[1:], states, targets, ridge)]
+    finally:
+        first.apply(0.0)
+
+
+def combined(changes: Sequence[Change]) -> Change:
+    """Return one change with the effect of several at step length 1, for a line search along all of them.
+
+    Args:
+        changes: changes in the order in which they are applied; each starts where the one before it ends.
+    """
+    before: dict[torch.nn.Parameter, Tensor] = {}
+    deltas: dict[torch.nn.Parameter, Tensor] = {}
+    for change in changes:
+        for parameter, old, delta in zip(change.parameters, change.before, change.deltas, strict=True):
+            before.setdefault(parameter, old)
+            deltas[parameter] = old.double() - before[parameter].double() + delta
+    return Change(tuple(before), tuple(before.values()), tuple(deltas[parameter] for parameter in before))
