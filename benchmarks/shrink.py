@@ -92,7 +92,7 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
     """
     from depthgauge.surgery.heal import heal as train
     from depthgauge.surgery.journal import Journal
-    from depthgauge.surgery.sampling import sample_windows
+    from depthgauge.surgery.model_samples import sample_windows
     from depthgauge.surgery.shrinker import Shrinker
 
     work, known = EFFORT[effort], list(setting.calibration.values())
@@ -244,6 +244,8 @@ def measure(options: argparse.Namespace) -> int:
         runner, windows, evaluated=evaluated, calibrated=calibrated, counts=(1, 2) if tiny else options.remove,
         unknown=list(windows) if options.each else list(windows)[:1],
     ):  # fmt: skip
+        if options.setting not in ("both", setting.name):
+            continue
         started = time.perf_counter()
         own = peers(runner, setting)
         between = time.perf_counter()
@@ -287,6 +289,7 @@ def main() -> int:
     parser.add_argument("--calibration", type=int, help="calibration windows  [default: what --effort uses]")
     parser.add_argument("--evaluation", type=int, default=48, help="evaluation windows of each text")
     parser.add_argument("--each", action="store_true", help="one unknown setting for each text, not for the first only")
+    parser.add_argument("--setting", choices=["both", "known", "unknown"], default="both")
     parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
     parser.add_argument("--effort", choices=list(EFFORT), default="default")
     parser.add_argument("--heal", type=int, default=0, help="healing steps")

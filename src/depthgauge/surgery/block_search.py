@@ -9,11 +9,11 @@ from torch import Tensor
 
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import SearchStep
-from depthgauge.surgery.block_repair import repair_block
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.repair import Change
+from depthgauge.surgery.repair_block import repair_block
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
 
@@ -130,7 +130,7 @@ class Search:
         """Fit the block before kept[place] to the dense states after it."""
         kept = self.student.kept
         target = kept[place + 1] if place + 1 < len(kept) else len(self.runner)
-        return repair_block(self.runner, kept[place - 1], states, self.fit.at(target), attention=False)
+        return repair_block(self.runner, kept[place - 1], states, self.fit.at(target), joint=False)
 
     def _repeat(self, known: dict[str, Any]) -> _Candidate:
         """Return the candidate that an interrupted run chose."""
@@ -214,7 +214,7 @@ def _gaps_repaired(search: Search, removed: Sequence[int]) -> float:
     gaps = [layer for layer in student.kept if student.following(layer) != layer + 1]
     for layer in student.kept:
         if search.repair and layer in gaps:
-            change = repair_block(runner, layer, fit, search.fit.at(student.following(layer)), attention=False)
+            change = repair_block(runner, layer, fit, search.fit.at(student.following(layer)), joint=False)
             student.apply(change, 1.0)
         select = runner.run([layer], select)
         if gaps and layer < gaps[-1]:

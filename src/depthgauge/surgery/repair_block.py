@@ -10,6 +10,21 @@ from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.repair import Change, output_maps, refit
 from depthgauge.surgery.repair_normed import follows_norm, normed_maps, refit_normed
 
+RIDGE = 0.05
+"""λ, relative to the mean squares of the features. On SmolLM2, 0.01 and 0.001 were worse on unseen text."""
+
+
+def repair_block(
+    runner: BlockRunner,
+    layer: int,
+    states: Float[Tensor, "windows n d"],
+    targets: Float[Tensor, "windows n d"],
+    *,
+    joint: bool,
+) -> Change:
+    """Return `refit_block` with the usual ridge as one change, for a line search along it."""
+    return combined(refit_block(runner, layer, states, targets, RIDGE, joint=joint))
+
 
 def refit_block(
     runner: BlockRunner,

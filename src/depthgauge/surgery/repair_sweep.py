@@ -4,10 +4,10 @@ from typing import Any
 
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import RepairStep
-from depthgauge.surgery.block_repair import repair_block
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
+from depthgauge.surgery.repair_block import repair_block
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
 
@@ -45,7 +45,7 @@ def repair_all(
     for place, layer in enumerate(student.kept):
         progress(place, len(student.kept), f"repair of block {layer}")
         later, best = student.kept[place + 1 :], (value, 0.0)
-        change = repair_block(runner, layer, fit_state, fit.at(student.following(layer)), attention=True)
+        change = repair_block(runner, layer, fit_state, fit.at(student.following(layer)), joint=True)
         if place < len(known):
             best = (known[place]["objective"], known[place]["step"])
         else:
