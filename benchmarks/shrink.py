@@ -75,7 +75,7 @@ class Setting:
 # --- OUR METHOD: the only function that knows how `shrink` is called -------------------------------------------------
 
 
-def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
+def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
     """Shrink the model of a setting with depthgauge and return the losses of the results.
 
     The calibration windows are used for fitting and selection, in the proportion that the effort asks for, together
@@ -84,6 +84,7 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
     Args:
         setting: the model, the calibration windows and the numbers of blocks to remove.
         effort: `quick`, `default` or `high`.
+        objective: what the search minimizes, `loss` or `kl`.
         heal: number of healing steps; 0 means no healing.
         seed: seed of the samples and of the healing.
 
@@ -110,7 +111,7 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
     journal = Journal(None, {})  # later sizes repeat the removals of earlier ones without a search
     found: dict[str, dict[int, Losses]] = {OURS: {}} | ({HEALED: {}} if heal else {})
     for count in setting.counts:
-        with Shrinker(setting.checkpoint, fit, select, objective="loss", effort=work, journal=journal) as shrinker:
+        with Shrinker(setting.checkpoint, fit, select, objective=objective, effort=work, journal=journal) as shrinker:
             shrinker.remove_until(count)
             shrinker.exchange()
             shrinker.repair(shrinker.student.removed)
@@ -247,10 +248,10 @@ def measure(options: argparse.Namespace) -> int:
         if options.setting not in ("both", setting.name):
             continue
         started = time.perf_counter()
-        own = peers(runner, setting)
+        own = [] if options.no_peers else peers(runner, setting)
         between = time.perf_counter()
         if not options.peers_only:
-            made = ours(setting, effort=effort, heal=options.heal, seed=options.seed)
+            made = ours(setting, effort=effort, objective=options.objective, heal=options.heal, seed=options.seed)
             own += [row_of(setting, method, count, made[method][count]) for method in made for count in made[method]]
         seconds[setting.title] = {"peers": between - started, "ours": time.perf_counter() - between}
         show(setting.title, own)
@@ -268,7 +269,8 @@ def measure(options: argparse.Namespace) -> int:
             {"claim": one.text, "value": finite(one.value), "limit": finite(one.limit), "met": one.met}
             for one in judged
         ],
-        "model": checkpoint.describe(), "name": checkpoint.name, "effort": effort, "heal": options.heal,
+        "model": checkpoint.describe(), "name": checkpoint.name, "effort": effort,
+        "objective": options.objective, "heal": options.heal,
         "calibration_windows": calibrated, "evaluation_windows": evaluated, "seed": options.seed, "seconds": seconds,
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
@@ -292,6 +294,8 @@ def main() -> int:
     parser.add_argument("--setting", choices=["both", "known", "unknown"], default="both")
     parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
     parser.add_argument("--effort", choices=list(EFFORT), default="default")
+    parser.add_argument("--objective", choices=["loss", "kl"], default="loss", help="what the search minimizes")
+    parser.add_argument("--no-peers", action="store_true", help="measure our own method alone")
     parser.add_argument("--heal", type=int, default=0, help="healing steps")
     parser.add_argument("--batch", type=int, help="windows computed together")
     parser.add_argument("--device")
