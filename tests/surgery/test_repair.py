@@ -119,22 +119,37 @@ def test_a_combined_change_ends_where_the_changes_end(name: str) -> None:
     assert same_bits(copies(problem.model), parameters)
 
 
-def test_the_first_token_is_part_of_the_fit() -> None:
-    problem = Problem("llama", windows=20)
-    problem.states[:, 0] *= 300.0  # as the states of real models at the first token
-    targets = problem.runner.run([LAYER, LAYER + 1], problem.states)
+def first_token_problem(name: str) -> Problem:
+    """A block in which one unit of the MLP is large at the first token and 0 elsewhere, as in real models.
+
+    Entry 3 of the residual stream is nonzero at the first token only, and unit 0 of the MLP reads that entry alone.
+    """
+    problem = Problem(name, windows=20)
+    block = problem.runner.blocks[LAYER]
+    problem.states[..., 3] = 0.0
+    problem.states[:, 0, 3] = 300.0
+    with torch.no_grad():
+        problem.attention.map.weight[3] = 0.0
+        for module in (block.mlp.gate_proj, block.mlp.up_proj):
+            module.weight[0] = 0.0
+            module.weight[0, 3] = 10.0
+    units = problem.features([problem.mlp.map]).view(*problem.states.shape[:2], -1)[..., 0].abs()
+    assert units[:, 0].min() > 100 * units[:, 1:].max()
+    return problem
+
+
+def test_leaving_out_the_first_token_is_worse() -> None:
+    problem = first_token_problem("llama")
     maps = [problem.mlp.map]
-    weight = problem.mlp.map.weight
-    found = refit(problem.runner, LAYER, maps, problem.states, targets, 1e-4)
-    torch.testing.assert_close(found.deltas[0], dense_ridge(problem, maps, targets, 1e-4), rtol=1e-6, atol=1e-8)
-    planted = Change((weight,), (weight.detach().clone(),), (dense_ridge(problem, maps, targets, 1e-4, first=1),))
-    errors = []
-    for change in (found, planted):
-        change.apply(1.0)
-        apart = (targets - problem.output())[:, 0].norm(dim=-1)
-        errors.append(float(apart.mean()))
-        change.apply(0.0)
-    assert errors[0] < 0.5 * errors[1]
+    targets = problem.targets(maps)
+    before = problem.error(targets)
+    found = refit(problem.runner, LAYER, maps, problem.states, targets, 1e-6)
+    planted = Change(found.parameters, found.before, (dense_ridge(problem, maps, targets, 1e-6, first=1),))
+    found.apply(1.0)
+    right = problem.error(targets)
+    planted.apply(1.0)
+    assert right < before / 1000
+    assert problem.error(targets) > 100 * right
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16
