@@ -25,7 +25,7 @@ def minimize(
     iterations: int,
     tolerance: float = 1e-3,
 ) -> tuple[Float[Tensor, " size"], list[float]]:
-    """Minimize a smooth function f; its value never increases.
+    """Minimize a smooth function f ≥ 0; its value never increases.
 
     Iteration: x ← x − s H ∇f(x), where H is the L-BFGS matrix built on the preconditioner P ≈ (∇²f)⁻¹ and s ≤ 1 is the
     first step length that decreases f. The first step has H = P.
