@@ -26,12 +26,14 @@ class ObjectiveLabel:
     """The text shown for one objective.
 
     - `noun`: the quantity
-    - `title`: the quantity with its unit, for tables and axes
+    - `title`: the quantity with its unit, for tables
+    - `added`: its increase with the unit, for axes
     - `change`: what happens to it; the amount replaces `#`
     """
 
     noun: str
     title: str
+    added: str
     change: str
 
     def by(self, amount: str) -> str:
@@ -40,15 +42,19 @@ class ObjectiveLabel:
 
 
 OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
-    "loss": ObjectiveLabel("loss", "loss, nats per token", "the loss grows by # nats per token"),
+    "loss": ObjectiveLabel(
+        "loss", "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
+    ),
     "kl": ObjectiveLabel(
         "divergence",
         "divergence from the dense model, nats per token",
+        "divergence, nats per token",
         "the divergence from the dense model is # nats per token",
     ),
     "states": ObjectiveLabel(
         "change of the final states",
         "relative change of the final states",
+        "relative change of states",
         "the final states change by # of their size",
     ),
 }
@@ -60,6 +66,9 @@ TEXTS: Mapping[str, str] = {
     "built-in": "built-in text",
 }
 """Kind of text → label."""
+
+SHORT_TEXTS: Mapping[str, str] = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
+"""Kind of text → label next to a chart."""
 
 METHODS: Mapping[str, str] = {
     "ours": "depthgauge, repaired",
@@ -76,7 +85,9 @@ LARGEST_RATIO = 1e6
 
 def objective_label(objective: str) -> ObjectiveLabel:
     """Return the label of an objective; one that is not known is shown by its name."""
-    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(objective, objective, "the objective grows by #")
+    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(
+        objective, objective, objective, "the objective grows by #"
+    )
 
 
 def text_label(text: TextRecord) -> str:
