@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import expect
 from shrink_documents import (
     ASSUMPTION,
     DOCUMENT,
@@ -338,6 +339,6 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.focus("#s0-stack-chart")
     for _ in range(13):
         page.keyboard.press("ArrowRight")
-    page.wait_for_function("document.getElementById('said').textContent === 'layer 12, removed'")
+    expect(page.locator("#said")).to_have_text("layer 12, removed")
     context.close()
     assert complaints == []
