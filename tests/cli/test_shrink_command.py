@@ -16,7 +16,16 @@ from typing import Any, NamedTuple
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from shrink_documents import ASSUMPTION, DOCUMENT, PLAN, encoder, limit_not_reached, too_few_windows, with_limit
+from shrink_documents import (
+    ASSUMPTION,
+    DOCUMENT,
+    PLAN,
+    encoder,
+    limit_not_reached,
+    not_certified,
+    too_few_windows,
+    with_limit,
+)
 
 from depthgauge.cli.main import main
 from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
@@ -57,7 +66,6 @@ class Workflow(ModuleType):
 
     def plan_shrink(self, model: Any, options: Any = None, **given: Any) -> PlanRecord:
         self._call("plan_shrink", model, options, **given)
-        Path(f"{given['out']}.partial").write_text("{}")
         return check_shrink(self.document).plan
 
 
@@ -139,10 +147,9 @@ def test_a_limit_and_its_guarantee(run: Run, workflow: Workflow) -> None:
 @pytest.mark.parametrize("document", [PLAN, DOCUMENT], ids=["a plan", "depthgauge.json"])
 def test_a_plan_is_read_and_passed_on(run: Run, workflow: Workflow, tmp_path: Path, document: dict[str, Any]) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(document))
-    moved = ("--text", "b.txt", "--heal", "5", "--confidence", "0.9", "--device", "cpu")
-    assert run("model", "--from-plan", "plan.json", "--out", "smaller", *moved).code == 0
+    assert run("model", "--from-plan", "plan.json", "--out", "smaller", "--device", "cpu").code == 0
     assert workflow.given["plan"] == read_plan(tmp_path / "plan.json")
-    assert workflow.positional[1] == ShrinkOptions(text=("b.txt",), heal=5, confidence=0.9, device="cpu")
+    assert workflow.positional[1] == ShrinkOptions(device="cpu")
 
 
 def test_plan_only_searches_and_writes_the_plan(run: Run, workflow: Workflow, tmp_path: Path) -> None:
@@ -151,7 +158,6 @@ def test_plan_only_searches_and_writes_the_plan(run: Run, workflow: Workflow, tm
     assert workflow.called == "plan_shrink"
     assert workflow.given["out"] == Path("plan.json")
     assert read_plan(tmp_path / "plan.json") == check_shrink(DOCUMENT).plan
-    assert not (tmp_path / "plan.json.partial").exists()
     assert "▓ removed layers: 10, 12, 13, 14, 16, 21, 25" in outcome.out
     assert outcome.err == "about 5 minutes\nplan written to plan.json; use it with --from-plan\n"
     outcome = run("model", "--remove", "7", "--plan-only", "plan.json", "--json", "--overwrite")
@@ -189,7 +195,7 @@ def test_the_tables_say_what_matters(run: Run) -> None:
     words = " ".join(outcome.out.split())
     assert "SmolLM2-135M: 30 → 23 layers" in words
     assert "0 1 2 3 4 5 6 7 8 9 ▓ 11 ▓ ▓ ▓ 15 ▓ 17 18 19 20 ▓ 22 23 24 ▓ 26 27 28 29" in words
-    for text in ("your text (corpus.txt, more text.txt)", "sampled from the model", "built-in text"):
+    for text in ("your text (corpus.txt)", "your text (more text.txt)", "sampled from the model", "built-in text"):
         assert text in words
     assert "0.388 [0.347, 0.431]" in words
     assert "on at least 95 % of windows of 512 tokens like those of corpus.txt" in words
@@ -202,7 +208,7 @@ def test_the_tables_say_what_matters(run: Run) -> None:
 
 
 def test_without_a_guarantee_none_is_claimed(run: Run, workflow: Workflow) -> None:
-    for document in (encoder(), too_few_windows()):
+    for document in (not_certified(), too_few_windows()):
         workflow.document = document
         outcome = run(*SHORT)
         assert outcome.code == 0
@@ -227,7 +233,9 @@ def test_a_limit_that_is_not_reached_prints_the_result_and_fails(run: Run, workf
     assert json.loads(outcome.out)["out"] is None
 
 
-@pytest.mark.parametrize("make", [lambda: DOCUMENT, with_limit, limit_not_reached, encoder, too_few_windows])
+@pytest.mark.parametrize(
+    "make", [lambda: DOCUMENT, with_limit, limit_not_reached, encoder, too_few_windows, not_certified]
+)
 def test_narrow_terminals_show_the_numbers_of_wide_ones(make: Callable[[], dict[str, Any]]) -> None:
     record = check_shrink(make())
 
@@ -300,10 +308,6 @@ def test_without_the_extra_the_result_is_kept(
         ("m --remove 7 --plan-only p.json --out s", "there is nothing for --out"),
         ("m --remove 7 --plan-only p.json --report r.html", "there is nothing for --report"),
         ("m --from-plan b.txt --plan-only p.json", "--plan-only makes a plan and --from-plan uses one"),
-        ("m --max-increase 0.1 --plan-only p.json", "--plan-only needs --remove"),
-        ("m --remove 7 --guarantee mean --out s", "--guarantee says what --max-increase limits"),
-        ("m --from-plan b.txt --seed 3 --out s", "--seed is part of the plan; leave it out, or search again"),
-        ("m --from-plan b.txt --effort high --out s", "--effort is part of the plan"),
         ("m --from-plan b.txt --out s", "b.txt is not a result document: it is not JSON"),
         ("m --from-plan none.json --out s", "cannot read none.json: No such file"),
         ("m --remove 7 --out s --report s/page.html", "--report s/page.html is inside --out"),
@@ -332,13 +336,29 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
     assert run(*SHORT) == Outcome(2, "", "error: remove must be from 1 to 29, got 40; the model has 30 layers\n")
 
 
-def test_an_interrupted_search_is_not_thrown_away(run: Run, workflow: Workflow, tmp_path: Path) -> None:
-    (tmp_path / "plan.json.partial").write_text("{}")
-    outcome = run("m", "--remove", "7", "--plan-only", "plan.json")
-    assert outcome.code == 2
-    assert "plan.json.partial is the partial result of an interrupted run; continue it with --resume" in outcome.err
-    assert run("m", "--remove", "7", "--plan-only", "plan.json", "--resume").code == 0
-    assert workflow.given["resume"] is True
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--max-increase 0.1 --plan-only p.json", "use --remove"),
+        ("--remove 7 --guarantee mean --out s", "--guarantee says what --max-increase limits"),
+        ("--from-plan plan.json --seed 3 --out s", "--seed cannot be combined with --from-plan"),
+        ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
+        ("--remove 7 --heal 5 --no-repair --out s", "--heal trains the weights and --no-repair keeps them"),
+        ("--remove 7 --confidence 2 --out s", "confidence must be a number from 0.5 to 0.9999, got 2.0"),
+        ("--remove 7 --out s", "model is not a checkpoint"),
+    ],
+)
+def test_the_workflow_refuses_in_one_sentence(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, words: str
+) -> None:
+    """With the real workflow, which finds these before it reads a model."""
+    monkeypatch.delitem(sys.modules, "depthgauge.workflows.shrink")
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    outcome = run("model", *arguments.split())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err
+    assert outcome.err.startswith("error: ")
+    assert outcome.err.count("\n") == 1
 
 
 # --- help and documentation -------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from shrink_documents import (
     PLAN,
     encoder,
     limit_not_reached,
+    not_certified,
     too_few_windows,
     with_limit,
 )
@@ -31,7 +32,7 @@ from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrin
 from depthgauge.report.write import write_report
 from depthgauge.results.record import ResultError
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
-from depthgauge.results.shrink_verdicts import METHODS, shrink_verdict
+from depthgauge.results.shrink_verdicts import shrink_verdict
 
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "decoder": lambda: copy.deepcopy(DOCUMENT),
@@ -39,6 +40,7 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "limit not reached": limit_not_reached,
     "encoder": encoder,
     "too few windows": too_few_windows,
+    "not certified": not_certified,
 }
 
 
@@ -74,10 +76,10 @@ def test_the_stack_shows_every_block_before_and_after() -> None:
 def test_the_increases_by_text_have_error_bars() -> None:
     (bars,) = traces(parts_of(DOCUMENT)["texts"])
     assert bars["x"] == [text["increase"] for text in DOCUMENT["texts"]]
-    assert bars["error_x"]["array"] == pytest.approx([0.0437] * 3)
-    assert bars["error_x"]["arrayminus"] == pytest.approx([0.041] * 3)
+    assert bars["error_x"]["array"] == pytest.approx([0.0437] * 4)
+    assert bars["error_x"]["arrayminus"] == pytest.approx([0.041] * 4)
     table = parts_of(DOCUMENT)["texts"].table
-    assert table.rows[1] == ("sampled from the model", 24, *(DOCUMENT["texts"][1][k] for k in table_keys))
+    assert table.rows[2] == ("sampled from the model", 24, *(DOCUMENT["texts"][2][k] for k in table_keys))
     (bars,) = traces(parts_of(encoder())["texts"])
     assert bars["error_x"]["array"][1] == bars["error_x"]["arrayminus"][1] == 0.0  # no interval is known
 
@@ -87,13 +89,12 @@ table_keys = ("dense", "shrunk", "increase", "low", "high")
 
 def test_the_curve_compares_ours_with_the_others() -> None:
     lines = {line["name"]: line for line in traces(parts_of(DOCUMENT)["curve"])}
-    assert list(lines) == [METHODS[name] for name in ("ours", "unrepaired", "block_influence", "angular_distance")]
+    assert list(lines) == ["depthgauge", "block influence (ShortGPT)", "angular distance (UIDL)"]
     for name, line in lines.items():
-        points = [point for point in DOCUMENT["curve"] if METHODS[point["method"]] == name]
-        assert line["x"] == [point["removed"] for point in points] == list(range(8))
+        points = [point for point in DOCUMENT["curve"] if point["method"] == name]
+        assert line["x"] == [point["removed"] for point in points]
         assert line["y"] == [point["increase"] for point in points]
-    ours = lines[METHODS["ours"]]
-    assert ours["line"]["width"] > lines[METHODS["unrepaired"]]["line"]["width"]
+        assert (line["line"]["width"] == 3) == (name == "depthgauge")
     document = copy.deepcopy(DOCUMENT)
     document["curve"] = [{"method": "mine <b>", "removed": 3, "increase": 1.5}]
     assert traces(parts_of(document)["curve"])[0]["name"] == "mine &lt;b&gt;"
@@ -120,7 +121,7 @@ def test_the_guarantee_is_stated_with_its_assumption() -> None:
 
 
 def test_without_a_guarantee_the_page_says_so() -> None:
-    for make in (encoder, too_few_windows):
+    for make in (not_certified, too_few_windows):
         part = parts_of(make())["guarantee"]
         assert part.statements[0].startswith("Nothing is guaranteed, because")
         assert ASSUMPTION not in part.caption

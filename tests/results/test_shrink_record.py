@@ -15,6 +15,7 @@ from shrink_documents import (
     PLAN,
     encoder,
     limit_not_reached,
+    not_certified,
     too_few_windows,
     with_limit,
 )
@@ -37,6 +38,7 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
     "limit not reached": limit_not_reached,
     "encoder": encoder,
     "too few windows": too_few_windows,
+    "not certified": not_certified,
 }
 # Keys that may be missing: they have a default, and every option has one.
 OPTIONAL = re.compile(
@@ -226,36 +228,57 @@ def test_the_verdict_has_three_different_cases() -> None:
     assert verdicts["decoder"] == (
         "23 of 30 layers are kept; guaranteed, if future windows are exchangeable with those of corpus.txt, more "
         "text.txt: on 95 % of windows the loss grows by at most 0.613 nats per token (confidence 95 %); measured: the "
-        "loss grows by 0.431 [0.39, 0.475] nats per token"
+        "loss grows by 0.431 nats per token"
     )
     assert verdicts["encoder"] == (
-        "5 of 6 layers are kept; measured only: the final states change by 0.313 [0.291, 0.334] of their size; nothing "
-        "is guaranteed, because the model has no loss"
+        "5 of 6 layers are kept; guaranteed, if future windows are exchangeable with those of corpus.txt: on 95 % of "
+        "windows the final states change by at most 0.391 of their size (confidence 95 %); measured: the final states "
+        "change by 0.313 [0.291, 0.334] of their size"
     )
-    assert "measured only: the loss grows by 0.431" in verdicts["too few windows"]
-    assert "because 20 windows of corpus.txt, more text.txt are too few" in verdicts["too few windows"]
+    assert verdicts["too few windows"] == (
+        "23 of 30 layers are kept; measured only: the loss grows by 0.431 nats per token; nothing is guaranteed, "
+        "because 20 windows of corpus.txt, more text.txt are too few for a share of 95 % with confidence 95 %; give "
+        "more text"
+    )
+    assert verdicts["not certified"].endswith("nothing is guaranteed, because no bound was computed")
     assert verdicts["limit not reached"] == (
         "no model was written: for no tested size is it guaranteed, with confidence 95 %, that the loss grows by at "
         "most 0.1 nats per token; closest was removing 1 layer, with a bound of 0.143"
     )
     for name, verdict in verdicts.items():
-        assert ("guaranteed, if future windows are exchangeable" in verdict) == (name in ("decoder", "limit"))
+        promised = name in ("decoder", "limit", "encoder")
+        assert ("guaranteed, if future windows are exchangeable" in verdict) == promised
+        assert ("measured only" in verdict) == (name in ("too few windows", "not certified"))
         assert ("no model was written" in verdict) == (name == "limit not reached")
 
 
-def test_with_a_limit_only_the_limit_is_guaranteed() -> None:
-    """Sizes were chosen by their bounds, so the bound of the chosen size, 0.2377, has no guarantee of its own."""
+def test_a_bound_says_how_it_accounts_for_the_choice_of_the_size() -> None:
     document = with_limit()
-    for kind, start in (("quantile", "on at least 95 % of windows"), ("mean", "on average over windows")):
+    tested, corrected = "this is the limit, tested from gentle to harsh sizes", "corrected for 4 tested sizes"
+    for kind, words in ((None, (tested, corrected)), ("quantile", (tested, corrected)), ("mean", (corrected, tested))):
         document["plan"]["settings"]["guarantee"] = kind
         record = check_shrink(document)
-        sentence, assumption = guarantee_sentences(record)
-        assert f"With confidence 95 %, {start} of 512 tokens like those of corpus.txt" in sentence
-        assert "the loss grows by at most 0.25 nats per token" in sentence
+        *bounds, assumption = guarantee_sentences(record)
+        assert [bound.endswith(f"; {word}).") for bound, word in zip(bounds, words, strict=True)] == [True, True]
+        assert (
+            "on at least 95 % of windows of 512 tokens like those of corpus.txt the loss grows by at most 0.25"
+            in bounds[0]
+        )
         assert assumption == ASSUMPTION
-        assert "at most 0.25 nats" in shrink_verdict(record)
-        assert "0.238" not in shrink_verdict(record) + sentence
         assert ("on average" in shrink_verdict(record)) == (kind == "mean")
+    assert not any("corrected" in sentence for sentence in guarantee_sentences(check_shrink(DOCUMENT)))
+
+
+def test_the_text_that_a_guarantee_is_about_is_named() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    for about, words in (
+        ("text", "like those of corpus.txt, more text.txt the loss"),
+        ("sampled", "like those of text that the model writes itself the loss"),
+        ("built-in", "like those of the built-in text the loss"),
+        ("letters", "like those of letters the loss"),
+    ):
+        document["guarantee"]["about"] = about
+        assert words in guarantee_sentences(check_shrink(document))[0]
 
 
 def test_a_guarantee_is_never_stated_without_its_assumption() -> None:
@@ -285,11 +308,15 @@ def test_too_few_windows_for_any_size_is_said() -> None:
 
 
 def test_several_texts_of_the_user_are_measured_together() -> None:
+    """Their losses are those of all their windows; an interval is known only for one text alone."""
     document = copy.deepcopy(DOCUMENT)
-    document["texts"].append(dict(document["texts"][0], name="other.txt", increase=9.0))
     assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.431 nats per token")
     document["loss"]["dense"] = None
     assert shrink_verdict(check_shrink(document)).endswith("the loss grows by – nats per token")
+    del document["texts"][1]
+    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.401 [0.36, 0.445] nats per token")
+    del document["texts"][0]
+    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.388 [0.347, 0.431] nats per token")
 
 
 def test_objectives_have_their_own_words() -> None:

@@ -31,11 +31,12 @@ def _repair() -> list[dict[str, Any]]:
 
 
 def _curve() -> list[dict[str, Any]]:
-    factors = {"ours": 0.062, "unrepaired": 0.11, "block_influence": 0.22, "angular_distance": 0.19}
-    return [
+    ours = [{"method": "depthgauge", "removed": count, "increase": 0.062 * count**1.1} for count in range(1, 8)]
+    peers = {"block influence (ShortGPT)": 0.22, "angular distance (UIDL)": 0.19}
+    return ours + [
         {"method": method, "removed": count, "increase": factor * count**1.1}
-        for method, factor in factors.items()
-        for count in range(8)
+        for method, factor in peers.items()
+        for count in (3, 5, 7)
     ]
 
 
@@ -50,9 +51,10 @@ def _calibration(window: int, bos: bool | None) -> dict[str, Any]:
     return {
         "window": window, "bos": bos, "bos_reason": "the loss is lower with it",
         "sources": [
-            {"kind": "text", "name": "corpus.txt", "sha256": "ab" * 32, "fit": 24, "select": 12, "certify": 120},
-            {"kind": "sampled", "name": "sampled", "sha256": "cd" * 32, "fit": 24, "select": 12, "certify": 24},
-            {"kind": "built-in", "name": "built-in", "sha256": "ef" * 32, "fit": 0, "select": 0, "certify": 5},
+            {"kind": "text", "name": "corpus.txt", "sha256": "ab" * 32, "fit": 16, "select": 8, "certify": 80},
+            {"kind": "text", "name": "more text.txt", "sha256": "a1" * 32, "fit": 8, "select": 4, "certify": 40},
+            {"kind": "sampled", "name": "samples", "sha256": "cd" * 32, "fit": 24, "select": 12, "certify": 24},
+            {"kind": "built-in", "name": "built-in text", "sha256": "ef" * 32, "fit": 0, "select": 0, "certify": 5},
         ],
         "sha256": "01" * 32,
     }  # fmt: skip
@@ -74,26 +76,27 @@ DOCUMENT: dict[str, Any] = {
     "layers_before": 30, "layers_after": 23, "removed": _REMOVED, "repaired": True,
     "loss": {"dense": 3.4231, "shrunk": 3.8542, "low": 3.7917, "high": 3.9158},
     "texts": [
-        _text("text", "corpus.txt, more text.txt", 120, 3.4231, 0.4311),
-        _text("sampled", "sampled", 24, 2.8113, 0.3877),
-        _text("built-in", "built-in", 5, 3.0542, 0.5129),
+        _text("text", "corpus.txt", 80, 3.5112, 0.4011),
+        _text("text", "more text.txt", 40, 3.2469, 0.4911),
+        _text("sampled", "samples", 24, 2.8113, 0.3877),
+        _text("built-in", "built-in text", 5, 3.0542, 0.5129),
     ],
     "guarantee": {
         "quantile": {"increase": 0.6127, "share": 0.95, "confidence": 0.95, "windows": 120},
         "mean": {
             "increase": 0.5318, "confidence": 0.95, "method": "betting: mixture of constant bets", "windows": 120
         },
-        "about": "corpus.txt, more text.txt", "assumption": ASSUMPTION, "limit": None, "tested": [],
+        "about": "text", "assumption": ASSUMPTION, "limit": None, "tested": [],
     },
     "speed": {
         "prefill": 0.7812, "decode": 0.7731, "prefill_before": 0.8121, "prefill_after": 0.6344,
-        "decode_before": 0.04113, "decode_after": 0.0318, "what": "cpu, windows of 512 tokens, median of 5 runs",
+        "decode_before": 0.04113, "decode_after": 0.0318, "what": "512 tokens, then 16 new tokens, on cpu",
     },
     "parameters": {"before": 134515008, "after": 109741248}, "bytes": {"before": 538090408, "after": 438994712},
     "memory": {"before": 546060032, "after": 445104192}, "curve": _curve(), "repair": _repair(),
     "heal": {"steps": 200, "before": 3.8124, "after": 3.7611, "kept": True},
     "reload": {
-        "difference": 3.1e-7, "layers": 23, "generation": "generation with a cache equals generation without"
+        "difference": 3.1e-7, "layers": 23, "generation": "equal with and without cache"
     },
     "plan": PLAN, "notes": ["the source is a quantized GGUF file; its weights were dequantized"],
     "versions": {"depthgauge": "0.2.0", "torch": "2.8.0", "transformers": "5.0.0"}, "seconds": 1312.5,
@@ -110,13 +113,18 @@ def with_limit(passed: int = 3) -> dict[str, Any]:
     document["guarantee"]["tested"] = [
         {"removed": k + 1, "bound": bound, "passed": k < passed} for k, bound in enumerate(bounds[: passed + 1])
     ]
-    document["guarantee"]["quantile"]["increase"] = bounds[max(0, passed - 1)]
+    document["guarantee"]["quantile"]["increase"] = 0.25
+    document["guarantee"]["mean"]["increase"] = 0.2144
     removed = [12, 13, 14][:passed]
     document["loss"] = {"dense": 3.4231, "shrunk": 3.5844, "low": 3.5131, "high": 3.6552}
-    document["texts"] = [_text("text", "corpus.txt, more text.txt", 120, 3.4231, 0.1613)]
+    document["texts"] = [_text("text", "corpus.txt", 120, 3.4231, 0.1613)]
+    document["curve"] = [point for point in document["curve"] if point["removed"] <= 3]
+    sources = document["plan"]["calibration"]["sources"]
+    sources[0] |= {"fit": 24, "select": 12, "certify": 120}
+    del sources[1]
     document |= {"removed": removed, "layers_after": 30 - len(removed)}
     document["plan"] |= {"removed": removed}
-    document["plan"]["settings"] |= {"remove": None, "max_increase": 0.25, "guarantee": "quantile"}
+    document["plan"]["settings"] |= {"remove": None, "max_increase": 0.25, "text": ["corpus.txt"]}
     return document
 
 
@@ -136,28 +144,33 @@ def limit_not_reached() -> dict[str, Any]:
 
 
 def encoder() -> dict[str, Any]:
-    """Return an encoder of 6 layers with one removed: states instead of losses, no guarantee, no generation."""
+    """Return an encoder of 6 layers with one removed: states instead of losses, no bound on a mean, no generation."""
     document = copy.deepcopy(DOCUMENT)
-    states = {"dense": None, "shrunk": 0.3127, "low": 0.2911, "high": 0.3342}
-    text = {"kind": "text", "name": "corpus.txt", "windows": 40, "increase": 0.3127, **states}
-    built_in = {"kind": "built-in", "name": "built-in", "windows": 4, **states, "increase": 0.3512, "low": None}
+    states = {"dense": 0.0, "shrunk": 0.3127, "low": 0.2911, "high": 0.3342}
+    text = {"kind": "text", "name": "corpus.txt", "windows": 120, **states, "increase": 0.3127}
+    built_in = {"kind": "built-in", "name": "built-in text", "windows": 1, **states, "increase": 0.3512}
+    built_in |= {"low": None, "high": None}
+    calibration = _calibration(128, None)
+    calibration["sources"] = [calibration["sources"][0], calibration["sources"][3]]
     plan = document["plan"] | {
-        "model": "minilm", "family": "bert", "layers": 6, "removed": [3], "swaps": [],
+        "model": "minilm", "family": "bert", "layers": 6, "removed": [3], "swaps": [], "calibration": calibration,
         "search": [{"layer": 3, "step": 1.0, "unrepaired": 0.52, "objective": 0.31}],
         "settings": _SETTINGS | {"remove": "1", "objective": "states", "heal": None, "text": ["corpus.txt"]},
-        "calibration": _calibration(128, None),
     }  # fmt: skip
+    mean = {"increase": None, "confidence": 0.95, "method": "none: the distance has no upper limit", "windows": 120}
+    quantile = {"increase": 0.3911, "share": 0.95, "confidence": 0.95, "windows": 120}
     return document | {
         "name": "minilm", "objective": "states", "layers_before": 6, "layers_after": 5, "removed": [3],
-        "loss": states, "texts": [text, built_in], "guarantee": None,
+        "loss": states, "texts": [text, built_in],
+        "guarantee": document["guarantee"] | {"quantile": quantile, "mean": mean},
         "speed": {
             "prefill": 0.84, "decode": None, "prefill_before": 0.021, "prefill_after": 0.0176, "decode_before": None,
-            "decode_after": None, "what": "cpu, windows of 128 tokens, median of 5 runs",
+            "decode_after": None, "what": "128 tokens, then 0 new tokens, on cpu",
         },
-        "memory": None, "curve": [{"method": "ours", "removed": k, "increase": 0.3 * k} for k in range(2)],
+        "memory": None, "curve": [{"method": "depthgauge", "removed": 1, "increase": 0.3}],
         "repair": [{"layer": k, "step": 1.0, "objective": 0.31} for k in (0, 1, 2, 4, 5)], "heal": None,
-        "reload": {"difference": 0.0, "layers": 5, "generation": ""}, "plan": plan,
-        "notes": ["encoders cannot be sampled, so only the text was used"],
+        "reload": {"difference": 0.0, "layers": 5, "generation": "not applicable"}, "plan": plan,
+        "notes": ["the model is an encoder: no perplexity is claimed"],
     }  # fmt: skip
 
 
@@ -167,3 +180,8 @@ def too_few_windows() -> dict[str, Any]:
     document["guarantee"]["quantile"] |= {"increase": None, "windows": 20}
     document["guarantee"]["mean"] = None
     return document
+
+
+def not_certified() -> dict[str, Any]:
+    """Return a result without a guarantee."""
+    return copy.deepcopy(DOCUMENT) | {"guarantee": None}

@@ -26,7 +26,7 @@ that the model will read: a few hundred kB, several files if it reads several ki
 
 `depthgauge shrink ./model --text corpus.txt --max-increase 0.1 --confidence 0.95 --out ./smaller` removes as many
 blocks as the guarantee allows: with confidence 95 %, the loss grows by at most 0.1 nats per token on 95 % of windows
-like those of the text. If not even one block can be removed, nothing is written, and the exit code is 1.
+like those of the text. If not even one block can be removed, nothing is written, and an error says how close it came.
 
 `depthgauge shrink ./model --text corpus.txt --remove 7 --plan-only plan.json` searches for the blocks and stops. Read
 the plan, then run `depthgauge shrink ./model --from-plan plan.json --out ./smaller`.
@@ -119,40 +119,22 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
     if plan_only is not None:
         if given == ["--from-plan"]:
             raise InputError("--plan-only makes a plan and --from-plan uses one; leave one of them out")
-        if given == ["--max-increase"]:
-            raise InputError(
-                "--plan-only needs --remove; for --max-increase every size must be repaired and tested, which takes "
-                "--out"
-            )
         for flag in ("--out", "--report"):
             if files[flag] is not None:
                 raise InputError(f"--plan-only stops after the search, so there is nothing for {flag}; leave it out")
     elif out is None:
         raise InputError("--out is missing; give the directory to create, or --plan-only to search only")
-    if options.guarantee is not None and options.max_increase is None:
-        raise InputError("--guarantee says what --max-increase limits; give --max-increase or leave --guarantee out")
-    if given == ["--from-plan"]:
-        for name in _FIXED_BY_PLAN:
-            if getattr(options, name) is not None:
-                raise InputError(f"--{name.replace('_', '-')} is part of the plan; leave it out, or search again")
     if out is not None and report is not None and out.resolve() in report.resolve().parents:
         raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
 
 
-_FIXED_BY_PLAN = ("effort", "objective", "sampled", "window", "bos", "seed")
-"""Options that decide which blocks a plan removes. The text may have moved, so that its path is not fixed."""
-
-
 def _search(model: Path, options: ShrinkOptions, out: Path, resume: bool, overwrite: bool) -> "PlanRecord":
     from depthgauge._io import write_text
-    from depthgauge.workflows.partial import check_partial, delete_partial
     from depthgauge.workflows.shrink import plan_shrink
 
-    check_partial(out, resume=resume, overwrite=overwrite)
     with progress_bar("searching") as progress:
-        plan = plan_shrink(model, options, out=out, resume=resume, progress=progress, message=note)
+        plan = plan_shrink(model, options, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note)
     write_text(out, plan.dump())
-    delete_partial(out)
     return plan
 
 

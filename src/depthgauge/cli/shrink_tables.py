@@ -78,7 +78,7 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     label = objective_label(record.objective)
     key = Column("text", [escape(printable(text_label(text))) for text in record.texts], text=True)
     columns = [Column("windows", [str(text.windows) for text in record.texts])]
-    if any(text.dense is not None for text in record.texts):
+    if record.objective == "loss":
         columns.append(Column("before", [number(text.dense) for text in record.texts]))
         columns.append(Column("after", [number(text.shrunk) for text in record.texts]))
     increases = [escape(increase_text(text.increase, text.low, text.high)) for text in record.texts]

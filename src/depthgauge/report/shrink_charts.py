@@ -8,9 +8,10 @@ from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, la
 from depthgauge.report.markup import Table, capital, runs, short
 from depthgauge.report.page_parts import Part
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, ShrinkRecord, TextRecord
-from depthgauge.results.shrink_verdicts import METHODS, SHORT_TEXTS, increase_text, objective_label, text_label
+from depthgauge.results.shrink_verdicts import SHORT_TEXTS, increase_text, objective_label, text_label
 
-_OURS = "ours"
+_OURS = "depthgauge"
+"""The method of the curve that is this result."""
 _COLORS = ("@blue", "@purple", "@green", "@faint")
 """Colours of the other methods, in the order of the record; ours has the colour of what is measured."""
 
@@ -151,7 +152,7 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         margin={"l": 60, "r": 12, "t": 76, "b": 44},
     )
     last = [
-        f"{_method(point.method)}: {number(point.increase)}"
+        f"{point.method}: {number(point.increase)}"
         for point in sorted(points, key=lambda point: point.increase or 0.0)
         if point.removed == most
     ]
@@ -160,11 +161,11 @@ def curve_part(record: ShrinkRecord) -> Part | None:
     table = Table(
         "Increase by number of removed layers",
         ("method", "layers removed", "increase"),
-        tuple((_method(point.method), point.removed, point.increase) for point in record.curve),
+        tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
     caption = (
-        f"Measured on the selection windows, so that the lines can be compared. {words} The increases by text "
-        "were measured on other windows."
+        f"Measured on the selection windows, the other methods without repair. {words} The increases by text were "
+        "measured on other windows."
     )
     chart = Chart((Choice("curve", "", alt, figure(*traces, layout=look)),), 380)
     return Part("curve", "Other ways to choose the layers", caption, chart, table, half=True)
@@ -173,19 +174,15 @@ def curve_part(record: ShrinkRecord) -> Part | None:
 def _line(method: str, points: Sequence[CurvePoint], color: str) -> Figure:
     ordered = sorted(points, key=lambda point: point.removed)
     return {
-        "type": "scatter", "mode": "lines+markers", "name": label(short(_method(method), 32)),
+        "type": "scatter", "mode": "lines+markers", "name": label(short(method, 32)),
         "x": [point.removed for point in ordered], "y": [point.increase for point in ordered],
         "line": {"color": color, "width": 3 if method == _OURS else 1.5}, "showlegend": True,
         "marker": {"color": color, "size": 7 if method == _OURS else 5}, "hoverinfo": "text",
         "hovertext": [
-            f"{label(_method(method))}<br>{counted(point.removed, 'layer')} removed<br><b>{number(point.increase)}</b>"
+            f"{label(method)}<br>{counted(point.removed, 'layer')} removed<br><b>{number(point.increase)}</b>"
             for point in ordered
         ],
     }  # fmt: skip
-
-
-def _method(name: str) -> str:
-    return METHODS.get(name, name)
 
 
 def repair_part(record: ShrinkRecord) -> Part | None:

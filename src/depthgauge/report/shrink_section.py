@@ -163,6 +163,8 @@ def search_part(record: ShrinkRecord) -> Part | None:
     caption = (
         "The objective on the selection windows after each removal, before and after the repair of the layer before it."
     )
+    if len(plan.removed) < len(plan.search):
+        caption += f" The model without the first {len(plan.removed)} of them was written."
     if swaps:
         caption += f" Then {'; '.join(swaps)}."
     return Part("search", "The search", caption, None, Table("Removals in order", columns, rows), table_open=True)

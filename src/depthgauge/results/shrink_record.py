@@ -146,9 +146,9 @@ class TestedSize(Record, frozen=True, kw_only=True):
 class GuaranteeRecord(Record, frozen=True, kw_only=True):
     """The statistical guarantee on the certify windows.
 
-    - `quantile`, `mean`: the two bounds for the shrunk model; each holds with its confidence, not both together. With a
-      `limit`, the size was chosen by these bounds, so only the limit itself is guaranteed
-    - `about`: the text that the guarantee is about, as a noun phrase, such as `corpus.txt`
+    - `quantile`, `mean`: the two bounds; each holds with its confidence, not both together. With a `limit`, the bound
+      that was tested is the limit itself, and the other one is corrected for the number of tested sizes
+    - `about`: the kind of text that the guarantee is about: `text`, `sampled` or `built-in`
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """
@@ -207,7 +207,7 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 
     - `difference`: the largest relative difference of its outputs from those of the model in memory
     - `layers`: the number of layers that it found
-    - `generation`: what generation with and without a cache gave, as a phrase; empty for models that do not generate
+    - `generation`: whether generation with and without a cache is equal, as a phrase
     """
 
     difference: Number
@@ -218,7 +218,7 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
-    - `objective`: what `loss`, `texts`, `curve` and the guarantee measure: `loss`, `kl` or `states`
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`, or `states` for encoders
     - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
     - `loss`, `texts`, `guarantee`: on certify windows, which nothing was fitted or selected on
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from depthgauge._format import DASH, counted, duration, number
-from depthgauge.results.labels import SCORES
 from depthgauge.results.shrink_record import (
     BeforeAfter,
     CalibrationRecord,
@@ -67,17 +66,15 @@ TEXTS: Mapping[str, str] = {
 }
 """Kind of text → label."""
 
+ABOUT: Mapping[str, str] = {
+    "text": "your text",
+    "sampled": "text that the model writes itself",
+    "built-in": "the built-in text",
+}
+"""Kind of text → what a guarantee about it says."""
+
 SHORT_TEXTS: Mapping[str, str] = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
-
-METHODS: Mapping[str, str] = {
-    "ours": "depthgauge, repaired",
-    "unrepaired": "depthgauge, not repaired",
-    "greedy": "greedy loss (SLEB)",
-    **{name: score.label for name, score in SCORES.items()},
-}
-"""Way to choose the removed blocks → label."""
-
 
 LARGEST_RATIO = 1e6
 """Ratios of costs beyond this come from damaged documents and are not shown."""
@@ -112,7 +109,7 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     if guarantee is None or (guarantee.quantile.increase is None and _mean_increase(guarantee) is None):
         return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
     return (
-        f"{kept}; guaranteed, if future windows are exchangeable with those of {guarantee.about}: "
+        f"{kept}; guaranteed, if future windows are exchangeable with those of {about_text(record)}: "
         f"{_bound(record, guarantee)}; measured: {measured}"
     )
 
@@ -121,20 +118,28 @@ def _mean_increase(guarantee: GuaranteeRecord) -> float | None:
     return None if guarantee.mean is None else guarantee.mean.increase
 
 
+def about_text(record: ShrinkRecord) -> str:
+    """Return the text that the guarantee is about: the names of the user's files, or what it is otherwise."""
+    about = "" if record.guarantee is None else record.guarantee.about
+    names = [source.name for source in record.plan.calibration.sources if source.kind == about == "text"]
+    return ", ".join(names) or ABOUT.get(about, about)
+
+
 def _bound(record: ShrinkRecord, guarantee: GuaranteeRecord) -> str:
-    """Return the bound on the quantile, or else the bound on the mean; with a limit, the limit."""
+    """Return the bound on the quantile, or else the bound on the mean; with a limit, the bound that was tested."""
     quantile, mean = guarantee.quantile, guarantee.mean
     bound: float | None
-    if mean is not None and mean.increase is not None and (quantile.increase is None or _limited(record) == "mean"):
+    if mean is not None and mean.increase is not None and (quantile.increase is None or _tested_kind(record) == "mean"):
         bound, confidence, where = mean.increase, mean.confidence, "on average"
     else:
         bound, confidence, where = quantile.increase, quantile.confidence, f"on {_share(quantile.share)} of windows"
-    bound = bound if guarantee.limit is None else guarantee.limit
     return f"{where} {_at_most(bound, record.objective)} (confidence {_share(confidence)})"
 
 
-def _limited(record: ShrinkRecord) -> str:
-    """Return which bound `--max-increase` limits."""
+def _tested_kind(record: ShrinkRecord) -> str | None:
+    """Return which bound was tested against a limit, or None if there is none."""
+    if record.guarantee is None or record.guarantee.limit is None:
+        return None
     return record.plan.settings.guarantee or "quantile"
 
 
@@ -165,15 +170,12 @@ def increase_text(increase: float | None, low: float | None, high: float | None)
 
 def why_not_guaranteed(record: ShrinkRecord) -> str:
     """Return why there is no bound, and what to do about it."""
-    guarantee = record.guarantee
-    if guarantee is None:
-        if record.objective == "states":
-            return "nothing is guaranteed, because the model has no loss"
-        return "nothing is guaranteed"
-    quantile = guarantee.quantile
+    if record.guarantee is None:
+        return "nothing is guaranteed, because no bound was computed"
+    quantile = record.guarantee.quantile
     return (
-        f"nothing is guaranteed, because {counted(quantile.windows, 'window')} of {guarantee.about} are too few for a "
-        f"share of {_share(quantile.share)} with confidence {_share(quantile.confidence)}; give more text"
+        f"nothing is guaranteed, because {counted(quantile.windows, 'window')} of {about_text(record)} are too few for "
+        f"a share of {_share(quantile.share)} with confidence {_share(quantile.confidence)}; give more text"
     )
 
 
@@ -203,33 +205,37 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
 def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed.
 
-    With a limit, the sizes were tested in a fixed sequence. Such a test guarantees the limit for the size that it
-    chooses. It does not guarantee the bounds computed for that size, which are often smaller, so these are left out.
-
     Args:
         record: the result.
     """
     guarantee = record.guarantee
     if guarantee is None or limit_failed(guarantee):
         return ()
-    text = f"windows of {record.plan.calibration.window} tokens like those of {guarantee.about}"
-    quantile, mean, limit = guarantee.quantile, guarantee.mean, guarantee.limit
-    how = "" if limit is None else "; this is the limit, and sizes were tested from gentle to harsh"
+    text = f"windows of {record.plan.calibration.window} tokens like those of {about_text(record)}"
     found = []
-    if quantile.increase is not None and (limit is None or _limited(record) == "quantile"):
-        bound = _at_most(quantile.increase if limit is None else limit, record.objective)
+    if (quantile := guarantee.quantile).increase is not None:
         found.append(
-            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text} {bound} "
-            f"(order statistics of {counted(quantile.windows, 'window')}{how})."
+            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text} "
+            f"{_at_most(quantile.increase, record.objective)} (order statistics of "
+            f"{counted(quantile.windows, 'window')}{_chosen(record, 'quantile')})."
         )
-    if mean is not None and mean.increase is not None and (limit is None or _limited(record) == "mean"):
-        bound = _at_most(mean.increase if limit is None else limit, record.objective)
+    if (mean := guarantee.mean) is not None and mean.increase is not None:
         found.append(
-            f"With confidence {_share(mean.confidence)}, on average over {text} {bound} ({mean.method}; "
-            f"{counted(mean.windows, 'window')}; the predictions of both models are mixed with the uniform "
-            f"distribution{how})."
+            f"With confidence {_share(mean.confidence)}, on average over {text} "
+            f"{_at_most(mean.increase, record.objective)} ({mean.method}; {counted(mean.windows, 'window')}; the "
+            f"predictions of both models are mixed with the uniform distribution{_chosen(record, 'mean')})."
         )
     return (*found, guarantee.assumption) if found else ()
+
+
+def _chosen(record: ShrinkRecord, kind: str) -> str:
+    """Return how a bound accounts for the choice of the size on the same windows."""
+    tested = _tested_kind(record)
+    if tested is None or record.guarantee is None:
+        return ""
+    if tested == kind:
+        return "; this is the limit, tested from gentle to harsh sizes"
+    return f"; corrected for {counted(len(record.guarantee.tested), 'tested size')}"
 
 
 def tested_words(size: TestedSize) -> str:
@@ -248,7 +254,7 @@ def heal_sentence(heal: HealRecord) -> str:
 
 def reload_sentence(reload: ReloadRecord) -> str:
     """Return what the fresh process found."""
-    generation = f"; {reload.generation}" if reload.generation else ""
+    generation = f"; generation: {reload.generation}" if reload.generation else ""
     return (
         f"checked: a new process without depthgauge loaded {counted(reload.layers, 'layer')}; its outputs differ by at "
         f"most {number(reload.difference, 2)} of their size{generation}"
