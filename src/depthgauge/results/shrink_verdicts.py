@@ -37,7 +37,8 @@ class ObjectiveLabel:
 
     def by(self, amount: str) -> str:
         """Return what happens to the quantity: `the loss grows by 0.43 nats per token`."""
-        return self.change.replace("#", amount, 1)
+        change = self.change.replace("grows", "changes") if amount.startswith("-") else self.change
+        return change.replace("#", amount, 1)
 
 
 OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
