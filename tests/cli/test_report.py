@@ -4,6 +4,8 @@ import json
 import sys
 
 import pytest
+from shrink_documents import DOCUMENT as SHRUNK
+from shrink_documents import PLAN
 
 from depthgauge.cli.main import main
 from depthgauge.network.files import save_network
@@ -90,6 +92,18 @@ def test_bad_requests_end_with_one_sentence_and_no_page(run, tmp_path, arguments
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert list(tmp_path.glob("*.html")) == []
+
+
+def test_a_shrunk_model_has_a_page(run, tmp_path):
+    (tmp_path / "smaller").mkdir()
+    (tmp_path / "smaller" / "depthgauge.json").write_text(json.dumps(SHRUNK))
+    code, out, err = run("report", "smaller/depthgauge.json", "--out", "page.html")
+    assert (code, out, err) == (0, "", "page written to page.html\n")
+    assert "23 of 30 layers are kept" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    code, out, err = run("report", "plan.json")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: plan.json is a plan, which has nothing to show yet; give the `depthgauge.json`")
 
 
 def test_a_page_that_cannot_be_written_is_noticed_before_the_work(run, tmp_path):

@@ -13,9 +13,9 @@ import pytest
 import depthgauge as dg
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError, OutputError
-from depthgauge.report.markup import Table, command_line, escape, printable
+from depthgauge.report.markup import Table, escape, printable
 from depthgauge.report.page import render
-from depthgauge.report.sections import section
+from depthgauge.report.sections import gauge_command, section
 from depthgauge.report.write import MissingExtraError
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import check_result
@@ -79,12 +79,12 @@ def test_the_command_can_be_typed():
     settings = GaugeSettings(
         target="my net; rm -rf ~", radius=0.1 + 0.2, seed=0, weights_only=True, trust_remote_code=False
     )
-    assert shlex.split(command_line(settings)) == [
+    assert shlex.split(gauge_command(settings)) == [
         *("depthgauge", "gauge", "--radius", "0.30000000000000004", "--seed", "0", "--weights-only"),
         "my net; rm -rf ~",
     ]
-    assert command_line(GaugeSettings(radius=1.0)) == "depthgauge gauge --radius 1"
-    words = shlex.split(command_line(GaugeSettings(target="-x", input="-y")))
+    assert gauge_command(GaugeSettings(radius=1.0)) == "depthgauge gauge --radius 1"
+    words = shlex.split(gauge_command(GaugeSettings(target="-x", input="-y")))
     assert words == ["depthgauge", "gauge", "--input=-y", "--", "-x"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, sweep
+from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, shrink, sweep
 from depthgauge.errors import DepthgaugeError
 from depthgauge.results.glossary import TERMS
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command(name="gauge")(gauge.command)
 app.command(name="random")(random.command)
 app.command(name="collapse")(collapse.command)
+app.command(name="shrink")(shrink.command)
 app.command(name="claims")(claims.command)
 app.command(name="separate")(separate.command)
 app.command(name="reproduce")(reproduce.command)

@@ -5,7 +5,7 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -19,6 +19,8 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
         record: the record; every field is `Annotated` with a help text and the kind of target it applies to.
         panels: kind of target → heading under which `--help` lists its options.
         paths: names of the options that are file paths.
+
+    A field that is a tuple becomes an option that may be repeated.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -27,10 +29,7 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
         @functools.wraps(command)
         def run(*args: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in fields}
-            values = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
-            # A flag that is not given arrives as False, which means the same as None.
-            options = record(**{name: None if value is False else value for name, value in values.items()})
-            command(*args, options=options, **given)
+            command(*args, options=record(**{name: _plain(value) for name, value in chosen.items()}), **given)
 
         parameters = []
         for name, parameter in inspect.signature(command).parameters.items():
@@ -45,14 +44,32 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
     return decorate
 
 
+def _plain(value: Any) -> Any:
+    """Return a value of the command line as a record holds it: paths as strings, lists as tuples.
+
+    A flag that is not given arrives as False, and an option that may be repeated as an empty list; both mean None.
+    """
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value)) or None
+    return None if value is False else str(value) if isinstance(value, Path) else value
+
+
 def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_path: bool) -> inspect.Parameter:
+    kind: Any
+    default: Any
     annotation = _annotation(record, name)
     meta = annotation.__metadata__[0]
     (plain,) = (kind for kind in get_args(annotation.__origin__) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
-    option = typer.Option(flag, help=meta.description, rich_help_panel=panel)
-    kind: Any = bool if plain is bool else (Path if is_path else plain) | None
-    default = False if plain is bool else None
+    metavar = None
+    if plain is bool:
+        kind, default = bool, False
+    elif get_origin(plain) is tuple:  # the option may be repeated
+        entry: Any = Path if is_path else get_args(plain)[0]
+        kind, default, metavar = list[entry] | None, None, f"<{entry.__name__.lower()}>"
+    else:
+        kind, default = (Path if is_path else plain) | None, None
+    option = typer.Option(flag, help=meta.description, rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 

@@ -15,13 +15,21 @@ opens from disk in any browser and makes no network requests.
 
 `depthgauge report result.json --out page.html` writes the page to another file.
 
+`depthgauge report smaller/depthgauge.json --out page.html` writes the page of a checkpoint that `depthgauge shrink`
+wrote.
+
 The page needs the extra report: `pip install 'depthgauge[report]'`.
 """
 
 
 def command(
     result: Annotated[
-        Path, typer.Argument(metavar="RESULT.json", help="The file that `gauge --out` wrote.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="RESULT.json",
+            help="The file that `gauge --out` wrote, or depthgauge.json of a shrunk model.",
+            show_default=False,
+        ),
     ],
     out: Annotated[Path | None, typer.Option(help="The page to write  [default: RESULT.html].")] = None,
     overwrite: Overwrite = False,

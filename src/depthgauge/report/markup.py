@@ -1,16 +1,14 @@
 """Text, numbers and tables as HTML. Nothing that comes from a file is interpreted as markup."""
 
 import html
+import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from depthgauge._format import DASH, number
-from depthgauge.results.gauge_options import GaugeSettings
-
-SAVED = "network.safetensors"
-"""The file name that a page suggests for a network that was gauged in memory."""
 
 
 def printable(text: str) -> str:
@@ -34,6 +32,11 @@ def short(text: str, most: int = 20) -> str:
     ('mean-field', 'a name that goes on…')
     """
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def capital(text: str) -> str:
+    """Return a text that begins with a capital letter."""
+    return text[:1].upper() + text[1:]
 
 
 def sentence(text: str) -> str:
@@ -79,25 +82,37 @@ def runs(indices: Sequence[int]) -> str:
     return ", ".join(span(run) for run in found) or "none"
 
 
-def command_line(settings: GaugeSettings) -> str:
-    """Return the command that reproduces a result, every word quoted for a shell.
+def with_code(text: str) -> str:
+    """Return a text as HTML in which code is between backticks.
 
-    A network that was gauged in memory has no file; the command names the file it must be saved to first.
-
-    >>> command_line(GaugeSettings(target="my net.st", tokens=8))
-    "depthgauge gauge --tokens 8 'my net.st'"
-    >>> command_line(GaugeSettings(target="some name", tokens=8, in_memory=True))
-    'depthgauge gauge --tokens 8 network.safetensors'
+    >>> with_code("Run `f(x)` <first>.")
+    'Run <code>f(x)</code> &lt;first&gt;.'
     """
-    words = ["depthgauge", "gauge"]
-    for name, value in settings.given().items():
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> str:
+    """Return a command, every word quoted for a shell.
+
+    Args:
+        verb: the verb.
+        options: option → value; True is a flag, and a tuple is an option that is repeated.
+        target: the argument of the verb, if any.
+
+    >>> command_line("gauge", {"tokens": 8}, "my net.st")
+    "depthgauge gauge --tokens 8 'my net.st'"
+    >>> command_line("shrink", {"max_increase": 0.1, "text": ("a", "b"), "no_repair": True}, "model")
+    'depthgauge shrink --max-increase 0.1 --text a --text b --no-repair model'
+    """
+    words = ["depthgauge", verb]
+    for name, given in options.items():
         flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(flag)
-        else:
+        for value in given if isinstance(given, tuple) else (given,):
+            if value is True:
+                words.append(flag)
+                continue
             plain = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
             words += [f"{flag}={plain}"] if plain.startswith("-") else [flag, plain]
-    target = SAVED if settings.in_memory else settings.target
     if target is not None:
         words += ["--", target] if target.startswith("-") else [target]
     return " ".join(shlex.quote(printable(word)) for word in words)
@@ -153,3 +168,14 @@ def _cell(cell: Cell, names_row: bool, is_numeric: bool) -> str:
     if isinstance(cell, str):
         return f"<{tag}{scope}{_class(is_numeric)}>{escape(cell)}</{tag}>"
     return f'<{tag}{scope}{_class(is_numeric)} data-value="{cell!r}">{number(cell)}</{tag}>'
+
+
+def settings_table(settings: Mapping[str, Any]) -> Table:
+    """Return the settings of a run as a table."""
+    return Table("Settings", ("setting", "value"), tuple((name, _setting(value)) for name, value in settings.items()))
+
+
+def _setting(value: Any) -> Cell:
+    if value is None or (isinstance(value, str | int | float) and not isinstance(value, bool)):
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -9,68 +9,56 @@ from itertools import groupby
 from string import Template
 from typing import Any
 
-from depthgauge._format import counted
 from depthgauge.report.charts import Chart, Choice
-from depthgauge.report.markup import SAVED, Cell, Table, command_line, escape, sentence
-from depthgauge.report.page_parts import Part, Section
-from depthgauge.report.sections import section
-from depthgauge.results.gauge_options import GaugeSettings
+from depthgauge.report.markup import escape, sentence, with_code
+from depthgauge.report.page_parts import Page, Part, Section
+from depthgauge.report.sections import page_of
 from depthgauge.results.gauge_record import GaugeRecord
-from depthgauge.results.network_subject import NetworkSubject
+from depthgauge.results.shrink_record import ShrinkRecord
 
 
-def render(result: GaugeRecord, plotly: str) -> str:
+def render(result: GaugeRecord | ShrinkRecord, plotly: str) -> str:
     """Return the page of a result.
 
     Args:
         result: the result.
         plotly: the source code of plotly.js.
     """
-    sections = [section(subject, result.settings) for subject in result.subjects]
+    page = page_of(result)
     library, script = _for_script(plotly), _for_script(_asset("page.js"))
     data = {
         f"s{k}-{part.name}": [choice.to_json() for choice in part.chart.choices]
-        for k, found in enumerate(sections)
+        for k, found in enumerate(page.sections)
         for part in found.parts
         if part.chart is not None
     }
-    names = ", ".join(found.name for found in sections)
+    names = ", ".join(found.name for found in page.sections)
     return Template(_asset("page.html")).substitute(
         policy=_policy(library, script),
         title=escape(f"depthgauge: {names}"),
         style=_asset("page.css"),
-        version=escape(result.version),
-        lead=_lead(result),
-        links="\n".join(_link(k, found) for k, found in enumerate(sections)),
-        description=escape("; ".join(f"{found.name}: {found.verdict}" for found in sections)),
-        overview=_overview(sections),
-        sections="\n".join(_section(k, found) for k, found in enumerate(sections)),
-        how=_how(result),
-        command=escape(command_line(result.settings)),
-        settings=_settings(result.settings).html("settings"),
+        version=escape(page.version),
+        heading=escape(page.heading),
+        lead=escape(page.lead),
+        links="\n".join(_link(k, found) for k, found in enumerate(page.sections)),
+        description=escape("; ".join(f"{found.name}: {found.verdict}" for found in page.sections)),
+        overview=_overview(page.sections),
+        sections="\n".join(_section(k, found) for k, found in enumerate(page.sections)),
+        how=_how(page),
+        command=escape(page.command),
+        settings=page.settings.html("settings"),
         data=_for_data(data),
         plotly=library,
         script=script,
     )
 
 
-def _lead(result: GaugeRecord) -> str:
-    kinds = {"network" if isinstance(subject, NetworkSubject) else "model" for subject in result.subjects}
-    count = counted(len(result.subjects), kinds.pop() if len(kinds) == 1 else "subject")
-    proved = ", and what is proved for every input" if any(subject.collapse for subject in result.subjects) else ""
-    return escape(f"{count} gauged with depthgauge {result.version}: what was measured on inputs{proved}.")
-
-
-def _how(result: GaugeRecord) -> str:
+def _how(page: Page) -> str:
     """Return how to use the command that reproduces the result, as HTML."""
-    version = f"depthgauge {escape(result.version)}"
-    if not result.settings.in_memory:
+    version = f"depthgauge {escape(page.version)}"
+    if not page.preparation:
         return f"This command reproduces the result, with {version} and the same target:"
-    return (
-        "The network was gauged from Python and has no file. Save it first with "
-        f"<code>depthgauge.save_network(network, &quot;{SAVED}&quot;)</code>; "
-        f"then this command reproduces the result, with {version}:"
-    )
+    return f"{with_code(page.preparation)} Then this command reproduces the result, with {version}:"
 
 
 def _asset(name: str) -> str:
@@ -134,9 +122,10 @@ def _section(k: int, found: Section) -> str:
 
 
 def _part(name: str, part: Part) -> str:
-    """Return a figure with title, buttons, chart, caption and the table behind it."""
+    """Return a figure with title, buttons, statements, chart, caption and the table behind it."""
     copy = "" if part.table is None else _copy_button(f"{name}-table", "Copy table", part.table.title)
     chart = "" if part.chart is None else _chart(name, part.chart)
+    statements = "".join(f'<p class="statement"><bdi>{sentence(text)}</bdi></p>\n' for text in part.statements)
     table = ""
     if part.table is not None:
         opened = " open" if part.table_open else ""
@@ -146,7 +135,7 @@ def _part(name: str, part: Part) -> str:
         )
     return (
         f'<figure id="{name}" class="{"half" if part.half else "full"}" aria-labelledby="{name}-title">\n'
-        f'<div class="head"><h3 id="{name}-title">{escape(part.title)}</h3>{copy}</div>\n{chart}'
+        f'<div class="head"><h3 id="{name}-title">{escape(part.title)}</h3>{copy}</div>\n{statements}{chart}'
         f"<figcaption>{_note(name, part.chart)}<span>{escape(part.caption)}</span></figcaption>\n{table}\n</figure>"
     )
 
@@ -189,17 +178,3 @@ def _copy_button(target: str, words: str, what: str) -> str:
         f'<button type="button" class="copy" data-copy="{target}" aria-label="{escape(f"{words}: {what}")}">'
         f"{escape(words)}</button>"
     )
-
-
-def _settings(settings: GaugeSettings) -> Table:
-    shown = {"target": settings.target, **settings.given()}
-    rows = tuple((name, _setting(name, value)) for name, value in shown.items())
-    return Table("Settings", ("setting", "value"), rows)
-
-
-def _setting(name: str, value: Any) -> Cell:
-    if value is None:
-        return "the built-in pair" if name == "target" else None
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return value
-    return json.dumps(value, ensure_ascii=False)

@@ -11,7 +11,10 @@ from depthgauge.results.labels import CENTERS, HEAD_MEASURES, NORMS
 
 @dataclass(frozen=True)
 class Part:
-    """A titled part of a section: a chart, the numbers behind it, and a caption."""
+    """A titled part of a section: a chart, the numbers behind it, and a caption.
+
+    `statements` are sentences that the part is about; each is a paragraph above the chart.
+    """
 
     name: str
     title: str
@@ -20,6 +23,7 @@ class Part:
     table: Table | None = None
     table_open: bool = False
     half: bool = False
+    statements: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,27 @@ class Section:
     verdict: str
     facts: tuple[tuple[str, str], ...]
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows, whatever verb made the result.
+
+    - `version`: the version of depthgauge that made the result
+    - `heading`, `lead`: the title of the page and the sentence below it
+    - `sections`: one per subject
+    - `preparation`: what to do before the command, as sentences with code between backticks; usually empty
+    - `command`: the command that reproduces the result
+    - `settings`: its settings
+    """
+
+    version: str
+    heading: str
+    lead: str
+    sections: tuple[Section, ...]
+    command: str
+    settings: Table
+    preparation: str = ""
 
 
 def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> Part | None:

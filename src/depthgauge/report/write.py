@@ -6,20 +6,25 @@ from typing import Any
 from depthgauge._io import write_text
 from depthgauge.errors import InputError
 from depthgauge.report.page import render
-from depthgauge.results.gauge_record import GaugeRecord, check_result, read_result
+from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
+from depthgauge.results.record import ResultError, load_document
+from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
+
+_ADVICE = f"{ADVICE}, or {SHRINK_ADVICE.removeprefix('give ')}"
 
 
 class MissingExtraError(InputError):
     """The page needs plotly, which is not installed."""
 
 
-def write_report(result: GaugeRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
-    """Write one self-contained HTML page about a result of `gauge` (extra `report`).
+def write_report(result: GaugeRecord | ShrinkRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
+    """Write one self-contained HTML page about a result of `gauge` or `shrink` (extra `report`).
 
     The page opens from disk and makes no network requests. It is written atomically.
 
     Args:
-        result: the result, its JSON document, or the file it was saved to.
+        result: the result, its JSON document, or the file it was saved to: what `gauge --out` wrote, or
+            `depthgauge.json` in the directory that `shrink --out` wrote.
         out: the page to write.
 
     Returns:
@@ -30,13 +35,24 @@ def write_report(result: GaugeRecord | dict[str, Any] | str | Path, out: str | P
         ResultError: the document is not a result; the message names the place that does not fit.
     """
     if isinstance(result, str | Path):
-        record = read_result(result)
+        record = _check(load_document(result, _ADVICE), str(result))
         if Path(out).resolve() == Path(result).resolve():
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
-        record = result if isinstance(result, GaugeRecord) else check_result(result)
+        record = _check(result, "the result") if isinstance(result, dict) else result
     write_text(out, render(record, _plotly()))
     return Path(out)
+
+
+def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:
+    """Return a parsed document as the record of its schema."""
+    schema = document.get("schema") if isinstance(document, dict) else None
+    if schema == PLAN_SCHEMA:
+        raise ResultError(f"{name} is a plan, which has nothing to show yet; {SHRINK_ADVICE}")
+    family = SHRINK_SCHEMA.rpartition("/")[0]
+    if isinstance(schema, str) and schema.startswith(f"{family}/"):
+        return check_shrink(document, name)
+    return check_result(document, name)
 
 
 def _plotly() -> str:

@@ -1,16 +1,15 @@
 """The result of `gauge` as a record, its schema, and the reader of saved results."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from depthgauge._frames import frame, html_table
 from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointSubject
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import NetworkSubject
-from depthgauge.results.record import Record, ResultError, read
+from depthgauge.results.record import Record, ResultError, check_schema, load_document, read
 
 SCHEMA = "depthgauge.gauge/1"
 ADVICE = "give the file that `depthgauge gauge --out FILE` wrote"
@@ -52,10 +51,6 @@ class GaugeRecord(Record, frozen=True, kw_only=True):
             raise unknown_name("table", table, TABLES)
         return frame([row for subject in self.subjects for row in subject.rows(table)])
 
-    def dump(self) -> str:
-        """Return the result document as JSON text."""
-        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-
 
 def read_result(path: str | Path) -> GaugeRecord:
     """Read and check a saved result.
@@ -66,21 +61,7 @@ def read_result(path: str | Path) -> GaugeRecord:
     Raises:
         ResultError: the file cannot be read, is not a result, or has another schema; the message names the place.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ResultError(f"{path} is not a result document: it is not UTF-8 text; {ADVICE}") from error
-    except OSError as error:
-        raise ResultError(f"cannot read {path}: {error.strerror or error}; {ADVICE}") from error
-    try:
-        document = json.loads(text, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise ResultError(f"{path} is not a result document: it is not JSON ({error}); {ADVICE}") from error
-    return check_result(document, str(path))
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    return check_result(load_document(path, ADVICE), str(path))
 
 
 def check_result(document: Any, name: str = "the result") -> GaugeRecord:
@@ -93,28 +74,8 @@ def check_result(document: Any, name: str = "the result") -> GaugeRecord:
     Raises:
         ResultError: the document does not fit the schema; the message names the place.
     """
-    if not isinstance(document, dict):
-        raise ResultError(f"{name} is not a result document: expected an object, got {_short(document)}; {ADVICE}")
-    _check_schema(document.get("schema"), name)
+    check_schema(document, SCHEMA, name, ADVICE)
     record = read(document, GaugeRecord, name, ADVICE)
     if not record.subjects:
         raise ResultError(f"{name} has no subjects, so there is nothing to show; {ADVICE}")
     return record
-
-
-def _check_schema(schema: Any, name: str) -> None:
-    if schema == SCHEMA:
-        return
-    family, _, version = schema.rpartition("/") if isinstance(schema, str) else ("", "", "")
-    if family == SCHEMA.rpartition("/")[0] and version.isdecimal():
-        raise ResultError(
-            f"{name} has the schema {schema!r} of another version of depthgauge; this version reads {SCHEMA!r}. "
-            "Gauge again, or use the version that wrote the file"
-        )
-    given = "no schema" if schema is None else f"the schema {_short(schema)}"
-    raise ResultError(f"{name} is not a result document: it has {given}, expected {SCHEMA!r}; {ADVICE}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"

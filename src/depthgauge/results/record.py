@@ -5,10 +5,12 @@ chosen over pydantic because it has no dependencies of its own, imports in a few
 stay fast) and reports the path of the first value that does not fit.
 """
 
+import json
 import re
 import sys
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -35,6 +37,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record as plain dictionaries, lists, strings and numbers."""
         document: dict[str, Any] = _as_lists(msgspec.to_builtins(self))
         return document
+
+    def dump(self) -> str:
+        """Return the record as JSON text."""
+        return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
     def summary(self) -> Mapping[str, str]:
         """Return the few facts that `repr` and notebooks show, by name."""
@@ -75,6 +81,64 @@ _EXPECTED = {
     "bool": "true or false",
     "null": "null",
 }
+
+
+def load_document(path: str | Path, advice: str) -> Any:
+    """Return the JSON document in a file.
+
+    Args:
+        path: the file.
+        advice: what to do about a file that is not JSON; ends the error message.
+
+    Raises:
+        ResultError: the file cannot be read, or is not JSON; NaN and infinities are not JSON numbers.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ResultError(f"{path} is not a result document: it is not UTF-8 text; {advice}") from error
+    except OSError as error:
+        raise ResultError(f"cannot read {path}: {error.strerror or error}; {advice}") from error
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ResultError(f"{path} is not a result document: it is not JSON ({error}); {advice}") from error
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
+    """Raise unless a parsed document is an object with the expected schema.
+
+    Args:
+        document: what `json.loads` returned.
+        expected: the schema, such as `depthgauge.gauge/1`.
+        name: what to call the document in an error, usually its path.
+        advice: what to do about a document of another kind; ends the error message.
+
+    Raises:
+        ResultError: says which schema was found and which was expected.
+    """
+    if not isinstance(document, dict):
+        raise ResultError(f"{name} is not a result document: expected an object, got {_short(document)}; {advice}")
+    schema = document.get("schema")
+    if schema == expected:
+        return
+    family, _, version = schema.rpartition("/") if isinstance(schema, str) else ("", "", "")
+    if family == expected.rpartition("/")[0] and version.isdecimal():
+        raise ResultError(
+            f"{name} has the schema {schema!r} of another version of depthgauge; this version reads {expected!r}. "
+            f"Run `depthgauge {family.rpartition('.')[2]}` again, or use the version that wrote the file"
+        )
+    given = "no schema" if schema is None else f"the schema {_short(schema)}"
+    raise ResultError(f"{name} is not a result document: it has {given}, expected {expected!r}; {advice}")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def read(document: Any, kind: type[T], name: str, advice: str) -> T:

@@ -1,15 +1,19 @@
 """The result of `shrink` as records; `depthgauge.json` next to a shrunk model holds one."""
 
-import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError
-from depthgauge.results.record import Count, Measured, Number, Record, ResultError, read
+from depthgauge._format import counted, number
+from depthgauge._frames import frame
+from depthgauge.errors import unknown_name
+from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
 SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
+MOST_LAYERS = 10_000
+"""A document with more layers than this is damaged; pages and tables draw every layer."""
 
 
 class SearchStep(Record, frozen=True, kw_only=True):
@@ -76,6 +80,14 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     settings: ShrinkOptions
     calibration: CalibrationRecord
 
+    def summary(self) -> Mapping[str, str]:
+        """Return the model, its depth, and the blocks that the plan removes."""
+        return {
+            "model": repr(self.model),
+            "layers": f"{self.layers} → {self.layers - len(self.removed)}",
+            "removed": _listed(self.removed),
+        }
+
 
 class LossRecord(Record, frozen=True, kw_only=True):
     """The objective of the dense and the shrunk model on the certify windows of the user's text (or the samples).
@@ -132,7 +144,14 @@ class TestedSize(Record, frozen=True, kw_only=True):
 
 
 class GuaranteeRecord(Record, frozen=True, kw_only=True):
-    """The statistical guarantee on the certify windows, what text it is about, and the assumption it needs."""
+    """The statistical guarantee on the certify windows.
+
+    - `quantile`, `mean`: the two bounds; each holds with its confidence, not both together. With a `limit`, the bound
+      that was tested is the limit itself, and the other one is corrected for the number of tested sizes
+    - `about`: the kind of text that the guarantee is about: `text`, `sampled` or `built-in`
+    - `assumption`: the assumption that it needs, as a sentence
+    - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
+    """
 
     quantile: QuantileRecord
     mean: MeanRecord | None
@@ -143,7 +162,12 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
 
 class SpeedRecord(Record, frozen=True, kw_only=True):
-    """Speed after ÷ before (time ratios below 1 are faster), with the seconds measured in alternating runs."""
+    """Times of the two models, measured in alternating runs.
+
+    - `prefill`, `decode`: time after ÷ time before, for one window and per generated token; below 1 is faster
+    - `prefill_before`, …, `decode_after`: the seconds; None for models that do not generate
+    - `what`: what was timed, as a phrase: the device, the tokens of the window, the number of repetitions
+    """
 
     prefill: Measured
     decode: Measured
@@ -179,7 +203,12 @@ class HealRecord(Record, frozen=True, kw_only=True):
 
 
 class ReloadRecord(Record, frozen=True, kw_only=True):
-    """The check in a fresh process without depthgauge: the largest relative difference of outputs, and generation."""
+    """The check in a fresh process without depthgauge, which loaded the written model.
+
+    - `difference`: the largest relative difference of its outputs from those of the model in memory
+    - `layers`: the number of layers that it found
+    - `generation`: whether generation with and without a cache is equal, as a phrase
+    """
 
     difference: Number
     layers: Count
@@ -187,7 +216,16 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 
 
 class ShrinkRecord(Record, frozen=True, kw_only=True):
-    """The result of `shrink`. Layers are counted from 0 in the source model."""
+    """The result of `shrink`. Layers are counted from 0 in the source model.
+
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`, or `states` for encoders
+    - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
+    - `loss`, `texts`, `guarantee`: on certify windows, which nothing was fitted or selected on
+    - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
+    - `curve`: loss against number of removed blocks, for this and for other ways to choose them
+    - `repair`: the repair of each kept block, in order
+    - `out`: the directory of the shrunk model; None if nothing was written
+    """
 
     schema: str = SHRINK_SCHEMA
     version: str
@@ -214,29 +252,126 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     seconds: Number
     out: str | None
 
+    def summary(self) -> Mapping[str, str]:
+        """Return the depth, the removed blocks, the loss and the output directory."""
+        return {
+            "name": repr(self.name),
+            "layers": f"{self.layers_before} → {self.layers_after}",
+            "removed": _listed(self.removed),
+            self.objective: f"{number(self.loss.dense)} → {number(self.loss.shrunk)}",
+            "out": repr(self.out),
+        }
 
-_ADVICE = "give a file that `depthgauge shrink --plan-only` or `depthgauge shrink --out` wrote"
+    def to_frame(self, table: str = "texts") -> Any:
+        """Return a `pandas.DataFrame`.
+
+        Args:
+            table: `texts` (one row per kind of text), `curve` (per method and number of removed blocks), `search` (per
+                removal), `repair` (per kept block) or `tested` (per size that was tested against `--max-increase`).
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        rows: Mapping[str, tuple[Record, ...]] = {
+            "texts": self.texts,
+            "curve": self.curve,
+            "search": self.plan.search,
+            "repair": self.repair,
+            "tested": () if self.guarantee is None else self.guarantee.tested,
+        }
+        if table not in rows:
+            raise unknown_name("table", table, rows)
+        return frame([row.to_json() for row in rows[table]])
+
+
+def _listed(layers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, layers)) or "none" if len(layers) <= 12 else counted(len(layers), "layer")
+
+
+PLAN_ADVICE = "give a file that `depthgauge shrink --plan-only FILE` or `depthgauge shrink --out DIR` wrote"
+SHRINK_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge shrink --out DIR` wrote"
 
 
 def read_shrink(path: str | Path) -> ShrinkRecord:
-    """Read `depthgauge.json` of a shrunk model, or a document that `depthgauge shrink --json` printed."""
-    return read(_document(path), ShrinkRecord, str(path), _ADVICE)
+    """Read `depthgauge.json` of a shrunk model, or a document that `depthgauge shrink --json` printed.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ResultError: the file cannot be read or is not such a document; the message names the place.
+    """
+    return check_shrink(load_document(path, SHRINK_ADVICE), str(path))
+
+
+def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_ADVICE) -> ShrinkRecord:
+    """Return a parsed result document as a record; keys that the schema does not know are ignored.
+
+    Args:
+        document: what `json.loads` returned, or `ShrinkRecord.to_json()`.
+        name: what to call the document in an error.
+        advice: what to do about a document that does not fit; ends the error message.
+
+    Raises:
+        ResultError: the document does not fit the schema; the message names the place.
+    """
+    check_schema(document, SHRINK_SCHEMA, name, advice)
+    record = read(document, ShrinkRecord, name, advice)
+    _check_plan(record.plan, "plan.", name, advice)
+    if record.plan.layers != record.layers_before:
+        raise ResultError(
+            f"{name}: layers_before: {record.layers_before} is not plan.layers, {record.plan.layers}; {advice}"
+        )
+    _check_layers(record.removed, record.layers_before, "removed", name, advice)
+    if record.layers_after != record.layers_before - len(record.removed):
+        raise ResultError(
+            f"{name}: layers_after: {record.layers_after} is not {record.layers_before} less "
+            f"{counted(len(record.removed), 'removed layer')}; {advice}"
+        )
+    _check_steps(record.repair, record.layers_before, "repair", name, advice)
+    return record
 
 
 def read_plan(path: str | Path) -> PlanRecord:
-    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
-    document = _document(path)
+    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ResultError: the file cannot be read or is neither of the two; the message names the place.
+    """
+    document, name = load_document(path, PLAN_ADVICE), str(path)
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
-        return read(document, ShrinkRecord, str(path), _ADVICE).plan
-    if not isinstance(document, dict) or document.get("schema") != PLAN_SCHEMA:
-        raise ResultError(f"{path} is not a plan of `shrink`; {_ADVICE}")
-    return read(document, PlanRecord, str(path), _ADVICE)
+        return check_shrink(document, name, PLAN_ADVICE).plan
+    check_schema(document, PLAN_SCHEMA, name, PLAN_ADVICE)
+    plan = read(document, PlanRecord, name, PLAN_ADVICE)
+    _check_plan(plan, "", name, PLAN_ADVICE)
+    return plan
 
 
-def _document(path: str | Path) -> Any:
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}; {_ADVICE}") from error
-    except ValueError as error:
-        raise ResultError(f"{path} is not JSON: {error}; {_ADVICE}") from error
+def _check_plan(plan: PlanRecord, place: str, name: str, advice: str) -> None:
+    if not 1 <= plan.layers <= MOST_LAYERS:
+        raise ResultError(f"{name}: {place}layers: expected from 1 to {MOST_LAYERS}, got {plan.layers}; {advice}")
+    _check_layers(plan.removed, plan.layers, f"{place}removed", name, advice)
+    _check_steps(plan.search, plan.layers, f"{place}search", name, advice)
+
+
+def _check_layers(layers: tuple[int, ...], count: int, place: str, name: str, advice: str) -> None:
+    """Raise unless these are different layers of a model with `count` layers, and at least one layer is left."""
+    for k, layer in enumerate(layers):
+        _check_layer(layer, count, f"{place}[{k}]", name, advice)
+        if layer in layers[:k]:
+            raise ResultError(f"{name}: {place}[{k}]: layer {layer} occurs twice; {advice}")
+    if len(layers) >= count:
+        raise ResultError(f"{name}: {place}: all {counted(count, 'layer')} are removed; {advice}")
+
+
+def _check_steps(steps: Sequence[SearchStep | RepairStep], count: int, place: str, name: str, advice: str) -> None:
+    for k, step in enumerate(steps):
+        _check_layer(step.layer, count, f"{place}[{k}].layer", name, advice)
+
+
+def _check_layer(layer: int, count: int, place: str, name: str, advice: str) -> None:
+    if layer >= count:
+        raise ResultError(f"{name}: {place}: expected a layer from 0 to {count - 1}, got {layer}; {advice}")

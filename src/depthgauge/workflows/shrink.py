@@ -120,6 +120,7 @@ def plan_shrink(
     tokenizer: Any = None,
     out: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
     **fields: Any,
@@ -132,6 +133,7 @@ def plan_shrink(
         tokenizer: the tokenizer of a model in memory.
         out: the file the plan will be written to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
+        overwrite: start again where an interrupted search left its steps.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `ShrinkOptions` by name.
@@ -142,7 +144,7 @@ def plan_shrink(
     asked = make_shrink_options(options, fields)
     if asked.max_increase is not None:
         raise InputError("a plan needs the number of blocks: --max-increase finds it by testing; use --remove")
-    work = _prepare(model, asked, {}, tokenizer, None, None, resume, False, progress, message, journal_at=out)
+    work = _prepare(model, asked, {}, tokenizer, None, None, resume, overwrite, progress, message, journal_at=out)
     with work.shrinker() as shrinker:
         removed = work.search(shrinker)
         found = work.plan_record(shrinker, removed)

@@ -1,0 +1,136 @@
+"""Tables of a shrunk checkpoint, and of a plan, for the terminal."""
+
+from collections.abc import Iterator
+
+from rich.console import RenderableType
+from rich.markup import escape
+
+from depthgauge._format import counted, number
+from depthgauge.cli.network_tables import printable
+from depthgauge.cli.stacking import Column, stacked
+from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
+from depthgauge.results.shrink_verdicts import (
+    calibration_sentence,
+    guarantee_sentences,
+    heal_sentence,
+    increase_text,
+    objective_label,
+    reload_sentence,
+    shrink_costs,
+    stack_picture,
+    tested_words,
+    text_label,
+)
+
+
+def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
+    """Yield the tables and lines of one result.
+
+    Args:
+        record: the result.
+        width: characters per line.
+    """
+    name = escape(printable(record.name))
+    yield f"[bold]{name}: {record.layers_before} → {counted(record.layers_after, 'layer')}[/bold]"
+    yield from stack_lines(record.layers_before, record.removed, width)
+    yield from text_tables(record, width)
+    if record.guarantee is not None and record.guarantee.tested:
+        yield from tested_tables(record, width)
+    yield from map(_line, guarantee_sentences(record))
+    yield from cost_tables(record, width)
+    if record.heal is not None:
+        yield _line(heal_sentence(record.heal))
+    if record.reload is not None:
+        yield _line(reload_sentence(record.reload))
+    yield _line(calibration_sentence(record.plan.calibration, record.seconds))
+    for remark in record.notes:
+        yield _line(f"note: {remark}")
+
+
+def plan_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
+    """Yield the tables and lines of a plan.
+
+    Args:
+        plan: the plan.
+        width: characters per line.
+    """
+    kept = plan.layers - len(plan.removed)
+    yield f"[bold]{escape(printable(plan.model))}: {plan.layers} → {counted(kept, 'layer')}[/bold]"
+    yield from stack_lines(plan.layers, plan.removed, width)
+    if plan.search:
+        yield from search_tables(plan, width)
+    for back, instead in plan.swaps:
+        yield f"then layer {back} was put back and layer {instead} removed instead"
+    yield _line(calibration_sentence(plan.calibration))
+
+
+def stack_lines(layers: int, removed: tuple[int, ...], width: int) -> Iterator[str]:
+    """Yield the picture of the stack, and the removed layers."""
+    yield stack_picture(layers, removed, width)
+    listed = ", ".join(map(str, sorted(removed))) or "none"
+    yield f"▓ removed {'layers' if len(removed) != 1 else 'layer'}: {listed}"
+
+
+def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
+    """Yield one row per kind of text: the objective before and after, and its increase with the interval."""
+    if not record.texts:
+        return
+    label = objective_label(record.objective)
+    key = Column("text", [escape(printable(text_label(text))) for text in record.texts], text=True)
+    columns = [Column("windows", [str(text.windows) for text in record.texts])]
+    if record.objective == "loss":
+        columns.append(Column("before", [number(text.dense) for text in record.texts]))
+        columns.append(Column("after", [number(text.shrunk) for text in record.texts]))
+    increases = [escape(increase_text(text.increase, text.low, text.high)) for text in record.texts]
+    columns.append(Column("increase" if record.objective == "loss" else "value", increases))
+    caption = (
+        "On windows that nothing was fitted or selected on, with the 95 % bootstrap interval of the mean. Text of "
+        "another kind can lose more."
+    )
+    title = label.title[:1].upper() + label.title[1:]
+    yield from stacked(title, key, columns, width, caption=caption)
+
+
+def tested_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
+    """Yield one row per size that was tested against the limit."""
+    guarantee = record.guarantee
+    assert guarantee is not None
+    key = Column("layers removed", [str(size.removed) for size in guarantee.tested])
+    columns = [
+        Column("bound", [number(size.bound) for size in guarantee.tested]),
+        Column("within the limit", [tested_words(size) for size in guarantee.tested], text=True),
+    ]
+    title = f"Sizes tested against the limit of {number(guarantee.limit, 6)}, until one fails"
+    yield from stacked(title, key, columns, width)
+
+
+def cost_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
+    """Yield one row per cost: parameters, bytes, memory and times before and after."""
+    costs = shrink_costs(record)
+    if not costs:
+        return
+    columns = [
+        Column("before", [cost.text(cost.before) for cost in costs]),
+        Column("after", [cost.text(cost.after) for cost in costs]),
+        Column("after ÷ before", [number(cost.ratio) for cost in costs]),
+    ]
+    what = "" if record.speed is None or not record.speed.what else f"Times: {printable(record.speed.what)}."
+    yield from stacked("Cost", Column("cost", [cost.name for cost in costs], text=True), columns, width, caption=what)
+
+
+def search_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
+    """Yield one row per removal, in order."""
+    key = Column("removed", [str(step.layer) for step in plan.search])
+    columns = [
+        Column("repair step", [number(step.step) for step in plan.search]),
+        Column("not repaired", [number(step.unrepaired, 4) for step in plan.search]),
+        Column("repaired", [number(step.objective, 4) for step in plan.search]),
+    ]
+    caption = (
+        "The objective on the selection windows after each removal, before and after the block before it was repaired."
+    )
+    yield from stacked("Search, in the order of removal", key, columns, width, caption=caption)
+
+
+def _line(sentence: str) -> str:
+    return escape(printable(sentence))

@@ -1,0 +1,377 @@
+"""Sentences about a shrunk model: its verdict, its guarantee, and the names of texts, methods and objectives.
+
+Every number that was not guaranteed is called measured, and every guarantee comes with its assumption.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from depthgauge._format import DASH, counted, duration, number
+from depthgauge.results.shrink_record import (
+    BeforeAfter,
+    CalibrationRecord,
+    GuaranteeRecord,
+    HealRecord,
+    ReloadRecord,
+    ShrinkRecord,
+    TestedSize,
+    TextRecord,
+)
+
+
+@dataclass(frozen=True)
+class ObjectiveLabel:
+    """The text shown for one objective.
+
+    - `noun`: the quantity
+    - `title`: the quantity with its unit, for tables
+    - `added`: its increase with the unit, for axes
+    - `change`: what happens to it; the amount replaces `#`
+    """
+
+    noun: str
+    title: str
+    added: str
+    change: str
+
+    def by(self, amount: str) -> str:
+        """Return what happens to the quantity: `the loss grows by 0.43 nats per token`."""
+        change = self.change.replace("grows", "changes") if amount.startswith("-") else self.change
+        return change.replace("#", amount, 1)
+
+
+OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
+    "loss": ObjectiveLabel(
+        "loss", "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
+    ),
+    "kl": ObjectiveLabel(
+        "divergence",
+        "divergence from the dense model, nats per token",
+        "divergence, nats per token",
+        "the divergence from the dense model is # nats per token",
+    ),
+    "states": ObjectiveLabel(
+        "change of the final states",
+        "relative change of the final states",
+        "relative change of states",
+        "the final states change by # of their size",
+    ),
+}
+"""Objective → label."""
+
+TEXTS: Mapping[str, str] = {
+    "text": "your text",
+    "sampled": "sampled from the model",
+    "built-in": "built-in text",
+}
+"""Kind of text → label."""
+
+ABOUT: Mapping[str, str] = {
+    "text": "your text",
+    "sampled": "text that the model writes itself",
+    "built-in": "the built-in text",
+}
+"""Kind of text → what a guarantee about it says."""
+
+SHORT_TEXTS: Mapping[str, str] = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
+"""Kind of text → label next to a chart."""
+
+LARGEST_RATIO = 1e6
+"""Ratios of costs beyond this come from damaged documents and are not shown."""
+
+
+def objective_label(objective: str) -> ObjectiveLabel:
+    """Return the label of an objective; one that is not known is shown by its name."""
+    return OBJECTIVE_LABELS.get(objective) or ObjectiveLabel(
+        objective, objective, objective, "the objective grows by #"
+    )
+
+
+def text_label(text: TextRecord) -> str:
+    """Return what a text is: `your text (corpus.txt)`."""
+    kind = TEXTS.get(text.kind, text.kind)
+    return f"{kind} ({text.name})" if text.kind == "text" and text.name else kind
+
+
+def shrink_verdict(record: ShrinkRecord) -> str:
+    """State what was removed and what it costs: guaranteed, measured only, or nothing was written.
+
+    Args:
+        record: the result.
+    """
+    guarantee = record.guarantee
+    if guarantee is not None and limit_failed(guarantee):
+        return limit_sentence(guarantee, record.objective)
+    kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} are kept"
+    if record.layers_after == 1:
+        kept = f"1 of {counted(record.layers_before, 'layer')} is kept"
+    measured = objective_label(record.objective).by(measured_increase(record))
+    if guarantee is None or (guarantee.quantile.increase is None and _mean_increase(guarantee) is None):
+        return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
+    return (
+        f"{kept}; guaranteed, if future windows are exchangeable with those of {about_text(record)}: "
+        f"{_bound(record, guarantee)}; measured: {measured}"
+    )
+
+
+def _mean_increase(guarantee: GuaranteeRecord) -> float | None:
+    return None if guarantee.mean is None else guarantee.mean.increase
+
+
+def about_text(record: ShrinkRecord) -> str:
+    """Return the text that the guarantee is about: the names of the user's files, or what it is otherwise."""
+    about = "" if record.guarantee is None else record.guarantee.about
+    names = [source.name for source in record.plan.calibration.sources if source.kind == about == "text"]
+    return ", ".join(names) or ABOUT.get(about, about)
+
+
+def _bound(record: ShrinkRecord, guarantee: GuaranteeRecord) -> str:
+    """Return the bound on the quantile, or else the bound on the mean; with a limit, the bound that was tested."""
+    quantile, mean = guarantee.quantile, guarantee.mean
+    bound: float | None
+    if mean is not None and mean.increase is not None and (quantile.increase is None or _tested_kind(record) == "mean"):
+        bound, confidence, where = mean.increase, mean.confidence, "on average"
+    else:
+        bound, confidence, where = quantile.increase, quantile.confidence, f"on {_share(quantile.share)} of windows"
+    return f"{where} {_at_most(bound, record.objective)} (confidence {_share(confidence)})"
+
+
+def _tested_kind(record: ShrinkRecord) -> str | None:
+    """Return which bound was tested against a limit, or None if there is none."""
+    if record.guarantee is None or record.guarantee.limit is None:
+        return None
+    return record.plan.settings.guarantee or "quantile"
+
+
+def _at_most(increase: float | None, objective: str) -> str:
+    return objective_label(objective).by(f"at most {number(increase)}")
+
+
+def measured_increase(record: ShrinkRecord) -> str:
+    """Return the mean increase on the text that the result is about, with its interval: `0.43 [0.38, 0.48]`."""
+    kinds = {text.kind for text in record.texts}
+    about = [text for text in record.texts if text.kind == ("text" if "text" in kinds else "sampled")]
+    if len(about) == 1:
+        return increase_text(about[0].increase, about[0].low, about[0].high)
+    dense, shrunk = record.loss.dense, record.loss.shrunk
+    if record.objective != "loss":
+        dense = 0.0  # the divergence and the change of a model from itself
+    return DASH if dense is None or shrunk is None else number(shrunk - dense)
+
+
+def increase_text(increase: float | None, low: float | None, high: float | None) -> str:
+    """Return an increase with its interval.
+
+    >>> increase_text(0.4312, 0.38, 0.4849), increase_text(0.4312, None, None), increase_text(None, None, None)
+    ('0.431 [0.38, 0.485]', '0.431', '–')
+    """
+    return number(increase) + ("" if low is None or high is None else f" [{number(low)}, {number(high)}]")
+
+
+def why_not_guaranteed(record: ShrinkRecord) -> str:
+    """Return why there is no bound, and what to do about it."""
+    if record.guarantee is None:
+        return "nothing is guaranteed, because no bound was computed"
+    quantile = record.guarantee.quantile
+    return (
+        f"nothing is guaranteed, because {counted(quantile.windows, 'window')} of {about_text(record)} are too few for "
+        f"a share of {_share(quantile.share)} with confidence {_share(quantile.confidence)}; give more text"
+    )
+
+
+def limit_failed(guarantee: GuaranteeRecord) -> bool:
+    """Return whether a limit was given and no tested size stays within it, so that nothing was written."""
+    return guarantee.limit is not None and not any(size.passed for size in guarantee.tested)
+
+
+def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
+    """State that no size stays within the limit, and which one came closest.
+
+    Args:
+        guarantee: the guarantee, with its limit and the tested sizes.
+        objective: `loss`, `kl` or `states`.
+    """
+    asked = (
+        f"no model was written: for no tested size is it guaranteed, with confidence "
+        f"{_share(guarantee.quantile.confidence)}, that {_at_most(guarantee.limit, objective)}"
+    )
+    bounded = {size.bound: size for size in guarantee.tested if size.bound is not None}
+    if not bounded:
+        return f"{asked}; there are too few windows for any bound, so give more text"
+    closest = bounded[min(bounded)]
+    return f"{asked}; closest was removing {counted(closest.removed, 'layer')}, with a bound of {number(closest.bound)}"
+
+
+def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
+    """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed.
+
+    Args:
+        record: the result.
+    """
+    guarantee = record.guarantee
+    if guarantee is None or limit_failed(guarantee):
+        return ()
+    text = f"windows of {record.plan.calibration.window} tokens like those of {about_text(record)}"
+    found = []
+    if (quantile := guarantee.quantile).increase is not None:
+        found.append(
+            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text} "
+            f"{_at_most(quantile.increase, record.objective)} (order statistics of "
+            f"{counted(quantile.windows, 'window')}{_chosen(record, 'quantile')})."
+        )
+    if (mean := guarantee.mean) is not None and mean.increase is not None:
+        found.append(
+            f"With confidence {_share(mean.confidence)}, on average over {text} "
+            f"{_at_most(mean.increase, record.objective)} ({mean.method}; {counted(mean.windows, 'window')}; the "
+            f"predictions of both models are mixed with the uniform distribution{_chosen(record, 'mean')})."
+        )
+    return (*found, guarantee.assumption) if found else ()
+
+
+def _chosen(record: ShrinkRecord, kind: str) -> str:
+    """Return how a bound accounts for the choice of the size on the same windows."""
+    tested = _tested_kind(record)
+    if tested is None or record.guarantee is None:
+        return ""
+    if tested == kind:
+        return "; this is the limit, tested from gentle to harsh sizes"
+    return f"; corrected for {counted(len(record.guarantee.tested), 'tested size')}"
+
+
+def tested_words(size: TestedSize) -> str:
+    """Return whether a size passed."""
+    return "yes" if size.passed else "no"
+
+
+def heal_sentence(heal: HealRecord) -> str:
+    """Return what training after the repair did."""
+    then = "was kept" if heal.kept else "was discarded"
+    return (
+        f"healing: {counted(heal.steps, 'training step')} changed the objective on the selection windows from "
+        f"{number(heal.before, 4)} to {number(heal.after, 4)}; the result {then}"
+    )
+
+
+def reload_sentence(reload: ReloadRecord) -> str:
+    """Return what the fresh process found."""
+    generation = f"; generation: {reload.generation}" if reload.generation else ""
+    return (
+        f"checked: a new process without depthgauge loaded {counted(reload.layers, 'layer')}; its outputs differ by at "
+        f"most {number(reload.difference, 2)} of their size{generation}"
+    )
+
+
+def calibration_sentence(calibration: CalibrationRecord, seconds: float | None = None) -> str:
+    """Return how many windows each part has: `windows of 512 tokens: 64 fit, 32 select, 120 certify`."""
+    parts = [sum(getattr(source, part) for source in calibration.sources) for part in ("fit", "select", "certify")]
+    took = "" if seconds is None else f"; took {duration(seconds)}"
+    return (
+        f"windows of {calibration.window} tokens: {parts[0]} to fit the repair, {parts[1]} to select, {parts[2]} to "
+        f"certify{took}"
+    )
+
+
+def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:
+    """Draw a stack in one line: the index of each kept block, `▓` for each removed one.
+
+    A line that does not fit the width has ranges of kept blocks instead.
+
+    Args:
+        layers: number of blocks of the source model.
+        removed: the removed blocks.
+        width: characters per line.
+
+    >>> stack_picture(8, (2, 5, 6), 20)
+    '0 1 ▓ 3 4 ▓ ▓ 7'
+    >>> stack_picture(8, (2, 5, 6), 14)
+    '0–1 ▓ 3–4 ▓▓ 7'
+    """
+    gone = set(removed)
+    full = " ".join("▓" if layer in gone else str(layer) for layer in range(layers))
+    if len(full) <= width:
+        return full
+    parts = []
+    for is_gone, run in groupby(range(layers), key=gone.__contains__):
+        block = list(run)
+        if is_gone:
+            parts.append("▓" * len(block))
+        else:
+            parts.append(str(block[0]) if len(block) == 1 else f"{block[0]}–{block[-1]}")
+    return " ".join(parts)
+
+
+def _share(value: float) -> str:
+    """Return a share in percent.
+
+    >>> _share(0.95), _share(0.999)
+    ('95 %', '99.9 %')
+    """
+    return f"{number(100 * value, 6)} %"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A cost before and after: its name with its unit, the two values, and how a value is shown."""
+
+    name: str
+    before: float | None
+    after: float | None
+    ratio: float | None
+    show: Callable[[float], str]
+
+    def text(self, value: float | None) -> str:
+        """Return one of the two values as text."""
+        return DASH if value is None else self.show(value)
+
+
+def shrink_costs(record: ShrinkRecord) -> tuple[Cost, ...]:
+    """Return parameters, bytes on the disk, memory and times, those that are known.
+
+    Args:
+        record: the result.
+    """
+    counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
+        ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
+        ("size on disk", record.bytes, size_text),
+        ("memory", record.memory, size_text),
+    )
+    found = [
+        Cost(name, pair.before, pair.after, _ratio(pair.before, pair.after), show)
+        for name, pair, show in counts
+        if pair is not None
+    ]
+    if (speed := record.speed) is not None:
+        for name, before, after, ratio in (
+            ("prefill", speed.prefill_before, speed.prefill_after, speed.prefill),
+            ("decode, per token", speed.decode_before, speed.decode_after, speed.decode),
+        ):
+            measured = _ratio(before, after)
+            found.append(Cost(name, before, after, ratio if measured is None else measured, time_text))
+    return tuple(cost for cost in found if cost.after is not None or cost.ratio is not None)
+
+
+def _ratio(before: float | None, after: float | None) -> float | None:
+    return after / before if before and after is not None and abs(after) < LARGEST_RATIO * abs(before) else None
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> size_text(538090408), size_text(7), size_text(2048)
+    ('538 MB', '7 B', '2.05 kB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{number(float(count))} {unit}"
+        count /= 1000
+    return f"{number(count)} TB"
+
+
+def time_text(seconds: float) -> str:
+    """Return a short time with its unit.
+
+    >>> time_text(0.0318), time_text(2.5)
+    ('31.8 ms', '2.5 s')
+    """
+    return f"{number(float(seconds))} s" if seconds >= 1 else f"{number(1000 * seconds)} ms"

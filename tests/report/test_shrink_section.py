@@ -1,0 +1,345 @@
+"""The page of a shrunk checkpoint: it shows the record, is escaped, and works where parts are missing."""
+
+import copy
+import json
+import random
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import expect
+from shrink_documents import (
+    ASSUMPTION,
+    DOCUMENT,
+    HOSTILE,
+    PLAN,
+    encoder,
+    limit_not_reached,
+    not_certified,
+    too_few_windows,
+    with_limit,
+)
+
+from depthgauge.errors import InputError
+from depthgauge.report.page import render
+from depthgauge.report.page_parts import Part
+from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts
+from depthgauge.report.write import write_report
+from depthgauge.results.record import ResultError
+from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
+from depthgauge.results.shrink_verdicts import shrink_verdict
+
+MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "decoder": lambda: copy.deepcopy(DOCUMENT),
+    "limit": with_limit,
+    "limit not reached": limit_not_reached,
+    "encoder": encoder,
+    "too few windows": too_few_windows,
+    "not certified": not_certified,
+}
+
+
+def parts_of(document: dict[str, Any]) -> dict[str, Part]:
+    return {part.name: part for part in shrink_parts(check_shrink(document))}
+
+
+def traces(part: Part) -> list[dict[str, Any]]:
+    assert part.chart is not None
+    (choice,) = part.chart.choices
+    return choice.figure["data"]
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------
+
+
+def test_the_stack_shows_every_block_before_and_after() -> None:
+    part = parts_of(DOCUMENT)["stack"]
+    strip, *legend = traces(part)
+    before, after = strip["z"]
+    assert [layer for layer, state in enumerate(before) if state == 2] == DOCUMENT["removed"]
+    steps = {step["layer"]: step["step"] for step in DOCUMENT["repair"]}
+    kept = [layer for layer in range(30) if layer not in DOCUMENT["removed"]]
+    assert [before[layer] for layer in kept] == [int(steps[layer] > 0) for layer in kept] == after[:23]
+    assert after[23:] == [None] * 7
+    # The eleventh block of the smaller model is block 11 of the source, because block 10 was removed.
+    assert strip["hovertext"][1][10].startswith("layer 10 of the smaller model<br>layer 11 of the source")
+    assert [entry["name"] for entry in legend] == ["kept, unchanged", "kept, repaired", "removed"]
+    assert part.table.rows[11] == (11, "kept, repaired", 10, steps[11])
+    assert part.table.rows[12] == (12, "removed", None, None)
+
+
+def test_the_increases_by_text_have_error_bars() -> None:
+    (bars,) = traces(parts_of(DOCUMENT)["texts"])
+    assert bars["x"] == [text["increase"] for text in DOCUMENT["texts"]]
+    assert bars["error_x"]["array"] == pytest.approx([0.0437] * 4)
+    assert bars["error_x"]["arrayminus"] == pytest.approx([0.041] * 4)
+    table = parts_of(DOCUMENT)["texts"].table
+    assert table.rows[2] == ("sampled from the model", 24, *(DOCUMENT["texts"][2][k] for k in table_keys))
+    (bars,) = traces(parts_of(encoder())["texts"])
+    assert bars["error_x"]["array"][1] == bars["error_x"]["arrayminus"][1] == 0.0  # no interval is known
+
+
+table_keys = ("dense", "shrunk", "increase", "low", "high")
+
+
+def test_the_curve_compares_ours_with_the_others() -> None:
+    lines = {line["name"]: line for line in traces(parts_of(DOCUMENT)["curve"])}
+    assert list(lines) == ["depthgauge", "block influence (ShortGPT)", "angular distance (UIDL)"]
+    for name, line in lines.items():
+        points = [point for point in DOCUMENT["curve"] if point["method"] == name]
+        assert line["x"] == [point["removed"] for point in points]
+        assert line["y"] == [point["increase"] for point in points]
+        assert (line["line"]["width"] == 3) == (name == "depthgauge")
+    document = copy.deepcopy(DOCUMENT)
+    document["curve"] = [{"method": "mine <b>", "removed": 3, "increase": 1.5}]
+    assert traces(parts_of(document)["curve"])[0]["name"] == "mine &lt;b&gt;"
+
+
+def test_the_guarantee_is_stated_with_its_assumption() -> None:
+    part = parts_of(DOCUMENT)["guarantee"]
+    quantile, mean = part.statements
+    assert "on at least 95 % of windows" in quantile
+    assert "at most 0.613 nats per token" in quantile
+    assert "on average" in mean
+    assert part.caption == ASSUMPTION
+    assert part.chart is None
+    part = parts_of(with_limit())["guarantee"]
+    bars = traces(part)[0]
+    assert bars["y"] == [0.1431, 0.1823, 0.2377, 0.3519]
+    assert len(set(bars["marker"]["color"][:3])) == 1
+    assert bars["marker"]["color"][3] != bars["marker"]["color"][2]
+    (line,) = part.chart.choices[0].figure["layout"]["shapes"]
+    assert line["y0"] == line["y1"] == 0.25
+    assert part.table.rows == ((1, 0.1431, "yes"), (2, 0.1823, "yes"), (3, 0.2377, "yes"), (4, 0.3519, "no"))
+    assert part.table_open
+    assert part.caption == ASSUMPTION
+
+
+def test_without_a_guarantee_the_page_says_so() -> None:
+    for make in (not_certified, too_few_windows):
+        part = parts_of(make())["guarantee"]
+        assert part.statements[0].startswith("Nothing is guaranteed, because")
+        assert ASSUMPTION not in part.caption
+    part = parts_of(limit_not_reached())["guarantee"]
+    assert part.statements[0].startswith("No model was written: for no tested size is it guaranteed")
+    assert "stack" not in parts_of(limit_not_reached())
+
+
+def test_costs_repair_and_search_are_those_of_the_record() -> None:
+    parts = parts_of(DOCUMENT)
+    assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", 0.6344 / 0.8121)
+    assert parts["costs"].table_open
+    (bars,) = traces(parts["repair"])
+    assert bars["y"] == [step["step"] for step in DOCUMENT["repair"]]
+    assert "14 of 23 layers changed." in parts["repair"].caption
+    assert [row[1] for row in parts["search"].table.rows] == [step["layer"] for step in PLAN["search"]]
+    assert "Then layer 11 was put back and layer 25 removed instead." in parts["search"].caption
+    assert "Healing: 200 training steps" in parts["notes"].caption
+    assert ("torch", "2.8.0") in parts["notes"].table.rows
+
+
+def test_facts_say_what_it_is_and_on_what() -> None:
+    facts = dict(shrink_facts(check_shrink(DOCUMENT)))
+    assert facts["layers"] == "30 → 23"
+    assert facts["removed layers"] == "10, 12–14, 16, 21, 25"
+    assert facts["parameters"] == "134,515,008 → 109,741,248"
+    assert facts["to certify"] == "149 windows of 512 tokens"
+    assert facts["written to"] == "smaller"
+    assert dict(shrink_facts(check_shrink(limit_not_reached())))["written to"] == "nothing was written"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_can_be_typed() -> None:
+    words = shlex.split(shrink_command(check_shrink(DOCUMENT)))
+    assert words[:2] == ["depthgauge", "shrink"]
+    assert words[-3:] == ["--out", "smaller", "models/SmolLM2-135M"]
+    assert [words[k + 1] for k, word in enumerate(words) if word == "--text"] == ["corpus.txt", "more text.txt"]
+    from typer.main import get_command
+
+    from depthgauge.cli.main import app
+
+    shrink = get_command(app).commands["shrink"]
+    for make in MAKERS.values():
+        context = shrink.make_context("shrink", shlex.split(shrink_command(check_shrink(make())))[2:])
+        record = check_shrink(make())
+        assert context.params["remove"] == record.plan.settings.remove
+        assert tuple(map(str, context.params["text"])) == record.plan.settings.text
+
+
+def test_a_model_from_memory_is_saved_first() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["plan"]["files"] = {}
+    page = unescape(render(check_shrink(document), ""))
+    assert 'Save it and its tokenizer first with <code>model.save_pretrained("model")</code>' in page
+    assert shlex.split(shrink_command(check_shrink(document)))[-1] == "model"
+    assert "has no file" not in render(check_shrink(DOCUMENT), "")
+
+
+# --- the page as a whole ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_page_has_the_verdict_and_figures_that_plotly_knows(name: str) -> None:
+    import plotly.graph_objects as go
+
+    record = check_shrink(MAKERS[name]())
+    page = shrink_page(record)
+    verdict = shrink_verdict(record)
+    assert page.sections[0].verdict == verdict[:1].upper() + verdict[1:]
+    assert "How small can it be?" in render(record, "")
+    for part in page.sections[0].parts:
+        if part.chart is not None:
+            for choice in part.chart.choices:
+                go.Figure(json.loads(re.sub(r'"@[\w-]+"', '"#123456"', json.dumps(choice.figure))))
+                assert choice.alt
+
+
+def test_nothing_from_the_document_is_markup() -> None:
+    def hostile(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hostile(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [hostile(inner) for inner in value]
+        return HOSTILE if isinstance(value, str) and not value.startswith("depthgauge.") else value
+
+    page = render(check_shrink(hostile(DOCUMENT)), "")
+    assert page.count("<script") == page.count("</script") == 3
+    assert "<script>alert" not in page
+
+
+class Shown(HTMLParser):
+    """Collects the data of a page and counts its tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.data, self.tables = False, "", 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside = tag == "script" and ("id", "data") in attrs
+        self.tables += tag == "table"
+
+    def handle_data(self, data: str) -> None:
+        self.data += data if self.inside else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+
+def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value[:2]):
+            yield (*way, key)
+            yield from places(inner, (*way, key))
+
+
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    0.0,
+    3,
+    1e-320,
+    1.7e308,
+    -1.7e308,
+    -2.5,
+    10**18,
+    "",
+    "<b>",
+    "é\u202e\n",
+    "{0}",
+    "#",
+    [],
+    [[]],
+    {},
+]
+
+
+def test_every_accepted_document_can_be_shown() -> None:
+    """A document damaged at random is either refused or shown."""
+    draw, seen = random.Random(0), {"refused": 0, "shown": 0}
+    documents = [make() for make in MAKERS.values()]
+    for _ in range(400):
+        damaged = copy.deepcopy(draw.choice(documents))
+        for _ in range(draw.choice((1, 1, 3))):
+            holder, way = damaged, draw.choice(list(places(damaged)))
+            for step in way[:-1]:
+                holder = holder[step]
+            holder[way[-1]] = copy.deepcopy(draw.choice(VALUES))
+        try:
+            checked = check_shrink(damaged)
+        except ResultError:
+            seen["refused"] += 1
+            continue
+        shown = Shown()
+        shown.feed(render(checked, ""))
+        assert json.loads(shown.data) is not None
+        assert shown.tables >= 1
+        seen["shown"] += 1
+    assert min(seen.values()) > 40
+
+
+def test_the_largest_numbers_can_be_shown() -> None:
+    document = with_limit()
+    document["texts"][0] |= {"increase": -1.7e308, "low": -1.7e308, "high": 1.7e308}
+    document["guarantee"]["tested"][3]["bound"] = 1.7e308
+    shown = Shown()
+    shown.feed(render(check_shrink(document), ""))
+    assert json.loads(shown.data) is not None
+
+
+def test_write_report_takes_a_record_a_document_or_a_file(tmp_path: Path) -> None:
+    record = check_shrink(DOCUMENT)
+    (tmp_path / "depthgauge.json").write_text(record.dump(), encoding="utf-8")
+    given: list[ShrinkRecord | dict[str, Any] | Path] = [record, DOCUMENT, tmp_path / "depthgauge.json"]
+    pages = [write_report(one, tmp_path / f"{k}.html").read_bytes() for k, one in enumerate(given)]
+    assert len(set(pages)) == 1
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    with pytest.raises(ResultError, match=r"plan.json is a plan, which has nothing to show yet; give the"):
+        write_report(tmp_path / "plan.json", tmp_path / "x.html")
+    with pytest.raises(ResultError, match=r"'depthgauge.shrink/9' of another version of depthgauge"):
+        write_report({"schema": "depthgauge.shrink/9"}, tmp_path / "x.html")
+    with pytest.raises(InputError, match="would replace its own result"):
+        write_report(tmp_path / "depthgauge.json", tmp_path / "depthgauge.json")
+    assert not (tmp_path / "x.html").exists()
+
+
+# --- in a browser -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -> None:
+    path = write_report(with_limit(), tmp_path / "page.html").resolve()
+    complaints: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    page = context.new_page()
+    page.on("console", lambda message: complaints.append(message.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(path.as_uri())
+    page.wait_for_selector("html[data-drawn]", timeout=30_000)
+    page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
+    charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
+    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-repair"]
+    boxes = page.eval_on_selector_all(
+        "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
+    )
+    assert all(box["left"] >= 0 and box["right"] <= width and box["height"] > 80 for box in boxes)
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator("#s0-stack-chart .heatmaplayer image").count() == 1
+    assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == [
+        "kept, unchanged", "kept, repaired", "removed"
+    ]  # fmt: skip
+    assert page.locator("#s0-guarantee-chart .shapelayer path").count() == 1
+    page.focus("#s0-stack-chart")
+    for _ in range(13):
+        page.keyboard.press("ArrowRight")
+    expect(page.locator("#said")).to_have_text("layer 12, removed")
+    context.close()
+    assert complaints == []
