@@ -28,10 +28,16 @@ if TYPE_CHECKING:
     from depthgauge.network.random_networks import random_network as random_network
     from depthgauge.report.write import write_report as write_report
     from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
+    from depthgauge.results.shrink_options import ShrinkOptions as ShrinkOptions
+    from depthgauge.results.shrink_record import PlanRecord as PlanRecord
+    from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
     from depthgauge.separation.probability import separate as separate
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
+    from depthgauge.workflows.shrink import ShrinkResult as ShrinkResult
+    from depthgauge.workflows.shrink import plan_shrink as plan_shrink
+    from depthgauge.workflows.shrink import shrink as shrink
     from depthgauge.workflows.sweep import sweep as sweep
     from depthgauge.workflows.sweep import sweep_status as sweep_status
 
@@ -42,8 +48,12 @@ _MODULES = {
     "GaugeOptions": "depthgauge.results.gauge_options",
     "GaugeResult": "depthgauge.workflows.gauge",
     "InputError": "depthgauge.errors",
+    "PlanRecord": "depthgauge.results.shrink_record",
     "Profile": "depthgauge.measures.profile",
     "SelfAttentionNetwork": "depthgauge.network.network",
+    "ShrinkOptions": "depthgauge.results.shrink_options",
+    "ShrinkRecord": "depthgauge.results.shrink_record",
+    "ShrinkResult": "depthgauge.workflows.shrink",
     "attention": "depthgauge.fast_attention.attention",
     "attention_plan": "depthgauge.fast_attention.attention",
     "certify": "depthgauge.certificates.certificate",
@@ -54,10 +64,12 @@ _MODULES = {
     "load_network": "depthgauge.network.files",
     "load_result": "depthgauge.workflows.gauge",
     "measure": "depthgauge.measures.profile",
+    "plan_shrink": "depthgauge.workflows.shrink",
     "random_network": "depthgauge.network.random_networks",
     "register_attention": "depthgauge.checkpoints.registered_attention",
     "save_network": "depthgauge.network.files",
     "separate": "depthgauge.separation.probability",
+    "shrink": "depthgauge.workflows.shrink",
     "sweep": "depthgauge.workflows.sweep",
     "sweep_status": "depthgauge.workflows.sweep",
     "write_report": "depthgauge.report.write",
@@ -70,8 +82,12 @@ __all__ = [
     "GaugeOptions",
     "GaugeResult",
     "InputError",
+    "PlanRecord",
     "Profile",
     "SelfAttentionNetwork",
+    "ShrinkOptions",
+    "ShrinkRecord",
+    "ShrinkResult",
     "__version__",
     "attention",
     "attention_plan",
@@ -83,10 +99,12 @@ __all__ = [
     "load_network",
     "load_result",
     "measure",
+    "plan_shrink",
     "random_network",
     "register_attention",
     "save_network",
     "separate",
+    "shrink",
     "sweep",
     "sweep_status",
     "write_report",

@@ -1,6 +1,7 @@
 """L-BFGS: exact on quadratics with the exact preconditioner, never uphill, and as good as an independent minimizer."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_infinite_values_shorten_the_step() -> None:
 
 def test_it_stops_when_steps_gain_little() -> None:
     _, values = minimize(rosenbrock, lambda v: v / 1e5, torch.tensor([-1.2, 1.0], dtype=torch.float64), 50, 0.3)
-    gains = [(a - b) / a for a, b in zip(values, values[1:], strict=False)]
+    gains = [(a - b) / a for a, b in pairwise(values)]
     assert gains[-1] < 0.3
     assert all(gain >= 0.3 for gain in gains[:-1])
     assert len(values) < 51
