@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from html import unescape
 from html.parser import HTMLParser
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from depthgauge.results.record import ResultError
 from depthgauge.results.shrink_record import ShrinkRecord, check_shrink
 from depthgauge.results.shrink_verdicts import shrink_verdict
 
+STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
     "decoder": lambda: copy.deepcopy(DOCUMENT),
     "limit": with_limit,
@@ -197,7 +199,9 @@ def test_the_page_has_the_verdict_and_figures_that_plotly_knows(name: str) -> No
     for part in page.sections[0].parts:
         if part.chart is not None:
             for choice in part.chart.choices:
-                go.Figure(json.loads(re.sub(r'"@[\w-]+"', '"#123456"', json.dumps(choice.figure))))
+                drawn = json.dumps(choice.figure)
+                go.Figure(json.loads(re.sub(r'"@[\w-]+"', '"#123456"', drawn)))
+                assert all(STYLE.count(f"--{role}: #") == 3 for role in re.findall(r'"@([\w-]+)"', drawn))
                 assert choice.alt
 
 

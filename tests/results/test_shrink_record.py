@@ -261,7 +261,7 @@ def test_a_bound_says_how_it_accounts_for_the_choice_of_the_size() -> None:
         *bounds, assumption = guarantee_sentences(record)
         assert [bound.endswith(f"; {word}).") for bound, word in zip(bounds, words, strict=True)] == [True, True]
         assert (
-            "on at least 95 % of windows of 512 tokens like those of corpus.txt the loss grows by at most 0.25"
+            "on at least 95 % of windows of 512 tokens like those of corpus.txt, the loss grows by at most 0.25"
             in bounds[0]
         )
         assert assumption == ASSUMPTION
@@ -272,10 +272,10 @@ def test_a_bound_says_how_it_accounts_for_the_choice_of_the_size() -> None:
 def test_the_text_that_a_guarantee_is_about_is_named() -> None:
     document = copy.deepcopy(DOCUMENT)
     for about, words in (
-        ("text", "like those of corpus.txt, more text.txt the loss"),
-        ("sampled", "like those of text that the model writes itself the loss"),
-        ("built-in", "like those of the built-in text the loss"),
-        ("letters", "like those of letters the loss"),
+        ("text", "like those of corpus.txt, more text.txt, the loss"),
+        ("sampled", "like those of text that the model writes itself, the loss"),
+        ("built-in", "like those of the built-in text, the loss"),
+        ("letters", "like those of letters, the loss"),
     ):
         document["guarantee"]["about"] = about
         assert words in guarantee_sentences(check_shrink(document))[0]

@@ -123,7 +123,7 @@ def text_part(record: ShrinkRecord) -> Part | None:
 def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
     """Return a name that fits next to a chart: that of the file if there are several, else the kind of text."""
     several = sum(1 for other in texts if other.kind == text.kind) > 1
-    return text.name if several else SHORT_TEXTS.get(text.kind, text.kind)
+    return text.name.rpartition("/")[2] if several else SHORT_TEXTS.get(text.kind, text.kind)
 
 
 def _error_bar(text: TextRecord) -> tuple[float, float]:

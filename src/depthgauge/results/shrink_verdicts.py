@@ -216,13 +216,13 @@ def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     found = []
     if (quantile := guarantee.quantile).increase is not None:
         found.append(
-            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text} "
+            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text}, "
             f"{_at_most(quantile.increase, record.objective)} (order statistics of "
             f"{counted(quantile.windows, 'window')}{_chosen(record, 'quantile')})."
         )
     if (mean := guarantee.mean) is not None and mean.increase is not None:
         found.append(
-            f"With confidence {_share(mean.confidence)}, on average over {text} "
+            f"With confidence {_share(mean.confidence)}, on average over {text}, "
             f"{_at_most(mean.increase, record.objective)} ({mean.method}; {counted(mean.windows, 'window')}; the "
             f"predictions of both models are mixed with the uniform distribution{_chosen(record, 'mean')})."
         )
