@@ -68,8 +68,8 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
-    """Return a model in evaluation mode.
+def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None = None) -> Any:
+    """Return a model in evaluation mode, by default with three layers.
 
     Matrices have normal entries with standard deviation `spread`. Vectors have their default plus 0.1 × normal noise.
     """
@@ -77,6 +77,11 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5) -> Any:
         warnings.simplefilter("ignore")
         import transformers
     cls, config, settings = (MODELS | OTHERS)[name]
+    if layers is not None:
+        count = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in settings)
+        settings = settings | {count: layers}
+        if "layer_types" in settings:
+            settings["layer_types"] = (settings["layer_types"] * layers)[:layers]
     model = getattr(transformers, cls)(getattr(transformers, config)(**settings)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -164,7 +164,7 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 class SpeedRecord(Record, frozen=True, kw_only=True):
     """Times of the two models, measured in alternating runs.
 
-    - `prefill`, `decode`: time after ÷ time before, for one window and per generated token; below 1 is faster
+    - `prefill`, `decode`: speed after ÷ speed before, for one window and per generated token; above 1 is faster
     - `prefill_before`, …, `decode_after`: the seconds; None for models that do not generate
     - `what`: what was timed, as a phrase: the device, the tokens of the window, the number of repetitions
     """

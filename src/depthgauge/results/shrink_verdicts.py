@@ -347,7 +347,8 @@ def shrink_costs(record: ShrinkRecord) -> tuple[Cost, ...]:
             ("decode, per token", speed.decode_before, speed.decode_after, speed.decode),
         ):
             measured = _ratio(before, after)
-            found.append(Cost(name, before, after, ratio if measured is None else measured, time_text))
+            inverse = None if not ratio else 1 / ratio  # the record holds speeds, the table holds times
+            found.append(Cost(name, before, after, inverse if measured is None else measured, time_text))
     return tuple(cost for cost in found if cost.after is not None or cost.ratio is not None)
 
 

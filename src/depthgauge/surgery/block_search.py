@@ -189,19 +189,23 @@ def exchange(
     per_block = max(1, effort.swaps // max(1, len(removed)))
     tried = 0
     for one in back:
+        trials: dict[int, float] = {}
         for other in order[:per_block]:
-            if tried == effort.swaps or one not in removed or other in removed:
+            if tried == effort.swaps or other in removed:
                 continue
-            trial = tuple(sorted({*removed, other} - {one}))
             progress(tried, effort.swaps, f"exchange block {one} for block {other}")
             tried += 1
+            trial = sorted({*removed, other} - {one})
             key = ",".join(map(str, trial))
             if key not in known:
                 known[key] = _gaps_repaired(search, trial)
                 journal.put("exchanges", known)
-            if known[key] < best:
-                best, removed = known[key], trial
-                accepted.append((one, other))
+            trials[other] = known[key]
+        better = [layer for layer in trials if trials[layer] < best]
+        if better:
+            chosen = min(better, key=lambda layer: trials[layer])
+            best, removed = trials[chosen], tuple(sorted({*removed, chosen} - {one}))
+            accepted.append((one, chosen))
     student.keep_all_but(removed)
     return removed, accepted
 

@@ -7,7 +7,6 @@ from itertools import pairwise
 
 from depthgauge._format import number
 from depthgauge._version import __version__
-from depthgauge.surgery.guarantee import ASSUMPTION
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,9 @@ class CardFacts:
     - `objective`: `loss` or `states`
     - `before`, `after`: mean loss in nats per token before and after; for `states`, 0 and the relative change
     - `texts`: (text, increase in nats per token or relative change) for each kind of text
-    - `guarantees`: the bounds, each as a sentence
+    - `guarantees`: the bounds and their assumption, each as a sentence
     - `parameters`: number of parameters before and after
-    - `speed`: prefill and decode time, after ÷ before; decode is None for encoders
+    - `speed`: speed of prefill and decode, after ÷ before; decode is None for encoders
     - `dequantized`: whether the source was a quantized GGUF file
     - `command`: the command that reproduces the model, or None
     """
@@ -109,8 +108,8 @@ def _measured(facts: CardFacts) -> Iterator[str]:
     if facts.speed is not None:
         prefill, decode = facts.speed
         yield ""
-        yield f"Time for a prompt, relative to the source model: {number(prefill)}." + (
-            "" if decode is None else f" Time per generated token: {number(decode)}."
+        yield f"Speed on a prompt, relative to the source model: {number(prefill)}." + (
+            "" if decode is None else f" Speed of generation: {number(decode)}."
         )
     if facts.guarantees:
         yield ""
@@ -118,8 +117,6 @@ def _measured(facts: CardFacts) -> Iterator[str]:
         yield ""
         for sentence in facts.guarantees:
             yield f"- {sentence}"
-        yield ""
-        yield ASSUMPTION
     yield ""
 
 

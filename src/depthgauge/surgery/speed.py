@@ -53,15 +53,15 @@ class SpeedComparison:
 
     @property
     def prefill(self) -> float:
-        """Time for one window, after ÷ before."""
-        return self.after.prefill / self.before.prefill
+        """Speed on one window, after ÷ before."""
+        return self.before.prefill / self.after.prefill
 
     @property
     def decode(self) -> float | None:
-        """Time per generated token, after ÷ before; None for models without a key–value cache."""
+        """Speed of generation, after ÷ before; None for models without a key–value cache."""
         if self.after.decode is None or self.before.decode is None:
             return None
-        return self.after.decode / self.before.decode
+        return self.before.decode / self.after.decode
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.journal import Journal, journal_folder
 from depthgauge.surgery.write_model import check_output_directory
 from depthgauge.workflows.partial import no_message
-from depthgauge.workflows.shrink_output import Finished, finish, write_result
+from depthgauge.workflows.shrink_output import Finished, finish, unreached, write_result
 from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, with_plan
 from depthgauge.workflows.shrink_work import Work
 
@@ -25,13 +25,13 @@ class ShrinkResult:
     """The result of `shrink`.
 
     - `record`: everything that was decided and measured
-    - `model`: the shrunk transformers model
-    - `finished`: what is needed to write it
+    - `model`: the shrunk transformers model; None if no size is within `max_increase`
+    - `finished`: what is needed to write it; None if there is no model
     """
 
     record: ShrinkRecord
     model: Any
-    finished: Finished
+    finished: Finished | None
 
     def __repr__(self) -> str:
         record = self.record
@@ -56,6 +56,8 @@ class ShrinkResult:
         Returns:
             The record with the losses of the reloaded model.
         """
+        if self.finished is None:
+            raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
         return write_result(self.finished, out, overwrite)
 
     def report(self, path: str | Path) -> Path:
@@ -101,12 +103,15 @@ def shrink(
         A `ShrinkResult`: `record`, `model`, `plan`, `save()`, `report()`, `to_json()`.
 
     Raises:
-        InputError: the model or an option cannot be used, or no size is within `max_increase`.
+        InputError: the model or an option cannot be used.
     """
     started = time.perf_counter()
     work = _prepare(model, options, fields, tokenizer, plan, out, resume, overwrite, progress, message)
     with work.shrinker() as shrinker:
         made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
+    if made.model is None:
+        work.journal.delete()
+        return ShrinkResult(unreached(work.subject, made, work.calibration, started), None, None)
     finished = finish(work.subject, made, work.calibration, started, progress)
     record = finished.record(None) if out is None else write_result(finished, out, overwrite)
     work.journal.delete()

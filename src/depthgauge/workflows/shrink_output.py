@@ -14,14 +14,24 @@ from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Source
 from depthgauge.errors import VerificationError
 from depthgauge.progress import Step, silent
-from depthgauge.results.shrink_record import BeforeAfter, ReloadRecord, ShrinkRecord, SpeedRecord
+from depthgauge.results.shrink_record import (
+    BeforeAfter,
+    GuaranteeRecord,
+    LossRecord,
+    QuantileRecord,
+    ReloadRecord,
+    ShrinkRecord,
+    SpeedRecord,
+)
+from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.calibration import Calibration
-from depthgauge.surgery.certify import Measured, loss_record, measure_windows, text_records
+from depthgauge.surgery.certify import SHARE, Measured, guaranteed, loss_record, measure_windows, text_records
+from depthgauge.surgery.guarantee import ASSUMPTION
 from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
 from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import write_model
-from depthgauge.workflows.shrink_subject import Subject
+from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject
 from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of
 
 RECORD = "depthgauge.json"
@@ -109,6 +119,44 @@ class Finished:
         return tuple(notes)
 
 
+def unreached(subject: Subject, made: Made, calibration: Calibration, started: float) -> ShrinkRecord:
+    """Describe a run in which no size stays within the limit, so that there is no model."""
+    checkpoint, source = subject.checkpoint, subject.checkpoint.source
+    confidence, chosen = subject.settings.confidence or CONFIDENCE, guaranteed(calibration)
+    return ShrinkRecord(
+        version=__version__,
+        name=checkpoint.name,
+        objective=checkpoint.objective,
+        layers_before=checkpoint.layers,
+        layers_after=checkpoint.layers,
+        removed=(),
+        repaired=False,
+        loss=LossRecord(dense=float(made.dense.losses[chosen].mean()), shrunk=None, low=None, high=None),
+        texts=(),
+        guarantee=GuaranteeRecord(
+            quantile=QuantileRecord(increase=None, share=SHARE, confidence=confidence, windows=int(chosen.sum())),
+            mean=None,
+            about=calibration.guaranteed_kind,
+            assumption=ASSUMPTION,
+            limit=subject.settings.max_increase,
+            tested=made.tested,
+        ),
+        speed=None,
+        parameters=BeforeAfter(before=sum(p.numel() for p in checkpoint.model.parameters()), after=None),
+        bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
+        memory=None,
+        curve=made.curve,
+        repair=(),
+        heal=None,
+        reload=None,
+        plan=made.plan,
+        notes=(),
+        versions=_versions(),
+        seconds=time.perf_counter() - started,
+        out=None,
+    )
+
+
 def finish(subject: Subject, made: Made, calibration: Calibration, started: float, progress: Step) -> Finished:
     """Measure the shrunk model on the certify windows, and its speed beside the dense model's."""
     progress(0, 1, "speed of both models")
@@ -192,20 +240,6 @@ def _verified(finished: Finished, folder: Path, out: str) -> ShrinkRecord:
 
 def _card(record: ShrinkRecord) -> str:
     """Return the model card."""
-    guarantees = []
-    if record.guarantee is not None:
-        quantile, mean = record.guarantee.quantile, record.guarantee.mean
-        what = "the loss grows" if record.objective == "loss" else "the final states change"
-        if quantile.increase is not None:
-            guarantees.append(
-                f"On at least {quantile.share:.0%} of windows like those measured, {what} by at most "
-                f"{quantile.increase:.3g}, with confidence {quantile.confidence:.0%}."
-            )
-        if mean is not None and mean.increase is not None:
-            guarantees.append(
-                f"The mean loss of predictions mixed with 1 % of the uniform distribution grows by at most "
-                f"{mean.increase:.3g} nats per token, with confidence {mean.confidence:.0%} ({mean.method})."
-            )
     speed = record.speed
     facts = CardFacts(
         base=record.plan.model,
@@ -219,7 +253,7 @@ def _card(record: ShrinkRecord) -> str:
         after=record.loss.shrunk or 0.0,
         healed=record.heal.steps if record.heal is not None and record.heal.kept else 0,
         texts=[(text.name, text.increase or 0.0) for text in record.texts],
-        guarantees=guarantees,
+        guarantees=guarantee_sentences(record),
         parameters=(record.parameters.before or 0, record.parameters.after or 0),
         speed=None if speed is None or speed.prefill is None else (speed.prefill, speed.decode),
         dequantized=record.plan.model.endswith(".gguf"),

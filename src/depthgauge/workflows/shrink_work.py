@@ -7,7 +7,6 @@ from typing import Any
 
 from depthgauge._format import duration
 from depthgauge._version import __version__
-from depthgauge.errors import InputError
 from depthgauge.progress import Step
 from depthgauge.results.shrink_record import CurvePoint, HealRecord, PlanRecord, RepairStep, TestedSize
 from depthgauge.surgery.calibration import Calibration
@@ -140,12 +139,7 @@ class Work:
                 break
             best, last = made, value
         if best is None:
-            bound = tested[0].bound if tested else None
-            closest = "no bound exists" if bound is None else f"its bound is {bound:.3g}"
-            raise InputError(
-                f"no size is within --max-increase {limit:g}: removing one block came closest, but {closest}; nothing "
-                "was written. Allow a larger increase, use more text, or --effort high"
-            )
+            return Made(None, self.plan_record(shrinker, ()), (), None, (), dense, tuple(tested))
         curve = shrinker.curve(best.plan.removed, last)
         return Made(best.model, best.plan, best.repair, best.healed, curve, dense, tuple(tested))
 

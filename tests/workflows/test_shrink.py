@@ -1,0 +1,260 @@
+"""`shrink` from end to end on tiny checkpoints."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_checkpoints import save_tokenizer, text_of
+from tiny_models import DECODERS, ENCODERS, tiny_model
+
+from depthgauge.checkpoints.library import quiet
+from depthgauge.errors import InputError
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery.journal import journal_folder
+from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
+from depthgauge.workflows.shrink_subject import parse_remove
+
+LAYERS = 4
+
+
+def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:
+    """Save a tiny checkpoint with a tokenizer."""
+    model = tiny_model(name, layers=layers).to(dtype)
+    with quiet():
+        model.save_pretrained(folder)
+    save_tokenizer(folder, special=not hasattr(model, "lm_head"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("llama") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(text_of(4000))
+    return path
+
+
+def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
+    keywords: dict[str, Any] = {"window": 16, "effort": "quick", "text": text} | changes
+    return shrink(model, **keywords)
+
+
+def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> None:
+    """A bfloat16 checkpoint: the dtype is kept, and the documents hold what a fresh process measured."""
+    source = save(tmp_path / "model", "llama", torch.bfloat16)
+    out = tmp_path / "out"
+    result = quick(source, text, remove="50%", out=out)
+    record = json.loads((out / "depthgauge.json").read_text())
+    assert record == result.to_json()
+    assert record["layers_before"] == 4
+    assert record["layers_after"] == 2 == json.loads((out / "config.json").read_text())["num_hidden_layers"]
+    weights = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert record["reload"]["layers"] == 2
+    assert record["loss"]["shrunk"] == pytest.approx(record["texts"][0]["shrunk"])
+    assert record["texts"][0]["increase"] == pytest.approx(record["loss"]["shrunk"] - record["loss"]["dense"])
+    assert {one["kind"] for one in record["texts"]} == {"text", "sampled", "built-in"}
+    assert record["guarantee"]["quantile"]["increase"] >= record["texts"][0]["increase"]
+    assert record["parameters"]["after"] < record["parameters"]["before"]
+    assert record["guarantee"]["assumption"] in (out / "README.md").read_text()
+    assert not journal_folder(out).exists()
+
+
+def test_a_plan_gives_the_same_weights(tmp_path: Path, llama: Path, text: Path) -> None:
+    plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=2)
+    (tmp_path / "plan.json").write_text(plan.dump())
+    direct = quick(llama, text, remove=2)
+    followed = shrink(llama, plan=tmp_path / "plan.json")
+    assert followed.record.removed == direct.record.removed == plan.removed
+    ours, theirs = direct.model.state_dict(), followed.model.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert followed.record.loss == direct.record.loss
+
+
+def test_a_plan_is_refused_for_other_weights(tmp_path: Path, llama: Path, text: Path) -> None:
+    plan = plan_shrink(llama, window=16, effort="quick", text=text, remove=1, no_repair=True)
+    other = save(tmp_path / "other", "llama")
+    weights = load_file(other / "model.safetensors")
+    name = next(iter(weights))
+    save_file(weights | {name: weights[name] + 1}, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InputError, match="other weights"):
+        shrink(other, plan=plan)
+    with pytest.raises(InputError, match=r"--remove cannot be combined with --from-plan"):
+        shrink(llama, plan=plan, remove=2)
+
+
+@pytest.mark.parametrize("name", [name for name in (*DECODERS, *ENCODERS) if name not in ("llama", "camembert")])
+def test_every_family_is_shrunk(name: str, tmp_path: Path, text: Path) -> None:
+    """The result has fewer layers and is described; repair does not raise the objective on the selection windows."""
+    from transformers import PreTrainedTokenizerFast
+
+    save_tokenizer(tmp_path, special=name in ENCODERS)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    result = quick(tiny_model(name, layers=LAYERS), text, remove=1, tokenizer=tokenizer)
+    record = result.record
+    assert record.layers_after == LAYERS - 1 == len(record.repair)
+    assert result.model.config.num_hidden_layers == LAYERS - 1
+    unrepaired = record.plan.search[0].unrepaired
+    assert record.repair[-1].objective <= unrepaired + 1e-6
+    assert (record.objective == "states") == (name in ENCODERS)
+    if name in ENCODERS:
+        assert record.guarantee is not None
+        assert record.guarantee.mean is not None
+        assert record.guarantee.mean.increase is None
+
+
+def test_no_repair_changes_no_weight(tmp_path: Path, llama: Path, text: Path) -> None:
+    result = quick(llama, text, remove=2, no_repair=True)
+    assert not result.record.repaired
+    dense = load_file(llama / "model.safetensors")
+    kept = [layer for layer in range(LAYERS) if layer not in result.record.removed]
+    for name, tensor in result.model.state_dict().items():
+        parts = name.split(".")
+        if "layers" in parts:
+            place = parts.index("layers") + 1
+            parts[place] = str(kept[int(parts[place])])
+        if ".".join(parts) in dense:
+            assert torch.equal(tensor, dense[".".join(parts)])
+
+
+def test_a_limit_is_kept_on_the_certify_windows(llama: Path, text: Path) -> None:
+    generous = quick(llama, text, max_increase=50.0)
+    assert generous.record.layers_after == 1
+    assert generous.record.guarantee is not None
+    assert generous.record.guarantee.quantile.increase == 50.0
+    assert [one.passed for one in generous.record.guarantee.tested] == [True] * 3
+    strict = quick(llama, text, max_increase=1e-9)
+    assert strict.model is None
+    assert strict.record.removed == ()
+    assert strict.record.guarantee is not None
+    assert [one.passed for one in strict.record.guarantee.tested] == [False]
+    with pytest.raises(InputError, match="no model to write"):
+        strict.save("nowhere")
+
+
+def test_without_text_the_samples_are_used(llama: Path) -> None:
+    record = quick(llama, None, remove=1).record
+    assert record.guarantee is not None
+    assert record.guarantee.about == "sampled"
+    assert {source.kind for source in record.plan.calibration.sources} == {"sampled", "built-in"}
+
+
+def test_healing_is_kept_only_if_it_helps(llama: Path, text: Path) -> None:
+    record = quick(llama, text, remove=1, heal=4).record
+    assert record.heal is not None
+    assert record.heal.kept == (record.heal.after < record.heal.before)
+
+
+def test_a_model_in_memory_is_left_as_it_was(llama: Path, text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with quiet():
+        model = AutoModelForCausalLM.from_pretrained(llama)
+        tokenizer = AutoTokenizer.from_pretrained(llama)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = quick(model, text, remove=1, tokenizer=tokenizer)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    record = result.save(tmp_path / "out")
+    assert record.out == str(tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+    with pytest.raises(InputError, match="needs its tokenizer"):
+        quick(model, text, remove=1)
+
+
+BAD = {
+    "more than there is": ({"remove": 4}, "remove must be from 1 to 3 blocks, got 4"),
+    "none": ({"remove": 0}, "remove must be from 1 to 3 blocks"),
+    "not a number": ({"remove": "some"}, "whole number or a percentage"),
+    "no size": ({}, "say how much to remove"),
+    "two sizes": ({"remove": 1, "max_increase": 0.1}, "exclude each other"),
+    "negative limit": ({"max_increase": -1.0}, "max-increase must be a positive number"),
+    "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
+    "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
+    "objective": ({"remove": 1, "objective": "states"}, "objective states is for encoders"),
+    "healing": ({"remove": 1, "heal": 3, "no_repair": True}, "leave one of them out"),
+    "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
+    "window": ({"remove": 1, "window": 1000}, "window must be at most"),
+    "resume": ({"remove": 1, "resume": True}, "--resume needs the output"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence(case: str, llama: Path, text: Path) -> None:
+    changes, words = BAD[case]
+    with pytest.raises(InputError, match=words) as caught:
+        quick(llama, text, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_text_and_a_file_are_refused(llama: Path, tmp_path: Path, text: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(InputError, match="tokens"):
+        quick(llama, tmp_path / "empty.txt", remove=1)
+    with pytest.raises(InputError, match=r"inside the model directory"):
+        quick(llama, text, remove=1, out=llama / "out")
+    with pytest.raises(InputError, match="is not a checkpoint"):
+        quick(text, text, remove=1)
+
+
+def test_an_encoder_has_no_loss_to_limit(tmp_path: Path, text: Path) -> None:
+    source = save(tmp_path / "model", "bert")
+    with pytest.raises(InputError, match=r"--max-increase limits the loss.*encoder"):
+        quick(source, text, max_increase=0.1)
+
+
+def test_shares_are_rounded_down() -> None:
+    assert parse_remove("25%", 30, "m") == 7
+    assert parse_remove("1%", 30, "m") == 1
+    with pytest.raises(InputError, match="at least one must stay"):
+        parse_remove("100%", 30, "m")
+
+
+def test_options_are_a_record() -> None:
+    assert ShrinkOptions(remove="7").given() == {"remove": "7"}
+
+
+_RUN = """
+import sys
+from depthgauge.workflows import shrink as module
+def progress(done, total, label):
+    print(label, flush=True)
+module.shrink(sys.argv[1], remove=2, window=16, effort="quick", text=sys.argv[2], out=sys.argv[3], progress=progress)
+"""
+
+
+@pytest.mark.parametrize("phase", ["removal 2", "repair of block", "fresh process"])
+def test_a_killed_run_is_resumed_with_the_same_plan(phase: str, llama: Path, text: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run = subprocess.Popen(
+        [sys.executable, "-c", _RUN, str(llama), str(text), str(out)], stdout=subprocess.PIPE, text=True, env=os.environ
+    )
+    assert run.stdout is not None
+    for line in run.stdout:
+        if phase in line:
+            time.sleep(0.05)
+            run.send_signal(signal.SIGKILL)
+            break
+    run.wait()
+    run.stdout.close()
+    assert run.returncode == -signal.SIGKILL
+    assert not out.exists()
+    with pytest.raises(InputError, match="continue it with --resume"):
+        quick(llama, text, remove=2, out=out)
+    resumed = quick(llama, text, remove=2, out=out, resume=True)
+    direct = quick(llama, text, remove=2)
+    assert resumed.plan.removed == direct.plan.removed
+    ours, theirs = direct.model.state_dict(), load_file(out / "model.safetensors")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
