@@ -4,13 +4,9 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import GaugeRecord, check_result, read_result
-
-
-class MissingExtraError(InputError):
-    """The page needs plotly, which is not installed."""
 
 
 def write_report(result: GaugeRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
@@ -26,7 +22,7 @@ def write_report(result: GaugeRecord | dict[str, Any] | str | Path, out: str | P
         The path of the page.
 
     Raises:
-        MissingExtraError: plotly is not installed.
+        MissingPackageError: plotly is not installed.
         ResultError: the document is not a result; the message names the place that does not fit.
     """
     if isinstance(result, str | Path):
@@ -44,5 +40,5 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtraError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
+        raise MissingPackageError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
     return str(get_plotlyjs())
