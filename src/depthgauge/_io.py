@@ -79,10 +79,8 @@ def check_outputs(
     for option, path in outputs.items():
         if path is None:
             continue
-        try:
-            target = _target(path)
-        except OutputError as error:
-            raise InputError(str(error)) from error
+        require_folder(path)
+        target = _target(path)
         if _is_special(target):
             continue
         other = seen.setdefault(_identity(path), option)
@@ -91,6 +89,18 @@ def check_outputs(
         if target.exists() and not overwrite:
             raise InputError(f"{path} exists; use --overwrite to replace it, or give another {option}")
         _check_writable(path, target)
+
+
+def require_folder(path: str | Path) -> None:
+    """Check that `path` can name a file and that its folder exists; create nothing.
+
+    Raises:
+        InputError: the folder does not exist, or `path` is a directory or a name that the file system cannot hold.
+    """
+    try:
+        _target(path)
+    except OutputError as error:
+        raise InputError(str(error)) from error
 
 
 def _target(path: str | Path) -> Path:

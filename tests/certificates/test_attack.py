@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from depthgauge.certificates import evaluate
-from depthgauge.certificates.attack import AttackOptions, attack, difference, sign_search
+from depthgauge.certificates.attack import AttackOptions, attack, search, sign_search
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below, distinct_tokens
+from depthgauge.certificates.multiset import difference, prepare
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
@@ -121,6 +122,57 @@ def test_difference_on_a_multiset_equals_that_on_the_expanded_input(pair):
         plain = (network(expanded) - surrogate(expanded))[[0, 1, 5]]
         grouped = difference(network, surrogate, tokens, counts)
     torch.testing.assert_close(grouped, plain, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        {"causal": True},
+        {"skip": False},
+        {"key_dim": 1},
+        {"mlp": 5, "activation": "gelu", "mlp_skip": True},
+        {"mlp": 5, "causal": True},
+        {"norm": "pre", "mlp": 3},
+    ],
+)
+def test_the_fast_network_equals_the_plain_one_on_expanded_inputs(switches):
+    network = random_network(layers=3, heads=2, dim=4, eta=0.6, seed=3, **switches)
+    x = uniform_inputs(3, 3, 4, seed=8)
+    counts = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+    if not network.causal:  # the order of equal tokens matters in causal networks
+        counts = torch.tensor([[1, 4, 2], [1, 9, 0], [3, 0, 0]])
+    found = prepare(network, torch.device("cpu"))(x, counts.double().log())
+    for tokens, times, row in zip(x, counts, found, strict=True):
+        with torch.no_grad():
+            plain = network(tokens.repeat_interleave(times, dim=0))
+        places = [int(times[:j].sum()) for j in range(3) if times[j]]
+        torch.testing.assert_close(row[times > 0], plain[places], rtol=1e-11, atol=1e-13)
+
+
+def climb_plainly(network, surrogate, inputs, x, counts, steps):
+    """Projected gradient ascent of one path, all steps, by the definition."""
+    best = -1.0
+    for step in range(steps + 1):
+        x = x.detach().requires_grad_(True)
+        size = difference(network, surrogate, x, counts).abs().amax()
+        best = max(best, float(size.detach()))
+        (gradient,) = torch.autograd.grad(size, x)
+        x = inputs.project(x.detach() + 0.8 * inputs.radius * (1 - step / steps) ** 2 * inputs.steepest(gradient))
+    return best
+
+
+@pytest.mark.parametrize("inputs", [BOX, InputSet("ball", 1.5)])
+def test_batches_and_paths_that_end_early_reach_the_values_of_single_paths(inputs):
+    network = random_network(layers=3, heads=2, dim=4, eta=0.05, seed=5)
+    surrogate = closed_form(network, "identity")  # nearly linear: most paths in a box end after a few steps
+    comparison = Comparison(network, surrogate, inputs)
+    patterns = list(search(comparison, AttackOptions(starts=3, steps=12, seed=2)))
+    begun = list(search(comparison, AttackOptions(starts=3, steps=0, seed=2)))  # the starting points
+    assert {len(counts) for _, counts, _ in patterns} == {2, 3, 4, 5}
+    for (_, counts, values), (x, _, _) in zip(patterns, begun, strict=True):
+        alone = [climb_plainly(network, surrogate, inputs, one, counts, 12) for one in x]
+        torch.testing.assert_close(values, torch.tensor(alone, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
 def test_widths_must_agree(pair):

@@ -56,6 +56,14 @@ def test_run_status_and_export(run: Run, tmp_path: Path) -> None:
     assert err.startswith("0 cells computed")
 
 
+def test_a_mistyped_store_creates_nothing(run: Run, tmp_path: Path) -> None:
+    write_grid(tmp_path, 1, tokens=4)
+    code, out, err = run("sweep", "grid.toml", "--store", "resluts/s.db", "--jobs", "1")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: cannot write resluts/s.db: there is no folder resluts; create it: mkdir -p resluts")
+    assert [path.name for path in tmp_path.iterdir()] == ["grid.toml"]
+
+
 def test_export_without_a_run(run: Run, tmp_path: Path) -> None:
     write_grid(tmp_path, 1, tokens=4)
     code, out, _ = run("sweep", "grid.toml", "--store", "s.db", "--jobs", "1", "--json")

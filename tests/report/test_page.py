@@ -12,11 +12,10 @@ import pytest
 
 import depthgauge as dg
 from depthgauge.cli.main import main
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, MissingPackageError, OutputError
 from depthgauge.report.markup import Table, escape, printable
 from depthgauge.report.page import render
 from depthgauge.report.sections import gauge_command, section
-from depthgauge.report.write import MissingExtraError
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import check_result
 
@@ -141,6 +140,6 @@ def test_write_report_takes_a_result_a_document_or_a_file(document, tmp_path):
 def test_without_plotly_the_error_says_what_to_install(document, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'depthgauge\[report\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install 'depthgauge\[report\]'"):
         dg.write_report(document, tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []

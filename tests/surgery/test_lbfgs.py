@@ -85,3 +85,10 @@ def test_it_stops_when_steps_gain_little() -> None:
     assert gains[-1] < 0.3
     assert all(gain >= 0.3 for gain in gains[:-1])
     assert len(values) < 51
+
+
+def test_no_iterations_evaluate_nothing() -> None:
+    start = torch.ones(3, dtype=torch.float64)
+    found, values = minimize(lambda x: pytest.fail("evaluated"), lambda v: v, start, 0)
+    assert torch.equal(found, start)
+    assert values == []

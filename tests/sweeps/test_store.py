@@ -229,5 +229,15 @@ def test_holder_of_does_not_disturb_a_run(path: Path) -> None:
 
 def test_an_impossible_lock_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(OutputError, match="cannot lock"), run_lock(tmp_path / "file" / "s.db"):
+    with pytest.raises(InputError, match="Not a directory"), run_lock(tmp_path / "file" / "s.db"):
         pass
+    name = "s" * 255  # the longest name of a file; that of the lock is longer
+    with pytest.raises(OutputError, match="cannot lock"), run_lock(tmp_path / name):
+        pass
+
+
+def test_a_missing_folder_is_not_created(tmp_path: Path) -> None:
+    store = tmp_path / "mistyped" / "deep" / "s.db"
+    with pytest.raises(InputError, match=rf"mkdir -p {store.parent}"), run_lock(store):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -215,6 +215,9 @@ def test_an_interrupted_figure_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_sheet_and_its_panels_share_cells(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="mkdir -p"):
+        reproduce("B7", tmp_path / "sheet", models=3, store=tmp_path / "missing" / "mine.db")
+    assert list(tmp_path.iterdir()) == []
     store = tmp_path / "mine.db"
     reproduce("B7", tmp_path / "sheet", models=3, store=store)
     done = read_status(store).count.done

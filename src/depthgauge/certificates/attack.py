@@ -1,29 +1,32 @@
 """Lower bounds: a search for inputs on which a network and its surrogate differ most.
 
-Equal tokens stay equal in every layer of a network that is not causal. The search therefore represents an input by a
-few distinct tokens with multiplicities: 1,024 tokens cost as much as five. It runs in floating point and returns a
-candidate; `evaluate.py` proves the value at that candidate.
+The search represents an input by a few distinct tokens with multiplicities (`multiset.py`): 1,024 tokens cost as much
+as five. It runs in floating point and returns a candidate; `evaluate.py` proves the value at that candidate.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.compared_networks import Comparison, InputSet
+from depthgauge.certificates.multiset import Evaluate, prepare
 from depthgauge.errors import InputError, require_count
-from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
+from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 
 MANY = 1024
 """Number of tokens beside the probe when the number of tokens is free."""
 SHARES = ((0.5, 0.5), (0.789, 0.211), (0.4, 0.3, 0.2, 0.1), (1.0,))
 """Multiplicities of the distinct tokens beside the probe, as fractions; 0.789 puts the mean at 1/√3 of the corner."""
+
+BATCHED = (3, 8)
+"""Patterns of up to 3 distinct tokens are searched in one batch, and those of 4 to 8 in another."""
 
 
 @dataclass(frozen=True)
@@ -73,49 +76,40 @@ class Candidate(ArrayRecord):
         return self.tokens.repeat_interleave(self.counts, dim=0)
 
 
-def multiset_attention(counts: Float[Tensor, " r"]) -> AttentionFunction:
-    """Return softmax attention over distinct tokens with multiplicities: p_j ∝ counts_j · exp(s_j)."""
-    return partial(_attend, counts.log())
-
-
-def _attend(bias: Tensor, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
-    scores = (query @ key.mT) * scale + bias
-    if is_causal:
-        n = scores.shape[-1]
-        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool, device=scores.device).triu(1), -math.inf)
-    return torch.softmax(scores, dim=-1) @ value
-
-
-def difference(
-    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, x: Float[Tensor, "*batch r d"], counts: Tensor
-) -> Float[Tensor, "*batch r d"]:
-    """Return S(X) − S'(X) at the distinct tokens x, where token j occurs counts_j times."""
-    attention = multiset_attention(counts.to(x.dtype))
-    gap: Tensor = network(x, attention) - surrogate(x, attention)
-    return gap
-
-
 def climb(
-    comparison: Comparison, x: Float[Tensor, "starts r d"], counts: Int64[Tensor, " r"], steps: int
+    pair: tuple[Evaluate, Evaluate],
+    inputs: InputSet,
+    x: Float[Tensor, "starts r d"],
+    counts: Int64[Tensor, "starts r"],
+    steps: int,
 ) -> tuple[Float[Tensor, "starts r d"], Float[Tensor, " starts"]]:
     """Run projected gradient ascent on max|S − S'| from every start.
 
+    A path ends when a step does not move it: the gradient at this point is the same in every later step, and a shorter
+    step in the same direction does not leave a corner of the box either.
+
     Returns the best point of each path and its value.
     """
-    inputs = comparison.inputs
+    bias, hidden = counts.to(x.dtype).log(), (counts == 0)[..., None]
     best, best_value = x.clone(), torch.full((len(x),), -1.0, dtype=x.dtype, device=x.device)
+    moving = torch.arange(len(x), device=x.device)  # the paths that have not ended; x has a row for each of them
     for step in range(steps + 1):
         x = x.detach().requires_grad_(True)
-        size = difference(comparison.network, comparison.surrogate, x, counts).abs().flatten(1).amax(dim=1)
+        gap = pair[0](x, bias[moving]) - pair[1](x, bias[moving])
+        size = gap.masked_fill(hidden[moving], 0.0).abs().flatten(1).amax(dim=1)
         value = torch.where(size.isfinite(), size, -1.0).detach()
-        better = value > best_value
-        best = torch.where(better[:, None, None], x.detach(), best)
-        best_value = torch.where(better, value, best_value)
+        better = value > best_value[moving]
+        best[moving[better]] = x.detach()[better]
+        best_value[moving[better]] = value[better]
         if step == steps:
             break
         (gradient,) = torch.autograd.grad(size.sum(), x)
         rate = inputs.radius * 0.8 * (1 - step / steps) ** 2
-        x = inputs.project(x.detach() + rate * inputs.steepest(gradient.nan_to_num(nan=0.0)))
+        moved = inputs.project(x.detach() + rate * inputs.steepest(gradient.nan_to_num(nan=0.0)))
+        changed = (moved != x).flatten(1).any(dim=1)
+        x, moving = moved[changed], moving[changed]
+        if not len(moving):
+            break
     return best, best_value
 
 
@@ -182,15 +176,36 @@ def search(
     starts = affordable_starts(network, options.steps) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     generator = torch.Generator().manual_seed(options.seed)
-    home = network.device
-    target = torch.device(options.device) if options.device is not None else home
-    moved = comparison
-    if target != home:
-        moved = replace(comparison, network=network.copy().to(target), surrogate=surrogate.copy().to(target))
-    for counts in _patterns(comparison.tokens, network.causal):
-        x = _starts(comparison, counts, starts, hints, generator).to(network.dtype)
-        points, values = climb(moved, x.to(target), counts.to(target), options.steps)
-        yield points.detach().cpu(), counts, values.cpu()
+    target = torch.device(options.device) if options.device is not None else network.device
+    pair = prepare(network, target), prepare(surrogate, target)
+    patterns = _patterns(comparison.tokens, network.causal)
+    drawn = [_starts(comparison, counts, starts, hints, generator).to(network.dtype) for counts in patterns]
+    for group in _groups([len(counts) for counts in patterns]):
+        x, counts = _padded([drawn[index] for index in group], [patterns[index] for index in group])
+        points, values = climb(pair, comparison.inputs, x.to(target), counts.to(target), options.steps)
+        first = 0
+        for index in group:
+            these = slice(first, first + len(drawn[index]))
+            yield points[these, : len(patterns[index])].cpu(), patterns[index], values[these].cpu()
+            first = these.stop
+
+
+def _groups(sizes: list[int]) -> list[list[int]]:
+    """Return the patterns that are searched in one batch, given their numbers of tokens."""
+    groups: dict[int, list[int]] = {}
+    for index, size in enumerate(sizes):
+        groups.setdefault(next((most for most in BATCHED if size <= most), size), []).append(index)
+    return list(groups.values())
+
+
+def _padded(
+    drawn: list[Float[Tensor, "_ _ d"]], group: list[Int64[Tensor, " _"]]
+) -> tuple[Float[Tensor, "starts r d"], Int64[Tensor, "starts r"]]:
+    """Concatenate the starts of several patterns; shorter inputs repeat their first token with multiplicity 0."""
+    r = max(map(len, group))
+    x = [torch.cat([part, part[:, :1].expand(-1, r - part.shape[1], -1)], dim=1) for part in drawn]
+    counts = [F.pad(one, (0, r - len(one))).expand(len(part), r) for one, part in zip(group, drawn, strict=True)]
+    return torch.cat(x), torch.cat(counts)
 
 
 def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:

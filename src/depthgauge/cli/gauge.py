@@ -84,12 +84,12 @@ command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 def _write_page(result: "GaugeResult", page: Path, saved: Path | None) -> None:
     """Write the page. If its extra is missing, save the result and print how to make the page from it."""
-    from depthgauge.report.write import MissingExtraError
+    from depthgauge.errors import MissingPackageError
 
     try:
         result.report(page)
         note(f"page written to {page}")
-    except MissingExtraError as error:
+    except MissingPackageError as error:
         if saved is None:
             saved = Path(f"{page}.json")
             result.save(saved)

@@ -149,12 +149,12 @@ def _fail_without_model(record: "ShrinkRecord") -> None:
 def _write_page(result: "ShrinkResult", page: Path) -> None:
     """Write the page. If its extra is missing, keep the result and print how to make the page from it."""
     from depthgauge._io import write_text
-    from depthgauge.report.write import MissingExtraError
+    from depthgauge.errors import MissingPackageError
 
     try:
         result.report(page)
         note(f"page written to {page}")
-    except MissingExtraError as error:
+    except MissingPackageError as error:
         saved = Path(f"{page}.json")
         if result.record.out is not None:
             saved = Path(result.record.out) / "depthgauge.json"

@@ -34,7 +34,9 @@ Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attenti
 
 def command(
     grid: Annotated[Path | None, typer.Argument(metavar="GRID.toml", help="The grid.", show_default=False)] = None,
-    store: Annotated[Path | None, typer.Option(help="File that keeps the rows; created if it does not exist.")] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="File that keeps the rows; created if it is missing, in a folder that exists.")
+    ] = None,
     status: Annotated[Path | None, typer.Option(metavar="STORE", help="Show the status of a store.")] = None,
     export: Annotated[Path | None, typer.Option(metavar="CSV", help="Write the rows to a CSV file.")] = None,
     engine: Annotated[str, typer.Option(help="local: processes on this machine; dask: a running cluster.")] = "local",

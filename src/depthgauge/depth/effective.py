@@ -1,6 +1,5 @@
 """Effective depth: the smallest number of layers that approximates a network within a tolerance."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,16 +11,17 @@ from torch import Tensor
 
 from depthgauge._format import number
 from depthgauge._frames import html_table
-from depthgauge.certificates.attack import AttackOptions, Candidate, Hints, attack, difference
+from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
+from depthgauge.certificates.multiset import multiset_attention
 from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up
 from depthgauge.linalg.threads import threads_for
-from depthgauge.network.network import SelfAttentionNetwork, require_network
+from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
 from depthgauge.surrogates.expansion import Expansion
@@ -180,24 +180,18 @@ class FoldBounds:
         self._certificates: dict[Choice, Certificate] = {}
 
     @cached_property
-    def hard_input(self) -> Candidate:
-        """An input on which folding all layers has a large error; most foldings above the tolerance fail on it."""
-        everything = fold(self.network, ())
-        comparison = Comparison(self.network, everything, InputSet("box", self.radius))
+    def seen(self) -> Callable[[Choice], float]:
+        """The function that returns max|S − S'| on one hard input, in floating point.
+
+        Folding all layers has a large error on this input; most foldings above the tolerance fail on it.
+        """
+        comparison = Comparison(self.network, fold(self.network, ()), InputSet("box", self.radius))
         lead = None
         if self.joint:
             coordinates = torch.arange(self.network.dim)[: max(1, 2**20 // self.network.dim**3)]
             lead = head_tensor(self.S.expansion, range(len(self.network))).slices(coordinates)
-        return attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
-
-    def seen(self, choice: Choice) -> float:
-        """Return max|S − S'| on the hard input, in floating point."""
-        if self._keeps_all(choice):
-            return 0.0
-        candidate, other = self.hard_input, shallower(self.network, choice)
-        with torch.no_grad():
-            gap = difference(self.network, other, candidate.tokens, candidate.counts).abs().amax()
-        return float(gap) if bool(gap.isfinite()) else math.inf
+        hard = attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
+        return measured_errors(self.network, hard.tokens, multiset_attention(hard.counts.to(hard.tokens.dtype)))
 
     def _keeps_all(self, choice: Choice) -> bool:
         return not isinstance(choice, str) and len(choice) == len(self.network)
@@ -283,7 +277,14 @@ def effective_depth(
         with threads_for(network.dim):
             return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
     assert x is not None
-    errors, L = measured_errors(network, x), len(network)
+    return measured_depth(network, measured_errors(network, x), tolerance, progress=progress)
+
+
+def measured_depth(
+    network: SelfAttentionNetwork, errors: Callable[[Choice], float], tolerance: float, *, progress: Step = silent
+) -> Depth:
+    """Return the measured depth at one tolerance; several tolerances can share `errors` (see `measured_errors`)."""
+    L = len(network)
     alone = [errors(tuple(k for k in range(L) if k != replaced)) for replaced in range(L)]
     return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, False, progress)
 
@@ -328,18 +329,20 @@ def check_depth_request(
         network.check_input(x)
 
 
-def measured_errors(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"]) -> Callable[[Choice], float]:
-    """Return the function that maps a choice to max|S(x) − S'(x)|."""
+def measured_errors(
+    network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], attention: AttentionFunction | None = None
+) -> Callable[[Choice], float]:
+    """Return the function that maps a choice to max|S(x) − S'(x)|; it computes each choice once."""
     known: dict[Choice, float] = {}
     with torch.no_grad():
-        truth = network(x)
+        truth = network(x, attention)
 
     def error(choice: Choice) -> float:
         if not isinstance(choice, str) and len(choice) == len(network):
             return 0.0
         if choice not in known:
             with torch.no_grad():
-                gap = (truth - shallower(network, choice)(x)).abs().amax()
+                gap = (truth - shallower(network, choice)(x, attention)).abs().amax()
             known[choice] = float(gap) if bool(gap.isfinite()) else float("inf")
         return known[choice]
 

@@ -7,8 +7,9 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.certificates.attack import AttackOptions, difference, multiset_attention, search
+from depthgauge.certificates.attack import AttackOptions, search
 from depthgauge.certificates.compared_networks import Comparison, InputSet
+from depthgauge.certificates.multiset import difference, multiset_attention
 from depthgauge.linalg.adam import Adam
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork
 from depthgauge.progress import Step, silent

@@ -31,6 +31,8 @@ _INF = math.inf
 
 def as_float64(x: Tensor | float) -> Tensor:
     """Convert to a float64 tensor without rounding; accept only Python numbers, float64 and float32."""
+    if isinstance(x, Tensor) and x.dtype == torch.float64:  # most calls
+        return x
     if isinstance(x, int | float):
         if float(x) != x and not math.isnan(x):
             raise InputError(

@@ -4,17 +4,13 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
 _ADVICE = f"{ADVICE}, or {SHRINK_ADVICE.removeprefix('give ')}"
-
-
-class MissingExtraError(InputError):
-    """The page needs plotly, which is not installed."""
 
 
 def write_report(result: GaugeRecord | ShrinkRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
@@ -31,7 +27,7 @@ def write_report(result: GaugeRecord | ShrinkRecord | dict[str, Any] | str | Pat
         The path of the page.
 
     Raises:
-        MissingExtraError: plotly is not installed.
+        MissingPackageError: plotly is not installed.
         ResultError: the document is not a result; the message names the place that does not fit.
     """
     if isinstance(result, str | Path):
@@ -60,5 +56,5 @@ def _plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingExtraError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
+        raise MissingPackageError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
     return str(get_plotlyjs())

@@ -101,6 +101,19 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
     return fresh
 
 
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors that a model saves to another dtype, in place, and return the model.
+
+    `model.to(dtype)` would also round tensors that are computed and not saved, such as rotary frequencies; the model
+    would then differ from the one that is loaded from its files.
+    """
+    saved = set(model.state_dict())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return model
+
+
 def path_of(model: nn.Module, wanted: nn.Module) -> str:
     """Return the path of a module inside a model, such as `model.layers.0`."""
     found: str = next(name for name, module in model.named_modules() if module is wanted)

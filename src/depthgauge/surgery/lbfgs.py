@@ -38,9 +38,11 @@ def minimize(
         tolerance: stop when an iteration decreases f by less than this share of f.
 
     Returns:
-        The last x, and f at every x in order.
+        The last x, and f at every x in order; nothing is evaluated if `iterations` is 0.
     """
     point = start
+    if iterations < 1:
+        return point, []
     value, gradient = evaluate(point)
     values = [value]
     pairs: deque[tuple[Tensor, Tensor]] = deque(maxlen=_PAIRS)

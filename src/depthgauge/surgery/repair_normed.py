@@ -11,6 +11,9 @@ replaced by a_t diag(c), where a_t is the mean of its diagonal, and c is its dia
 matrix of W is then diag(c) ⊗ Σ_t w_t a_t u_t u_tᵀ, and one Cholesky factor inverts it. If y is linear in W, the first
 step is the ridge regression of `repair.refit`.
 
+With several maps, the matrix has one such block for each of them. It ignores that they can correct the same error, so
+the first steps together would be too long. The first quarter of the steps therefore changes the last map alone.
+
 All sums run over batches, so memory does not grow with the number of tokens.
 """
 
@@ -85,7 +88,8 @@ def refit_normed(
         targets: T, the dense model's states at the matching depth.
         ridge: λ, relative to the mean square of the features.
         iterations: most steps; the iteration stops when a step decreases F by less than 0.1 %.
-        maps: the maps of this block to change together; by default the last map of the MLP.
+        maps: the maps of this block to change together, in the order in which the block computes them; by default the
+            last map of the MLP.
 
     Returns:
         The change of the weights and biases of the maps and of the gains and shifts of the norms.
@@ -99,7 +103,9 @@ def refit_normed(
     with _frozen(block):
         fit.measure(ridge)
         try:
-            found, _ = minimize(fit.evaluate, fit.precondition, fit.zero(), iterations)
+            alone = iterations // 4 if len(maps) > 1 else 0
+            found, _ = minimize(fit.evaluate, fit.precondition_last, fit.zero(), alone)
+            found, _ = minimize(fit.evaluate, fit.precondition, found, iterations - alone)
         finally:
             fit.change(fit.zero()).apply(0.0)
     return fit.change(found)
@@ -296,6 +302,11 @@ class _Fit:
         """Multiply by the inverse of the approximate Hessian."""
         shares = zip(self.parts, self._shares(vector), strict=True)
         return torch.cat([part.precondition(share) for part, share in shares])
+
+    def precondition_last(self, vector: Float[Tensor, " size"]) -> Float[Tensor, " size"]:
+        """Multiply by the inverse of the last map's block, and by 0 for all others."""
+        *_, last = self._shares(vector)
+        return torch.cat([torch.zeros_like(vector[: -len(last)]), self.parts[-1].precondition(last)])
 
     def _shares(self, vector: Float[Tensor, " size"]) -> tuple[Tensor, ...]:
         return torch.split(vector, [part.size for part in self.parts])

@@ -20,6 +20,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.errors import InputError, VerificationError
+from depthgauge.surgery.extract import cast
 from depthgauge.surgery.fresh_process import digests
 
 PROMPT = 32
@@ -97,7 +98,7 @@ def verify_reload(
     if len(ids) < 1 or compared < 1:
         raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
     if compute is not None and compute != model.dtype:
-        model = copy.deepcopy(model).to(compute)
+        model = cast(copy.deepcopy(model), compute)
     checkpoint = wrap(model)
     found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens, compute)
     tensors = _check_structure(out, checkpoint, found)

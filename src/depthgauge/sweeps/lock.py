@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from depthgauge._io import require_folder
 from depthgauge.errors import InputError, OutputError
 
 PATIENCE = 0.5
@@ -40,10 +41,18 @@ def lock_path(store: Path) -> Path:
 
 @contextmanager
 def run_lock(store: Path) -> Iterator[None]:
-    """Hold the lock of a store during a run; raise InputError naming the holder if another process has it."""
+    """Hold the lock of a store during a run.
+
+    Args:
+        store: the file of the store. It may be missing; its folder must exist.
+
+    Raises:
+        InputError: there is no such folder, or another process holds the lock; the message names the process.
+        OutputError: the lock file cannot be created.
+    """
+    require_folder(store)
     path = lock_path(store)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         handle = _acquire(path, store)
     except OSError as error:
         raise OutputError(f"cannot lock {store}: {error.strerror or error}") from error

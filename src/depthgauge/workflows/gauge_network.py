@@ -11,7 +11,7 @@ from torch import Tensor
 from depthgauge._format import duration, number
 from depthgauge.certificates.certificate import certify
 from depthgauge.certificates.printed import printed_bound
-from depthgauge.depth.effective import FoldBounds, certified_depth, effective_depth
+from depthgauge.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
 from depthgauge.errors import InputError
 from depthgauge.linalg.threads import threads_for
 from depthgauge.measures.profile import Profile, measure
@@ -133,11 +133,11 @@ def _depths(
     network: SelfAttentionNetwork, x: Float[Tensor, "samples tokens dim"], bounds: FoldBounds, progress: Step
 ) -> Sequence[DepthRow]:
     """Find the certified and the measured effective depth at every tolerance."""
-    rows = []
+    rows, errors = [], measured_errors(network, x)
     for index, tolerance in enumerate(TOLERANCES):
         progress(index, len(TOLERANCES), f"effective depth within {number(tolerance, 6)}")
         rows.append(certified_depth(bounds, tolerance))
-        rows.append(effective_depth(network, tolerance=tolerance, certified=False, x=x))
+        rows.append(measured_depth(network, errors, tolerance))
     return [msgspec.convert(row.to_json(), DepthRow) for row in rows]
 
 

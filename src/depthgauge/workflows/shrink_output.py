@@ -26,6 +26,7 @@ from depthgauge.results.shrink_record import (
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import SHARE, Measured, guaranteed, loss_record, measure_windows, text_records
+from depthgauge.surgery.extract import cast
 from depthgauge.surgery.guarantee import ASSUMPTION
 from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
 from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
@@ -162,7 +163,7 @@ def finish(subject: Subject, made: Made, calibration: Calibration, started: floa
     progress(0, 1, "speed of both models")
     dense = subject.checkpoint.model
     # Half precision is slow on a CPU: compare the models in the dtype in which the dense one was loaded.
-    computed = made.model if made.model.dtype == dense.dtype else copy.deepcopy(made.model).to(dense.dtype)
+    computed = made.model if made.model.dtype == dense.dtype else cast(copy.deepcopy(made.model), dense.dtype)
     speed = compare_speed(dense, computed, calibration.certify.ids[:1])
     shrunk = measure_windows(
         computed,

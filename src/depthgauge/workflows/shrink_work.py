@@ -11,6 +11,7 @@ from depthgauge.progress import Step
 from depthgauge.results.shrink_record import CurvePoint, HealRecord, PlanRecord, RepairStep, TestedSize
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import Certifier, Measured, measure_windows
+from depthgauge.surgery.extract import cast
 from depthgauge.surgery.heal import heal
 from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.shrinker import Shrinker
@@ -150,7 +151,7 @@ class Work:
         if settings.heal:
             model, healed = self._heal(shrinker, made.model, value, settings.heal)
         if self.subject.stored is not None:
-            model = model.to(self.subject.stored)
+            model = cast(model, self.subject.stored)
         return Made(model, made.plan, made.repair, healed, made.curve, made.dense)
 
     def _heal(self, shrinker: Shrinker, model: Any, value: float, steps: int) -> tuple[Any, HealRecord]:

@@ -31,8 +31,8 @@ def sweep(
 
     Args:
         grid: A `Grid`, the path of a TOML file, or a dictionary with the keys `task`, `parameters` and `repetitions`.
-        store: Path of the SQLite file that keeps the rows; created if it does not exist. With None, the rows are kept
-            in a temporary file for the duration of the call.
+        store: Path of the SQLite file that keeps the rows; created if it does not exist; its folder must exist.
+            With None, the rows are kept in a temporary file for the duration of the call.
         engine: `"local"` for processes on this machine, `"dask"` for a running Dask cluster.
         scheduler: Address of the Dask scheduler, for example `"tcp://10.0.0.1:8786"`; only with `engine="dask"`.
         jobs: Number of processes of the local engine; by default one per core. With 1, cells run in this process.
@@ -43,7 +43,8 @@ def sweep(
         The rows of this grid, with `to_frame()`, `to_json()` and the summary of the run.
 
     Raises:
-        InputError: The grid or the engine is invalid, or another process is running on the store.
+        InputError: The grid or the engine is invalid, the folder of the store does not exist, or another process is
+            running on the store.
         EngineError: A worker process died. Rows in `store` are kept.
         InterruptedRunError: The run was interrupted from the keyboard. Rows in `store` are kept.
     """

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import write_text
+from depthgauge._io import require_folder, write_text
 from depthgauge._version import __version__
 from depthgauge.errors import InputError, OutputError, require_count, require_seed
 from depthgauge.progress import Step, silent
@@ -76,11 +76,13 @@ def reproduce(
         The number of rows and the paths of the files.
 
     Raises:
-        InputError: The id is unknown.
+        InputError: The id is unknown, or the folder of the store does not exist.
         MissingPackageError: A package that the figure needs is not installed.
     """
     study = find_study(figure, models, seed)
     _check_files(study, Path(out), overwrite)
+    if store is not None and Path(store).absolute().parent != Path(out).absolute():
+        require_folder(store)
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
