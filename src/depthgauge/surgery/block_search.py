@@ -17,6 +17,9 @@ from depthgauge.surgery.repair_block import repair_block
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
 
+SEARCH_ITERATIONS = 4
+"""Most steps of a repair during the search, in families where it is not a linear problem."""
+
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
@@ -130,7 +133,9 @@ class Search:
         """Fit the block before kept[place] to the dense states after it."""
         kept = self.student.kept
         target = kept[place + 1] if place + 1 < len(kept) else len(self.runner)
-        return repair_block(self.runner, kept[place - 1], states, self.fit.at(target), joint=False)
+        return repair_block(
+            self.runner, kept[place - 1], states, self.fit.at(target), joint=False, iterations=SEARCH_ITERATIONS
+        )
 
     def _repeat(self, known: dict[str, Any]) -> _Candidate:
         """Return the candidate that an interrupted run chose."""
@@ -218,7 +223,9 @@ def _gaps_repaired(search: Search, removed: Sequence[int]) -> float:
     gaps = [layer for layer in student.kept if student.following(layer) != layer + 1]
     for layer in student.kept:
         if search.repair and layer in gaps:
-            change = repair_block(runner, layer, fit, search.fit.at(student.following(layer)), joint=False)
+            change = repair_block(
+                runner, layer, fit, search.fit.at(student.following(layer)), joint=False, iterations=SEARCH_ITERATIONS
+            )
             student.apply(change, 1.0)
         select = runner.run([layer], select)
         if gaps and layer < gaps[-1]:

@@ -33,7 +33,9 @@ PARTS = ("fit", "select", "certify")
 WINDOW = 512
 """Tokens per window by default."""
 SHOWN_WINDOWS = 24
-"""Sampled windows in the certify part where the guarantee is about the user's text."""
+"""The most sampled windows in the certify part where the guarantee is about the user's text."""
+SHOWN_SHARE = 5
+"""One sampled window for this many certify windows of text, at most `SHOWN_WINDOWS`."""
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
 SAMPLING_ROUNDS = 8
@@ -268,7 +270,7 @@ class _Request:
             return CalibrationSizes(0, 0, 0)
         if not self.texts:
             return self.sizes
-        shown = min(SHOWN_WINDOWS, self.sizes.certify)
+        shown = min(SHOWN_WINDOWS, -(-self.sizes.certify // SHOWN_SHARE))
         return CalibrationSizes(self._sampled_of(self.sizes.fit), self._sampled_of(self.sizes.select), shown)
 
     def _sampled_of(self, windows: int) -> int:

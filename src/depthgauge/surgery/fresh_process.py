@@ -58,6 +58,7 @@ def main(exchange: Path) -> None:
         "unexpected": sorted(found["unexpected_keys"]),
         "digests": digests(model),
         "losses": [],
+        "token_losses": [],
     }
     outputs = {}
     with torch.no_grad():
@@ -68,11 +69,14 @@ def main(exchange: Path) -> None:
             if is_loss:
                 rows = made[:-1].split(256)
                 targets = ids[0, 1:].to(made.device).split(256)
-                total = sum(
-                    torch.nn.functional.cross_entropy(row.float(), target, reduction="sum").double()
-                    for row, target in zip(rows, targets, strict=True)
+                tokens = torch.cat(
+                    [
+                        torch.nn.functional.cross_entropy(row.float(), target, reduction="none").double()
+                        for row, target in zip(rows, targets, strict=True)
+                    ]
                 )
-                result["losses"].append(float(total) / (ids.shape[1] - 1))
+                result["losses"].append(float(tokens.mean()))
+                result["token_losses"].append(tokens.tolist())
             elif "dense" in given:
                 dense = given["dense"][index].double()
                 result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))

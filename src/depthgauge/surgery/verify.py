@@ -39,6 +39,7 @@ class ReloadProof:
     - `tolerance`: the largest difference that counts as equal in this dtype
     - `losses`: per window, the reloaded model's loss in nats per token, or for an encoder the relative change of its
       final states; empty for an encoder without reference states
+    - `token_losses`: the losses of the tokens of every window; empty for an encoder
     - `generated`: the tokens generated with the cache; None for models that do not generate
     - `cache_difference`: largest |Δ logit| ÷ max |logit| between generation with and without cache; None likewise
     - `remark`: a sentence about tokens with equal logits, or None
@@ -50,6 +51,7 @@ class ReloadProof:
     difference: float
     tolerance: float
     losses: tuple[float, ...]
+    token_losses: tuple[tuple[float, ...], ...]
     generated: tuple[int, ...] | None
     cache_difference: float | None
     remark: str | None
@@ -121,6 +123,7 @@ def verify_reload(
         difference=difference,
         tolerance=tolerance,
         losses=tuple(found["losses"]),
+        token_losses=tuple(map(tuple, found["token_losses"])),
         generated=tuple(found["cached"]) if "cached" in found else None,
         cache_difference=found.get("cache_difference"),
         remark=remark,

@@ -113,7 +113,7 @@ def shrink(
         work.journal.delete()
         return ShrinkResult(unreached(work.subject, made, work.calibration, started), None, None)
     finished = finish(work.subject, made, work.calibration, started, progress)
-    record = finished.record(None) if out is None else write_result(finished, out, overwrite)
+    record = finished.record(finished.measured(), None) if out is None else write_result(finished, out, overwrite)
     work.journal.delete()
     return ShrinkResult(record, made.model, finished)
 

@@ -3,7 +3,7 @@
 import copy
 import platform
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,7 +12,6 @@ import torch
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Source
-from depthgauge.errors import VerificationError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     BeforeAfter,
@@ -27,7 +26,7 @@ from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import SHARE, Measured, guaranteed, loss_record, measure_windows, text_records
 from depthgauge.surgery.extract import cast
-from depthgauge.surgery.guarantee import ASSUMPTION
+from depthgauge.surgery.guarantee import ASSUMPTION, mixed_loss
 from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
 from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
 from depthgauge.surgery.verify import verify_reload
@@ -37,8 +36,6 @@ from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of
 
 RECORD = "depthgauge.json"
 """The file next to a shrunk model that holds its record."""
-_AGREEMENT = 1e-3
-"""Largest relative difference between the losses of the reloaded model and of the model in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,27 +43,42 @@ class Finished:
     """A finished model and its measurements in memory.
 
     - `subject`, `calibration`, `made`: the source model, the windows, the shrunk model
-    - `shrunk`: the shrunk model on the certify windows
     - `speed`: its speed beside the dense model's
-    - `seconds`: time since the start
+    - `started`: when the run started
     """
 
     subject: Subject
     calibration: Calibration
     made: Made
-    shrunk: Measured
     speed: SpeedComparison
-    seconds: float
+    started: float
     progress: Step = silent
 
-    def record(self, out: str | None) -> ShrinkRecord:
-        """Describe the result with the measurements in memory."""
+    def measured(self) -> Measured:
+        """Measure the shrunk model in memory on the certify windows."""
+        model, dense = self.made.model, self.subject.checkpoint.model
+        return measure_windows(
+            model if model.dtype == dense.dtype else cast(copy.deepcopy(model), dense.dtype),
+            self.calibration.certify.ids,
+            decoder=self.subject.decoder,
+            dense=self.made.dense,
+            progress=self.progress,
+            label="shrunk model, certify windows",
+        )
+
+    def record(self, shrunk: Measured, out: str | None) -> ShrinkRecord:
+        """Describe the result.
+
+        Args:
+            shrunk: the shrunk model on the certify windows.
+            out: where it was written, or None.
+        """
         subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
         checkpoint, source = subject.checkpoint, subject.checkpoint.source
         limit, kind = subject.settings.max_increase, subject.settings.guarantee or QUANTILE
         if not made.tested:  # a plan fixes the size, whatever limit it was made for
             limit = None
-        guarantee = certifier_of(subject, self.calibration, made.dense).record(self.shrunk, limit, kind, made.tested)
+        guarantee = certifier_of(subject, self.calibration, made.dense).record(shrunk, limit, kind, made.tested)
         speed = self.speed
         return ShrinkRecord(
             version=__version__,
@@ -76,8 +88,8 @@ class Finished:
             layers_after=checkpoint.layers - len(made.plan.removed),
             removed=made.plan.removed,
             repaired=any(step.step for step in made.repair),
-            loss=loss_record(self.calibration, made.dense, self.shrunk, seed),
-            texts=text_records(self.calibration, made.dense, self.shrunk, seed),
+            loss=loss_record(self.calibration, made.dense, shrunk, seed),
+            texts=text_records(self.calibration, made.dense, shrunk, seed),
             guarantee=guarantee,
             speed=SpeedRecord(
                 prefill=speed.prefill,
@@ -98,7 +110,7 @@ class Finished:
             plan=made.plan,
             notes=self._notes(),
             versions=_versions(),
-            seconds=self.seconds,
+            seconds=time.perf_counter() - self.started,
             out=out,
         )
 
@@ -159,21 +171,13 @@ def unreached(subject: Subject, made: Made, calibration: Calibration, started: f
 
 
 def finish(subject: Subject, made: Made, calibration: Calibration, started: float, progress: Step) -> Finished:
-    """Measure the shrunk model on the certify windows, and its speed beside the dense model's."""
+    """Measure the speed of the shrunk model beside the dense model's."""
     progress(0, 1, "speed of both models")
     dense = subject.checkpoint.model
     # Half precision is slow on a CPU: compare the models in the dtype in which the dense one was loaded.
     computed = made.model if made.model.dtype == dense.dtype else cast(copy.deepcopy(made.model), dense.dtype)
     speed = compare_speed(dense, computed, calibration.certify.ids[:1])
-    shrunk = measure_windows(
-        computed,
-        calibration.certify.ids,
-        decoder=subject.decoder,
-        dense=made.dense,
-        progress=progress,
-        label="shrunk model, certify windows",
-    )
-    return Finished(subject, calibration, made, shrunk, speed, time.perf_counter() - started, progress)
+    return Finished(subject, calibration, made, speed, started, progress)
 
 
 def write_result(finished: Finished, out: str | Path, overwrite: bool) -> ShrinkRecord:
@@ -223,14 +227,10 @@ def _verified(finished: Finished, folder: Path, out: str) -> ShrinkRecord:
         folder, ids, finished.made.model, device=device, dense=finished.made.dense.states, compute=compute
     )
     losses = torch.tensor(proof.losses, dtype=torch.float64)
-    apart = float(((losses - finished.shrunk.losses).abs() / finished.shrunk.losses.abs().clamp_min(1e-3)).max())
-    if not apart <= _AGREEMENT:
-        raise VerificationError(
-            f"the reloaded model has other losses than the model in memory: they differ by up to {apart:.2g} of their "
-            "size; nothing was written"
-        )
-    reloaded = replace(finished.shrunk, losses=losses)
-    record = replace(finished, shrunk=reloaded).record(out)
+    vocabulary, mixed = finished.made.dense.vocabulary, losses
+    if vocabulary is not None:
+        mixed = mixed_loss(-torch.tensor(proof.token_losses, dtype=torch.float64), vocabulary).mean(dim=1)
+    record = finished.record(Measured(losses, mixed, vocabulary), out)
     generation = "not applicable" if proof.generated is None else proof.remark or "equal with and without cache"
     return msgspec.structs.replace(
         record,
