@@ -30,7 +30,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         objective: what the search minimizes: `loss` (default for decoders), `kl` (divergence from the dense model) or
             `states` (distance of the final states, the only choice for encoders).
         no_repair: remove blocks without changing any weights.
-        heal: after the repair, train this many steps towards the dense model's predictions (extra `train`).
+        heal: after the repair, train this many steps towards the dense model's predictions.
         text: text files to calibrate on; without one, text sampled from the model itself is used.
         sampled: share of the calibration windows that are sampled from the model itself (default 0.5).
         window: tokens per window (default 512, or the model's context if that is shorter).
