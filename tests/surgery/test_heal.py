@@ -1,5 +1,6 @@
 """Healing trains a shrunk model towards the dense one."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny_models import tiny_model, tokens
 
 from depthgauge.checkpoints.load import wrap
+from depthgauge.surgery import heal as healing
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.heal import heal
 
@@ -51,3 +53,24 @@ def test_small_steps_do_not_vanish_in_half_precision() -> None:
     heal(student, dense, ids, steps=30, loss=True, seed=0)
     assert student.dtype == torch.bfloat16
     assert divergence(dense.float(), student.float(), ids, True) < 0.8 * far
+
+
+def test_an_interrupted_healing_ends_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(healing, "SAVE_EVERY", 2)
+    dense, ids = tiny_model("llama"), tokens(16, 8)
+    direct, stopped, resumed = (extract(wrap(dense), (0, 1)) for _ in range(3))
+    heal(direct, dense, ids, steps=6, loss=True, seed=1)
+
+    def interrupt(done: int, total: int, label: str) -> None:
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        heal(stopped, dense, ids, steps=6, loss=True, seed=1, saved=tmp_path / "heal.pt", progress=interrupt)
+    seen: list[int] = []
+    heal(
+        resumed, dense, ids, steps=6, loss=True, seed=1, saved=tmp_path / "heal.pt",
+        progress=lambda done, total, label: seen.append(done),
+    )  # fmt: skip
+    assert seen == [4, 5]
+    assert all(torch.equal(direct.state_dict()[key], value) for key, value in resumed.state_dict().items())

@@ -1,18 +1,23 @@
 """Heal a shrunk model: train it towards the dense model's predictions on the fit windows."""
 
 import math
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthgauge._io import write_atomically
 from depthgauge.progress import Step, silent
 
 RATE = 0.012
 """Largest learning rate times √d, for width d; 5e-4 at d = 576 was the best of two tried on SmolLM2."""
 WARMUP = 0.1
 """Share of the steps during which the learning rate grows."""
+SAVE_EVERY = 50
+"""Steps between two savings."""
 _TOKENS = 8192
 """Tokens per step."""
 
@@ -25,6 +30,7 @@ def heal(
     steps: int,
     loss: bool,
     seed: int,
+    saved: Path | None = None,
     progress: Step = silent,
 ) -> None:
     """Train all weights of `student` in place with AdamW, linear warm-up and cosine decay.
@@ -39,6 +45,7 @@ def heal(
         steps: number of steps.
         loss: whether the models return logits.
         seed: order of the windows.
+        saved: a file that keeps the weights and the optimizer every `SAVE_EVERY` steps; an existing one is continued.
         progress: called before every step.
     """
     device = student.get_input_embeddings().weight.device
@@ -51,7 +58,8 @@ def heal(
     order = _order(len(ids), steps * batch, seed)
     dense.eval()
     student.eval()  # dropout stays off: the targets are exact
-    for step in range(steps):
+    first = 0 if saved is None else _load(saved, masters, weights, optimizer)
+    for step in range(first, steps):
         progress(step, steps, "healing")
         for group in optimizer.param_groups:
             group["lr"] = rate * _schedule(step, steps)
@@ -71,8 +79,24 @@ def heal(
         with torch.no_grad():
             for weight, master in zip(weights, masters, strict=True):
                 weight.copy_(master)
+        if saved is not None and (step + 1) % SAVE_EVERY == 0:
+            state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
+            write_atomically(saved, partial(torch.save, state))
     for weight in weights:
         weight.grad = None
+
+
+@torch.no_grad()
+def _load(saved: Path, masters: list[Tensor], weights: list[Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Continue from a file, if it exists, and return the next step."""
+    if not saved.is_file():
+        return 0
+    state = torch.load(saved, map_location=masters[0].device, weights_only=True)
+    for master, weight, value in zip(masters, weights, state["masters"], strict=True):
+        master.copy_(value)
+        weight.copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["step"])
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -196,6 +196,8 @@ def open_subject(
     if not isinstance(model, str | Path):
         return _from_memory(model, settings, tokenizer, plan, check)
     target = resolve_target(model)
+    if not Path(model).exists():
+        raise InputError(f"cannot read {model}: no such file or directory")
     if target.network is not None or target.kind != "checkpoints" or target.path is None:
         raise InputError(
             f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file. Use "

@@ -149,14 +149,16 @@ class Work:
         settings, healed, model = self.subject.settings, None, made.model
         shrinker.student.restore()
         if settings.heal:
-            model, healed = self._heal(shrinker, made.model, value, settings.heal)
+            model, healed = self._heal(shrinker, made.model, made.plan, value)
         if self.subject.stored is not None:
             model = cast(model, self.subject.stored)
         return Made(model, made.plan, made.repair, healed, made.curve, made.dense)
 
-    def _heal(self, shrinker: Shrinker, model: Any, value: float, steps: int) -> tuple[Any, HealRecord]:
+    def _heal(self, shrinker: Shrinker, model: Any, plan: PlanRecord, value: float) -> tuple[Any, HealRecord]:
         """Train the model towards the dense one; keep the result if the selection objective falls."""
-        subject = self.subject
+        subject, steps = self.subject, self.subject.settings.heal
+        assert steps is not None
+        removed = "-".join(map(str, plan.removed))
         before = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         heal(
             model,
@@ -165,6 +167,7 @@ class Work:
             steps=steps,
             loss=subject.decoder,
             seed=subject.settings.seed or 0,
+            saved=None if self.journal.folder is None else self.journal.folder / f"heal-{removed}.pt",
             progress=self.progress,
         )
         after = shrinker.objective.of_model(model)
