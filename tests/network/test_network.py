@@ -264,7 +264,7 @@ def test_clip_bounds_every_attention_weight_and_nothing_else(dtype: torch.dtype,
     network = random_network(2, 2, 3, 1.0, mlp=4, dtype=dtype, seed=11)
     clipped = network.clip(eta)
     assert clipped.eta <= eta
-    assert clipped.eta >= min(eta, network.eta) * (1 - 1e-7)
+    assert clipped.eta >= min(eta, network.eta) * (1 - torch.finfo(dtype).eps)
     for a, b in zip(network, clipped, strict=True):
         inside = a.query.abs() <= clipped.eta
         assert torch.equal(a.query[inside], b.query[inside])

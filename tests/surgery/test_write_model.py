@@ -22,7 +22,7 @@ from depthgauge.checkpoints.load import Placement, Source, find, load_config, lo
 from depthgauge.errors import InputError, OutputError
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import ASSUMPTION, CardFacts, contiguous, mergekit_plan, model_card, ranges
+from depthgauge.surgery.model_card import CardFacts, contiguous, mergekit_plan, model_card, ranges
 from depthgauge.surgery.write_model import check_output_directory, write_model
 
 HERE = Placement(device="cpu")
@@ -314,7 +314,7 @@ def test_the_model_card_says_what_was_done() -> None:
         "base_model": "./Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
     for part in ("removed 4 of the 30 layers", "3, 7–9 (counted from 0)", "least squares", "2.5 before, 2.75 after",
-                 "| corpus.txt | 0.25 |", "grows by at most 0.4.", ASSUMPTION, "80,000 parameters instead of 100,000",
+                 "| corpus.txt | 0.25 |", "grows by at most 0.4.", "80,000 parameters instead of 100,000",
                  "0.875", "0.75", "dequantized", "    depthgauge shrink ./Smol", "depthgauge.json"):  # fmt: skip
         assert part in body, part
     plain = model_card(CardFacts("b", 6, (2,), None, "states", 0.0, 0.1))
