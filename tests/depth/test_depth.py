@@ -20,7 +20,7 @@ from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
-from depthgauge.surrogates.closed_forms import CLOSED_FORMS
+from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form
 
 
 def subsets(L):
@@ -153,3 +153,14 @@ def test_large_weights_are_refuted_and_the_middle_is_undecided():
     assert "undecided" in {certified_depth(bounds, tolerance).status for tolerance in (0.5, 5.0, 50.0)}
     single = effective_depth(random_network(layers=1, heads=1, dim=2, eta=0.5), radius=1.0, tolerance=1e-6)
     assert (single.layers, single.status, single.tried) == (1, "proved", 0)
+
+
+def test_one_layer_counts_as_soon_as_its_certificate_proves_it():
+    network = random_network(layers=4, heads=1, dim=4, eta=0.05, seed=3)
+    with torch.no_grad():
+        network[2].query.mul_(3)
+        network[2].value.mul_(3)
+    proved = certify(network, closed_form(network, "corrected"), radius=1.0, starts=1, steps=0).upper
+    depth = effective_depth(network, tolerance=proved, radius=1.0)
+    assert (depth.layers, depth.method, depth.status) == (1, "corrected", "proved")
+    assert depth.error <= proved

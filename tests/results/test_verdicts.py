@@ -2,8 +2,14 @@
 
 import pytest
 
+from depthgauge.results.checkpoint_subject import ScoreTrust
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
-from depthgauge.results.verdicts import network_verdict, printed_bound_text, violates_printed_theorem
+from depthgauge.results.verdicts import (
+    checkpoint_verdict,
+    network_verdict,
+    printed_bound_text,
+    violates_printed_theorem,
+)
 
 
 def row(tolerance: float, layers: int, status: str, *, certified: bool = True, method: str = "none") -> DepthRow:
@@ -69,3 +75,19 @@ def test_printed_bounds_as_text() -> None:
         for bound, log in ((0.25, -0.6), (None, 1679.4), (None, None))
     ]
     assert texts == ["0.25", "1e1679", "overflows"]
+
+
+def test_a_score_is_only_best_if_it_predicts_anything() -> None:
+    def verdict(*correlations: float | None) -> str:
+        names = ("block_influence", "angular_distance")
+        trust = [
+            ScoreTrust(score=name, what_if="block", spearman=value, layers=3)
+            for name, value in zip(names, correlations, strict=True)
+        ]
+        return checkpoint_verdict(3, "loss", {}, trust, None, None)
+
+    assert verdict(0.4, -1.0) == "3 layers; the best layer score is block influence (ShortGPT) (rank correlation 0.40)"
+    assert verdict(-0.5, -0.8) == (
+        "3 layers; no layer score predicts the measured cost (rank correlations of at most -0.50)"
+    )
+    assert verdict(None, None) == "3 layers"

@@ -17,6 +17,7 @@ from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import SCHEMA
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets
+from depthgauge.workflows.collapse import CollapseOptions, collapse_file
 from depthgauge.workflows.gauge import gauge, load_result
 from depthgauge.workflows.target import LARGE_ETA, SMALL_ETA, built_in_pair
 
@@ -163,6 +164,18 @@ def test_progress_is_reported_per_layer(network: dg.SelfAttentionNetwork) -> Non
     gauge(network, **SMALL, progress=lambda done, total, label: steps.append((done, total)))
     assert steps[:3] == [(0, 2), (1, 2), (2, 2)]
     assert all(0 <= done <= total for done, total in steps)
+
+
+def test_gauge_and_collapse_report_the_same_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ATTACK", {})
+    monkeypatch.setattr(module, "TOLERANCES", (0.1,))
+    network = dg.random_network(layers=3, heads=1, dim=4, eta=0.2, seed=2)
+    dg.save_network(network, tmp_path / "n.safetensors")
+    (subject,) = gauge(network, **SMALL).to_json()["subjects"]
+    for row in subject["collapse"]:
+        options = CollapseOptions(row["method"], radius=subject["radius"])
+        record = collapse_file(tmp_path / "n.safetensors", options).record
+        assert (record.lower, record.upper) == (row["lower"], row["upper"])
 
 
 def test_the_sandwich_is_one() -> None:

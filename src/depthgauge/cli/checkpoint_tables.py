@@ -134,11 +134,11 @@ def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
 
 def removal_line(removal: MeasuredRemoval, layers: int) -> str:
     """Return the measured effective depth in a sentence."""
-    removed = f", without {', '.join(map(str, removal.removed))}" if removal.removed else ""
     last = Interval(loss=removal.loss, low=removal.low, high=removal.high)
-    cost = f", at {_interval(last)}" if removal.removed else ""
+    removed = ", ".join(map(str, removal.removed))
+    found = f" (removed, in this order: {removed}; increase {_interval(last)})" if removal.removed else ""
     enough = f"{removal.layers} of {layers} layers keep the increase within {number(removal.increase, 6)}"
-    return f"effective depth: {enough}{removed}{cost}; {STOPPED.get(removal.stopped, removal.stopped)}"
+    return f"effective depth: {enough}{found}; {STOPPED.get(removal.stopped, removal.stopped)}"
 
 
 def regime_line(regime: RegimeDistance) -> str:

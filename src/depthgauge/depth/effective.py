@@ -1,5 +1,6 @@
 """Effective depth: the smallest number of layers that approximates a network within a tolerance."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,6 +19,8 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
 from depthgauge.certificates.multiset import multiset_attention
+from depthgauge.certificates.upper import prove_upper
+from depthgauge.depth.foldings import cheapest_choices, runs_between
 from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up
 from depthgauge.linalg.threads import threads_for
@@ -120,43 +123,6 @@ def one_layer_methods(network: SelfAttentionNetwork) -> list[str]:
     return [method for method in reversed(list(CLOSED_FORMS)) if refusal(network, method) is None]
 
 
-def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Return the runs of consecutive layers that are not kept."""
-    runs: list[list[int]] = []
-    for index in range(depth):
-        if index in kept:
-            continue
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return tuple(tuple(run) for run in runs)
-
-
-def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:
-    """Return the `most` choices of kept layers with the smallest total cost of the replaced ones.
-
-    Dynamic programming over the layers. The bound is neither additive nor monotone in the replaced layers, so these
-    choices are candidates, whose errors are computed afterwards.
-
-    Args:
-        costs: for each layer, the bound on the error of replacing it alone.
-        layers: the number of layers of the folding.
-        most: the number of choices to return.
-    """
-    # best[number of layers so far, whether the last layer was replaced] = the `most` cheapest (cost, kept).
-    best: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {(0, False): [(0.0, ())]}
-    for index, cost in enumerate(costs):
-        following: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {}
-        for (used, open_run), entries in best.items():
-            for spent, kept in entries:
-                following.setdefault((used + 1, False), []).append((spent, (*kept, index)))
-                following.setdefault((used + (not open_run), True), []).append((spent + cost, kept))
-        best = {key: sorted(entries)[:most] for key, entries in following.items() if key[0] <= layers}
-    ends = [entry for (used, _), entries in best.items() if used == layers for entry in entries]
-    return [kept for _, kept in sorted(ends)[:most]]
-
-
 class FoldBounds:
     """Upper bounds on |S − S'| for many shallower networks S'; the layer bounds of S are computed once."""
 
@@ -207,8 +173,21 @@ class FoldBounds:
     def error(self, choice: Choice) -> float:
         """Return an upper bound on |S − S'| for one choice."""
         if choice not in self._known:
-            self._known[choice] = 0.0 if self._keeps_all(choice) else self._bound(shallower(self.network, choice))
+            if isinstance(choice, str):
+                self._known[choice] = self._one_layer(choice)
+            else:
+                self._known[choice] = 0.0 if self._keeps_all(choice) else self._bound(fold(self.network, choice))
         return self._known[choice]
+
+    def _one_layer(self, method: str) -> float:
+        """Return the upper bound of a closed form as its certificate has it."""
+        if method in self._certificates:
+            value = self._certificates[method].upper
+        else:
+            inputs = InputSet("box", self.radius)
+            comparison = Comparison(self.network, closed_form(self.network, method), inputs)
+            value = prove_upper(comparison, "default", self.S).value
+        return math.inf if value is None else value
 
     def certificate(self, choice: Choice) -> Certificate:
         """Return the full certificate of one choice."""

@@ -27,6 +27,7 @@ UNIT = 2.0**-53
 TINY = 2.0**-1074
 """The smallest positive float64. It bounds the absolute error of an underflow."""
 _INF = math.inf
+_ABOVE, _BELOW = torch.tensor(_INF, dtype=torch.float64), torch.tensor(-_INF, dtype=torch.float64)
 
 
 def as_float64(x: Tensor | float) -> Tensor:
@@ -55,14 +56,12 @@ def largest_not_above(value: float, dtype: torch.dtype) -> float:
 
 def up(x: Tensor | float) -> Tensor:
     """Return the next larger float64."""
-    x = as_float64(x)
-    return torch.nextafter(x, x.new_tensor(_INF))
+    return torch.nextafter(as_float64(x), _ABOVE)
 
 
 def down(x: Tensor | float) -> Tensor:
     """Return the next smaller float64."""
-    x = as_float64(x)
-    return torch.nextafter(x, x.new_tensor(-_INF))
+    return torch.nextafter(as_float64(x), _BELOW)
 
 
 def add_up(a: Tensor | float, b: Tensor | float) -> Tensor:

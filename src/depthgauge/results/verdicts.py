@@ -67,7 +67,10 @@ def checkpoint_verdict(
     if ranked:
         correlation, score = max(ranked, key=lambda pair: pair[0])
         label = SCORES[score].label if score in SCORES else score
-        parts.append(f"the best layer score is {label} (rank correlation {correlation:.2f})")
+        if correlation > 0:
+            parts.append(f"the best layer score is {label} (rank correlation {correlation:.2f})")
+        else:
+            parts.append(f"no layer score predicts the measured cost (rank correlations of at most {correlation:.2f})")
     if removal is not None:
         kept = "1 layer keeps" if removal.layers == 1 else f"{removal.layers} layers keep"
         parts.append(f"{kept} the increase within {number(removal.increase, 6)}")

@@ -1,0 +1,38 @@
+"""Foldings: which layers a shallower network keeps, and which candidates to try."""
+
+
+def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of consecutive layers that are not kept."""
+    runs: list[list[int]] = []
+    for index in range(depth):
+        if index in kept:
+            continue
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return tuple(tuple(run) for run in runs)
+
+
+def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:
+    """Return the `most` choices of kept layers with the smallest total cost of the replaced ones.
+
+    Dynamic programming over the layers. The bound is neither additive nor monotone in the replaced layers, so these
+    choices are candidates, whose errors are computed afterwards.
+
+    Args:
+        costs: for each layer, the bound on the error of replacing it alone.
+        layers: the number of layers of the folding.
+        most: the number of choices to return.
+    """
+    # best[number of layers so far, whether the last layer was replaced] = the `most` cheapest (cost, kept).
+    best: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {(0, False): [(0.0, ())]}
+    for index, cost in enumerate(costs):
+        following: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {}
+        for (used, open_run), entries in best.items():
+            for spent, kept in entries:
+                following.setdefault((used + 1, False), []).append((spent, (*kept, index)))
+                following.setdefault((used + (not open_run), True), []).append((spent + cost, kept))
+        best = {key: sorted(entries)[:most] for key, entries in following.items() if key[0] <= layers}
+    ends = [entry for (used, _), entries in best.items() if used == layers for entry in entries]
+    return [kept for _, kept in sorted(ends)[:most]]
