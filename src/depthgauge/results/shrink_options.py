@@ -33,7 +33,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         heal: after the repair, train this many steps towards the dense model's predictions.
         text: text files to calibrate on; without one, text sampled from the model itself is used.
         sampled: share of the calibration windows that are sampled from the model itself (default 0.5).
-        window: tokens per window (default 512, or the model's context if that is shorter).
+        window: tokens per window (default 512, with effort `quick` 256, or the model's context if that is shorter).
         bos: start every window with the BOS token: `yes`, `no` or `auto` (default).
         seed: seed of everything random (default 0).
         dtype: number type (default: float32 on a CPU, the checkpoint's own on a GPU).
@@ -69,7 +69,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     sampled: Annotated[
         float | None, _option("Share of calibration windows sampled from the model  [default: 0.5].", TEXT)
     ] = None
-    window: Annotated[int | None, _option("Tokens per window  [default: 512].", TEXT)] = None
+    window: Annotated[int | None, _option("Tokens per window  [default: 512, with --effort quick 256].", TEXT)] = None
     bos: Annotated[str | None, _option("Start every window with the BOS token: yes, no, or auto  [default].", TEXT)] = (
         None
     )

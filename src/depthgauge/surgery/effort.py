@@ -16,6 +16,7 @@ class Effort:
     - `finalists`: candidates that are compared after repair, on all selection windows
     - `swaps`: exchanges of a removed and a kept block that are tried at the end
     - `steps`: step lengths of the repair that are compared, besides 0
+    - `window`: tokens per window, unless the model's context is shorter
     """
 
     fit: int
@@ -26,6 +27,7 @@ class Effort:
     finalists: int
     swaps: int
     steps: tuple[float, ...]
+    window: int = 512
 
     def with_certify(self, windows: int) -> "Effort":
         """Return the same effort with another number of certify windows."""
@@ -33,7 +35,7 @@ class Effort:
 
 
 EFFORT: Mapping[str, Effort] = {
-    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,)),
+    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,), window=256),
     "default": Effort(320, 48, 120, 12, 12, 3, 8, (1.0, 0.5)),
     "high": Effort(640, 64, 240, 32, 10**6, 6, 48, (1.0, 0.7, 0.4)),
 }

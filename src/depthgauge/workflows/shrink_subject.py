@@ -81,7 +81,7 @@ class Subject:
             [Path(text) for text in settings.text or ()],
             sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
             sampled=SAMPLED if settings.sampled is None else settings.sampled,
-            window=settings.window,
+            window=window_of(settings, self.checkpoint.config),
             context=context_length(self.checkpoint.config),
             special=(self.start.before, self.start.after),
             seed=settings.seed or 0,
@@ -115,6 +115,14 @@ def effort_of(settings: ShrinkOptions) -> Effort:
     chosen = effort(settings.effort or "default")
     least = windows_needed(confidence=settings.confidence or CONFIDENCE)
     return chosen if chosen.certify >= least else chosen.with_certify(least)
+
+
+def window_of(settings: ShrinkOptions, config: Any) -> int:
+    """Return the tokens per window: those asked for, or those of the effort, at most the model's context."""
+    if settings.window is not None:
+        return settings.window
+    usual = effort_of(settings).window
+    return min(usual, context_length(config) or usual)
 
 
 def check_shrink_options(options: ShrinkOptions) -> None:
@@ -283,7 +291,7 @@ def _check_texts(tokenizer: Any, settings: ShrinkOptions, config: Any, start: St
         [Path(text) for text in settings.text or ()],
         sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
-        window=settings.window,
+        window=window_of(settings, config),
         context=context_length(config),
         special=(start.before, start.after),
         seed=settings.seed or 0,
