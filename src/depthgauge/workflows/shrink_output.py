@@ -246,7 +246,7 @@ def _card(record: ShrinkRecord) -> str:
         base=record.plan.model,
         layers=record.layers_before,
         removed=record.removed,
-        repaired="the maps that write into the residual stream were refitted by ridge regression"
+        repaired="the maps that write into the residual stream were refitted to the states of the source model"
         if record.repaired
         else None,
         objective=record.objective,
