@@ -4,6 +4,7 @@ Run it in an empty folder. The files that the commands name are created first: a
 a grid. Commands that need a cluster are skipped, by name.
 """
 
+import random
 import re
 import subprocess
 import sys
@@ -35,7 +36,9 @@ def main() -> int:
     subprocess.run(
         [str(Path(depthgauge).with_name("python")), str(here / "tiny_checkpoint.py"), "my-model"], check=True
     )
-    Path("corpus.txt").write_text("w1 w2 w3 w4 w5 w6 w7 w8 " * 300, encoding="utf-8")
+    drawn = random.Random(0)
+    words = ["the", "a", "of", "and", "in", "harbour", "depth", "water", "stick", "captain", "number"]
+    Path("corpus.txt").write_text(" ".join(drawn.choices(words, k=30_000)), encoding="utf-8")
     Path("grid.toml").write_text(GRID, encoding="utf-8")
     make = [depthgauge, "random", "--layers", "3", "--heads", "1", "--dim", "4", "--out", "net.safetensors"]
     subprocess.run(make, check=True)

@@ -18,9 +18,10 @@ def main(directory: str) -> None:
         vocab_size=len(WORDS),
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=9,
         num_attention_heads=2,
         num_key_value_heads=1,
+        max_position_embeddings=64,
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(directory)
