@@ -82,6 +82,6 @@ def residual_part(subject: Subject) -> Part | None:
     rows = tuple(
         (name, *(residual[center][norm].ratio for center, norm in pairs)) for name, residual in residual_states(subject)
     )
-    caption = "Mean over the inputs, with one standard deviation; `in` is the input."
+    caption = "Mean over the inputs, with one standard deviation; “in” is the input."
     table = Table("‖Res X‖ / ‖X‖ by layer, centre and norm", columns, rows)
     return Part("residual", "What still differs between tokens", caption, chart, table, half=True)
