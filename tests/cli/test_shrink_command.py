@@ -345,7 +345,7 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
         ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
         ("--remove 7 --heal 5 --no-repair --out s", "--heal trains the weights and --no-repair keeps them"),
         ("--remove 7 --confidence 2 --out s", "confidence must be a number from 0.5 to 0.9999, got 2.0"),
-        ("--remove 7 --out s", "model is not a checkpoint"),
+        ("--remove 7 --out s", "cannot read model: no such file or directory"),
     ],
 )
 def test_the_workflow_refuses_in_one_sentence(
