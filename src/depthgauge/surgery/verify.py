@@ -144,7 +144,7 @@ def _run(
     device: str,
     compared: int,
     new_tokens: int,
-    compute: torch.dtype | None,
+    compute: torch.dtype | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Run the fresh process and return its result and its outputs."""
     from safetensors.torch import load_file, save_file
