@@ -137,3 +137,23 @@ def test_the_limit_stops_the_search() -> None:
     with shrinker(deep("llama"), repair=False) as work:
         work.remove_until(4, limit=-100.0)
         assert len(work.steps) == 1
+
+
+def test_an_interrupted_search_ranks_and_exchanges_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    narrow = Effort(8, 4, 60, 2, 2, 1, 6, (1.0,))
+
+    def run(journal: Journal, progress: Any) -> Any:
+        with shrinker(deep("llama", 6), journal=journal, effort=narrow, progress=progress) as work:
+            work.remove_until(3)
+            ranked = work.search.candidates()
+            work.exchange()
+            return [step.layer for step in work.steps], ranked, work.swaps, work.student.removed
+
+    def interrupt(done: int, total: int, label: str) -> None:
+        if label.startswith("removal 3"):
+            raise KeyboardInterrupt
+
+    direct = run(Journal(None, {}), lambda *report: None)
+    with pytest.raises(KeyboardInterrupt):
+        run(Journal(tmp_path / "j", {}), interrupt)
+    assert run(Journal(tmp_path / "j", {}, resume=True), lambda *report: None) == direct

@@ -19,17 +19,17 @@ from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import changed, hidden_in
 
 
-def block_influence(before: Float[Tensor, "1 n d"], after: Float[Tensor, "1 n d"]) -> float:
+def block_influence(before: Float[Tensor, "batch n d"], after: Float[Tensor, "batch n d"]) -> float:
     """Return 1 − mean over tokens of cos(x_ℓ, x_{ℓ+1}), ShortGPT's score of a block."""
     return float(1 - _cosine(before, after).mean())
 
 
-def angular_distance(before: Float[Tensor, "1 n d"], after: Float[Tensor, "1 n d"]) -> float:
+def angular_distance(before: Float[Tensor, "batch n d"], after: Float[Tensor, "batch n d"]) -> float:
     """Return arccos(cos(x_ℓ, x_{ℓ+1}))/π at the last token, UIDL's score of a single block."""
     return float(_cosine(before[:, -1:], after[:, -1:]).clamp(-1, 1).arccos().mean() / math.pi)
 
 
-def added_influence(before: Float[Tensor, "1 n d"], added: Float[Tensor, "1 n d"]) -> float:
+def added_influence(before: Float[Tensor, "batch n d"], added: Float[Tensor, "batch n d"]) -> float:
     """Return 1 − mean over tokens of cos(y, y + f(y)), LLM-Drop's score of a sublayer f.
 
     Args:
@@ -39,7 +39,7 @@ def added_influence(before: Float[Tensor, "1 n d"], added: Float[Tensor, "1 n d"
     return float(1 - _cosine(before, before + added).mean())
 
 
-def _cosine(x: Float[Tensor, "1 n d"], y: Float[Tensor, "1 n d"]) -> Float[Tensor, "1 n"]:
+def _cosine(x: Float[Tensor, "batch n d"], y: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n"]:
     return F.cosine_similarity(x.double(), y.to(x.device).double(), dim=-1)
 
 

@@ -84,7 +84,11 @@ class Search:
         self._remove(candidate)
         self.steps.append(step)
         if len(self.steps) > len(known):
+            # One write for both: a resumed run must rank the candidates as this one does.
+            self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
             self.journal.put("search", [one.to_json() for one in self.steps])
+        elif len(self.steps) == len(known):
+            self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
         return step
 
     def candidates(self) -> list[int]:

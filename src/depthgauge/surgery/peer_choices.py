@@ -1,35 +1,24 @@
 """Which blocks published methods would remove, from the dense model's states alone."""
 
-import math
 from collections.abc import Callable, Mapping
 
-import torch.nn.functional as F
-from jaxtyping import Float
-from torch import Tensor
-
+from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.surgery.states import DenseStates
 
 
 def by_influence(dense: DenseStates, count: int) -> tuple[int, ...]:
-    """Return the `count` blocks with the smallest block influence, 1 − mean cos(X_ℓ, X_{ℓ+1}) (ShortGPT)."""
-    layers = len(dense.states) - 1
-    influence = [1 - float(_cosine(dense.at(k), dense.at(k + 1)).mean()) for k in range(layers)]
-    return tuple(sorted(sorted(range(layers), key=lambda k: influence[k])[:count]))
+    """Return the `count` blocks with the smallest block influence (ShortGPT)."""
+    layers = range(len(dense.states) - 1)
+    influence = [block_influence(dense.at(k), dense.at(k + 1)) for k in layers]
+    return tuple(sorted(sorted(layers, key=lambda k: influence[k])[:count]))
 
 
 def by_angle(dense: DenseStates, count: int) -> tuple[int, ...]:
-    """Return the `count` adjacent blocks with the smallest angle between X_ℓ and X_{ℓ+count}, last token (UIDL)."""
+    """Return the `count` adjacent blocks with the smallest angular distance between X_ℓ and X_{ℓ+count} (UIDL)."""
     starts = range(len(dense.states) - count)
-    angle = {
-        k: float(_cosine(dense.at(k)[:, -1], dense.at(k + count)[:, -1]).clamp(-1, 1).arccos().mean() / math.pi)
-        for k in starts
-    }
+    angle = [angular_distance(dense.at(k), dense.at(k + count)) for k in starts]
     first = min(starts, key=lambda k: angle[k])
     return tuple(range(first, first + count))
-
-
-def _cosine(x: Float[Tensor, "... d"], y: Float[Tensor, "... d"]) -> Float[Tensor, "..."]:
-    return F.cosine_similarity(x.double(), y.double(), dim=-1)
 
 
 PEERS: Mapping[str, Callable[[DenseStates, int], tuple[int, ...]]] = {
