@@ -7,11 +7,11 @@ from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import decide, make_spec
-from depthgauge.fast_attention.decide import decision as decisions
+from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.decide.bounds import survey
 from depthgauge.fast_attention.decide.minimax import minimax, output_error
 from depthgauge.fast_attention.naive import softmax_attention
-from depthgauge.fast_attention.problem import Options, checked
+from depthgauge.fast_attention.problem import GuaranteeError, Options, checked
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.kernels import programs, slots
 from depthgauge.fast_attention.triton.tuning import WIDTHS, is_supported
@@ -38,7 +38,7 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "NEARLY", 1.0)
+    monkeypatch.setattr(chooser, "NEARLY", 1.0)
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_the_rounding_allowance_grows_with_the_number_of_roundings(dtype: torch.
 def test_weights_below_the_range_of_float16_are_not_used(
     shift: float, is_weighted: bool, causal: bool, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (backends, decisions):
+    for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: backend)
     generator = torch.Generator().manual_seed(5)
     n, d = 300, 16
@@ -178,7 +178,7 @@ def test_weights_below_the_range_of_float16_are_not_used(
 
 
 def test_heads_with_a_large_rounding_allowance_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backends, decisions):
+    for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda _, g: backends.TRITON if g in (1, 2) else backends.TORCH_GPU)
     monkeypatch.setattr(attention_module, "survey_of", survey)
     generator = torch.Generator().manual_seed(0)
@@ -187,11 +187,11 @@ def test_heads_with_a_large_rounding_allowance_are_exact(monkeypatch: pytest.Mon
     plan = attention_module.attention_plan
     kept = plan(q, k, v, tolerance=0.3, is_causal=True, scale=fine, force="polynomial")
     assert kept.path == "polynomial"
-    assert kept.rounding <= decisions.LARGEST_ROUNDING
+    assert kept.rounding <= chooser.LARGEST_ROUNDING
     refused = plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse)
     assert refused.path == "exact"
     assert "rounding in bfloat16" in refused.heads[0].why
-    with pytest.raises(decisions.GuaranteeError, match="longer dtype"):
+    with pytest.raises(GuaranteeError, match="longer dtype"):
         plan(q, k, v, tolerance=0.3, is_causal=True, scale=coarse, force="polynomial")
 
 

@@ -15,9 +15,11 @@ from torch import Tensor
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.decide import decision
-from depthgauge.fast_attention.decide.decision import GuaranteeError
-from depthgauge.fast_attention.decide.minimax import grid_bound, grid_index
+from depthgauge.fast_attention.call_kinds import CallKinds
+from depthgauge.fast_attention.decide import chooser
+from depthgauge.fast_attention.decide.minimax import SMALLEST_INDEX, grid_bound, grid_index
+from depthgauge.fast_attention.problem import GuaranteeError
+from depthgauge.fast_attention.spec import SharedPolynomial
 from depthgauge.fast_attention.triton import route as route_module
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.route import Route
@@ -32,9 +34,10 @@ OPTIONS: dict[str, Any] = {"scale": 1.0, "tolerance": 1e-2, "force": "polynomial
 def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
     """A new Triton backend, used for every problem."""
     triton = TritonBackend(Workspace(causal_block=128, centred_after=(torch.float32,)))
-    for module in (backends, decision):
+    for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
     monkeypatch.setattr(backends, "TRITON", triton)
+    monkeypatch.setattr(attention_module, "_kinds", CallKinds())
     return triton
 
 
@@ -86,19 +89,30 @@ def test_a_second_call_repeats_the_first(
         torch.testing.assert_close(moved, first, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN inputs in the numpy of the interpreter
-def test_a_call_without_an_earlier_decision_is_decided_anew(
-    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_another_size_follow_the_same_route(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
     route = only_route(backend)
-    before = set(route.known)
-    q2 = q * 0.9
-    torch.testing.assert_close(
-        attention(q2, k, v, **OPTIONS), F.scaled_dot_product_attention(q2, k, v, scale=1.0), rtol=0, atol=1e-2
-    )
-    assert len(route.known) == len(before) + 1
+    forbid_decisions(monkeypatch)
+    for factor in (0.7, 0.9, 0.94, 0.98, 1.3):
+        out = attention(factor * q, k, v, **OPTIONS)
+        exact = F.scaled_dot_product_attention(factor * q, k, v, scale=1.0)
+        assert float((out - exact).abs().max()) <= 1e-2 * float((v.amax(-2) - v.amin(-2)).max())
+    assert len(route.known) == 5
+    assert (
+        len({known[0] for known in route.known.values() if known is not None}) < 5
+    )  # B is rounded up to a coarse grid
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN inputs in the numpy of the interpreter
+def test_a_call_that_a_route_cannot_compute_is_decided_anew(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chooser, "NEARLY", 1.0)
+    q, k, v = draw(60, 60)
+    attention(q, k, v, **OPTIONS)
+    route = only_route(backend)
+    assert route(q * 0.01, k, v) is None  # a lower degree is enough
     with pytest.raises(GuaranteeError):
         attention(100 * q, k, v, **OPTIONS)
     for bad in (math.nan, math.inf):
@@ -120,7 +134,9 @@ def test_a_call_without_an_earlier_decision_is_decided_anew(
         attention(q.requires_grad_(), k, v, **OPTIONS)
 
 
-def test_a_route_never_assumes_a_smaller_bound_than_the_survey(backend: TritonBackend) -> None:
+def test_a_route_never_assumes_a_smaller_bound_than_the_survey(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
     route = only_route(backend)
@@ -128,12 +144,11 @@ def test_a_route_never_assumes_a_smaller_bound_than_the_survey(backend: TritonBa
     up, lost = outward(16)
     looked_up: list[int] = []
 
-    class Everything(dict[int, tuple[tuple[float, ...], int]]):
-        def get(self, index: int, default: Any = None) -> Any:
-            looked_up.append(index)
-            return (1.0,), -(10**6)
+    def everything(index: int) -> SharedPolynomial:
+        looked_up.append(index)
+        return SharedPolynomial((1.0,), SMALLEST_INDEX)
 
-    route.known = Everything()
+    monkeypatch.setattr(route, "_at", everything)
     for step in range(300):
         sizes = (10.0 ** (14 * torch.rand(2, 6, generator=generator, dtype=torch.float64) - 8)).tolist()
         rows = [[*row[:4], 1.0, row[5]] for row in sizes]
@@ -141,6 +156,7 @@ def test_a_route_never_assumes_a_smaller_bound_than_the_survey(backend: TritonBa
             edge = grid_bound(grid_index(math.sqrt(rows[0][0] * rows[0][1]))) * (1 - 1e-7)
             rows[0][1] = edge**2 / rows[0][0]
             rows[1][:2] = [rows[0][0] / 4, rows[0][1] / 4]
+        route.known.clear()
         assert route.decided(rows) is not None
         longest = [(math.sqrt(row[0]) * up + lost) * (math.sqrt(row[1]) * up + lost) for row in rows]
         assert looked_up[-1] >= grid_index(max(longest))
@@ -163,7 +179,10 @@ def test_a_route_gives_up_if_centring_would_lower_the_degree(backend: TritonBack
     q, k, v = draw(60, 60)
     attention(q, k, v, **OPTIONS)
     route = only_route(backend)
-    ((index, (coefficients, least)),) = route.known.items()
+    assert attention(q, k, v, **OPTIONS) is not None
+    ((index, known),) = route.known.items()
+    assert known is not None
+    coefficients, least = known
     square = 0.999 * grid_bound(index)  # the squared norms of q and k, so that their product is just below B
     rows = [[square, square, square, square, 1.0, 0.0]] * 2
     assert route.decided(rows) == coefficients

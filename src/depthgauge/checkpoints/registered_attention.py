@@ -45,6 +45,7 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
     require_positive(
         "tolerance", tolerance, "the largest error of an output entry, as a fraction of the range of its values"
     )
+    allowed = float(tolerance)
     library = transformers()
     from transformers.masking_utils import sdpa_mask
 
@@ -74,7 +75,7 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
         else:
             found = attention(
                 query, key, value, attention_mask, dropout, causal,
-                tolerance=tolerance, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+                tolerance=allowed, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
             )  # fmt: skip
             assert isinstance(found, Tensor)
             out = found

@@ -1,6 +1,5 @@
 """`attention` and `attention_plan`: scaled_dot_product_attention with a guaranteed error, fast for small scores."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -10,11 +9,15 @@ from torch import Tensor
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.backends import notes, repeated, survey_of
-from depthgauge.fast_attention.decide.decision import Decision, is_never_worth_it
+from depthgauge.fast_attention.call_kinds import CallKinds
+from depthgauge.fast_attention.decide.chooser import Chooser, is_never_worth_it
+from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
+from depthgauge.fast_attention.following import fixed, followed
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Plan, exact_plan
 from depthgauge.fast_attention.problem import Kind, Options, Problem, Request, checked, is_dual, kind_of
+from depthgauge.fast_attention.shortcut import is_always_exact
 from depthgauge.fast_attention.spec import Spec
 
 MASK_ENTRIES = 2**27
@@ -36,12 +39,17 @@ def attention(
     enable_gqa: bool = False,
     force: str | None = None,
     return_bound: bool = False,
+    plan: Plan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softm(s q kᵀ) v with a guaranteed error, by a polynomial where the scores are small.
 
     Every entry is within `tolerance` × range(v) of exact attention in real arithmetic, where range(v) is max − min of
     the head's value column over its keys. Rounding adds the allowance that `attention_plan` reports. If q or k require
     gradients, the tolerance holds for the gradients as well. Heads with large scores are computed exactly.
+
+    A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
+    shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
+    many, up to 1,024. Inside torch.compile and CUDA graph capture, calls are exact unless a plan is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -56,6 +64,8 @@ def attention(
         enable_gqa: Whether q may have more heads than k and v; consecutive query heads then share a key head.
         force: `exact` or `polynomial` to force a path; None chooses by predicted cost.
         return_bound: Whether to return a bound for every row as well.
+        plan: A plan of tensors with the same shapes and options. Its decision is used without looking at the numbers;
+            the device checks that it holds, and `plan.check()` raises an error later if it did not.
 
     Returns:
         The output [..., heads, n, e]. With `return_bound`, the output and a tensor [..., heads, n]: row i differs from
@@ -63,39 +73,68 @@ def attention(
         dtype. The bound is 0 for rows that are computed exactly.
 
     Raises:
-        InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
+        InputError: An argument is invalid, the polynomial path is forced where it does not exist, or the plan was made
+            for other arguments.
         GuaranteeError: The polynomial path is forced where it cannot meet the tolerance.
 
     >>> q = k = v = torch.eye(4)
     >>> bool((attention(q, k, v) - F.scaled_dot_product_attention(q, k, v)).abs().max() < 1e-3)
     True
     """
-    if torch.compiler.is_compiling():
-        return _uncompiled.function()(
-            q, k, v, attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
-            enable_gqa=enable_gqa, force=force, return_bound=return_bound,
-        )  # fmt: skip
-    # A plain tuple: creating the record would cost a repeated call two microseconds.
+    # A plain tuple: creating the record would cost two microseconds.
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    if plan is not None or torch.compiler.is_compiling():
+        return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
+    kind = None
+    if not return_bound:
+        is_exact = is_always_exact(q, k, v, options)
+        if not is_exact:
+            kind = kind_of(q, k, v, options)
+            is_exact = kind is not None and _kinds.is_exact(kind)
+        if is_exact:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
     with on_device(q):
-        kind = None if return_bound else kind_of(q, k, v, options)
         if kind is not None and (out := repeated(kind, q, k, v)) is not None:
             return out
-        return _decided_anew(checked(q, k, v, Options(*options)), kind, return_bound)
+        return _decided(checked(q, k, v, Options(*options)), kind, return_bound)
 
 
-def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Output:
-    """Compute `attention` from the start, and keep the decision for later calls of the same kind."""
+_kinds = CallKinds()
+
+
+def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Output:
+    """Compute `attention` without looking at numbers: by a plan, or exactly in code compiled by torch.compile."""
+    options = request.options
+    if plan is None:
+        if options.force == "polynomial":
+            raise InputError(
+                'force="polynomial" is not possible inside torch.compile: the decision depends on numbers; make a plan '
+                "with attention_plan before and pass it as plan"
+            )
+        out = exact(request)
+        return (out, out.new_zeros(out.shape[:-1], dtype=torch.float64)) if return_bound else out
+    if return_bound or options.force is not None:
+        raise InputError("plan cannot be combined with force or return_bound; a plan has its own guarantee")
+    if options.attn_mask is not None or options.dropout_p > 0 or options.key_padding is not None:
+        raise InputError("plan cannot be combined with a mask, dropout or padding; call attention without plan")
+    return exact(request) if plan.path == "exact" else followed(request, plan)
+
+
+def _decided(request: Request, kind: Kind | None, return_bound: bool) -> Output:
+    """Compute `attention` by a decision, and keep it for later calls of the same kind."""
     flat = bound = None
-    if exact_reason(request) is None:
+    is_forced = request.options.force == "polynomial"
+    if exact_reason(request) is None and (is_forced or not _is_capturing(request.q)):
         problem = request.flat()
-        is_forced = request.options.force == "polynomial"
-        if is_forced or not is_never_worth_it(problem, needs_gradients(request)):
+        if not is_forced and is_never_worth_it(problem, needs_gradients(request)):
+            if kind is not None:
+                _kinds.refused(kind, is_final=True)
+        else:
             with without_autocast(problem.q.device):
-                decision = decide(request, problem)
-                if any(choice.polynomial is not None for choice in decision.choices):
-                    if kind is not None and request.k.shape[-2] == problem.k.shape[1]:
-                        decision.remember(kind)
+                decision = decide(request, problem, kind)
+                if _keep(decision, request, kind):
                     flat, bound = run(problem, decision, return_bound)
     out = exact(request) if flat is None else request.shaped(flat)
     if not return_bound:
@@ -103,23 +142,25 @@ def _decided_anew(request: Request, kind: Kind | None, return_bound: bool) -> Ou
     return out, out.new_zeros(out.shape[:-1]) if bound is None else request.shaped(bound)
 
 
-class _Uncompiled:
-    """`attention` for code compiled by torch.compile: a decision depends on numbers, so it needs a graph break.
+def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
+    """Keep a decision for later calls of the same kind, and return whether any head has a polynomial."""
+    is_fast = any(choice.polynomial is not None for choice in decision.choices)
+    if kind is None:
+        return is_fast
+    if not is_fast:
+        _kinds.refused(kind)
+        return False
+    _kinds.accepted(kind)
+    is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
+    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, request.k, request.v))
+    if is_whole and not is_trained and (repeatable := decision.repeatable()) is not None:
+        decision.backend(repeatable.degree).remember(kind, repeatable)
+    return True
 
-    The function is created on first use because creating it imports the compiler.
-    """
 
-    def __init__(self) -> None:
-        self._function: Callable[..., Output] | None = None
-
-    def function(self) -> Callable[..., Output]:
-        """Return `attention` with compilation disabled."""
-        if self._function is None:
-            self._function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
-        return self._function
-
-
-_uncompiled = _Uncompiled()
+def _is_capturing(tensor: Tensor) -> bool:
+    """Return whether work on the GPU of this tensor is being captured in a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def on_device(tensor: object) -> AbstractContextManager[object]:
@@ -174,7 +215,8 @@ def attention_plan(
         return exact_plan(request, reason)
     problem = request.flat()
     with on_device(q), without_autocast(problem.q.device):
-        return decide(request, problem).plan(request, notes(problem.q.device))
+        decision = decide(request, problem)
+        return decision.plan(request, notes(problem.q.device), fixed(decision, request))
 
 
 def exact_reason(request: Request) -> str | None:
@@ -214,12 +256,16 @@ def exact(request: Request) -> Tensor:
     )  # fmt: skip
 
 
-def decide(request: Request, problem: Problem) -> Decision:
-    """Survey the problem and choose a path for every head."""
+def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Decision:
+    """Survey the problem and choose a path for every head. Calls of the same kind share a chooser."""
     gradients = needs_gradients(request)  # before no_grad disables them
+
+    def make() -> Chooser:
+        return Chooser(problem, request.options.tolerance, gradients, request.options.force)
+
     with torch.no_grad():
         detached = problem.detach()
-        return Decision(detached, survey_of(detached), request, gradients)
+        return Decision(detached, survey_of(detached), make() if kind is None else _kinds.chooser(kind, make))
 
 
 def needs_gradients(request: Request) -> bool:

@@ -36,6 +36,9 @@ class Backend(Protocol):
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v."""
 
+    def is_outside(self, problem: Problem, bound: float) -> Tensor:
+        """Return a bool tensor [] on the device: whether scores may exceed `bound`, or q, k or v is unusable."""
+
     def forward(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool
     ) -> tuple[Tensor, Tensor | None, Saved]:

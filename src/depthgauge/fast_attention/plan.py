@@ -1,14 +1,15 @@
 """The plan of an `attention` call: for every head the chosen path, the bounds behind it, and the reason."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product as every
 
 import torch
+from torch import Tensor
 
 from depthgauge._format import number
 from depthgauge.fast_attention.decide.bounds import unit
-from depthgauge.fast_attention.problem import Request
+from depthgauge.fast_attention.problem import GuaranteeError, Request
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,37 @@ class HeadPlan:
     backend: str
 
 
+@dataclass(frozen=True, eq=False)
+class Fixed:
+    """What calls that follow a plan need: one polynomial for all heads.
+
+    - `shapes`, `dtype`: those of q, k and v
+    - `options`: (is_causal, tolerance, scale, enable_gqa)
+    - `coefficients`: those of p
+    - `bound`: the largest scores that p covers within the tolerance
+    - `query`, `key`: the largest norms of every head when the plan was made
+    - `has_gradients`: whether the tolerance holds for gradients of q and k too
+    - `violations`: the number of calls whose scores may exceed `bound`, on the device
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: torch.dtype
+    options: tuple[bool, float, float, bool]
+    coefficients: tuple[float, ...]
+    bound: float
+    query: tuple[float, ...]
+    key: tuple[float, ...]
+    has_gradients: bool
+    violations: Tensor
+
+
 @dataclass(frozen=True)
 class Plan:
     """What `attention` does with some arguments. `str(plan)` is a table with one row per key head.
+
+    Pass it to `attention` as `plan` to use its decision for other tensors of the same shapes: no number is then copied
+    to the host, so that the call can be captured in a CUDA graph. `fixed` is what such calls need, or why there can be
+    none. Call `check` after them.
 
     Every output entry of a head differs from exact attention by at most
 
@@ -51,6 +80,24 @@ class Plan:
     dtype: torch.dtype
     heads: tuple[HeadPlan, ...]
     notes: tuple[str, ...]
+    fixed: Fixed | str = field(compare=False, repr=False)
+
+    def check(self) -> None:
+        """Raise an error if a call that followed this plan had scores beyond its bound. Waits for the device.
+
+        Raises:
+            GuaranteeError: The outputs of at least one call since the last check have no guarantee.
+        """
+        if isinstance(self.fixed, str):
+            return  # no call can follow this plan, unless it is exact, and exact attention needs no check
+        count = int(self.fixed.violations)
+        if count:
+            self.fixed.violations.zero_()
+            raise GuaranteeError(
+                f"{count} calls that followed this plan may have scores beyond B = {self.fixed.bound:.3g}, or numbers "
+                "that are not finite: their outputs have no guarantee; make a new plan from such tensors, or call "
+                "attention without plan"
+            )
 
     @property
     def path(self) -> str:
@@ -106,4 +153,4 @@ def exact_plan(request: Request, why: str) -> Plan:
         )
         for at in every(*map(range, request.k.shape[:-2]))
     )  # fmt: skip
-    return Plan(request.options.tolerance, request.q.dtype, heads, ())
+    return Plan(request.options.tolerance, request.q.dtype, heads, (), why)

@@ -15,6 +15,10 @@ FORCES = ("exact", "polynomial")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+class GuaranteeError(InputError):
+    """The polynomial path cannot meet the tolerance, or a plan was followed where its proof does not hold."""
+
+
 class Options(NamedTuple):
     """The arguments of `attention` other than q, k and v, with the same meaning and the same defaults."""
 
@@ -28,6 +32,7 @@ class Options(NamedTuple):
     force: str | None = None
 
 
+_PLAIN = frozenset({int, float, bool, str, type(None)})
 Kind = tuple[object, ...]
 """What two calls have in common if one can repeat the decision of the other."""
 
@@ -61,6 +66,15 @@ class Problem:
         """Return the problem restricted to some key heads."""
         keep = None if self.keep is None else self.keep[heads]
         return Problem(self.q[heads], self.k[heads], self.v[heads], self.scale, self.causal, keep)
+
+    def outline(self) -> "Problem":
+        """Return a problem with the same sizes, dtypes and device whose tensors occupy no memory."""
+
+        def outlined(x: Tensor) -> Tensor:
+            return torch.empty(1, dtype=x.dtype, device=x.device).expand(x.shape)
+
+        keep = None if self.keep is None else outlined(self.keep)
+        return Problem(outlined(self.q), outlined(self.k), outlined(self.v), self.scale, self.causal, keep)
 
     def detach(self) -> "Problem":
         """Return the problem without gradients, or itself if it has none."""
@@ -117,12 +131,11 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> Kin
     """
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
     types = tuple(map(type, options))
-    if not all(kind in (int, float, bool, str, type(None)) for kind in types):
+    if not _PLAIN.issuperset(types):
         return None
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, types)
+    needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, types, needs)
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:

@@ -1,6 +1,7 @@
 """A complete description of one polynomial attention, as a backend receives it."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -93,17 +94,26 @@ class Spec:
         return self.survey.middle(self.problem)[list(self.members)]
 
 
-class Repeatable(NamedTuple):
-    """A decision that later calls can repeat: one polynomial for all heads, no centring, no exact rows.
+class SharedPolynomial(NamedTuple):
+    """The coefficients of p for all heads, valid if centring does not lower the grid index of B below `least_index`.
 
-    `coefficients` are those of p. The decision holds if B has the grid index `bound_index` and if centring does not
-    lower it below `least_index`, where a lower degree would meet the tolerance.
+    Below it, a lower degree would meet the tolerance.
+    """
+
+    coefficients: tuple[float, ...]
+    least_index: int
+
+
+class Repeatable(NamedTuple):
+    """Decisions that later calls can repeat: one polynomial of `degree` for all heads, no centring, no exact rows.
+
+    `problem` gives the sizes. `at` returns the polynomial for the grid index of B, or None if another degree or exact
+    attention is needed.
     """
 
     problem: Problem
-    coefficients: tuple[float, ...]
-    bound_index: int
-    least_index: int
+    degree: int
+    at: Callable[[int], SharedPolynomial | None]
 
 
 def centred(spec: Spec, at: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

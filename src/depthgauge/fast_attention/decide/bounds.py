@@ -133,8 +133,7 @@ def summed_up(
     >>> summed_up(Problem(q, q[0], q[0], 0.5, False, None), columns, q[0, 0, :1], q[0, 0, :1], None).is_usable
     [True]
     """
-    largest = torch.finfo(problem.working).max / (64 * max(1, problem.k.shape[1]))
-    smallest = torch.finfo(problem.working).tiny * 2**40
+    smallest, largest = _value_range(problem)
     query, key, query_centred, key_centred, query_mean, size, finite, value_size = columns
     is_usable = [
         one == 1 and math.isfinite(total) and (value == 0 or smallest < value < largest)
@@ -152,6 +151,29 @@ def summed_up(
         key_centre=c,
         values=values,
     )
+
+
+def is_outside(problem: Problem, bound: float) -> Tensor:
+    """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is unusable. It stays on the device."""
+    work = problem.working
+    query = norm_up(problem.q.to(work)).amax(dim=(1, 2)).double()
+    key = norm_up(problem.k.to(work)).amax(dim=1).double()
+    low, high = value_extremes(problem)
+    width = (high - low).amax(dim=-1)
+    is_inside = query * key * (abs(problem.scale) * (1 + 2.0**-40)) <= bound
+    return ~(is_inside & _is_summable(problem, width)).all()
+
+
+def _is_summable(problem: Problem, width: Tensor) -> Tensor:
+    """Return whether sums of values with this range neither overflow nor vanish, as in `summed_up`."""
+    smallest, largest = _value_range(problem)
+    return (width == 0) | ((width > smallest) & (width < largest))
+
+
+def _value_range(problem: Problem) -> tuple[float, float]:
+    """Return the smallest and the largest range of values, other than 0, whose sums are computed."""
+    finfo = torch.finfo(problem.working)
+    return finfo.tiny * 2**40, finfo.max / (64 * max(1, problem.k.shape[1]))
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

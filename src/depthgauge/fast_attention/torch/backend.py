@@ -20,6 +20,7 @@ from torch import Tensor
 from depthgauge.fast_attention.decide.bounds import (
     LARGEST_LOG_RANGE,
     Survey,
+    is_outside,
     product_unit,
     rounding_share,
     survey,
@@ -98,6 +99,10 @@ class TorchBackend:
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v."""
         return survey(problem)
+
+    def is_outside(self, problem: Problem, bound: float) -> Tensor:
+        """Return on the device whether scores may exceed `bound`, or q, k or v is unusable."""
+        return is_outside(problem, bound)
 
     def rounding(self, problem: Problem, p: Minimax, bound: float, centring: int, spread: float) -> float:
         """Return the most that rounding can add to an output entry, as a fraction of range(v)."""

@@ -14,7 +14,7 @@ from depthgauge.fast_attention.spec import Repeatable, Spec
 from depthgauge.fast_attention.triton.forward import forward
 from depthgauge.fast_attention.triton.gradient import backward
 from depthgauge.fast_attention.triton.route import Route
-from depthgauge.fast_attention.triton.survey import survey
+from depthgauge.fast_attention.triton.survey import is_outside, survey
 from depthgauge.fast_attention.triton.tuning import LONGEST_SPLIT, is_addressable, is_supported
 from depthgauge.fast_attention.triton.workspace import Workspace
 
@@ -48,6 +48,10 @@ class TritonBackend:
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v. The kernel does not support padding."""
         return survey(self.workspace, problem) if problem.keep is None else bounds.survey(problem)
+
+    def is_outside(self, problem: Problem, bound: float) -> Tensor:
+        """Return on the device whether scores may exceed `bound`, or q, k or v is unusable."""
+        return is_outside(self.workspace, problem, bound)
 
     def forward(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True
@@ -112,16 +116,14 @@ class TritonBackend:
         return not self.workspace.centres_before(problem.q.dtype) and problem.keep is None
 
     def remember(self, kind: Kind, decision: Repeatable) -> None:
-        """Keep a decision for later calls of the same kind."""
+        """Keep how to repeat a decision for later calls of the same kind."""
         if not self.can_repeat(decision.problem):
             return
-        degree = len(decision.coefficients) - 1
-        route = self.routes.get(kind)
-        if route is None or route.degree != degree:
+        known = self.routes.get(kind)
+        if known is None or known.degree != decision.degree:
             if len(self.routes) >= self._MOST_ROUTES:
                 self.routes.clear()
-            route = self.routes[kind] = Route(self.workspace, decision.problem, degree)
-        route.learn(decision.coefficients, decision.bound_index, decision.least_index)
+            self.routes[kind] = Route(self.workspace, decision)
 
     def repeat(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Return the output by an earlier decision for a call of this kind, or None."""

@@ -47,7 +47,8 @@ class Readbacks:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 "attention cannot be captured in a CUDA graph: it chooses a path by numbers that are not known during "
-                'the capture; use force="exact" inside graphs, or exclude the call from the graph'
+                "the capture; pass a plan that attention_plan made of similar tensors before, or leave force unset: "
+                "the call is then exact"
             )
         key = heads, device, threading.get_ident()
         found = self._kept.get(key)

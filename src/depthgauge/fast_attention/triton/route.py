@@ -3,7 +3,7 @@
 At a few thousand tokens the kernels take a third of a millisecond. Validating arguments, deciding and describing the
 work would take as long. A `Route` belongs to one kind of call: the same sizes, dtype and options. Its launches are
 prepared. It starts the sums while the numbers of the survey are copied to the host, and continues only if they lead to
-a decision that was made in full before. Otherwise it returns None, and the call is decided from the start.
+a polynomial of the same degree for all heads. Otherwise it returns None, and the call is decided from the start.
 """
 
 import math
@@ -12,7 +12,7 @@ from operator import mul
 from torch import Tensor
 
 from depthgauge.fast_attention.decide.minimax import grid_index
-from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.spec import Repeatable
 from depthgauge.fast_attention.triton.forward import (
     Coefficients,
     first_buffer,
@@ -34,22 +34,25 @@ from depthgauge.fast_attention.triton.survey import outward, survey_buffers
 from depthgauge.fast_attention.triton.tuning import padded_length
 from depthgauge.fast_attention.triton.workspace import Workspace
 
+Known = tuple[Coefficients, int]
+
 
 class Route:
     """One kind of call in which all heads use one polynomial of `degree`, without centring and without exact rows.
 
-    `known` maps the grid index of every B that was decided to the coefficients, with the scale included, and to the
-    lowest grid index that B may have with centring. Below this index a lower degree would meet the tolerance.
+    `known` maps the grid index of every B met so far to the coefficients, with the scale included, and to the lowest
+    grid index that B may have with centring. Below this index a lower degree would meet the tolerance.
     """
 
-    def __init__(self, workspace: Workspace, problem: Problem, degree: int) -> None:
+    def __init__(self, workspace: Workspace, repeatable: Repeatable) -> None:
+        problem, degree, self._at = repeatable
         (heads, groups, n, d), (m, e), device = problem.q.shape, problem.v.shape[1:], problem.q.device
         dtype, is_causal, is_second = problem.q.dtype, problem.causal, degree > 1
         padded, rows = padded_length(m), groups * n
         per_split = workspace.per_split(heads, d, m, is_causal, device)
         splits = math.ceil(padded / per_split)
         parts, states = len(slots(d)) if is_second else 0, splits + 1 if is_causal else 1
-        self.workspace, self.degree, self.known = workspace, degree, dict[int, tuple[Coefficients, int]]()
+        self.workspace, self.degree, self.known = workspace, degree, dict[int, Known | None]()
         self.heads, self.rows, self.m, self.d, self.e, self.device = heads, rows, m, d, e, device
         self.padded, self.splits, self.states, self.parts, self.is_causal = padded, splits, states, parts, is_causal
         self.scale = problem.scale
@@ -72,9 +75,15 @@ class Route:
         )  # fmt: skip
         self.tables = tuple(workspace.table(table, device, d) for table in (programs, second_programs, slots))
 
-    def learn(self, coefficients: Coefficients, index: int, least: int) -> None:
-        """Keep the coefficients of p for B with the grid index `index`, if centring leaves it at `least` or above."""
-        self.known[index] = scaled_coefficients([coefficients], self.scale)[0], least
+    def _decide(self, index: int) -> Known | None:
+        """Return the decision for B with this grid index, or None if it is not one polynomial of this degree."""
+        if index not in self.known:
+            shared = self._at(index)
+            self.known[index] = None
+            if shared is not None:
+                (scaled,) = scaled_coefficients([shared.coefficients], self.scale)
+                self.known[index] = scaled, shared.least_index
+        return self.known[index]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Return the output [..., heads, n, e], or None if the call has to be decided from the start."""
@@ -111,7 +120,7 @@ class Route:
         return out
 
     def decided(self, rows: list[list[float]]) -> Coefficients | None:
-        """Return the coefficients for the numbers of a survey, or None if they were not decided before.
+        """Return the coefficients for the numbers of a survey, or None if the call has to be decided from the start.
 
         B is the largest of all heads, as in `Decision`. With a = √max‖q‖² and b = √max‖k‖² of a head, the outward
         rounded product satisfies (up a + lost)(up b + lost) ≤ up² a b + lost (up (max a + max b) + lost).
@@ -125,6 +134,6 @@ class Route:
         up, lost = outward(self.d)
         longest = math.sqrt(max(q0)) + math.sqrt(max(k0))
         bound = up * up * math.sqrt(max(map(mul, q0, k0))) + lost * (up * longest + lost)
-        known = self.known.get(grid_index(abs(self.scale) * bound * (1 + 2.0**-50)))
+        known = self._decide(grid_index(abs(self.scale) * bound * (1 + 2.0**-50)))
         lowest = math.sqrt(min(map(mul, map(min, q0, q1), map(min, k0, k1))))
         return known[0] if known is not None and grid_index(abs(self.scale) * lowest) >= known[1] else None

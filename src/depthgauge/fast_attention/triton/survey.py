@@ -22,20 +22,43 @@ def survey_buffers(heads: int, rows: int, m: int, d: int, device: torch.device) 
     return centres, torch.empty(heads, survey_blocks(rows, m), 6, dtype=torch.float32, device=device)
 
 
+def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
+    """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the kernels' range.
+
+    The conditions are those of `Route.decided`. Nothing is copied to the host.
+    """
+    q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
+    numbers = q.new_empty(q.shape[0], 6, dtype=torch.float32)
+    _launch(workspace, q, k, v, numbers)
+    columns = numbers.double().unbind(1)
+    query, key, values = columns[0], columns[1], columns[4]
+    up, lost = outward(q.shape[-1])
+    scores = (up * query.sqrt() + lost) * (up * key.sqrt() + lost) * (abs(problem.scale) * (1 + 2.0**-40))
+    sizes = torch.stack((query, key, values))
+    is_held = (sizes == 0) | ((sizes >= 2.0**-40) & (sizes <= 2.0**40))
+    return ~((scores <= bound).all() & is_held.all() & torch.isfinite(numbers).all())
+
+
+def _launch(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
+    """Write six numbers per head to `numbers` [N, 6], and return the centres [2, N, d]."""
+    (heads, rows, d), (m, e), device = q.shape, v.shape[1:], q.device
+    centres, found = survey_buffers(heads, rows, m, d, device)
+    workspace.launch(SurveySizes(heads, rows, m, d, e, device))((q, k, v, centres, found))
+    workspace.launch(TransposeSizes(heads, m, d, 0, found.shape[1], False, device))((k, found, k, numbers))
+    return centres
+
+
 def survey(workspace: Workspace, problem: Problem) -> Survey:
     """Return the bounds of `bounds.survey`, computed by one kernel.
 
     The centres are means of a sample of tokens. Any centres are valid, because the bounds hold for those that are used.
     """
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
-    (heads, rows, d), (m, e), device = q.shape, v.shape[1:], q.device
-    centres, found = survey_buffers(heads, rows, m, d, device)
+    heads, device = q.shape[0], q.device
     readback = workspace.readbacks.get(heads, device)
-    workspace.launch(SurveySizes(heads, rows, m, d, e, device))((q, k, v, centres, found))
-    copy = workspace.launch(TransposeSizes(heads, m, d, 0, found.shape[1], False, device))
-    copy((k, found, k, readback.numbers))
+    centres = _launch(workspace, q, k, v, readback.numbers)
     readback.record()
-    up, lost = outward(d)
+    up, lost = outward(q.shape[-1])
     q0, k0, q1, k1, values, mean = (list(column) for column in zip(*readback.read(), strict=True))
     norms = [[math.sqrt(x) * up + lost for x in column] for column in (q0, k0, q1, k1, mean)]
     return summed_up(problem, [*norms, values, [1.0] * heads, values], centres[0], centres[1], None)

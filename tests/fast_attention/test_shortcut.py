@@ -1,0 +1,219 @@
+"""Calls that are exact without a decision: what the shortcut accepts is valid, exact and never worth a polynomial."""
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import depthgauge as dg
+from depthgauge.errors import InputError
+from depthgauge.fast_attention import attention as attention_module
+from depthgauge.fast_attention import shortcut
+from depthgauge.fast_attention.call_kinds import LONGEST_WAIT, CallKinds
+from depthgauge.fast_attention.decide.chooser import is_never_worth_it
+from depthgauge.fast_attention.problem import Options, checked
+from depthgauge.fast_attention.shortcut import is_always_exact
+
+
+def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int = 16, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    sizes = (1, heads, n, d), (1, key_heads, m, d), (1, key_heads, m, e)
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.fixture(autouse=True)
+def kinds(monkeypatch: pytest.MonkeyPatch) -> CallKinds:
+    """An empty memory of earlier calls."""
+    own = CallKinds()
+    monkeypatch.setattr(attention_module, "_kinds", own)
+    return own
+
+
+def forbid_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("validated in full")
+
+    monkeypatch.setattr(attention_module, "checked", refuse)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "options"),
+    [
+        (1, 300, {}),
+        (5, 5, {"is_causal": True}),
+        (4, 9, {"scale": 0.3, "tolerance": 1e-5}),
+        (4, 9, {"attn_mask": torch.ones(4, 9, dtype=torch.bool).tril(3)}),
+        (3000, 3000, {"force": "exact"}),
+    ],
+)
+def test_small_masked_and_exact_calls_go_straight_to_torch(
+    n: int, m: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = draw(n, m)
+    given = {name: value for name, value in options.items() if name not in ("tolerance", "force")}
+    wanted = F.scaled_dot_product_attention(q, k, v, **given)
+    forbid_validation(monkeypatch)
+    assert torch.equal(dg.attention(q, k, v, **options), wanted)
+    shared = draw(n, m, heads=6)
+    wanted = F.scaled_dot_product_attention(*shared, **given, enable_gqa=True)
+    assert torch.equal(dg.attention(*shared, **options, enable_gqa=True), wanted)
+
+
+SMALL = [
+    *itertools.product((1, 2, 7, 300, 900), (1, 64, 700, 2500), (False, True), (16, 64)),
+    *itertools.product((4000,), (40, 4000), (False, True), (16, 64)),
+]
+
+
+@pytest.mark.parametrize(("n", "m", "is_causal", "width"), SMALL)
+def test_what_the_shortcut_accepts_is_never_worth_a_polynomial(n: int, m: int, is_causal: bool, width: int) -> None:
+    q, k, v = (x.expand(1, 2, -1, -1) for x in (torch.zeros(n, width), torch.zeros(m, width), torch.zeros(m, width)))
+    options = Options(is_causal=is_causal)
+    problem = checked(q, k, v, options).flat()
+    if is_always_exact(q, k, v, tuple(options)):
+        assert is_never_worth_it(problem, False)
+        assert is_never_worth_it(problem, True)
+
+
+def test_the_shortcut_accepts_decoding_and_refuses_long_sequences() -> None:
+    assert is_always_exact(*draw(1, 4096, d=64, e=64), tuple(Options()))
+    long = [x.expand(-1, -1, 20_000, -1) for x in draw(1, 1)]
+    assert not is_always_exact(*long, tuple(Options()))
+
+
+BAD: list[dict[str, Any]] = [
+    {"tolerance": 0.0}, {"tolerance": -1.0}, {"tolerance": math.nan}, {"tolerance": math.inf},
+    {"tolerance": True}, {"scale": math.inf}, {"scale": True}, {"dropout_p": 2.0}, {"dropout_p": -0.1},
+    {"force": "fast"}, {"key_padding": torch.zeros(3, dtype=torch.bool)},
+    {"attn_mask": torch.zeros(4, 6), "is_causal": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", BAD)
+def test_invalid_options_are_not_accepted(options: dict[str, Any]) -> None:
+    q, k, v = draw(4, 6)
+    assert not is_always_exact(q, k, v, tuple(Options(**options)))
+    with pytest.raises(InputError):
+        dg.attention(q, k, v, **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q[..., :8], k, v),
+        lambda q, k, v: (q, k[:, :1], v),
+        lambda q, k, v: (q, k, v[..., :3, :]),
+        lambda q, k, v: (q[0], k, v),
+        lambda q, k, v: (q.double(), k, v),
+        lambda q, k, v: (q.long(), k.long(), v.long()),
+        lambda q, k, v: (q.expand(2, -1, -1, -1), k, v),
+        lambda q, k, v: (q[0, 0, 0], k, v),
+    ],
+)
+def test_invalid_tensors_are_not_accepted(change: Any) -> None:
+    given = change(*draw(4, 6))
+    for grouped in (False, True):
+        assert not is_always_exact(*given, tuple(Options(enable_gqa=grouped)))
+        with pytest.raises(InputError):
+            dg.attention(*given, enable_gqa=grouped)
+
+
+def test_heads_that_cannot_be_grouped_are_not_accepted() -> None:
+    given = draw(4, 6, heads=5, key_heads=2)
+    assert not is_always_exact(*given, tuple(Options(enable_gqa=True)))
+    with pytest.raises(InputError, match="multiple"):
+        dg.attention(*given, enable_gqa=True)
+
+
+# --- waiting between decisions ----------------------------------------------------------------------------------------
+
+
+def large(seed: int, size: float = 30.0) -> list[Tensor]:
+    q, k, v = draw(2000, 2000, seed=seed)
+    return [size * q, k, v]
+
+
+def test_after_refusals_a_kind_of_call_is_decided_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[int] = []
+    true_decide = attention_module.decide
+
+    made: list[None] = []
+
+    def counted(*args: Any) -> Any:
+        decided.append(len(made))
+        return true_decide(*args)
+
+    monkeypatch.setattr(attention_module, "decide", counted)
+    monkeypatch.setattr(attention_module, "is_never_worth_it", lambda *_: False)
+    monkeypatch.setattr(shortcut, "_is_small", lambda *_: False)
+    given = [x[..., :40, :] for x in large(0)]
+    exact = F.scaled_dot_product_attention(*given)
+    for _ in range(40):
+        assert torch.equal(dg.attention(*given), exact)
+        made.append(None)
+    assert decided == [0, 2, 5, 10, 19, 36]  # 1, 2, 4, 8, 16 calls in between
+    decided.clear()
+    dg.attention(*given, tolerance=2e-3)
+    dg.attention(*given, force="exact")
+    assert len(decided) == 1  # another option is another kind; a forced call is not decided
+    with pytest.raises(InputError):
+        dg.attention(*given, force="polynomial")
+    assert len(decided) == 2
+
+
+def test_waits_double_up_to_a_limit_and_end_with_a_polynomial(kinds: CallKinds) -> None:
+    kind = ("a",)
+    waits = []
+    for _ in range(14):
+        assert not kinds.is_exact(kind)
+        kinds.refused(kind)
+        waits.append(sum(iter(lambda: int(kinds.is_exact(kind)), 0)))
+    assert waits == [min(2**r, LONGEST_WAIT) for r in range(14)]
+    kinds.accepted(kind)
+    kinds.refused(kind)
+    assert kinds.is_exact(kind)
+    assert not kinds.is_exact(kind)
+    assert not kinds.is_exact(("b",))
+
+
+def test_a_kind_that_is_never_worth_a_polynomial_is_decided_once(
+    kinds: CallKinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortcut, "_is_small", lambda *_: False)
+    given = draw(4, 6)
+    wanted = F.scaled_dot_product_attention(*given)
+    assert torch.equal(dg.attention(*given), wanted)
+    forbid_validation(monkeypatch)
+    for _ in range(5):
+        assert torch.equal(dg.attention(*given), wanted)
+
+
+def test_small_scores_are_found_after_the_wait() -> None:
+    q, k, v = large(1, size=0.0)
+    generator = torch.Generator().manual_seed(3)
+    k = 0.01 * torch.randn(1, 2, 20_000, 16, generator=generator)
+    v = torch.randn(1, 2, 20_000, 16, generator=generator)
+    q = 0.01 * torch.randn(1, 2, 20_000, 16, generator=generator)
+    exact = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(dg.attention(3e4 * q, k, v), F.scaled_dot_product_attention(3e4 * q, k, v))
+    assert torch.equal(dg.attention(q, k, v), exact)  # within the wait
+    found = dg.attention(q, k, v)
+    assert not torch.equal(found, exact)
+    assert float((found - exact).abs().max()) <= 1e-3 * float((v.amax(-2) - v.amin(-2)).max())
+
+
+def test_calls_with_gradients_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_module, "is_never_worth_it", lambda *_: False)
+    monkeypatch.setattr(shortcut, "_is_small", lambda *_: False)
+    given = [x[..., :30, :].clone().requires_grad_() for x in large(2)]
+    first = torch.autograd.grad(dg.attention(*given).square().sum(), given)
+    forbid_validation(monkeypatch)
+    second = torch.autograd.grad(dg.attention(*given).square().sum(), given)
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    with torch.no_grad(), pytest.raises(AssertionError, match="validated in full"):
+        dg.attention(*given)
