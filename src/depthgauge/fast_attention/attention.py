@@ -87,10 +87,14 @@ def attention(
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
     kind = None
     if not return_bound:
-        is_exact = is_always_exact(q, k, v, options)
-        if not is_exact:
-            kind = kind_of(q, k, v, options)
-            is_exact = kind is not None and _kinds.is_exact(kind)
+        kind = kind_of(q, k, v, options)
+        is_exact = kind is not None and _kinds.is_exact(kind)
+        if not is_exact and is_always_exact(q, k, v, options):
+            is_exact = True
+            if kind is not None:
+                _kinds.refused(kind, is_final=True)
+        if is_exact and scale is None and not enable_gqa:  # parsing the keywords would take three microseconds
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
         if is_exact:
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

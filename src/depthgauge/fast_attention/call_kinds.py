@@ -28,7 +28,7 @@ class CallKinds:
         wait = self._waits.get(kind)
         if wait is None or wait[0] <= 0:
             return False
-        wait[0] -= 1
+        wait[0] -= 1  # infinity stays infinity
         return True
 
     def refused(self, kind: Kind, is_final: bool = False) -> None:
