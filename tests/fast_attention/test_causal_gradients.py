@@ -8,7 +8,7 @@ import torch
 from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected
 from torch import Tensor
 
-from depthgauge.fast_attention.decide import decision as decisions
+from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton import causal_gradient
@@ -34,7 +34,7 @@ SMALL_BLOCKS = TritonBackend(Workspace(causal_block=BLOCK))
 
 @pytest.fixture(autouse=True)
 def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decisions, "NEARLY", 1.0)
+    monkeypatch.setattr(chooser, "NEARLY", 1.0)
 
 
 def output_gradient(problem: Problem) -> Tensor:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.errors import InputError
-from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends, following
-from depthgauge.fast_attention.call_kinds import CallKinds
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.plan import Fixed, Plan
 from depthgauge.fast_attention.problem import GuaranteeError
@@ -50,7 +48,6 @@ def allowed(v: Tensor) -> float:
 @pytest.fixture(params=["torch", pytest.param("triton", marks=pytest.mark.kernels)], autouse=True)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both backends. The kernels run in float32 and treat it as they treat bfloat16."""
-    monkeypatch.setattr(attention_module, "_kinds", CallKinds())
     if request.param == "triton":
         triton = TritonBackend(Workspace(causal_block=128, centred_after=(torch.float32,)))
         for module in (backends, chooser, following):

@@ -15,7 +15,6 @@ from torch import Tensor
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention
-from depthgauge.fast_attention.call_kinds import CallKinds
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.decide.minimax import SMALLEST_INDEX, grid_bound, grid_index
 from depthgauge.fast_attention.problem import GuaranteeError
@@ -37,7 +36,6 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
     for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
     monkeypatch.setattr(backends, "TRITON", triton)
-    monkeypatch.setattr(attention_module, "_kinds", CallKinds())
     return triton
 
 

@@ -25,14 +25,6 @@ def draw(n: int, m: int, heads: int = 2, key_heads: int = 2, d: int = 16, e: int
     return [torch.randn(size, generator=generator) for size in sizes]
 
 
-@pytest.fixture(autouse=True)
-def kinds(monkeypatch: pytest.MonkeyPatch) -> CallKinds:
-    """An empty memory of earlier calls."""
-    own = CallKinds()
-    monkeypatch.setattr(attention_module, "_kinds", own)
-    return own
-
-
 def forbid_validation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("validated in full")
