@@ -47,10 +47,10 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 @pytest.mark.filterwarnings("ignore:.*bf16.*:UserWarning", "ignore:.*mkldnn.*:UserWarning")
 def test_small_steps_do_not_vanish_in_half_precision() -> None:
     dense = tiny_model("llama").bfloat16()
-    student, ids = extract(wrap(dense), (0, 2)), tokens(16, 8)
+    student, ids = extract(wrap(dense), (0, 2)), tokens(4, 6)
     far = divergence(dense.float(), student.float(), ids, True)
     dense.bfloat16(), student.bfloat16()
-    heal(student, dense, ids, steps=30, loss=True, seed=0)
+    heal(student, dense, ids, steps=4, loss=True, seed=0)  # a step takes seconds on a processor without bfloat16
     assert student.dtype == torch.bfloat16
     assert divergence(dense.float(), student.float(), ids, True) < 0.8 * far
 

@@ -234,8 +234,16 @@ module.shrink(sys.argv[1], remove=2, window=16, effort="quick", text=sys.argv[2]
 """
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(llama: Path, text: Path) -> ShrinkResult:
+    """The result of the same run, not killed."""
+    return quick(llama, text, remove=2)
+
+
 @pytest.mark.parametrize("phase", ["removal 2", "repair of block", "fresh process"])
-def test_a_killed_run_is_resumed_with_the_same_plan(phase: str, llama: Path, text: Path, tmp_path: Path) -> None:
+def test_a_killed_run_is_resumed_with_the_same_plan(
+    phase: str, llama: Path, text: Path, uninterrupted: ShrinkResult, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     run = subprocess.Popen(
         [sys.executable, "-c", _RUN, str(llama), str(text), str(out)], stdout=subprocess.PIPE, text=True, env=os.environ
@@ -253,8 +261,7 @@ def test_a_killed_run_is_resumed_with_the_same_plan(phase: str, llama: Path, tex
     with pytest.raises(InputError, match="continue it with --resume"):
         quick(llama, text, remove=2, out=out)
     resumed = quick(llama, text, remove=2, out=out, resume=True)
-    direct = quick(llama, text, remove=2)
-    assert resumed.plan.removed == direct.plan.removed
-    ours, theirs = direct.model.state_dict(), load_file(out / "model.safetensors")
+    assert resumed.plan.removed == uninterrupted.plan.removed
+    ours, theirs = uninterrupted.model.state_dict(), load_file(out / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
