@@ -75,6 +75,7 @@ class Sizes:
     host: int = 4096
     checked: tuple[int, ...] = (1, 16, 300, 1024, 4096)
     model: tuple[tuple[int, int], ...] = ((1, 128), (8, 512), (64, 128))
+    model_dtypes: tuple[str, ...] = ("float32", "bfloat16")
     bound: float = 0.3
     gradient_bound: float = 0.045
 
@@ -106,7 +107,7 @@ class Row:
     claims: dict[str, bool]
 
     def line(self) -> str:
-        """Return the row as text: medians, their ratio, the difference in microseconds, and the other times."""
+        """Return the row as text. The ratio is ours ÷ SDPA, or SDPA ÷ ours with × where ours is faster."""
         theirs, mine, own = self.peers["SDPA"]["median"], self.ours["median"], self.ours
         times = f"{mine / theirs:8.2f}" if mine >= theirs else f"{theirs / mine:7.1f}×"
         return (
@@ -117,7 +118,7 @@ class Row:
 
 
 HEADER = (
-    f"{'section':9}{'what':40}{'n':>7} {'path':11}{'SDPA':>9}{'ours':>9}{'ours/SDPA':>9}{'µs more':>10}{'mean':>9}"
+    f"{'section':9}{'what':40}{'n':>7} {'path':11}{'SDPA':>9}{'ours':>9}{'ratio':>9}{'µs more':>10}{'mean':>9}"
     f"{'repeated':>9}{'first':>9}"
 )
 
@@ -261,14 +262,14 @@ def host_rows(bench: Bench) -> list[Row]:
 def model_rows(bench: Bench) -> list[Row]:
     """Measure the forward pass of an encoder with our attention and with stock SDPA, on new token ids at every call."""
     stock, rows = encoder(bench.model_path), []
-    for dtype in (torch.float32, torch.bfloat16):
-        pair = EncoderPair(stock, dtype, bench.place.device, TOLERANCE)
+    for dtype in bench.sizes.model_dtypes:
+        pair = EncoderPair(stock, getattr(torch, dtype), bench.place.device, TOLERANCE)
         for (batch, n), is_padded in itertools.product(bench.sizes.model, (False, True)):
 
             def draw(_: float, batch: int = batch, n: int = n, is_padded: bool = is_padded) -> Call:
                 return pair.draw(batch, n, is_padded)  # noqa: B023
 
-            what = f"{batch} × {n} {str(dtype).removeprefix('torch.')}" + ", padded" * is_padded
+            what = f"{batch} × {n} {dtype}" + ", padded" * is_padded
             if not (gap := pair.gap(draw(1.0), is_padded)) < MODEL_GAP:
                 raise ValueError(f"the outputs of the two models differ by {gap:.1%} in Frobenius norm ({what})")
             row = measured(bench, "model", what, n, "-", pair.contenders(is_padded), draw)

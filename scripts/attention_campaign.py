@@ -29,6 +29,8 @@ SANITIZER = "compute-sanitizer"
 # Errors of API calls are not counted: libraries probe the driver for symbols that it may lack. A failed launch raises
 # an error in the process anyway. Illegal accesses of kernels are always counted.
 OPTIONS = ("--tool", "memcheck", "--error-exitcode", "1", "--report-api-errors", "no", "--launch-timeout", "0")
+ATTACKED = "--attacked", "--per-kind", "40", "--long", "16000"
+MEMCHECK = "--per-kind", "8", "--largest", "1100"
 ATTACKED_SIZE, MEMCHECK_SIZE = 1000, 200
 """Calls of one piece: 25 kinds each. Pieces of both campaigns with the same seed use the same compiled kernels."""
 TAIL = 60
@@ -162,17 +164,15 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     summaries, is_fine = [], True
     if options.attacked:
-        how = "--attacked", "--per-kind", "40", "--long", "16000"
-        jobs = pieces(options.attacked, ATTACKED_SIZE, options.seed, how)
+        jobs = pieces(options.attacked, ATTACKED_SIZE, options.seed, ATTACKED)
         summary, passed = campaign("attacked calls", jobs, None, options)
         summaries.append(summary)
         is_fine &= passed
     if options.memcheck:
         sanitizer = find_sanitizer(options.sanitizer)
-        how = "--per-kind", "8", "--largest", "1100"
         jobs = [
             replace(job, is_checked=sanitizer is not None, is_uncached=True)
-            for job in pieces(options.memcheck, MEMCHECK_SIZE, options.seed, how)
+            for job in pieces(options.memcheck, MEMCHECK_SIZE, options.seed, MEMCHECK)
         ]
         name = "memcheck"
         if sanitizer is None:

@@ -20,12 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from drawn_calls import EXTREME, Drawn, Limits, draw_call, draw_kind
+from drawn_calls import EXTREME, ODD_WIDTHS, WIDTHS, Drawn, Limits, draw_call, draw_kind
 from torch import Tensor
 
+from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decide.decision import GuaranteeError
+from depthgauge.fast_attention.decide.cost import Rates
 from depthgauge.fast_attention.plan import Plan
 
 ENTRIES = 2**22
@@ -104,17 +105,16 @@ def reference(drawn: Drawn) -> Reference:
 
 
 def torch_attention(drawn: Drawn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return torch's own attention for the same arguments."""
+    """Return torch's own attention for the same arguments. Its causal rows may be NaN at a negative scale."""
     kind = drawn.kind
+    q, scale = (-q, -kind.used_scale) if kind.used_scale < 0 else (q, kind.used_scale)
     mask, is_causal = None, kind.causal
     if drawn.padding is not None:
         mask = ~drawn.padding[:, None, None, :]
         if is_causal:
             mask = mask & torch.ones(kind.n, kind.m, dtype=torch.bool, device=q.device).tril()
         is_causal = False
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, is_causal=is_causal, scale=kind.used_scale, enable_gqa=kind.groups > 1
-    )
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=kind.groups > 1)
 
 
 def per_query_head(drawn: Drawn, values: Sequence[float]) -> Tensor:
@@ -237,11 +237,11 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
     tally.counts["calls"] += 1
     try:
         plan = attention_plan(*given, **how)
-    except GuaranteeError:
+    except InputError:
         tally.counts["refused"] += 1
         try:
             attention(*given, **how)
-        except GuaranteeError:
+        except InputError:
             drawn = replace(drawn, force=None)
             how["force"] = None
             plan = attention_plan(*given, **how)
@@ -275,15 +275,18 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
 @contextmanager
 def cheap_polynomials() -> Iterator[None]:
     """Predict that polynomials cost next to nothing, so that unforced calls of any size choose them where they can."""
-    owners = (backends.TRITON, backends.TORCH_GPU, backends.TORCH_CPU)
-    before = [owner.rates for owner in owners]
-    for owner, rates in zip(owners, before, strict=True):
-        owner.rates = replace(rates, product=1e-6, build=0.0, token=0.0, call=0.0, repeated=0.0, trained=0.0)
+    places: list[tuple[Any, str]] = [(b, "rates") for b in (backends.TRITON, backends.TORCH_GPU, backends.TORCH_CPU)]
+    for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
+        places += [(module, name) for name in ("GPU_TRITON", "CPU") if isinstance(getattr(module, name, None), Rates)]
+    before = [getattr(*place) for place in places]
+    for place, rates in zip(places, before, strict=True):
+        cheap = replace(rates, product=1e-6, build=0.0, token=0.0, call=0.0, repeated=0.0, trained=0.0)
+        setattr(*place, cheap)
     try:
         yield
     finally:
-        for owner, rates in zip(owners, before, strict=True):
-            owner.rates = rates
+        for place, rates in zip(places, before, strict=True):
+            setattr(*place, rates)
 
 
 @dataclass(frozen=True)
@@ -340,13 +343,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--largest", type=int, default=2100, help="the largest number of tokens of most calls")
     parser.add_argument("--long", type=int, default=0, help="the largest number of tokens of a few calls")
+    parser.add_argument("--widths", type=int, nargs="*", default=list(WIDTHS), help="the usual widths d and e")
     parser.add_argument("--attacked", action="store_true", help="draw adversarial numbers")
     parser.add_argument("--cheap", action="store_true", help="let unforced calls choose polynomials at any size")
     parser.add_argument("--strict", action="store_true", help="fail beyond the error of the plan, not of the tolerance")
     parser.add_argument("--trace", type=Path, help="a file that always names the current call")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
-    limits = Limits(options.largest, options.long, options.attacked)
+    odd = ODD_WIDTHS if max(options.widths) > 32 else ()
+    limits = Limits(options.largest, options.long, options.attacked, tuple(options.widths), odd)
     piece = Piece(options.seed, options.calls, options.per_kind, limits, device, options.strict, options.trace)
     started = time.perf_counter()
     try:

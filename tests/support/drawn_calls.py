@@ -131,7 +131,7 @@ def with_bound(kind: Kind, q: Tensor, k: Tensor, bound: float) -> tuple[Tensor, 
 
 def _edge(draw: random.Random, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Put B at a point of the grid, or slightly above or below it."""
-    bound = 2.0 ** (draw.randrange(-8 * GRID, GRID) / GRID) * (1 + draw.choice((-1e-6, 0.0, 1e-6)))
+    bound = 2.0 ** (draw.randrange(-8 * GRID, GRID, 4) / GRID) * (1 + draw.choice((-1e-6, 0.0, 1e-6)))
     return *with_bound(kind, q, k, bound), v
 
 
