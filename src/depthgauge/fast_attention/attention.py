@@ -254,10 +254,18 @@ def exact(request: Request) -> Tensor:
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
         mask, is_causal = keep, False
+    q, scale = with_positive_scale(request.q, request.scale)
     return F.scaled_dot_product_attention(
-        request.q, request.k, request.v, mask, options.dropout_p, is_causal, scale=request.scale,
-        enable_gqa=options.enable_gqa,
-    )  # fmt: skip
+        q, request.k, request.v, mask, options.dropout_p, is_causal, scale=scale, enable_gqa=options.enable_gqa
+    )
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and the scale, or −q and −scale for a negative scale.
+
+    Some kernels of torch multiply masked scores, −∞, by the scale. With a negative scale every causal row becomes NaN.
+    """
+    return (-q, -scale) if scale < 0 else (q, scale)
 
 
 def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Decision:
@@ -309,7 +317,8 @@ def exact_heads(problem: Problem) -> Tensor:
     groups, n = problem.q.shape[1:3]
     k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
     if problem.keep is None:
-        return F.scaled_dot_product_attention(problem.q, k, v, is_causal=problem.causal, scale=problem.scale)
+        q, scale = with_positive_scale(problem.q, problem.scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, scale=scale)
     positions = torch.arange(n, device=k.device).repeat(problem.heads, groups)
     return exactly(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
 
@@ -320,6 +329,7 @@ def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
     Masks are created for a block of rows at a time.
     """
     k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
+    q, scale = with_positive_scale(q, problem.scale)
     is_masked = problem.causal or problem.keep is not None
     size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
     parts = []
@@ -329,7 +339,7 @@ def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
         if problem.keep is not None:
             allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
         mask = None if allowed is None else allowed[:, None]
-        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=problem.scale)[:, 0])
+        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)[:, 0])
     return torch.cat(parts, dim=1)
 
 
