@@ -15,6 +15,7 @@ import pytest
 import torch
 from attacked_calls import Piece, Tally, ViolationError, cheap_polynomials, check_call, is_clean, reference
 from drawn_calls import ATTACKS, LAYOUTS, Drawn, Kind, Limits, arranged, draw_call, draw_kind
+from kernel_settings import DEVICE
 from torch import Tensor
 
 from depthgauge.fast_attention import backends
@@ -60,7 +61,7 @@ def test_unforced_calls_choose_cheap_polynomials() -> None:
 
 @pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")  # numpy, at NaN inputs
-def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_passes_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = TritonBackend(Workspace(causal_block=256, centred_after=(torch.float32,)))
 
     def choose(problem: Any, degree: int) -> Any:
@@ -71,7 +72,7 @@ def test_kernels_under_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "backend_for", choose)
     monkeypatch.setattr(backends, "TRITON", triton)
     limits = Limits(largest=70, widths=(16,), odd_widths=(), dtypes=(torch.float32, torch.float16))
-    tally = Piece(0, 12, 6, limits, CPU).run()
+    tally = Piece(0, 12, 6, limits, DEVICE).run()
     assert tally.counts["polynomial"] > 3
 
 
