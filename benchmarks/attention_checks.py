@@ -61,7 +61,7 @@ def check_small(place: Place, n: int, bound: float, is_causal: bool, force: str 
         rows = torch.randint(0, n, (CHECKED_ROWS,), device=place.device)
         exact = exact_rows_of(call, rows, is_causal)
         # Exact heads have no rounding allowance in the plan: torch rounds P to the dtype of v.
-        share = plan.guarantee + plan.rounding + (plan.output_unit if plan.path != "polynomial" else 0.0)
+        share = plan.tolerance + plan.rounding + (plan.output_unit if plan.path != "polynomial" else 0.0)
         allowed = share * value_range(call.v) + plan.output_unit * exact.abs() + plan.output_floor
         if not bool(((out[..., rows, :].double() - exact).abs() <= allowed).all()):
             return f"the output exceeds its guarantee ({which}):\n{plan}"

@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the seed of the first piece")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=max(1, min(10, (os.cpu_count() or 2) * 3 // 4)))
-    parser.add_argument("--limit", type=float, default=900, help="seconds after which a piece is stopped")
+    parser.add_argument("--limit", type=float, default=540, help="seconds after which a piece is stopped")
     parser.add_argument("--sanitizer", help="the path of compute-sanitizer, if it is not in a usual place")
     parser.add_argument("--if-present", action="store_true", help="accept that compute-sanitizer is missing")
     options = parser.parse_args(arguments)
