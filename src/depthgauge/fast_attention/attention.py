@@ -96,11 +96,12 @@ def attention(
         if is_exact and scale is None and not enable_gqa:  # parsing the keywords would take three microseconds
             return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
         if is_exact:
+            q, scale = (q, None) if scale is None else with_positive_scale(q, scale)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     with on_device(q):
-        if kind is not None and (out := repeated(kind, q, k, v)) is not None:
+        if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
         return _decided(checked(q, k, v, Options(*options)), kind, return_bound)
 
@@ -152,7 +153,8 @@ def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
     if kind is None:
         return is_fast
     if not is_fast:
-        _kinds.refused(kind)
+        if request.options.force is None:  # a forced call is always decided, because it may have to raise an error
+            _kinds.refused(kind)
         return False
     _kinds.accepted(kind)
     is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
