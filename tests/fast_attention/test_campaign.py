@@ -72,8 +72,13 @@ def test_a_piece_passes_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr(module, "backend_for", choose)
     monkeypatch.setattr(backends, "TRITON", triton)
     limits = Limits(largest=70, widths=(16,), odd_widths=(), dtypes=(torch.float32, torch.float16))
-    tally = Piece(0, 12, 6, limits, DEVICE).run()
+    used: list[int] = []
+    forward = triton.forward
+    monkeypatch.setattr(triton, "forward", lambda *given: used.append(1) or forward(*given))
+    with cheap_polynomials():
+        tally = Piece(0, 12, 6, limits, DEVICE).run()
     assert tally.counts["polynomial"] > 3
+    assert len(used) + len(triton.routes) > 3
 
 
 # --- planted errors ---------------------------------------------------------------------------------------------------
