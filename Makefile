@@ -12,7 +12,7 @@ PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
-	@echo "make test-gpu      the tests of fast attention on a CUDA GPU"
+	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
 	@echo "make docs   build the documentation site into site/; warnings are errors"
 	@echo "make wheel  build the wheel and try it in a fresh environment"
@@ -66,10 +66,12 @@ types: $(VENV)/dev.stamp
 test: lint types $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu"
 
-# On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter.
+# On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
+# needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.
 test-gpu: $(VENV)/gpu.stamp
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs a CUDA GPU')"
 	$(PIN) $(BIN)/pytest -m "not soak and not models" tests/fast_attention tests/contracts/test_attention_backends.py
+	$(PIN) $(BIN)/python scripts/attention_campaign.py --attacked 20000 --memcheck 2000 $(CAMPAIGN)
 
 test-models: $(VENV)/smollm.stamp
 	$(PIN) $(BIN)/pytest -m models

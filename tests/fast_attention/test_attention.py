@@ -359,6 +359,20 @@ def test_masks_of_exact_rows_are_created_in_blocks(causal: bool, padded: bool, m
     torch.testing.assert_close(dg.attention(q, k, v, **how), whole)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_negative_scale_is_a_positive_scale_of_the_opposite_queries(causal: bool, padded: bool) -> None:
+    """torch multiplies masked scores by the scale: at a negative scale its causal rows are NaN on a CPU."""
+    q, k, v = draw(n=60, d=8, size=3.0)
+    q[:, 1, 5:] *= 1e-3  # one head can be a polynomial
+    padding = (torch.arange(60) % 7 == 3)[None] if padded else None
+    how = {"is_causal": causal, "key_padding": padding}
+    wanted = dg.attention(-q, k, v, scale=0.7, **how)
+    for force in (None, "exact"):
+        found = dg.attention(q, k, v, scale=-0.7, force=force, **how)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 # --- inside networks --------------------------------------------------------------------------------------------------
 
 

@@ -96,11 +96,12 @@ def attention(
         if is_exact and scale is None and not enable_gqa:  # parsing the keywords would take three microseconds
             return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
         if is_exact:
+            q, scale = (q, None) if scale is None else with_positive_scale(q, scale)
             return F.scaled_dot_product_attention(
                 q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
     with on_device(q):
-        if kind is not None and (out := repeated(kind, q, k, v)) is not None:
+        if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
         return _decided(checked(q, k, v, Options(*options)), kind, return_bound)
 
@@ -152,7 +153,8 @@ def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
     if kind is None:
         return is_fast
     if not is_fast:
-        _kinds.refused(kind)
+        if request.options.force is None:  # a forced call is always decided, because it may have to raise an error
+            _kinds.refused(kind)
         return False
     _kinds.accepted(kind)
     is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
@@ -254,10 +256,18 @@ def exact(request: Request) -> Tensor:
         if mask is not None:
             keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
         mask, is_causal = keep, False
+    q, scale = with_positive_scale(request.q, request.scale)
     return F.scaled_dot_product_attention(
-        request.q, request.k, request.v, mask, options.dropout_p, is_causal, scale=request.scale,
-        enable_gqa=options.enable_gqa,
-    )  # fmt: skip
+        q, request.k, request.v, mask, options.dropout_p, is_causal, scale=scale, enable_gqa=options.enable_gqa
+    )
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return q and the scale, or −q and −scale for a negative scale.
+
+    Some kernels of torch multiply masked scores, −∞, by the scale. With a negative scale every causal row becomes NaN.
+    """
+    return (-q, -scale) if scale < 0 else (q, scale)
 
 
 def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Decision:
@@ -309,7 +319,8 @@ def exact_heads(problem: Problem) -> Tensor:
     groups, n = problem.q.shape[1:3]
     k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
     if problem.keep is None:
-        return F.scaled_dot_product_attention(problem.q, k, v, is_causal=problem.causal, scale=problem.scale)
+        q, scale = with_positive_scale(problem.q, problem.scale)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, scale=scale)
     positions = torch.arange(n, device=k.device).repeat(problem.heads, groups)
     return exactly(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
 
@@ -320,6 +331,7 @@ def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
     Masks are created for a block of rows at a time.
     """
     k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
+    q, scale = with_positive_scale(q, problem.scale)
     is_masked = problem.causal or problem.keep is not None
     size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
     parts = []
@@ -329,7 +341,7 @@ def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
         if problem.keep is not None:
             allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
         mask = None if allowed is None else allowed[:, None]
-        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=problem.scale)[:, 0])
+        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)[:, 0])
     return torch.cat(parts, dim=1)
 
 

@@ -72,10 +72,12 @@ class Spec:
     def factors(self) -> tuple[Tensor, Tensor]:
         """The factors [N] of q − μ and of k − c. Their product is the scale, and the factor of k is a power of two."""
         s, pairs = self.survey, []
+        # Norms of zero vectors are rounded up to this number. Balanced against it, the other side would leave float16.
+        lost = 2 * math.sqrt(self.problem.q.shape[-1] * torch.finfo(self.problem.working).tiny) * (1 + 2.0**-20)
         for head, centring in zip(self.members, self.centrings, strict=True):
             query = s.query_centred[head] if centring == 2 else s.query[head]
             key = s.key_centred[head] if centring else s.key[head]
-            pairs.append(balance(query, key, self.scale))
+            pairs.append(balance(query, key, self.scale) if min(query, key) > lost else (self.scale, 1.0))
         return self._per_head([q for q, _ in pairs]), self._per_head([k for _, k in pairs])
 
     @property

@@ -1,0 +1,64 @@
+"""Calls that a campaign found: equal tokens, whose centred vectors are zero, and forced calls after a NaN."""
+
+import math
+import sys
+from typing import Any
+
+import pytest
+import torch
+from kernel_settings import DEVICE
+
+from depthgauge.fast_attention import attention as attention_module
+from depthgauge.fast_attention.attention import attention, attention_plan
+from depthgauge.fast_attention.naive import softmax_attention
+from depthgauge.fast_attention.problem import GuaranteeError
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.workspace import Workspace
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("equal", "nonzero"), [("k", "k"), ("q", "qk")])
+def test_gradients_of_equal_tokens(equal: str, nonzero: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """float16 has a short range: factors that make a zero vector as long as the others would leave it."""
+    triton = TritonBackend(Workspace(causal_block=128))
+    for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
+        if hasattr(module, "backend_for"):
+            monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(1, 2, 30, 16, generator=generator) for name in "qkv"}
+    for name in "qk":
+        x = tensors[name] * (0.16 / tensors[name].norm(dim=-1).max())
+        tensors[name] = x[..., :1, :].expand_as(x).clone() if name == equal else x
+    given = [x.to(DEVICE, torch.float16).requires_grad_() for x in tensors.values()]
+    how: dict[str, Any] = {"is_causal": causal, "scale": 1.0, "tolerance": 1e-2, "force": "polynomial"}
+    assert {head.backend for head in attention_plan(*given, **how).heads} == {"triton"}
+    out = attention(*given, **how)
+    up = torch.randn(out.shape, generator=generator).to(DEVICE, torch.float16)
+    found = dict(zip("qkv", torch.autograd.grad(out, given, up), strict=True))
+    wide = [x.detach().double().requires_grad_() for x in given]
+    true = torch.autograd.grad(softmax_attention(*wide, 1.0, causal), wide, up.double())
+    for name, wanted in zip("qkv", true, strict=True):
+        if name in nonzero + "v":
+            assert float((found[name].double() - wanted).norm() / wanted.norm()) < 0.01
+
+
+def test_a_forced_call_is_decided_even_after_an_exact_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (0.1 * torch.randn(1, 2, 40, 16, generator=generator) for _ in range(3))
+    poisoned = v.clone()
+    poisoned[..., 3, 3] = math.nan
+    assert bool(attention(q, k, poisoned, force="polynomial").isnan().any())
+    with pytest.raises(GuaranteeError):
+        attention(100 * q, 100 * k, v, force="polynomial")
+
+
+def test_a_prepared_route_is_not_followed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.eye(4)[None, None] for _ in range(3))
+    monkeypatch.setattr(attention_module, "is_always_exact", lambda *_: False)
+    by_route = torch.full((1, 1, 4, 4), 7.0)
+    monkeypatch.setattr(attention_module, "repeated", lambda *_: by_route)
+    assert attention(q, k, v) is by_route
+    monkeypatch.setattr(attention_module, "_is_capturing", lambda _: True)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(attention(q, k, v), exact)
