@@ -139,4 +139,3 @@ def test_gradients_respect_causality() -> None:
     dq, dk, dv = gradients(spec, problem, up)
     assert not bool(dq[:, :, :200].any() or dq[:, :, 250:].any() or dk[:, 250:].any() or dv[:, 250:].any())
     assert bool((dv[:, :250].abs().sum(-1) > 0).all())
-

@@ -38,6 +38,7 @@ def unset(*shape: int) -> Tensor:
 SHAPES = [
     {"n": 1, "m": 1, "d": 16, "e": 16},
     {"n": 129, "m": 3, "d": 32, "e": 64, "groups": 3},
+    {"n": 601, "m": 3, "d": 64, "e": 16},
     {"n": 5, "m": 300, "d": 64, "e": 32, "groups": 2},
     {"n": 300, "m": 257, "d": 32, "e": 32, "groups": 2, "block": 128},
     {"n": 130, "m": 1, "d": 16, "e": 16, "block": 128},
@@ -73,7 +74,7 @@ def test_sums_over_queries(shape: dict[str, int]) -> None:
     true_level = -(grad * (out - mean)).sum(-1)
     torch.testing.assert_close(level, true_level, **CLOSE)
     blocks = p.first_shape[0]
-    per_block = s.block if p.is_causal else max(-(-p.n // blocks), 512)
+    per_block = s.block or 512
     for b in range(blocks):
         at = slice(b * per_block, (b + 1) * per_block)
         low = torch.ones(s.heads, device=DEVICE)
@@ -108,7 +109,9 @@ def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_al
         later = range(state + 1, blocks) if p.is_causal else range(blocks)
         split_later = range(state + 1, p.second_shape[0]) if p.is_causal else range(p.second_shape[0])
         over = 1 / floor if p.is_causal else torch.ones_like(floor)
-        weight = sum((over[:, b] * p.groups * min(s.block, p.n - b * s.block) for b in later), torch.zeros(2).to(DEVICE))
+        weight = sum(
+            (over[:, b] * p.groups * min(s.block, p.n - b * s.block) for b in later), torch.zeros(2).to(DEVICE)
+        )
         weight = torch.where(weight > 0, weight, 1.0) if p.is_causal else torch.full_like(weight, p.n)
         if p.is_causal:
             torch.testing.assert_close(after[:, state], weight, **CLOSE)
@@ -146,7 +149,7 @@ def dense(state: Tensor, d: int, e: int) -> Tensor:
 )
 def test_turned_states_hold_every_product_of_tiles(shape: dict[str, int]) -> None:
     p = launches(**shape)
-    s, count = p.sizes, p.turned_shape[0] // 2
+    s, count = p.sizes, p.states
     before, behind = normal(count + 1, s.heads, p.big_size), normal(count, s.heads, p.big_size, seed=1)
     turned = unset(*p.turned_shape)
     assert p.turn_both is not None
@@ -171,7 +174,7 @@ ROWS = [
 def test_rows_read_the_state_of_their_block(shape: dict[str, int], is_plain: bool) -> None:
     p = launches(**shape, is_plain=is_plain)
     s = p.sizes
-    count = max(part.rows.integers[5] for part in p.queries) + 1
+    count = p.read_states
     big, small = normal(count, s.heads, p.big_size), normal(count, s.heads, p.small_size)
     q, grad = 0.3 * normal(p.row_heads, p.n, s.d), normal(p.row_heads, p.n, s.e)
     level, z, exact = normal(p.row_heads, p.n), normal(p.row_heads, p.n).abs() + 0.5, normal(p.row_heads, p.n, s.d)

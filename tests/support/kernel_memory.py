@@ -1,7 +1,7 @@
 """Bounds checks of every address that a kernel reads or writes under Triton's interpreter.
 
-A launch runs on copies of its tensors. The copies lie in separate buffers with wide margins of NaN, so an address outside
-of one tensor is not inside of another.
+A launch runs on copies of its tensors. The copies lie in separate buffers with wide margins of NaN, so an address
+outside of one tensor is not inside of another.
 """
 
 from collections.abc import Sequence

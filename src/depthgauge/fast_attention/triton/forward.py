@@ -86,10 +86,10 @@ def scaled_coefficients(coefficients: Sequence[Coefficients], scale: float) -> l
 
 
 def kernel_coefficients(spec: Spec, scale: float, unused: Tensor) -> tuple[Tensor, Coefficients]:
-    """Return the coefficients of the polynomials with the scale, as the kernels take them: on the device, and as numbers.
+    """Return the coefficients with the scale included: a tensor [N, 3] on the device, and three numbers.
 
     If all heads have the same polynomial, the kernels read the numbers and ignore the tensor, which is `unused`.
-    Otherwise they read the tensor [N, 3]. Pinned memory keeps its copy from waiting for earlier work.
+    Otherwise they read the tensor. Pinned memory keeps its copy from waiting for earlier work.
     """
     if spec.is_alike:
         return unused, scaled_coefficients(spec.coefficients[:1], scale)[0]

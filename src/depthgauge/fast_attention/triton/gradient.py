@@ -1,20 +1,20 @@
 """The backward pass in Triton: the sums of the forward pass, the same sums over queries, and rows that read them.
 
-Let p(t) = a0 + a1 t + a2 t², level = −∂out·(out − shift) and dN = ∂out/Z′, where Z′ and all sums over keys are divided by
-W. Then
+Let p(t) = a0 + a1 t + a2 t², level = −∂out·(out − shift) and dN = ∂out/Z′, where Z′ and all sums over keys are divided
+by W. Then
 
     ∂q_i = 1/Z′ · Σ_j w_j p′(t) s k_j (∂out·ṽ_j + level) = 1/Z′ · (L ∂out + 2 S(q, ·, ∂out) + level (z1 + 2 C q))
     ∂v_j = w_j Σ_i p(t) dN_i,   ∂k_j = w_j Σ_i p′(t) s q_i (dN_i·ṽ_j + level_i/Z′)
 
-L, S, C and z1 are the sums over keys of the forward pass. The same sums over queries, with dN in place of v, give ∂v and
-∂k. ∂v is quadratic in one vector. ∂q and ∂k are bilinear, so they need S with its axes in another order (`turn`).
+L, S, C and z1 are the sums over keys of the forward pass. The same sums over queries, with dN in place of v, give ∂v
+and ∂k. ∂v is quadratic in one vector. ∂q and ∂k are bilinear, so they need S with its axes in another order (`turn`).
 
 Causal row i of block b reads earlier blocks through state b of the forward pass, and its own block through exact
 exponentials: p and p′ become e^t there. The keys of block b read the sums over the queries of all blocks after b. The
-rows of a block enter these sums with dN = ∂out · floor/Z′, where floor is the smallest Z′ of the block: early rows attend
-to few keys, and 1/Z′ would overflow short dtypes. State b is divided by the weight of all rows after b, Σ 1/floor.
-Turned states are large and are computed a few at a time. float16 gradients are scaled by a power of two, for the range of
-the dtype.
+rows of a block enter these sums with dN = ∂out · floor/Z′, where floor is the smallest Z′ of the block: early rows
+attend to few keys, and 1/Z′ would overflow short dtypes. State b is divided by the weight of all rows after b, the sum
+of 1/floor. Turned states are large and are computed a few at a time. float16 gradients are scaled by a power of two,
+because the range of the dtype is small.
 """
 
 import math
@@ -174,7 +174,8 @@ def backward(
     p = workspace.gradients(
         GradientSizes(
             heads, groups, n, m, d, e, q.dtype, spec.degree, workspace.causal_block if spec.causal else 0,
-            workspace.turned_bytes, is_shifted, is_plain(spec), w is not None, spec.is_weighted, spec.is_alike, q.device,
+            workspace.turned_bytes, is_shifted, is_plain(spec), w is not None, spec.is_weighted, spec.is_alike,
+            q.device,
         )
     )  # fmt: skip
     if spec.exact_rows is not None:

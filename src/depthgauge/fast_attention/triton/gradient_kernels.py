@@ -122,8 +122,8 @@ def gradient_kernels() -> SimpleNamespace:
     ):  # fmt: skip
         """Compute the states that keys read: sums over queries, divided by a weight, times the coefficients of p.
 
-        CAUSAL: state b sums the blocks after b of all query heads, each times 1/floor. The weight after[b] is the sum of
-        1/floor over these rows, or 1 if there are none. Otherwise one state sums all rows, and the weight is n. S is
+        CAUSAL: state b sums the blocks after b of all query heads, each times 1/floor. The weight after[b] is the sum
+        of 1/floor over these rows, or 1 if there are none. Otherwise one state sums all rows, and the weight is n. S is
         the sum of `splits` parts, the rest is the sum of `blocks` parts; causal parts are the same.
         big: S [SLOTS, 256, E], L as a sum of two matrices [2, D, E], C [D, D]. small: z1 [D], z0, n0 [E].
         """

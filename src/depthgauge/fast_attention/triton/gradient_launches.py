@@ -1,7 +1,7 @@
 """The launches of the backward pass: everything that depends on sizes alone, prepared once.
 
-Without causality, all query heads of a key head read one state and are added to one. They are treated as one query head
-with G·n rows.
+Without causality, all query heads of a key head read one state and contribute to one. They are treated as one query
+head with G·n rows.
 """
 
 import math
@@ -15,15 +15,22 @@ from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels, 
 from depthgauge.fast_attention.triton.kernels import TILE, programs, second_programs, slots
 from depthgauge.fast_attention.triton.launch import Launch
 from depthgauge.fast_attention.triton.launches import SecondMomentSizes, Table
-from depthgauge.fast_attention.triton.tuning import BLOCK, padded_length, precision, split_length, tuning
+from depthgauge.fast_attention.triton.tuning import (
+    BLOCK,
+    LONGEST_SPLIT,
+    padded_length,
+    precision,
+    split_length,
+    tuning,
+)
 
 
 class GradientSizes(NamedTuple):
     """Everything that fixes the launches of a backward pass.
 
-    N key heads (`heads`) with G query heads each (`groups`), n rows, m keys of width d with values of width e. `block` is
-    the size of causal blocks, or 0. At most `turned_bytes` of turned states are held at once. `is_shifted`: values are
-    centred before the sums. `is_plain`: queries and keys are those of the caller. `has_w`: keys have weights.
+    N key heads (`heads`) with G query heads each (`groups`), n rows, m keys of width d with values of width e. `block`
+    is the size of causal blocks, or 0. At most `turned_bytes` of turned states are held at once. `is_shifted`: values
+    are centred before the sums. `is_plain`: queries and keys are those of the caller. `has_w`: keys have weights.
     `is_weighted`: the weights depend on the keys. `is_alike`: all heads have the same polynomial.
     """
 
@@ -75,20 +82,21 @@ class Part(NamedTuple):
     rows: Launch
 
 
-class StateLayout(NamedTuple):
-    """The sizes of a state: entries of `big` and `small`, where L starts in `big`, and the number of states."""
+def rows_per_program(n: int, heads: int) -> int:
+    """Return how many of n rows one program of `query_moments` sums: at most 64 parts per head and about 2048 in all.
 
-    big: int
-    small: int
-    linear_at: int
-    count: int
+    >>> rows_per_program(4096, 16), rows_per_program(2**17, 16), rows_per_program(2**17, 256)
+    (512, 2048, 8192)
+    """
+    parts = min(64, math.ceil(2048 / heads))
+    return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(n / parts))))
 
 
 class GradientLaunches:
     """The prepared launches and the shapes of one kind of backward pass.
 
-    `queries` and `keys` are the parts of the bilinear rows ∂q and ∂k, and `values` computes ∂v. If `turn_both`, it
-    turns the states of queries and keys before all of them.
+    `queries` and `keys` are the parts of the bilinear rows ∂q and ∂k, and `values` computes ∂v. `turn_both` turns the
+    states of both at once, if they fit into the memory together.
     """
 
     def __init__(self, s: GradientSizes, table: Table) -> None:
@@ -100,15 +108,15 @@ class GradientLaunches:
         self.groups, self.n = (s.groups, s.n) if self.is_causal else (1, s.groups * s.n)
         self.row_heads, self.parts = s.heads * self.groups, len(slots(s.d)) if self.is_second else 0
         self.small_size, self.query_small_size = s.d + 2 * s.e + 2, s.d + s.e + 1
-        linear_at = self.parts * 256 * s.e
-        self.big_size = linear_at + 2 * s.d * s.e + s.d * s.d
+        self.linear_at = self.parts * 256 * s.e
+        self.big_size = self.linear_at + 2 * s.d * s.e + s.d * s.d
+        # `read_states` are the states of the forward pass that rows read, `states` are those that keys read.
+        self.read_states = self.states = 1
+        if self.is_causal:
+            existing = math.ceil(padded_length(s.m) / s.block) + 1
+            self.read_states, self.states = min(math.ceil(s.n / s.block), existing), math.ceil(s.m / s.block)
         self._sums()
-        before = 1 if not self.is_causal else math.ceil(padded_length(s.m) / s.block) + 1
-        reach = min(math.ceil(self.n / s.block), before) if self.is_causal else 1
-        self._rows(
-            StateLayout(self.big_size, self.small_size, linear_at, reach),
-            StateLayout(self.big_size, self.query_small_size, linear_at, self.states),
-        )
+        self._rows()
         if self.is_causal:
             self._exact()
 
@@ -123,9 +131,8 @@ class GradientLaunches:
             num_warps=4,
         )  # fmt: skip
         per_split = s.block or split_length(self.n, s.heads, len(programs(s.d)), s.device)
-        per_block = s.block or split_length(self.n, s.heads, 1, s.device)
+        per_block = s.block or rows_per_program(self.n, s.heads)
         blocks, splits = math.ceil(self.n / per_block), math.ceil(self.n / per_split)
-        self.states = math.ceil(s.m / s.block) if self.is_causal else 1
         tokens, warps = tiles(s.dtype, max(s.d, s.e)).moments
         self.moments = Launch(
             kernels.query_moments, (blocks, self.row_heads, 1), (self.n, self.groups, per_block, *shift),
@@ -147,59 +154,54 @@ class GradientLaunches:
         self.second_dtype = s.dtype if self.is_causal and s.dtype == torch.bfloat16 else torch.float32
         self.floor_shape = s.heads, blocks
 
-    def _rows(self, before: StateLayout, behind: StateLayout) -> None:
+    def _rows(self) -> None:
         """Prepare the rows that read states: ∂q from the states of keys, ∂v and ∂k from those of queries."""
-        s = self.sizes
+        s, before, behind = self.sizes, self.read_states, self.states
         turned = s.d * s.e // TILE**2 * 256 * s.d if self.is_second else 0
         most = max(1, s.turned_bytes // max(1, s.heads * turned * s.dtype.itemsize))
-        self.turn_both: Launch | None = None
-        is_joint = self.is_second and before.count == behind.count and 2 * before.count <= most
-        if is_joint:
-            self.turn_both = self._turn(before.count, 2)
-        self.turned_shape = 2 * before.count if is_joint else min(most, max(before.count, behind.count)), s.heads, turned
-        self.queries = self._bilinear(before, most, 0, is_joint, is_query=True)
-        self.keys = self._bilinear(behind, most, before.count if is_joint else 0, is_joint, is_query=False)
-        self.values = self._add_rows(behind, (0, 0, behind.count), s.m, is_query=False, is_turned=False)
+        is_joint = self.is_second and before == behind and 2 * before <= most
+        self.turn_both = self._turn(before, 2) if is_joint else None
+        self.turned_shape = 2 * before if is_joint else min(most, max(before, behind)), s.heads, turned
+        at_once = max(before, behind) if is_joint or not self.is_second else most
+        self.queries = self._bilinear(at_once, 0, is_query=True)
+        self.keys = self._bilinear(at_once, before if is_joint else 0, is_query=False)
+        self.values = self._add_rows(0, 0, s.m, is_query=False, is_turned=False)
 
     def _turn(self, states: int, sources: int) -> Launch:
         s = self.sizes
         grid = s.d * s.e // TILE**2, states * s.heads, sources
         return Launch(gradient_kernels().turn, grid, (self.big_size,), (s.d, s.e), num_warps=4)
 
-    def _bilinear(
-        self, state: StateLayout, most: int, turned_state: int, is_joint: bool, is_query: bool
-    ) -> tuple[Part, ...]:
-        """Prepare bilinear rows, a few turned states at a time."""
-        s, found = self.sizes, []
-        n = self.n if is_query else s.m
-        step = state.count if is_joint or not self.is_second else min(most, state.count)
-        for start in range(0, state.count, step):
-            end = min(start + step, state.count)
-            length = n - start * s.block if end == state.count else (end - start) * s.block
-            turn = self._turn(end - start, 1) if self.is_second and not is_joint else None
-            rows = self._add_rows(state, (start, turned_state, state.count), length, is_query, is_turned=True)
-            found.append(Part(start, turn, rows))
+    def _bilinear(self, at_once: int, turned_state: int, is_query: bool) -> tuple[Part, ...]:
+        """Prepare bilinear rows with `at_once` turned states at a time. The first one is number `turned_state`."""
+        found, block = [], self.sizes.block
+        n, states = (self.n, self.read_states) if is_query else (self.sizes.m, self.states)
+        for start in range(0, states, at_once):
+            end = min(start + at_once, states)
+            length = n - start * block if end == states else (end - start) * block
+            turn = self._turn(end - start, 1) if self.is_second and self.turn_both is None else None
+            found.append(Part(start, turn, self._add_rows(start, turned_state, length, is_query, is_turned=True)))
         return tuple(found)
 
-    def _add_rows(
-        self, state: StateLayout, at: tuple[int, int, int], length: int, is_query: bool, is_turned: bool
-    ) -> Launch:
-        """Prepare `add_rows` for `length` rows; `at` is the first state, its number among turned ones, and their number."""
+    def _add_rows(self, first_state: int, turned_state: int, length: int, is_query: bool, is_turned: bool) -> Launch:
+        """Prepare `add_rows` for `length` rows from the block of `first_state` on, for queries or for keys."""
         s, tune = self.sizes, tuning(self.sizes.dtype, max(self.sizes.d, self.sizes.e))
-        first, turned_state, count = at
         groups, n, row_heads = (self.groups, self.n, self.row_heads) if is_query else (1, s.m, s.heads)
-        y, width = (s.e, s.d) if is_turned else (s.d, s.e)
-        pairs = s.d * s.e // TILE**2
-        s_size, parts = (pairs * 256 * s.d, pairs) if is_turned else (state.big, self.parts)
+        small, states = (self.small_size, self.read_states) if is_query else (self.query_small_size, self.states)
+        y, width, s_size, parts = s.d, s.e, self.big_size, self.parts
+        if is_turned:
+            parts = s.d * s.e // TILE**2 if self.is_second else 0
+            y, width, s_size = s.e, s.d, parts * 256 * s.d
         head = (self.small_size, self.small_size - 1) if s.is_plain else (1, 0)
         integers = (
-            n, groups, s.heads, first, turned_state, count - 1, s.block or BLOCK, s_size, state.big, state.small,
-            state.linear_at, *head,
+            n, groups, s.heads, first_state, turned_state, states - 1, s.block or BLOCK, s_size, self.big_size, small,
+            self.linear_at, *head,
         )  # fmt: skip
+        has_z = s.is_weighted and not is_query and not is_turned
+        has_head, has_after = not is_query or not s.is_plain, self.is_causal and not is_query
         constants = (
-            parts if self.is_second else 0, s.d, y, width, tune.rows, tune.rows_part, is_turned, self.is_causal,
-            is_query, s.is_weighted and not is_query and not is_turned, not is_query or not s.is_plain,
-            self.is_causal and not is_query, s.has_w and not is_query, is_query, precision(s.dtype), tune.rows_stages,
+            parts, s.d, y, width, tune.rows, tune.rows_part, is_turned, self.is_causal, is_query, has_z, has_head,
+            has_after, s.has_w and not is_query, is_query, precision(s.dtype), tune.rows_stages,
         )  # fmt: skip
         grid = math.ceil(length / tune.rows), row_heads, 1
         kernel = gradient_kernels().add_rows
