@@ -84,7 +84,9 @@ def gradient_kernels() -> SimpleNamespace:
                 tl.store(floor_ptr + head * tl.num_programs(0) + split, floor)
         shift = tl.load(shift_ptr + head * shift_size + shift_at + e)
         mixed, square = tl.zeros([D, E], tl.float32), tl.zeros([D, D], tl.float32)
-        along, numerator, weight = tl.zeros([D], tl.float32), tl.zeros([E], tl.float32), 0.0
+        # The other sums are added up by row of the tile, and over the rows after the loop.
+        along, numerator = tl.zeros([T, D], tl.float32), tl.zeros([T, E], tl.float32)
+        weight = tl.zeros([T], tl.float32)
         for start in range(begin, end, T):
             r = start + t
             here = r < end
@@ -103,15 +105,15 @@ def gradient_kernels() -> SimpleNamespace:
             mixed = tl.dot(tl.trans(q), dn, mixed, input_precision=PRECISION)
             if SQUARE:
                 square = tl.dot(tl.trans(weighted.to(q.dtype)), q, square, input_precision=PRECISION)
-            along += tl.sum(weighted, 0)
-            numerator += tl.sum(dn.to(tl.float32), 0)
-            weight += tl.sum(level, 0)
+            along += weighted
+            numerator += dn.to(tl.float32)
+            weight += level
         to = out_ptr + (split * tl.num_programs(1) + row_head) * (D * E + D * D + D + E + 1)
         tl.store(to + d[:, None] * E + e[None, :], mixed)
         tl.store(to + D * E + d[:, None] * D + d[None, :], square)
-        tl.store(to + D * E + D * D + d, along)
-        tl.store(to + D * E + D * D + D + e, numerator)
-        tl.store(to + D * E + D * D + D + E, weight)
+        tl.store(to + D * E + D * D + d, tl.sum(along, 0))
+        tl.store(to + D * E + D * D + D + e, tl.sum(numerator, 0))
+        tl.store(to + D * E + D * D + D + E, tl.sum(weight, 0))
 
     @triton.jit
     def finish_queries(
