@@ -92,6 +92,15 @@ def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> HeadFactors:
     return HeadFactors(query, share * key, share)
 
 
+def second_sums(p: GradientLaunches, queries: Tensor, dn: Tensor) -> Tensor:
+    """Return the sums of (q ⊗ q) dN of every split, from q̃ as [N, d, tokens]."""
+    sums = queries.new_empty(p.second_shape, dtype=p.second_dtype)
+    for at, launch in enumerate(p.second):
+        table, target = (p.second_programs, sums[..., 256:, :]) if at else (p.programs, sums)
+        launch((queries, queries, dn, table, target))
+    return sums
+
+
 def query_states(
     p: GradientLaunches, x: Inputs, v: Tensor, out: Tensor, shift: Tensor, coefficients: tuple[Tensor, Coefficients]
 ) -> QueryStates:
@@ -99,18 +108,15 @@ def query_states(
     heads, short, wide = p.sizes.heads, x.q.new_empty, x.z.new_empty
     dn, first = torch.empty_like(x.grad), wide(p.first_shape)
     floor, after = (wide(p.floor_shape), wide(heads, p.states)) if p.is_causal else (first, first)
-    queries = second = turned = first
-    if p.is_second:
-        queries, turned = short(p.transposed_shape), short(p.turned_shape)
-        second = wide(p.second_shape, dtype=p.second_dtype)
+    queries = short(p.transposed_shape) if p.is_second else first
     p.prepare((x.q, v, shift, queries, x.v))
     p.moments((x.q, x.grad, out, x.z, shift, floor, dn, x.level, first))
-    for at, launch in enumerate(p.second):
-        table, target = (p.second_programs, second[..., 256:, :]) if at else (p.programs, second)
-        launch((queries, queries, dn, table, target))
+    second = second_sums(p, queries, dn) if p.is_second else first
     big, small = short(p.states, heads, p.big_size), wide(p.states, heads, p.query_small_size)
     table, numbers = coefficients
     p.finish((second, first, table, floor, p.slots, big, small, after), numbers)
+    del queries, second, dn  # turned states can use their memory
+    turned = short(p.turned_shape) if p.is_second else big
     if p.turn_both is not None:
         p.turn_both((x.big, big, p.pairs, turned))
     return QueryStates(big, small, floor, after, turned)
