@@ -1,6 +1,5 @@
 """Causal gradients in Triton against autograd of the definition."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import causal_gradient
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.workspace import Workspace
 
@@ -112,12 +110,12 @@ def test_blocks_of_the_default_size() -> None:
 
 
 @pytest.mark.kernels
-def test_turned_states_can_be_computed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turned_states_can_be_computed_one_at_a_time() -> None:
     spec, problem = Setting(n=400, m=200, d=32, e=32, degree=2, causal=True, groups=2).draw(torch.float32)
     up = output_gradient(problem)
     at_once = gradients(spec, problem, up)
-    monkeypatch.setattr(causal_gradient, "TURNED_BYTES", 1)
-    for one, other in zip(gradients(spec, problem, up), at_once, strict=True):
+    little = TritonBackend(Workspace(causal_block=BLOCK, turned_bytes=1))
+    for one, other in zip(gradients(spec, problem, up, little), at_once, strict=True):
         assert torch.equal(one, other)
 
 
@@ -141,16 +139,3 @@ def test_gradients_respect_causality() -> None:
     dq, dk, dv = gradients(spec, problem, up)
     assert not bool(dq[:, :, :200].any() or dq[:, :, 250:].any() or dk[:, 250:].any() or dv[:, 250:].any())
     assert bool((dv[:, :250].abs().sum(-1) > 0).all())
-
-
-def test_weights_of_later_rows() -> None:
-    z = torch.tensor([[[1.0, 2, 4, 4, 2], [0.5, 4, 2, 8, 4]]])
-    floor = causal_gradient.floors(z, 2)
-    assert floor.tolist() == [[0.5, 2.0, 2.0]]
-    q, k = torch.zeros(2, 5, 16), torch.zeros(1, 5, 16)
-    given = causal_gradient.Inputs(
-        q=q, grad=q, z=z[0], level=z[0], k=k, v=k, w=None, floor=floor, scale=1.0, block=2
-    )  # fmt: skip
-    after = causal_gradient.weights_after(given, 3)
-    assert after.tolist() == [[4 / 2 + 2 / 2, 2 / 2, 1.0]]
-    assert math.prod(causal_gradient.weights_after(given, 2).shape) == 2

@@ -36,14 +36,21 @@ class PolynomialAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, *saved)
         ctx.spec, ctx.backend = spec, backend
         ctx.mark_non_differentiable(normaliser)
+        ctx.set_materialize_grads(False)  # the normaliser would get a tensor of zeros
         return out, normaliser
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and v."""
+        grad = grads[0]
+        if grad is None:
+            return (None,) * 5
         q, k, v, *saved = ctx.saved_tensors
         with without_autocast(q.device):
-            gradients = _Gradient.apply(q, k, v, grads[0], ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
+            if torch.is_grad_enabled():  # create_graph: differentiating the gradients raises an error
+                gradients = _Gradient.apply(q, k, v, grad, ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
+            else:
+                gradients = ctx.backend.backward(ctx.spec, q, k, v, tuple(saved), grad)
         return (*gradients, None, None)
 
 

@@ -46,6 +46,11 @@ class Spec:
         """Whether any head is centred."""
         return any(self.centrings)
 
+    @cached_property
+    def is_alike(self) -> bool:
+        """Whether all heads have the same polynomial."""
+        return len(set(self.coefficients)) == 1
+
     @property
     def is_weighted(self) -> bool:
         """Whether the keys of some head have different weights w_j, which is so if its queries are centred."""

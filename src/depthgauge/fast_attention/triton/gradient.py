@@ -1,118 +1,202 @@
-"""The backward pass in Triton: the kernels of the forward pass, applied to queries and to other matrices.
+"""The backward pass in Triton: the sums of the forward pass, the same sums over queries, and rows that read them.
 
-Let dN = ∂out/Z′ and dZ = −∂out·(out − mean)/Z′, where Z′ and all sums are divided by W, and p(t) = a0 + a1 t + a2 t².
-Then
+Let p(t) = a0 + a1 t + a2 t², level = −∂out·(out − shift) and dN = ∂out/Z′, where Z′ and all sums over keys are divided
+by W. Then
 
-    ∂q = Σ_j w_j p′(t) s k_j (dN·ṽ_j + dZ) = L dN + 2 S(q, ·, dN) + dZ (z1 + 2 C q)
-    ∂v = w Σ_i p(t) dN_i,   ∂k = w Σ_i p′(t) s q_i (dN_i·ṽ + dZ_i)
+    ∂q_i = 1/Z′ · Σ_j w_j p′(t) s k_j (∂out·ṽ_j + level) = 1/Z′ · (L ∂out + 2 S(q, ·, ∂out) + level (z1 + 2 C q))
+    ∂v_j = w_j Σ_i p(t) dN_i,   ∂k_j = w_j Σ_i p′(t) s q_i (dN_i·ṽ_j + level_i/Z′)
 
 L, S, C and z1 are the sums over keys of the forward pass. The same sums over queries, with dN in place of v, give ∂v
-and ∂k. ∂v is quadratic in one vector, so it is `evaluate` with two equal factors. ∂q and ∂k are bilinear, so they need
-S with its axes in another order (`turned`). Causal gradients are in `causal_gradient`.
+and ∂k. ∂v is quadratic in one vector. ∂q and ∂k are bilinear, so they need S with its axes in another order (`turn`).
+
+Causal row i of block b reads earlier blocks through state b of the forward pass, and its own block through exact
+exponentials: p and p′ become e^t there. The keys of block b read the sums over the queries of all blocks after b. The
+rows of a block enter these sums with dN = ∂out · floor/Z′, where floor is the smallest Z′ of the block: early rows
+attend to few keys, and 1/Z′ would overflow short dtypes. State b is divided by the weight of all rows after b, the sum
+of 1/floor. Turned states are large and are computed a few at a time. float16 gradients are scaled by a power of two,
+because the range of the dtype is small.
 """
+
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import causal_gradient
-from depthgauge.fast_attention.triton.causal_gradient import turned_slots
-from depthgauge.fast_attention.triton.forward import (
-    State,
-    coefficient_table,
-    finished,
-    first_moments,
-    gradient_rows,
-    is_plain,
-    kernel_inputs,
-    scaled_coefficients,
-    second_moments,
-    tokens,
-)
-from depthgauge.fast_attention.triton.kernels import TILE, slots
+from depthgauge.fast_attention.triton.forward import Coefficients, is_plain, kernel_coefficients, kernel_inputs
+from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 
-def turned(workspace: Workspace, state: State, z1: Tensor, square: Tensor) -> State:
-    """Return a State for bilinear rows: 2 S_abc for all a and b, as slots of 256 products c·b, and L transposed.
+@dataclass(frozen=True)
+class Inputs:
+    """What all parts of the backward pass read.
 
-    S holds every unordered pair of tiles once, and pairs of different tiles doubled. z1 [N, D] and square [N, D, D]
-    replace z1 and C; n0 is 0.
+    q̃ and ∂out are [N, G, n, ·]; Z′ and level are [N, G, n]; k̃ and ṽ are [N, m, ·]; w is [N, m] or None. big and small
+    are the states of the forward pass. `query_states` fills in v and level.
     """
-    s, linear, _ = state.parts()
-    heads, dim, width = s.shape[0], state.dim, state.width
-    tiles = dim // TILE
-    parts = [linear.transpose(-1, -2).reshape(heads, -1), square.reshape(heads, -1)]
-    table, count = state.table, 0
-    if state.slots:
-        dense = s.new_empty(heads, tiles, TILE, tiles, TILE, width)
-        for slot, (_, first, second) in enumerate(slots(dim)):
-            block = s[:, slot].view(heads, TILE, TILE, width)
-            if first == second:
-                dense[:, first, :, first] = 2 * block
-            else:
-                dense[:, first, :, second], dense[:, second, :, first] = block, block.transpose(1, 2)
-        by_c = dense.view(heads, dim, tiles, TILE, width // TILE, TILE).permute(0, 4, 2, 5, 3, 1)
-        parts.insert(0, by_c.reshape(heads, -1))
-        table, count = workspace.table(turned_slots, s.device, dim, width), tiles * (width // TILE)
-    small = z1.new_zeros(heads, dim + 2 * dim + 2)
-    small[:, :dim] = z1
-    return State(torch.cat(parts, dim=1)[None], small[None], count, dim, dim, table)
+
+    q: Tensor
+    grad: Tensor
+    z: Tensor
+    level: Tensor
+    k: Tensor
+    v: Tensor
+    w: Tensor | None
+    big: Tensor
+    small: Tensor
+    scale: float
+
+
+@dataclass(frozen=True)
+class QueryStates:
+    """The states that keys read: big and small [states, N, …]; floor [N, blocks] and after [N, states] if causal.
+
+    `turned` is memory for turned states. It holds those of `Inputs` and these, if both are turned at once.
+    """
+
+    big: Tensor
+    small: Tensor
+    floor: Tensor
+    after: Tensor
+    turned: Tensor
+
+
+@dataclass(frozen=True)
+class HeadFactors:
+    """The factors of the rows of a head, for ∂q, ∂k and ∂v: [N] each, or the small states if q and k are unchanged."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def normalised(grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return ∂out [N, G, n, e] times a power of two, and the inverse factor [N]. Only float16 needs a factor."""
+    if grad.dtype != torch.float16:
+        return grad, None
+    exponent = torch.frexp(grad.abs().amax(dim=(1, 2, 3)).float()).exponent
+    one = torch.ones_like(exponent, dtype=torch.float32)
+    return (grad * torch.ldexp(one, -exponent)[:, None, None, None]).to(grad.dtype), torch.ldexp(one, exponent)
+
+
+def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> HeadFactors:
+    """Return the factors of q̃ and k̃, times `size` and, for keys and values, 1 / total weight."""
+    if is_plain(spec):
+        return HeadFactors(small, small, small)
+    query, key = (x.float() for x in spec.factors)
+    share = small[0, :, -1].contiguous()
+    if size is not None:
+        query, share = query * size, share * size
+    return HeadFactors(query, share * key, share)
+
+
+def second_sums(p: GradientLaunches, queries: Tensor, dn: Tensor) -> Tensor:
+    """Return the sums of (q ⊗ q) dN of every split, from q̃ as [N, d, tokens]."""
+    sums = queries.new_empty(p.second_shape, dtype=p.second_dtype)
+    for at, launch in enumerate(p.second):
+        table, target = (p.second_programs, sums[..., 256:, :]) if at else (p.programs, sums)
+        launch((queries, queries, dn, table, target))
+    return sums
+
+
+def query_states(
+    p: GradientLaunches, x: Inputs, v: Tensor, out: Tensor, shift: Tensor, coefficients: tuple[Tensor, Coefficients]
+) -> QueryStates:
+    """Return the states that keys read, and fill in x.v and x.level."""
+    heads, short, wide = p.sizes.heads, x.q.new_empty, x.z.new_empty
+    dn, first = torch.empty_like(x.grad), wide(p.first_shape)
+    floor, after = (wide(p.floor_shape), wide(heads, p.states)) if p.is_causal else (first, first)
+    queries = short(p.transposed_shape) if p.is_second else first
+    p.prepare((x.q, v, shift, queries, x.v))
+    p.moments((x.q, x.grad, out, x.z, shift, floor, dn, x.level, first))
+    second = second_sums(p, queries, dn) if p.is_second else first
+    big, small = short(p.states, heads, p.big_size), wide(p.states, heads, p.query_small_size)
+    table, numbers = coefficients
+    p.finish((second, first, table, floor, p.slots, big, small, after), numbers)
+    del queries, second, dn  # turned states can use their memory
+    turned = short(p.turned_shape) if p.is_second else big
+    if p.turn_both is not None:
+        p.turn_both((x.big, big, p.pairs, turned))
+    return QueryStates(big, small, floor, after, turned)
+
+
+def query_rows(p: GradientLaunches, x: Inputs, behind: QueryStates, factor: Tensor) -> Tensor:
+    """Return ∂q [N, G, n, d], from the states of keys and the exact blocks."""
+    dq, exact = torch.empty_like(x.q), x.z
+    if p.is_causal:
+        exact = torch.empty_like(x.q, dtype=torch.float32)
+        tensors = (x.q, x.grad, x.level, x.k, x.v, x.z if x.w is None else x.w, x.small, exact)
+        p.exact_queries(tensors, (x.scale * math.log2(math.e), x.scale))
+    for part in p.queries:
+        if part.turn is not None:
+            part.turn((x.big[part.first_state :], x.big, p.pairs, behind.turned))
+        part.rows(
+            (x.q, x.grad, behind.turned, x.big, x.small, x.level, exact, x.z, factor, x.z, p.turned_slots, dq, x.z),
+            (1.0,),
+        )
+    return dq
+
+
+def key_rows(
+    p: GradientLaunches, x: Inputs, behind: QueryStates, factors: HeadFactors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ∂k and ∂v [N, m, ·] and, if the weights depend on the keys, w ∂w [N, m], from the states of queries.
+
+    They are in float32 if the weights depend on the keys.
+    """
+    is_weighted, is_causal = p.sizes.is_weighted, p.is_causal
+    dtype = torch.float32 if is_weighted else x.k.dtype
+    dk, dv = torch.empty_like(x.k, dtype=dtype), torch.empty_like(x.v, dtype=dtype)
+    dw = x.z.new_empty(x.k.shape[:2]) if is_weighted else x.z
+    exact_k = exact_v = x.z
+    if is_causal:
+        exact_k, exact_v = torch.empty_like(x.k, dtype=torch.float32), torch.empty_like(x.v, dtype=torch.float32)
+        p.exact_keys(
+            (x.q, x.grad, x.level, x.z, x.k, x.v, behind.floor, behind.after, exact_k, exact_v, dw),
+            (x.scale * math.log2(math.e), x.scale),
+        )
+    big, small, turned, w = behind.big, behind.small, behind.turned, x.z if x.w is None else x.w
+    weight = (1.0 if is_causal else float(p.n),)  # sums over queries are divided by after, or by the number of rows
+    p.values((x.k, x.k, big, big, small, x.z, exact_v, w, factors.value, behind.after, p.slots, dv, dw), weight)
+    for part in p.keys:
+        if part.turn is not None:
+            part.turn((big[part.first_state :], big, p.pairs, turned))
+        part.rows(
+            (x.k, x.v, turned, big, small, x.z, exact_k, w, factors.key, behind.after, p.turned_slots, dk, x.z), weight
+        )
+    return dk, dv, dw
 
 
 def backward(
     workspace: Workspace, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from `grad`, the gradient of out."""
-    grad = grad.contiguous()
-    if spec.causal:
-        return causal_gradient.backward(workspace, spec, q, k, v, saved, grad)
-    (heads, groups, n, d), e, degree = q.shape, v.shape[-1], spec.degree
+    (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
     out, z, big, small = saved
-    table = workspace.table(slots, q.device, d)
-    forward = State(big, small, len(slots(d)) if degree > 1 else 0, d, e, table)
-    z1, mean, share = forward.lower()
     qt, kt, w, scale = kernel_inputs(spec, q, k)
-    coefficients = scaled_coefficients(spec.coefficients, scale)
-    a = coefficient_table(coefficients, q.device)
-    shift = spec.middle if workspace.centres_before(v.dtype) else mean
+    is_shifted = workspace.centres_before(v.dtype)
+    p = workspace.gradients(
+        GradientSizes(
+            heads, groups, n, m, d, e, q.dtype, spec.degree, workspace.causal_block if spec.causal else 0,
+            workspace.turned_bytes, is_shifted, is_plain(spec), w is not None, spec.is_weighted, spec.is_alike,
+            q.device,
+        )
+    )  # fmt: skip
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)
-    dz = (grad * (out - shift[:, None, None])).sum(-1, dtype=torch.float32).div_(z).neg_().view(heads, groups * n)
-    dn = (grad / z[..., None]).to(q.dtype).view(heads * groups, n, e)
-    rows = qt.view(heads * groups, n, d)
-    dq = gradient_rows(workspace, rows, dn, turned(workspace, forward, z1, 2 * forward.parts()[2]), dz)
-
-    queries, dn = rows.view(heads, groups * n, d), dn.view(heads, groups * n, e)
-    length = workspace.per_split(heads, d, groups * n, False, q.device)
-    over = tokens(workspace, queries, dn, None)
-    second_of = second_moments(workspace, over, length, False) if degree > 1 else None
-    first_of = first_moments(workspace, over, length)
-    sums = finished(workspace, over, first_of, second_of, coefficients, False, False)
-    dv = gradient_rows(workspace, kt, kt, sums)
-    weighted = (queries * dz[..., None]).to(q.dtype)
-    per_query = 1 / (groups * n)
-    second = torch.bmm(weighted.transpose(1, 2), queries).float() * (a[:, 2] * per_query)[:, None, None]
-    first = weighted.sum(1, dtype=torch.float32) * (a[:, 1] * per_query)[:, None]
-    vt = (v - shift[:, None]).to(v.dtype).contiguous()
-    ones = dz.new_ones(heads, k.shape[1])
-    dk = gradient_rows(workspace, kt, vt, turned(workspace, sums, first, (2 * second).to(q.dtype)), ones)
-
-    weight = (groups * n) * share[..., None]  # Z′ and dN were divided by the total weight, the sums by the queries
-    weight = weight if w is None else weight * w.float()[..., None]
-    dv, dk = dv * weight, dk * weight
-    if not is_plain(spec):
-        dq = dq.view(heads, groups, n, d) * spec.query_factor[:, None, None, None].float()
-        dk = dk * spec.key_factor[:, None, None].float()
-    if spec.is_weighted:
-        keys = kt.float()
-        level = (dz.sum(1) * (a[:, 0] * per_query))[:, None]
-        along = (keys * (keys @ second + first[:, None])).sum(-1) + level
-        through = (dv * vt).sum(-1) + weight[..., 0] * along
+    up, size = normalised(grad.contiguous())
+    x = Inputs(qt, up, z, torch.empty_like(z), kt, v.new_empty(v.shape), w, big, small, scale)
+    shift = spec.middle.float().contiguous() if is_shifted else small
+    factors = head_factors(spec, small, size)
+    coefficients = kernel_coefficients(spec, scale, small)
+    behind = query_states(p, x, v.contiguous(), out, shift, coefficients)
+    dq = query_rows(p, x, behind, factors.query)
+    dk, dv, dw = key_rows(p, x, behind, factors)
+    if spec.is_weighted:  # through w_j = exp(s μ·(k_j − c))
+        through = (dv * x.v).sum(-1) + dw
         dk = dk + spec.scale * through[..., None] * spec.query_centre[:, None]
     if spec.keep is not None:
         dk = dk.masked_fill(~spec.keep[..., None], 0)
-    dq = dq.view(heads, groups, n, d)
-    if spec.exact_rows is not None:
-        dq = dq.masked_fill(spec.exact_rows[..., None], 0)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)

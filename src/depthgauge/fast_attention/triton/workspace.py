@@ -5,28 +5,38 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes
 from depthgauge.fast_attention.triton.kernels import programs
 from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.launches import LaunchSizes
+from depthgauge.fast_attention.triton.launches import ForwardLaunches, ForwardSizes, LaunchSizes
 from depthgauge.fast_attention.triton.readback import Readbacks
 from depthgauge.fast_attention.triton.tuning import CAUSAL_BLOCK, split_length
 
+TURNED_BYTES = 2**28
+"""The memory of the turned states that are held at once."""
+
 
 class Workspace:
-    """Prepared launches, index tables on the device and readback buffers of one backend, and its block size.
+    """Prepared launches, index tables on the device and readback buffers of one backend, and its sizes of blocks.
 
     Values of the dtypes `centred_after` are exact in the kernels and are centred after the sums. Values of other dtypes
-    are centred before the sums.
+    are centred before the sums. A backward pass holds at most `turned_bytes` of turned states, or one of them.
     """
 
     _MOST = 4096
+    _MOST_PASSES = 1024
 
     def __init__(
-        self, causal_block: int = CAUSAL_BLOCK, centred_after: tuple[torch.dtype, ...] = (torch.bfloat16,)
+        self,
+        causal_block: int = CAUSAL_BLOCK,
+        centred_after: tuple[torch.dtype, ...] = (torch.bfloat16,),
+        turned_bytes: int = TURNED_BYTES,
     ) -> None:
-        self.causal_block, self.centred_after = causal_block, centred_after
+        self.causal_block, self.centred_after, self.turned_bytes = causal_block, centred_after, turned_bytes
         self.readbacks = Readbacks()
         self._launches: dict[tuple[type, LaunchSizes], Launch] = {}
+        self._forward: dict[ForwardSizes, ForwardLaunches] = {}
+        self._gradients: dict[GradientSizes, GradientLaunches] = {}
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def launch(self, sizes: LaunchSizes) -> Launch:
@@ -37,6 +47,24 @@ class Workspace:
             if len(self._launches) >= self._MOST:
                 self._launches.clear()
             found = self._launches[key] = sizes.launch()
+        return found
+
+    def forward(self, sizes: ForwardSizes) -> ForwardLaunches:
+        """Return the prepared launches of a forward pass."""
+        found = self._forward.get(sizes)
+        if found is None:
+            if len(self._forward) >= self._MOST_PASSES:
+                self._forward.clear()
+            found = self._forward[sizes] = ForwardLaunches(sizes, self.table)
+        return found
+
+    def gradients(self, sizes: GradientSizes) -> GradientLaunches:
+        """Return the prepared launches of a backward pass."""
+        found = self._gradients.get(sizes)
+        if found is None:
+            if len(self._gradients) >= self._MOST_PASSES:
+                self._gradients.clear()
+            found = self._gradients[sizes] = GradientLaunches(sizes, self.table)
         return found
 
     def table(self, rows: Callable[..., Sequence[object]], device: torch.device, *sizes: int) -> Tensor:
