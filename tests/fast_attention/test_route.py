@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from kernel_settings import DEVICE
 from torch import Tensor
 
+from depthgauge.errors import DepthgaugeError
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention
@@ -85,6 +86,31 @@ def test_a_second_call_repeats_the_first(
     moved = attention(q, k[..., order, :].contiguous(), v[..., order, :].contiguous(), **options)
     if not is_causal:
         torch.testing.assert_close(moved, first, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("n", "m", "groups", "is_causal"), [(70, 150, 1, False), (300, 200, 2, True)])
+def test_calls_with_gradients_follow_a_route(
+    n: int, m: int, groups: int, is_causal: bool, backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {**OPTIONS, "is_causal": is_causal, "enable_gqa": groups > 1}
+    leaves = [x.requires_grad_() for x in draw(n, m, groups, 0.01)]
+    up = torch.randn(1, 2 * groups, n, 16, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    first = attention(*leaves, **options)
+    wanted = torch.autograd.grad(first, leaves, up)
+    assert len(backend.routes) == 1
+    forbid_decisions(monkeypatch)
+    again = attention(*leaves, **options)
+    torch.testing.assert_close(again, first, rtol=1e-5, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(again, leaves, up), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in leaves]
+    for one, other in zip(torch.autograd.grad(attention(*strided, **options), strided, up), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    (dq,) = torch.autograd.grad(attention(*leaves, **options).sum(), leaves[0], create_graph=True)
+    with pytest.raises(DepthgaugeError, match="cannot be differentiated: second derivatives"):
+        torch.autograd.grad(dq.sum(), leaves[0])
+    with pytest.raises(AssertionError, match="decided anew"):  # without gradients the tolerance is another one
+        attention(*(x.detach() for x in leaves), **options)
 
 
 def test_scores_of_another_size_follow_the_same_route(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:

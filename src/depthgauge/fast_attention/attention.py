@@ -158,8 +158,7 @@ def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
         return False
     _kinds.accepted(kind)
     is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
-    is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in (request.q, request.k, request.v))
-    if is_whole and not is_trained and (repeatable := decision.repeatable()) is not None:
+    if is_whole and (repeatable := decision.repeatable()) is not None:
         decision.backend(repeatable.degree).remember(kind, repeatable)
     return True
 

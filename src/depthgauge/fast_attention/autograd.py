@@ -1,18 +1,44 @@
 """Gradients of the polynomial path, as autograd functions whose own gradient raises an error."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from depthgauge.errors import DepthgaugeError
-from depthgauge.fast_attention.backends import Backend
-from depthgauge.fast_attention.spec import Spec
 
 
 class DoubleBackwardError(DepthgaugeError, RuntimeError):
     """A gradient of the polynomial path was differentiated. Second derivatives have no error bound."""
+
+
+@runtime_checkable
+class HasGradients(Protocol):
+    """What computes gradients: a backend or a prepared route. `spec` is what it needs besides tensors."""
+
+    def backward(
+        self, spec: Any, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from `grad`, the gradient of the output."""
+
+
+@runtime_checkable
+class Computer(HasGradients, Protocol):
+    """What computes outputs and gradients: a backend."""
+
+    def forward(
+        self, spec: Any, q: Tensor, k: Tensor, v: Tensor, needs_z: bool
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """Return the output, the normaliser Z, and the tensors that `backward` needs."""
+
+
+class Computed(NamedTuple):
+    """An output that was computed before, and what its gradient needs."""
+
+    out: Tensor
+    saved: tuple[Tensor, ...]
+    spec: Any
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -29,7 +55,7 @@ class PolynomialAttention(torch.autograd.Function):
     """The output and the normaliser Z of a backend; centres and value midpoints are constants in the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Spec, backend: Backend) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any, backend: Computer) -> tuple[Tensor, Tensor]:
         """Return (out, Z) of the backend."""
         out, normaliser, saved = backend.forward(spec, q, k, v, True)
         assert normaliser is not None
@@ -54,12 +80,29 @@ class PolynomialAttention(torch.autograd.Function):
         return (*gradients, None, None)
 
 
+class ComputedAttention(torch.autograd.Function):
+    """An output that was computed before, as a function of q, k and v."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, computed: Computed, route: HasGradients) -> Tensor:
+        """Return the output."""
+        ctx.save_for_backward(q, k, v, *computed.saved)
+        ctx.spec, ctx.backend = computed.spec, route
+        ctx.set_materialize_grads(False)
+        return computed.out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v."""
+        return PolynomialAttention.backward(ctx, *grads)
+
+
 class _Gradient(torch.autograd.Function):
     """The gradients of q, k and v, as a function that cannot be differentiated."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Spec, backend: Backend, *saved: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Any, backend: HasGradients, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         return backend.backward(spec, q, k, v, saved, grad)
 

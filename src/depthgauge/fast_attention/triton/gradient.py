@@ -28,6 +28,8 @@ from depthgauge.fast_attention.triton.forward import Coefficients, is_plain, ker
 from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes
 from depthgauge.fast_attention.triton.workspace import Workspace
 
+Saved = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -167,6 +169,24 @@ def key_rows(
             (x.k, x.v, turned, big, small, x.z, exact_k, w, factors.key, behind.after, p.turned_slots, dk, x.z), weight
         )
     return dk, dv, dw
+
+
+def plain_backward(
+    p: GradientLaunches, coefficients: Coefficients, scale: float, given: tuple[Tensor, Tensor, Tensor], saved: Saved,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of q, k and v, read by the kernels directly, with one polynomial for all heads.
+
+    Any shapes with the same order in memory as [N, G, n, d] and [N, m, ·] are accepted. Values are centred after the
+    sums.
+    """
+    q, k, v = (x.contiguous() for x in given)
+    out, z, big, small = saved
+    x = Inputs(q, grad.contiguous(), z, torch.empty_like(z), k, torch.empty_like(v), None, big, small, scale)
+    behind = query_states(p, x, v, out, small, (small, coefficients))
+    dq = query_rows(p, x, behind, small)
+    dk, dv, _ = key_rows(p, x, behind, HeadFactors(small, small, small))
+    return dq, dk, dv
 
 
 def backward(

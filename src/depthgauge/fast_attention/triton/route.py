@@ -9,8 +9,10 @@ a polynomial of the same degree for all heads. Otherwise it returns None, and th
 import math
 from operator import mul
 
+import torch
 from torch import Tensor
 
+from depthgauge.fast_attention.autograd import Computed, ComputedAttention
 from depthgauge.fast_attention.decide.minimax import grid_index
 from depthgauge.fast_attention.spec import Repeatable
 from depthgauge.fast_attention.triton.forward import (
@@ -20,6 +22,8 @@ from depthgauge.fast_attention.triton.forward import (
     second_buffer,
     state_buffer,
 )
+from depthgauge.fast_attention.triton.gradient import plain_backward
+from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes
 from depthgauge.fast_attention.triton.kernels import programs, second_programs, slots
 from depthgauge.fast_attention.triton.launches import (
     FinishSizes,
@@ -65,14 +69,21 @@ class Route:
         count = 0 if not is_second else 2 if second.is_narrow else 1
         self.second = (workspace.launch(second),) * count
         self.finish = workspace.launch(FinishSizes(heads, splits, d, e, is_second, is_causal, True, True, device))
-        self.evaluate = workspace.launch(
-            RowSizes(
-                row_heads=heads * groups, n=n, heads=heads, states=states, per_state=per_split if is_causal else 1,
-                m=m if is_causal else 0, padded=padded if is_causal else 0, parts=parts, x=d, y=d, width=e,
-                dtype=dtype, is_causal=is_causal, has_w=False, is_forward=True, has_g=False, needs_z=False,
-                device=device,
-            )
+        rows_of = RowSizes(
+            row_heads=heads * groups, n=n, heads=heads, states=states, per_state=per_split if is_causal else 1,
+            m=m if is_causal else 0, padded=padded if is_causal else 0, parts=parts, x=d, y=d, width=e,
+            dtype=dtype, is_causal=is_causal, has_w=False, is_forward=True, has_g=False, needs_z=False,
+            device=device,
         )  # fmt: skip
+        self.evaluate, self.evaluate_with_z = (
+            workspace.launch(rows_of._replace(needs_z=needs_z)) for needs_z in (False, True)
+        )
+        self.gradient_sizes = GradientSizes(
+            heads, groups, n, m, d, e, dtype, degree, workspace.causal_block if is_causal else 0,
+            workspace.turned_bytes, is_shifted=False, is_plain=True, has_w=False, is_weighted=False, is_alike=True,
+            device=device,
+        )  # fmt: skip
+        self._gradients: GradientLaunches | None = None
         self.tables = tuple(workspace.table(table, device, d) for table in (programs, second_programs, slots))
 
     def _decide(self, index: int) -> Known | None:
@@ -87,13 +98,30 @@ class Route:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Return the output [..., heads, n, e], or None if the call has to be decided from the start."""
+        is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         try:
-            return self._follow(q, k, v)
+            if not is_trained:
+                found = self._follow(q, k, v, False)
+                return None if found is None else found.out
+            with torch.no_grad():
+                found = self._follow(q, k, v, True)
         except BaseException:  # numbers may still be on their way: no other call may read them as its own
             self.workspace.readbacks.forget()
             raise
+        if found is None:
+            return None
+        out: Tensor = ComputedAttention.apply(q, k, v, found, self)  # type: ignore[no-untyped-call]
+        return out
 
-    def _follow(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    def backward(
+        self, spec: Coefficients, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v. `spec` holds the coefficients with the scale included."""
+        if self._gradients is None:
+            self._gradients = self.workspace.gradients(self.gradient_sizes)
+        return plain_backward(self._gradients, spec, self.scale, (q, k, v), saved, grad)
+
+    def _follow(self, q: Tensor, k: Tensor, v: Tensor, is_trained: bool) -> Computed | None:
         heads, d, e, device = self.heads, self.d, self.e, self.device
         programs, others, slots = self.tables
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
@@ -116,8 +144,10 @@ class Route:
             return None
         self.finish((second, first, state.small, slots, state.big, state.small), coefficients)
         keys, scale = (x, self.scale * math.log2(math.e)) if self.is_causal else (q, 0.0)
-        self.evaluate((q, q, state.big, state.small, q, keys, v, q, slots, out, out), (scale,))
-        return out
+        z = torch.empty(q.shape[:-1], dtype=torch.float32, device=device) if is_trained else out
+        evaluate = self.evaluate_with_z if is_trained else self.evaluate
+        evaluate((q, q, state.big, state.small, q, keys, v, q, slots, out, z), (scale,))
+        return Computed(out, (out, z, state.big, state.small) if is_trained else (), coefficients)
 
     def decided(self, rows: list[list[float]]) -> Coefficients | None:
         """Return the coefficients for the numbers of a survey, or None if the call has to be decided from the start.
