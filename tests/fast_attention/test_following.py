@@ -97,9 +97,10 @@ def test_numbers_that_cannot_be_summed_are_reported(bad: float, which: int, back
     plan = plan_of(*draw())
     given = draw(seed=5)
     given[which][0, 1, 3, 2] = bad
-    if bad == 1e30 and which == 2 and backend == "torch":
-        pytest.skip("sums of 1e30 stay in range without kernels")
     follow(plan, *given)
+    if bad == 1e30 and which == 2 and backend == "torch":
+        plan.check()  # sums of 1e30 stay in range without kernels
+        return
     with pytest.raises(GuaranteeError):
         plan.check()
 
