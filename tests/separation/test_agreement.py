@@ -44,7 +44,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
     rng = random.Random(20231018)
     naive._settled.cache_clear()
     checked, seen = 0, np.zeros(4, dtype=np.int64)
-    while checked < 2000:
+    while checked < 1000:
         setting = a_setting(rng)
         if setting is None:
             continue
@@ -56,7 +56,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
     # Each condition is often True and often False, and many decisions are within the rounding error.
     assert (seen > 8 * checked // 50).all()
     assert (seen < 8 * checked - 8 * checked // 50).all()
-    assert naive._settled.cache_info().misses > 200
+    assert naive._settled.cache_info().misses > 100
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
 
 
 def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=6, repetitions=40, seed=1)
+    kill_and_resume(tmp_path, kills=3, repetitions=20, seed=1)
 
 
 @pytest.mark.soak
@@ -86,7 +86,7 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
 
 def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
-    grid, store, total = write_grid(tmp_path, 50), tmp_path / "s.db", 300
+    grid, store, total = write_grid(tmp_path, 25), tmp_path / "s.db", 150
     process = sweep(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
     os.kill(process.pid, signal.SIGSTOP)  # the stopped process keeps the lock
@@ -125,7 +125,7 @@ def test_a_full_disk_ends_the_run_with_one_error_and_keeps_rows(tmp_path: Path) 
     process = sweep(grid, "--store", store, "--jobs", 1, preexec_fn=small_disk)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.count("\n") == 1
+    assert [line.split(":")[0] for line in err.splitlines() if not line.startswith("computing")] == ["error"]
     assert "free some disk space and run the same command again" in err
     kept = rows_done(store)
     assert 0 < kept < 180
