@@ -45,9 +45,7 @@ def step_maps(record: MonitorRecord) -> Chart | None:
     return Chart(choices, 260 + layers * max(12, min(36, 320 // layers)), "Quantity")
 
 
-def _step_map(
-    record: MonitorRecord, probes: Sequence[Probe], layers: int, quantity: Quantity, group: str
-) -> Choice:
+def _step_map(record: MonitorRecord, probes: Sequence[Probe], layers: int, quantity: Quantity, group: str) -> Choice:
     """Return the heat map of one quantity; crosses mark the alarms that judge it, or all alarms of other quantities."""
     steps = [str(probe.step) for probe in probes]
     z = [[quantity.of(probe.layers[ell]) for probe in probes] for ell in range(layers)]

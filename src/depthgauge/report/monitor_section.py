@@ -99,7 +99,9 @@ def depth_part(record: MonitorRecord) -> Part | None:
         ("step", "layers"),
         tuple((probe.step, probe.depth) for probe in record.probes if probe.depth is not None),
     )
-    what = "the loss on the probe" if record.run.model.objective == "loss" else "the relative change of the final states"
+    what = (
+        "the loss on the probe" if record.run.model.objective == "loss" else "the relative change of the final states"
+    )
     caption = f"Layers that are left when blocks are removed greedily until {what} would exceed {number(increase)}."
     return Part("depth", "Effective depth, measured", caption, chart, table, half=True)
 

@@ -11,9 +11,7 @@ from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, rea
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
-_ADVICE = (
-    f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
-)
+_ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
 
 
 def write_report(

@@ -59,9 +59,7 @@ class Detector:
         first = self.first.get(layer.index, 0.0)
         return score / first if score is not None and first > 0 else 0.0
 
-    def _entropy(
-        self, probe: Probe, layer: ProbedLayer, score: float | None, share: float | None
-    ) -> Iterator[Alarm]:
+    def _entropy(self, probe: Probe, layer: ProbedLayer, score: float | None, share: float | None) -> Iterator[Alarm]:
         t, grown = self.thresholds, self._grown(layer, score)
         if t.entropy_share is None or share is None or share >= t.entropy_share or grown < t.entropy_growth:
             return
@@ -104,9 +102,7 @@ class Detector:
         yield _alarm(probe, "score-explosion", layer, evidence, score, t.score_limit)
 
 
-def _alarm(
-    probe: Probe, name: str, layer: ProbedLayer, evidence: str, value: float | None, threshold: float
-) -> Alarm:
+def _alarm(probe: Probe, name: str, layer: ProbedLayer, evidence: str, value: float | None, threshold: float) -> Alarm:
     where = f"at step {probe.step} in layer {layer.index}"
     return Alarm(
         step=probe.step,

@@ -146,7 +146,9 @@ def _call(trace: LayerTrace) -> AttentionCall:
     if trace.causal:
         visible = torch.ones(n, n, dtype=torch.bool, device=trace.key.device).tril()
         hidden = torch.finfo(trace.key.dtype).min
-        mask = torch.zeros(n, n, dtype=trace.key.dtype, device=trace.key.device).masked_fill(~visible, hidden)[None, None]
+        mask = torch.zeros(n, n, dtype=trace.key.dtype, device=trace.key.device).masked_fill(~visible, hidden)[
+            None, None
+        ]
     value = trace.attention_input.unsqueeze(1).expand(-1, heads, -1, -1)
     return AttentionCall(trace.index, trace.query, trace.key, value, mask, trace.scale)
 

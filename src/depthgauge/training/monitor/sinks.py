@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from depthgauge._io import write_text
 from depthgauge.errors import InputError, MissingPackageError, OutputError
@@ -24,6 +24,7 @@ from depthgauge.results.monitor_record import (
 from depthgauge.results.record import Record
 
 
+@runtime_checkable
 class Sink(Protocol):
     """Receives every probe with the alarms that began with it."""
 
