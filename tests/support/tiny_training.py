@@ -72,21 +72,26 @@ def train(
     steps: int,
     *,
     seed: int = 0,
+    optimizer: str = "adamw",
     rate: float = RATE,
     warm_up: int = WARM_UP,
     monitor: dg.Monitor | None = None,
 ) -> list[float]:
-    """Train with AdamW and a linear warm-up; stop where the loss is not finite. Return the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    """Train with AdamW, or with SGD and momentum; stop where the loss is not finite. Return the losses."""
+    weights = model.parameters()
+    if optimizer == "adamw":
+        chosen: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    else:
+        chosen = torch.optim.SGD(weights, lr=rate, momentum=0.9)
     data, losses = batches(seed), []
     for step in range(steps):
-        for group in optimizer.param_groups:
+        for group in chosen.param_groups:
             group["lr"] = rate * min(1.0, (step + 1) / warm_up) if warm_up else rate
         ids = next(data)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        chosen.step()
+        chosen.zero_grad()
         losses.append(float(loss.detach()))
         if monitor is not None:
             monitor.step(step, loss)

@@ -144,14 +144,14 @@ def test_directories_that_are_no_log_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ResultError, match=r"is not the log of a monitor: it contains no run\.json"):
         dg.read_log(tmp_path)
     monitor(tmp_path / "x").step(0)
-    with pytest.raises(dg.InputError, match="is the log of another model .LlamaForCausalLM, 2 layers.; this one is"):
+    with pytest.raises(dg.InputError, match=r"is the log of another model .LlamaForCausalLM, 2 layers.; this one is"):
         monitor(tmp_path / "x", layers=3)
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(dg.InputError, match=r"has a metrics\.jsonl that no monitor wrote"):
         monitor(tmp_path / "y")
     (tmp_path / "z").write_text("")
-    with pytest.raises(OutputError, match="cannot write .*z: File exists"):
+    with pytest.raises(OutputError, match=r"cannot write .*z: File exists"):
         monitor(tmp_path / "z")
 
 

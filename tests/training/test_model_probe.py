@@ -103,11 +103,12 @@ def test_sublayer_updates_and_weights_equal_a_plain_computation(tmp_path: Path, 
     probe = probe_of(model, batch, tmp_path)
     blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
     added: list[torch.Tensor] = []
-    handles = [
-        block.get_submodule(path).register_forward_hook(lambda m, a, out: added.append(out[0] if isinstance(out, tuple) else out))
-        for block in blocks
-        for path in SUBLAYERS[name]
-    ]  # fmt: skip
+
+    def add(module: Any, args: Any, out: Any) -> None:
+        added.append(out[0] if isinstance(out, tuple) else out)
+
+    paths = SUBLAYERS[name]
+    handles = [block.get_submodule(path).register_forward_hook(add) for block in blocks for path in paths]
     states, _ = stock(model, batch)
     for handle in handles:
         handle.remove()

@@ -56,4 +56,4 @@ def test_a_callback_ignores_other_events_and_refuses_wrong_settings() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         callback.nothing  # noqa: B018
     with pytest.raises(dg.InputError, match="action must be one of log, warn, raise"):
-        dg.MonitorCallback(None, action="stop")  # type: ignore[arg-type]
+        dg.MonitorCallback(None, action="stop")

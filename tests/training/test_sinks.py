@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tiny_training import probe_ids, tiny_llama
@@ -13,7 +13,7 @@ from depthgauge.errors import MissingPackageError
 
 
 class Writer:
-    made: list["Writer"] = []
+    made: ClassVar[list["Writer"]] = []
 
     def __init__(self, log_dir: str) -> None:
         self.log_dir, self.calls, self.closed = log_dir, [], False

@@ -94,7 +94,7 @@ def largest_singular_value(
 ) -> Float[Tensor, " heads"]:
     """Return ‖AB‖₂ per head, computed with products of small matrices only, which is fast on a GPU.
 
-    The eigenvalues of C = (AᵀA)(BBᵀ) are the squares of the singular values of AB. A column of C^(2^s), s = `squarings`,
+    The eigenvalues of C = (AᵀA)(BBᵀ) are the squares of the singular values of AB. A column of C^(2^s), s: `squarings`,
     is close to the leading eigenvector v, and its Rayleigh quotient in the inner product of BBᵀ,
 
         λ = (BBᵀv)ᵀ AᵀA (BBᵀv) / vᵀ BBᵀ v,
@@ -232,13 +232,13 @@ def block_sizes(checkpoint: Checkpoint, block: nn.Module) -> LayerSizes:
     shared = torch.arange(heads, device=query.device) * kv_heads // heads
 
     def columns(weight: Tensor, count: int) -> Tensor:
-        return (gain * weight).unflatten(1, (count, -1)).transpose(0, 1)
+        return (gain * weight).reshape(weight.shape[0], count, -1).transpose(0, 1)
 
     return layer_sizes(
         columns(query, heads),
         columns(key, kv_heads)[shared],
         columns(value, kv_heads)[shared],
-        output.unflatten(0, (heads, -1)),
+        output.reshape(heads, -1, output.shape[1]),
     )
 
 

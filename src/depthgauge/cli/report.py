@@ -18,8 +18,8 @@ opens from disk in any browser and makes no network requests.
 `depthgauge report smaller/depthgauge.json --out page.html` writes the page of a checkpoint that `depthgauge shrink`
 wrote.
 
-`depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the directory
-runs/x. The run may still be going on.
+`depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the
+directory runs/x. The run may still be going on.
 
 The page needs the extra report: `pip install 'depthgauge[report]'`.
 """

@@ -5,7 +5,7 @@ from depthgauge.report.markup import Table, capital, command_line, settings_tabl
 from depthgauge.report.monitor_charts import depth_chart, known_quantities, shown_probes, step_maps
 from depthgauge.report.page_parts import Page, Part, Section
 from depthgauge.results.monitor_labels import ALARM_LABELS, QUANTITIES, monitor_verdict
-from depthgauge.results.monitor_record import MonitorRecord
+from depthgauge.results.monitor_record import Alarm, MonitorRecord
 
 
 def monitor_page(record: MonitorRecord) -> Page:
@@ -57,7 +57,7 @@ def alarm_part(record: MonitorRecord) -> Part:
     """Return the alarms in sentences and as a table; of many alarms, the first of each kind in sentences."""
     if not record.alarms:
         return Part("alarms", "Alarms", "No alarm was raised.")
-    first = {}
+    first: dict[str, Alarm] = {}
     for alarm in record.alarms:
         first.setdefault(alarm.name, alarm)
     rows = tuple((a.step, a.name, a.layer, a.value, a.threshold, a.message) for a in record.alarms)

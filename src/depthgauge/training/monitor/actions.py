@@ -3,12 +3,12 @@
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from depthgauge.errors import DepthgaugeError, InputError, unknown_name
 from depthgauge.results.monitor_record import Alarm
 
-Action = Literal["log", "warn", "raise"] | Callable[[Alarm], None]
+Action = str | Callable[[Alarm], None]
+"""One of `ACTIONS`, or a function of an alarm."""
 ACTIONS = ("log", "warn", "raise")
 LOGGER = "depthgauge.monitor"
 """The name of the logger that the action `log` writes to."""
@@ -41,7 +41,7 @@ def check_action(action: object) -> Action:
         )
     if action not in ACTIONS:
         raise unknown_name("action", action, ACTIONS)
-    return action  # type: ignore[return-value]  # one of ACTIONS
+    return action
 
 
 def act(action: Action, alarms: Sequence[Alarm], is_main: bool) -> None:

@@ -23,7 +23,7 @@ class Measurement:
     """The measures of one probe.
 
     - `layers`: name → one value per layer
-    - `heads`: name → one value per layer and head, NaN where a layer has fewer heads; empty if attention is not observed
+    - `heads`: name → one value per layer and head, NaN where a layer has fewer heads; empty without observation
     - `counts`: number of heads of every layer
     - `loss`: loss on the probe, NaN if the model has none
     - `skip`: cost of skipping each block, empty if it was not measured
@@ -138,7 +138,8 @@ def update_share(before: Float[Tensor, "*batch d"], added: Float[Tensor, "*batch
     """
     wide = torch.promote_types(before.dtype, torch.float32)
     sizes = before.to(added.device, wide).norm(dim=-1).clamp(min=torch.finfo(wide).tiny)
-    return (added.to(wide).norm(dim=-1) / sizes).mean()
+    share: Tensor = (added.to(wide).norm(dim=-1) / sizes).mean()
+    return share
 
 
 T = TypeVar("T")
