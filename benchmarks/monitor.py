@@ -168,7 +168,8 @@ def main() -> int:
     print(f"losses and weights with and without the monitor: {'bit-identical' if same else 'DIFFERENT'}")
     record = found | {
         "claim": f"less than {ALLOWED[device]:.0%} of the training time, with bit-identical losses",
-        "met": met and same, "identical": same, "device": where, "torch": torch.__version__, "python": platform.python_version(),
+        "met": met and same, "identical": same, "device": where, "torch": torch.__version__,
+        "python": platform.python_version(),
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
