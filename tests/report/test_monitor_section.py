@@ -40,7 +40,10 @@ def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> Non
         assert len(heat["z"]) == LAYERS
         shown = [re.search("<b>(.*)</b>", text)[1] for text in heat["hovertext"][1]]  # type: ignore[index]
         assert shown[2] == f"{quantity.of(probes()[2].layers[1]):.3g}"
-        assert [trace["name"] for trace in traces if trace.get("yaxis") == "y2"] == ["training loss", "loss on the probe"]
+        assert [trace["name"] for trace in traces if trace.get("yaxis") == "y2"] == [
+            "training loss",
+            "loss on the probe",
+        ]
         crosses = [trace for trace in traces if trace.get("name") == "alarm"]
         judged = [a for a in record.alarms if a.name in quantity.alarms or not quantity.alarms]
         assert [(x, y) for t in crosses for x, y in zip(t["x"], t["y"], strict=True)] == [
@@ -53,7 +56,9 @@ def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None
     page = monitor_page(dg.read_log(log))
     (section,) = page.sections
     assert section.name == "run-7"
-    assert section.verdict.startswith("11 probes from step 0 to step 100; loss 3 → 1; rank-collapse at layer 2, first at")
+    assert section.verdict.startswith(
+        "11 probes from step 0 to step 100; loss 3 → 1; rank-collapse at layer 2, first at"
+    )
     assert dict(section.facts)["probes"] == "11, every 10 steps"
     parts = {part.name: part for part in section.parts}
     assert list(parts) == ["alarms", "steps", "depth", "notes"]

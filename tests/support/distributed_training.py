@@ -32,8 +32,8 @@ def sharded(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def run(kind: str, rank: int, log: Path | None, action: Any = "log") -> dict[str, Any]:
-    """Train, and return the losses of this process, the weights, and the records of the monitor."""
+def run(kind: str, rank: int, log: Path | None, action: Any = "log", early: bool = False) -> dict[str, Any]:
+    """Train, and return the losses, the weights and the records; an `early` probe comes before the backward pass."""
     model = with_scaled_residuals(tiny_llama(0, layers=3, attention_dropout=0.1), 0.02)
     trained = DistributedDataParallel(model) if kind == "ddp" else sharded(model)
     monitor = None
@@ -48,8 +48,10 @@ def run(kind: str, rank: int, log: Path | None, action: Any = "log") -> dict[str
     for step in range(STEPS):
         ids = next(data)
         loss = trained(input_ids=ids, labels=ids).loss
+        if monitor is not None and early:
+            probes.append(monitor.step(step, loss))
         loss.backward()
-        if monitor is not None:
+        if monitor is not None and not early:
             probes.append(monitor.step(step, loss))
         optimizer.step()
         optimizer.zero_grad()
@@ -69,6 +71,7 @@ def main(folder: Path, rank: int) -> None:
     found = {}
     for kind in ("ddp", "fsdp"):
         found[kind] = {"plain": run(kind, rank, None), "monitored": run(kind, rank, folder / kind)}
+    found["early"] = run("fsdp", rank, folder / "early", early=True)
     try:
         run("ddp", rank, folder / "raised", "raise")
     except dg.AlarmError as error:

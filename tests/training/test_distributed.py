@@ -41,6 +41,10 @@ def test_losses_and_weights_are_bit_identical(found: list[dict[str, Any]], kind:
         plain, monitored = found[rank][kind]["plain"], found[rank][kind]["monitored"]
         assert monitored["losses"] == plain["losses"]
         assert monitored["weights"] == plain["weights"]
+    if kind == "fsdp":  # with the probes between the forward and the backward pass
+        assert [found[rank]["early"]["losses"] for rank in range(2)] == [
+            found[rank][kind]["plain"]["losses"] for rank in range(2)
+        ]
     assert found[0][kind]["plain"]["losses"] != found[1][kind]["plain"]["losses"]  # each has its own data
 
 

@@ -12,6 +12,8 @@ from depthgauge.results.monitor_record import Alarm, MonitorRecord, Probe
 MOST_STEPS = 120
 """Largest number of probes that the page shows; of a longer run, evenly spaced probes and those with alarms."""
 ALARM = "@vermilion"
+_LOSS, _GAP, _MARGINS = 110, 36, 96
+"""Heights in pixels: of the loss, between the loss and the heat map, and above and below both."""
 
 
 def shown_probes(record: MonitorRecord) -> tuple[Probe, ...]:
@@ -42,7 +44,11 @@ def step_maps(record: MonitorRecord) -> Chart | None:
     layers = max(len(probe.layers) for probe in probes)
     groups = {name: group for group, names in GROUPS.items() for name in names}
     choices = tuple(_step_map(record, probes, layers, QUANTITIES[name], groups[name]) for name in known)
-    return Chart(choices, 260 + layers * max(12, min(36, 320 // layers)), "Quantity")
+    return Chart(choices, _MARGINS + _LOSS + _GAP + _heat_height(layers), "Quantity")
+
+
+def _heat_height(layers: int) -> int:
+    return max(90, layers * max(12, min(36, 360 // layers)))
 
 
 def _step_map(record: MonitorRecord, probes: Sequence[Probe], layers: int, quantity: Quantity, group: str) -> Choice:
@@ -72,15 +78,16 @@ def _step_map(record: MonitorRecord, probes: Sequence[Probe], layers: int, quant
     }  # fmt: skip
     marked = [alarm for alarm in record.alarms if alarm.name in quantity.alarms or not quantity.alarms]
     traces = [heat, *_marks(marked, steps), *_losses(probes, steps)]
+    plot = _LOSS + _GAP + _heat_height(layers)
     look = layout(
         xaxis={**names_axis("training step", steps), "anchor": "y2"},
         yaxis={
             "type": "category", "title": {"text": "layer"}, "showgrid": False, "autorange": "reversed",
-            "domain": [0.36, 1.0],
+            "domain": [(_LOSS + _GAP) / plot, 1.0],
         },
-        yaxis2={"title": {"text": "loss"}, "domain": [0.0, 0.26], "anchor": "x"},
+        yaxis2={"title": {"text": "loss"}, "domain": [0.0, _LOSS / plot], "anchor": "x"},
         margin={"l": 60, "r": 28, "t": 52, "b": 44},
-        shapes=[_line(step) for step in dict.fromkeys(str(alarm.step) for alarm in marked) if step in steps],
+        shapes=[_line(k) for k, step in enumerate(steps) if step in {str(alarm.step) for alarm in marked}],
     )  # fmt: skip
     words = _words(known, probes)
     crosses = f" Crosses mark {', '.join(sorted({alarm.name for alarm in marked}))}." if marked else ""
@@ -133,10 +140,10 @@ def _losses(probes: Sequence[Probe], steps: Sequence[str]) -> list[Figure]:
     return traces
 
 
-def _line(step: str) -> Figure:
-    """Return a vertical line through the loss at the step of an alarm."""
+def _line(column: int) -> Figure:
+    """Return a vertical line through the loss at the column of an alarm."""
     return {
-        "type": "line", "xref": "x", "x0": step, "x1": step, "yref": "y2 domain", "y0": 0, "y1": 1,
+        "type": "line", "xref": "x", "x0": column, "x1": column, "yref": "y2 domain", "y0": 0, "y1": 1,
         "line": {"color": ALARM, "width": 1, "dash": "dash"},
     }  # fmt: skip
 

@@ -29,6 +29,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for context in (*_generators(model), torch.no_grad(), *_without_autocast(model), *_uncompiled()):
             contexts.enter_context(context)
         contexts.callback(_restore, before)
+        contexts.callback(_reshard, modules)
         model.eval()
         yield
 
@@ -55,6 +56,17 @@ class _ModuleState:
             buffer = self.buffers[name]
             if buffer is not None and copy is not None and buffer._version != copy[0]:
                 buffer.copy_(copy[1])
+
+
+def _reshard(modules: list[nn.Module]) -> None:
+    """Free the gathered weights of a model that is sharded with `fully_shard`.
+
+    Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the next
+    training step would use weights from before the optimizer step.
+    """
+    for module in modules:
+        if type(module).__name__.startswith("FSDP") and hasattr(module, "reshard"):
+            module.reshard()
 
 
 def _restore(states: list[_ModuleState]) -> None:
