@@ -76,7 +76,9 @@ def main() -> None:
         if probe_record is not None:
             probing += probe_record.seconds or 0.0
             print(f"step {step}: loss {float(loss.detach()):.3f}, on the probe {probe_record.probe_loss:.3f}")
-    print(f"{time.perf_counter() - started:.0f} s, of which the probes took {probing:.0f} s; {len(monitor.alarms)} alarms")
+    print(
+        f"{time.perf_counter() - started:.0f} s, of which the probes took {probing:.0f} s; {len(monitor.alarms)} alarms"
+    )
     print(dg.write_report(options.log, options.log.with_suffix(".html")))
 
 

@@ -26,7 +26,7 @@ def test_the_largest_singular_value_of_a_product(kind: str) -> None:
     scale = {"tiny": 1e-12, "huge": 1e12, "zero": 0.0}.get(kind, 1.0)
     A = A * scale
     found = largest_singular_value(A, B)
-    expected = torch.linalg.svdvals((A.double() @ B.double()))[:, 0]
+    expected = torch.linalg.svdvals(A.double() @ B.double())[:, 0]
     assert found.double().tolist() == pytest.approx(expected.tolist(), rel=2e-3)
     assert bool((found.double() <= expected * (1 + 1e-5)).all())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from monitor_documents import LAYERS, probes, write_log
+from playwright.sync_api import expect
 
 import depthgauge as dg
 from depthgauge.cli.main import main
@@ -133,7 +134,7 @@ def test_a_browser_shows_the_maps_the_loss_and_the_crosses(browser: Any, page_fi
     page.focus(chart)
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowDown")
-    assert "step 0 · layer 1" in page.locator("#said").text_content()
+    expect(page.locator("#said")).to_have_text(re.compile("^step 0 · layer 1, update of the block"))
     page.set_viewport_size({"width": 360, "height": 800})
     page.wait_for_timeout(300)
     assert page.evaluate("document.documentElement.scrollWidth") == 360

@@ -7,11 +7,8 @@ Writes the losses, and what the monitor of this process saw, to FOLDER/RANK.json
 
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
-
-warnings.simplefilter("ignore")  # before torch.distributed is imported
 
 import torch
 import torch.distributed as dist

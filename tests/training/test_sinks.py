@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from tiny_training import probe_ids, tiny_llama
 
@@ -23,6 +24,7 @@ class Writer:
         self.calls.append(("scalar", tag, value, step))
 
     def add_histogram(self, tag: str, values: Any, step: int) -> None:
+        assert isinstance(values, np.ndarray)  # a list is an error in the real writer
         self.calls.append(("histogram", tag, values, step))
 
     def add_text(self, tag: str, text: str, step: int) -> None:
@@ -71,7 +73,7 @@ def test_tensorboard(tmp_path: Path, tensorboard: None) -> None:
     (writer,) = Writer.made
     assert writer.log_dir == str(tmp_path)
     scalars = {tag: value for kind, tag, value, step in writer.calls if kind == "scalar"}
-    assert scalars["loss"] == 2.5
+    assert scalars["monitor/loss"] == 2.5
     assert scalars["update/layer_01"] == probe.layers[1].update
     assert probe.layers[1].heads is not None
     assert scalars["score_range/layer_01"] == max(

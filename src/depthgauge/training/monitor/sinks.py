@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from depthgauge._io import write_text
 from depthgauge.errors import InputError, MissingPackageError, OutputError
 from depthgauge.results.monitor_labels import QUANTITIES
@@ -112,7 +114,7 @@ class TensorBoard:
         for name, value in scalars(probe):
             self.writer.add_scalar(name, value, probe.step)
         for measure, values in histograms(probe):
-            self.writer.add_histogram(measure, values, probe.step)
+            self.writer.add_histogram(measure, np.array(values), probe.step)
         for alarm in alarms:
             self.writer.add_text(f"alarms/{alarm.name}", alarm.message, probe.step)
         self.writer.flush()
@@ -149,7 +151,7 @@ def scalars(probe: Probe) -> Iterator[tuple[str, float]]:
     """Yield name and value of every number of a probe, such as `update/layer_03`."""
     for name, value in (("loss", probe.loss), ("probe_loss", probe.probe_loss), ("depth", probe.depth)):
         if value is not None:
-            yield name, float(value)
+            yield f"monitor/{name}", float(value)
     for key, quantity in QUANTITIES.items():
         for layer in probe.layers:
             if (found := quantity.of(layer)) is not None:

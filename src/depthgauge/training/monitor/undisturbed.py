@@ -61,11 +61,15 @@ class _ModuleState:
 def _reshard(modules: list[nn.Module]) -> None:
     """Free the gathered weights of a model that is sharded with `fully_shard`.
 
-    Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the next
-    training step would use weights from before the optimizer step.
+    Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the
+    next training step would use weights from before the optimizer step.
     """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # nothing can be sharded
+    from torch.distributed.fsdp import FSDPModule
+
     for module in modules:
-        if type(module).__name__.startswith("FSDP") and hasattr(module, "reshard"):
+        if isinstance(module, FSDPModule):
             module.reshard()
 
 
