@@ -25,7 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for rank in range(2)
     ]  # fmt: skip
-    outputs = [process.communicate(timeout=900)[0] for process in processes]
+    try:
+        outputs = [process.communicate(timeout=900)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
     return made
 
