@@ -29,7 +29,18 @@ LEVELS: list[set[str]] = [
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 # The modules of the lowest level may import each other.
 MAY_IMPORT_ITS_LEVEL = {0}
-HEAVY = {"transformers", "gguf", "accelerate", "dask", "distributed", "plotly", "triton", "pandas"}
+HEAVY = {
+    "transformers",
+    "gguf",
+    "accelerate",
+    "dask",
+    "distributed",
+    "plotly",
+    "triton",
+    "pandas",
+    "tensorboard",
+    "wandb",
+}
 LONGEST = 450
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and
 # a workflow, a bound has a proof and its verification, both backends have the same parts.

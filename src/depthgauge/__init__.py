@@ -28,10 +28,19 @@ if TYPE_CHECKING:
     from depthgauge.network.random_networks import random_network as random_network
     from depthgauge.report.write import write_report as write_report
     from depthgauge.results.gauge_options import GaugeOptions as GaugeOptions
+    from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
+    from depthgauge.results.monitor_options import MonitorOptions as MonitorOptions
+    from depthgauge.results.monitor_record import Alarm as Alarm
+    from depthgauge.results.monitor_record import MonitorRecord as MonitorRecord
+    from depthgauge.results.monitor_record import Probe as Probe
+    from depthgauge.results.monitor_record import read_log as read_log
     from depthgauge.results.shrink_options import ShrinkOptions as ShrinkOptions
     from depthgauge.results.shrink_record import PlanRecord as PlanRecord
     from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
     from depthgauge.separation.probability import separate as separate
+    from depthgauge.training.monitor.actions import AlarmError as AlarmError
+    from depthgauge.training.monitor.callback import MonitorCallback as MonitorCallback
+    from depthgauge.training.monitor.monitor import Monitor as Monitor
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
@@ -42,13 +51,21 @@ if TYPE_CHECKING:
     from depthgauge.workflows.sweep import sweep_status as sweep_status
 
 _MODULES = {
+    "Alarm": "depthgauge.results.monitor_record",
+    "AlarmError": "depthgauge.training.monitor.actions",
+    "AlarmThresholds": "depthgauge.results.monitor_options",
     "Certificate": "depthgauge.certificates.certificate",
     "Depth": "depthgauge.depth.effective",
     "DepthgaugeError": "depthgauge.errors",
     "GaugeOptions": "depthgauge.results.gauge_options",
     "GaugeResult": "depthgauge.workflows.gauge",
     "InputError": "depthgauge.errors",
+    "Monitor": "depthgauge.training.monitor.monitor",
+    "MonitorCallback": "depthgauge.training.monitor.callback",
+    "MonitorOptions": "depthgauge.results.monitor_options",
+    "MonitorRecord": "depthgauge.results.monitor_record",
     "PlanRecord": "depthgauge.results.shrink_record",
+    "Probe": "depthgauge.results.monitor_record",
     "Profile": "depthgauge.measures.profile",
     "SelfAttentionNetwork": "depthgauge.network.network",
     "ShrinkOptions": "depthgauge.results.shrink_options",
@@ -66,6 +83,7 @@ _MODULES = {
     "measure": "depthgauge.measures.profile",
     "plan_shrink": "depthgauge.workflows.shrink",
     "random_network": "depthgauge.network.random_networks",
+    "read_log": "depthgauge.results.monitor_record",
     "register_attention": "depthgauge.checkpoints.registered_attention",
     "save_network": "depthgauge.network.files",
     "separate": "depthgauge.separation.probability",
@@ -76,13 +94,21 @@ _MODULES = {
 }
 
 __all__ = [
+    "Alarm",
+    "AlarmError",
+    "AlarmThresholds",
     "Certificate",
     "Depth",
     "DepthgaugeError",
     "GaugeOptions",
     "GaugeResult",
     "InputError",
+    "Monitor",
+    "MonitorCallback",
+    "MonitorOptions",
+    "MonitorRecord",
     "PlanRecord",
+    "Probe",
     "Profile",
     "SelfAttentionNetwork",
     "ShrinkOptions",
@@ -101,6 +127,7 @@ __all__ = [
     "measure",
     "plan_shrink",
     "random_network",
+    "read_log",
     "register_attention",
     "save_network",
     "separate",

@@ -79,8 +79,8 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
         (["part.json"], 2, "part.json: subjects: is missing"),
         (["part.json", "--out", "."], 2, "cannot write .: it is a directory; give the name of a file"),
         (["part.json", "--out", "part.json"], 2, "--out and RESULT are the same file, part.json"),
-        (["."], 2, "cannot read .: Is a directory"),
-        ([], 2, "Missing argument 'RESULT.json'"),
+        (["."], 2, ". is not the log of a monitor: it contains no run.json; give the log directory"),
+        ([], 2, "Missing argument 'RESULT'"),
     ],
 )
 def test_bad_requests_end_with_one_sentence_and_no_page(run, tmp_path, arguments, code, words):

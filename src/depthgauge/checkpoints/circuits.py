@@ -89,6 +89,33 @@ def product_singular_values(A: Float[Tensor, "d k"], B: Float[Tensor, "k d"]) ->
     return values
 
 
+def largest_singular_value(
+    A: Float[Tensor, "heads d k"], B: Float[Tensor, "heads k e"], squarings: int = 10
+) -> Float[Tensor, " heads"]:
+    """Return ‖AB‖₂ per head, computed with products of small matrices only, which is fast on a GPU.
+
+    The eigenvalues of C = (AᵀA)(BBᵀ) are the squares of the singular values of AB. A column of C^(2^s), s: `squarings`,
+    is close to the leading eigenvector v, and its Rayleigh quotient in the inner product of BBᵀ,
+
+        λ = (BBᵀv)ᵀ AᵀA (BBᵀv) / vᵀ BBᵀ v,
+
+    is at most ‖AB‖₂² and smaller by a relative error of about log(k)/2^(s+1) at most. NaN if an entry is not finite.
+    """
+    sizes = [M.abs().amax(dim=(-2, -1), keepdim=True) for M in (A, B)]
+    A, B = (M / size.clamp(min=torch.finfo(M.dtype).tiny) for M, size in zip((A, B), sizes, strict=True))
+    gram_a, gram_b = A.mT @ A, B @ B.mT
+    power = gram_a @ gram_b
+    for _ in range(squarings):
+        power = power / power.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(A.dtype).tiny)
+        power = power @ power
+    column = power.norm(dim=-2).argmax(dim=-1)
+    v = power.gather(-1, column[:, None, None].expand(-1, power.shape[-2], 1))
+    w = gram_b @ v
+    top, bottom = (w * (gram_a @ w)).sum(dim=(-2, -1)), (v * w).sum(dim=(-2, -1))
+    found = torch.where(top == 0, torch.zeros_like(top), top / bottom).sqrt()
+    return found * (sizes[0] * sizes[1])[:, 0, 0]
+
+
 def stable_rank(singular_values: Float[Tensor, " k"]) -> float:
     """Return ‖A‖F²/‖A‖₂², which lies between 1 and rank A; 0 for A = 0."""
     largest = float(singular_values[0])
@@ -144,7 +171,7 @@ def split_fused(
 
 def _matrix(module: Any) -> Tensor:
     """Return W of the map x ↦ xW; `nn.Linear` stores Wᵀ, transformers' `Conv1D` stores W."""
-    weight: Tensor = module.weight.detach()
+    weight = _whole(module.weight.detach())
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     return weight.mT if isinstance(module, nn.Linear) else weight
 
@@ -155,4 +182,67 @@ def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
         return torch.ones(like.shape[0], 1, dtype=like.dtype, device=like.device)
     weight = block.get_submodule(family.gain).weight
     assert isinstance(weight, Tensor)
-    return (weight.detach().to(like) + family.gain_offset)[:, None]
+    return (_whole(weight.detach()).to(like) + family.gain_offset)[:, None]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LayerSizes(TensorRecord):
+    """Sizes of the circuits of one layer, over its heads.
+
+    - `eta`: η, the largest |entry| of Q, K and V of any head
+    - `qk_norm`, `ov_norm`: the largest spectral norms of QKᵀ and V over the heads
+    """
+
+    eta: Float[Tensor, ""]
+    qk_norm: Float[Tensor, ""]
+    ov_norm: Float[Tensor, ""]
+
+
+def layer_sizes(
+    query: Float[Tensor, "heads d k"],
+    key: Float[Tensor, "heads d k"],
+    value: Float[Tensor, "heads d v"],
+    output: Float[Tensor, "heads v d"],
+) -> LayerSizes:
+    """Compute the sizes of a layer's circuits from the weights of all heads; they stay on the device."""
+    heads, d = query.shape[0], query.shape[1]
+    together = max(1, _PRODUCT_ENTRIES // (d * d))
+    largest = [query.abs().amax(), key.abs().amax()]
+    for start in range(0, heads, together):
+        largest.append((value[start : start + together] @ output[start : start + together]).abs().amax())
+    return LayerSizes(
+        eta=torch.stack(largest).amax(),
+        qk_norm=largest_singular_value(query, key.mT).amax(),
+        ov_norm=largest_singular_value(value, output).amax(),
+    )
+
+
+_PRODUCT_ENTRIES = 2**23
+"""Largest number of entries of the products W_V W_O in memory at once (32 MB in float32)."""
+
+
+@torch.no_grad()
+def block_sizes(checkpoint: Checkpoint, block: nn.Module) -> LayerSizes:
+    """Compute the sizes of a block's circuits: the largest over its heads of what `circuit_sizes` gives for one."""
+    family = checkpoint.family
+    assert family is not None
+    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
+    query, key, value, output = _projections(block, family, heads)
+    gain = _gain(block, family, query)
+    shared = torch.arange(heads, device=query.device) * kv_heads // heads
+
+    def columns(weight: Tensor, count: int) -> Tensor:
+        return (gain * weight).reshape(weight.shape[0], count, -1).transpose(0, 1)
+
+    return layer_sizes(
+        columns(query, heads),
+        columns(key, kv_heads)[shared],
+        columns(value, kv_heads)[shared],
+        output.reshape(heads, -1, output.shape[1]),
+    )
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """Return a weight as one tensor; a sharded weight is gathered from all processes, which must all ask for it."""
+    gather = getattr(weight, "full_tensor", None)
+    return weight if gather is None else gather()

@@ -31,7 +31,7 @@ class Pass(TensorRecord):
     - `output`: the logits, or the final states of a model without a language modelling head
     """
 
-    states: tuple[Float[Tensor, "1 n d"], ...]
+    states: tuple[Float[Tensor, "batch n d"], ...]
     output: Tensor
 
 
@@ -51,10 +51,10 @@ class Stack:
     @torch.no_grad()
     def run(
         self,
-        ids: Int[Tensor, "1 n"],
+        ids: Int[Tensor, "batch n"],
         *,
         start: int = 0,
-        state: Float[Tensor, "1 n d"] | None = None,
+        state: Float[Tensor, "batch n d"] | None = None,
         changes: Mapping[nn.Module, Change] | None = None,
         skipped: frozenset[int] = frozenset(),
         silent: nn.Module | None = None,
@@ -88,10 +88,12 @@ class Stack:
             return self._forward(ids)
 
     @torch.no_grad()
-    def full(self, ids: Int[Tensor, "1 n"], *, skipped: frozenset[int] = frozenset()) -> Pass:
-        """Run all layers except the `skipped` ones and keep the states X_0 … X_L."""
+    def full(
+        self, ids: Int[Tensor, "batch n"], *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None
+    ) -> Pass:
+        """Run all layers except the `skipped` ones and keep the states X_0 … X_L; `watch` observes the attention."""
         states: dict[int, Tensor] = {}
-        self.session.begin()
+        self.session.begin(watch=watch)
         self.evaluations += len(self) - len(skipped)
         with ExitStack() as patches:
             for layer in skipped:

@@ -45,7 +45,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
                 f"{name} bypasses transformers' attention interface: {seen} of its {checkpoint.layers} layers call "
                 "it, so its attention cannot be observed and it cannot be gauged on text"
             )
-        off = _difference(ours.output, stock)
+        off = relative_difference(ours.output, stock)
         if seen > checkpoint.layers or off > _tolerance(stock.dtype):
             raise CheckpointError(
                 f"{name} uses an unsupported form of attention: expected {checkpoint.layers} attention calls that "
@@ -56,12 +56,12 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
             return "its blocks are not kept in one list"
         middle = len(stack) // 2
         again = stack.run(ids, start=middle, state=ours.states[middle])
-        if _difference(again, ours.output) > _tolerance(stock.dtype):
+        if relative_difference(again, ours.output) > _tolerance(stock.dtype):
             return "its blocks need other inputs than the hidden states before them"
     return None
 
 
-def _difference(a: Tensor, b: Tensor) -> float:
+def relative_difference(a: Tensor, b: Tensor) -> float:
     """Return max|a − b| / max|b|."""
     return float((a.float() - b.float()).abs().amax() / b.float().abs().amax().clamp(min=1e-30))
 

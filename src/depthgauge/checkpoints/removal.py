@@ -49,7 +49,7 @@ def passes(layers: int, removed: int, known: int = 0) -> float:
 
 def next_removal(
     stack: Stack,
-    windows: Sequence[Int[Tensor, "1 n"]],
+    windows: Sequence[Int[Tensor, "batch n"]],
     lost: Sequence[Callable[[Tensor], float]],
     removed: Sequence[int],
     progress: Step = silent,

@@ -6,7 +6,7 @@ before the final norm, the input of layer 0 included. Their names and the what-i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,12 +44,20 @@ def _cosine(x: Float[Tensor, "batch n d"], y: Float[Tensor, "batch n d"]) -> Flo
 
 
 class SublayerScores:
-    """LLM-Drop's scores of the attention and the MLP of every block, recorded with hooks during a forward pass."""
+    """A score of the attention and of the MLP of every block, recorded with hooks during a forward pass.
 
-    def __init__(self, blocks: Sequence[nn.Module], family: Family) -> None:
-        self.blocks, self.family = blocks, family
-        self.attention: list[float] = [math.nan] * len(blocks)
-        self.mlp: list[float] = [math.nan] * len(blocks)
+    `measure` maps y, the stream that a sublayer reads, and f(y), what it adds, to the score. The default is LLM-Drop's.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        family: Family,
+        measure: Callable[[Tensor, Tensor], Any] = added_influence,
+    ) -> None:
+        self.blocks, self.family, self.measure = blocks, family, measure
+        self.attention: list[Any] = [math.nan] * len(blocks)
+        self.mlp: list[Any] = [math.nan] * len(blocks)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -67,7 +75,7 @@ class SublayerScores:
 
         def attention(added: Tensor) -> Tensor:
             read[0] = read[0].to(added.device)  # with a device map, blocks may be on different devices
-            self.attention[layer] = added_influence(read[0], added)
+            self.attention[layer] = self.measure(read[0], added)
             read.append(read[0] if self.family.order == "parallel" else read[0] + added)
             return added
 
@@ -76,7 +84,7 @@ class SublayerScores:
             return normed
 
         def mlp(added: Tensor) -> Tensor:
-            self.mlp[layer] = added_influence(read[1], added)
+            self.mlp[layer] = self.measure(read[1], added)
             read.clear()
             return added
 

@@ -47,7 +47,7 @@ def passes(kind: str, layers: int) -> float:
 
 
 def what_if(
-    stack: Stack, ids: Int[Tensor, "1 n"], states: Sequence[Float[Tensor, "1 n d"]], kind: str, layer: int
+    stack: Stack, ids: Int[Tensor, "batch n"], states: Sequence[Float[Tensor, "batch n d"]], kind: str, layer: int
 ) -> Tensor:
     """Return the model's output in one what-if.
 
@@ -58,7 +58,7 @@ def what_if(
 
     Args:
         stack: the model's blocks.
-        ids: token ids of one window.
+        ids: token ids of one window, or of a batch.
         states: X_0 … X_L of the intact pass.
         kind: name of the what-if.
         layer: ℓ, from 0.

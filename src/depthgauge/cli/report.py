@@ -1,4 +1,4 @@
-"""`depthgauge report`: write the page of a saved result."""
+"""`depthgauge report`: write the page of a saved result or of the log of a training run."""
 
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +18,9 @@ opens from disk in any browser and makes no network requests.
 `depthgauge report smaller/depthgauge.json --out page.html` writes the page of a checkpoint that `depthgauge shrink`
 wrote.
 
+`depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the
+directory runs/x. The run may still be going on.
+
 The page needs the extra report: `pip install 'depthgauge[report]'`.
 """
 
@@ -26,8 +29,8 @@ def command(
     result: Annotated[
         Path,
         typer.Argument(
-            metavar="RESULT.json",
-            help="The file that `gauge --out` wrote, or depthgauge.json of a shrunk model.",
+            metavar="RESULT",
+            help="The file that `gauge --out` wrote, depthgauge.json of a shrunk model, or the log of a training run.",
             show_default=False,
         ),
     ],
@@ -39,13 +42,21 @@ def command(
     from depthgauge._io import check_outputs
     from depthgauge.report.write import write_report
 
-    page = result.parent / f"{result.stem}.html" if out is None else out
+    page = _page_of(result) if out is None else out
     check_outputs({"--out": page}, {"RESULT": result}, overwrite=overwrite)
     write_report(result, page)
     if as_json:
         print_json({"out": str(page), "bytes": page.stat().st_size})
     else:
         note(f"page written to {page}")
+
+
+def _page_of(result: Path) -> Path:
+    """Return the default name of a page: next to the result, with its name."""
+    if result.is_dir():
+        whole = result.resolve()  # the name of `.` or `..`
+        return (result if result.name else whole).parent / f"{whole.name}.html"
+    return result.parent / f"{result.stem}.html"
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

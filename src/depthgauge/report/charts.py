@@ -79,7 +79,7 @@ def layout(**own: Any) -> Figure:
         "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
         "tickfont": {"color": "@faint", "size": 12}, "fixedrange": True, "ticks": "", "showline": False,
     }  # fmt: skip
-    for name in ("xaxis", "yaxis"):
+    for name in [name for name in own if name.startswith(("xaxis", "yaxis"))]:
         title = {"font": {"color": "@faint", "size": 12}}
         own[name] = {**axis, **own[name]}
         if "title" in own[name]:

@@ -14,10 +14,11 @@ from depthgauge.report.markup import escape, sentence, with_code
 from depthgauge.report.page_parts import Page, Part, Section
 from depthgauge.report.sections import page_of
 from depthgauge.results.gauge_record import GaugeRecord
+from depthgauge.results.monitor_record import MonitorRecord
 from depthgauge.results.shrink_record import ShrinkRecord
 
 
-def render(result: GaugeRecord | ShrinkRecord, plotly: str) -> str:
+def render(result: GaugeRecord | ShrinkRecord | MonitorRecord, plotly: str) -> str:
     """Return the page of a result.
 
     Args:
@@ -55,6 +56,8 @@ def render(result: GaugeRecord | ShrinkRecord, plotly: str) -> str:
 
 def _how(page: Page) -> str:
     """Return how to use the command that reproduces the result, as HTML."""
+    if page.how:
+        return with_code(page.how)
     version = f"depthgauge {escape(page.version)}"
     if not page.preparation:
         return f"This command reproduces the result, with {version} and the same target:"

@@ -44,6 +44,7 @@ class Page:
     - `heading`, `lead`: the title of the page and the sentence below it
     - `sections`: one per subject
     - `preparation`: what to do before the command, as sentences with code between backticks; usually empty
+    - `how`: replaces the sentence before the command, with code between backticks; usually empty
     - `command`: the command that reproduces the result
     - `settings`: its settings
     """
@@ -55,6 +56,7 @@ class Page:
     command: str
     settings: Table
     preparation: str = ""
+    how: str = ""
 
 
 def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> Part | None:

@@ -3,11 +3,13 @@
 from depthgauge._format import counted
 from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
 from depthgauge.report.markup import command_line, settings_table
+from depthgauge.report.monitor_section import monitor_page
 from depthgauge.report.network_section import network_facts, network_parts
 from depthgauge.report.page_parts import Page, Section
 from depthgauge.report.shrink_section import shrink_page
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import GaugeRecord, Subject
+from depthgauge.results.monitor_record import MonitorRecord
 from depthgauge.results.network_subject import NetworkSubject
 from depthgauge.results.shrink_record import ShrinkRecord
 
@@ -15,8 +17,10 @@ SAVED = "network.safetensors"
 """The file name that a page suggests for a network that was gauged in memory."""
 
 
-def page_of(result: GaugeRecord | ShrinkRecord) -> Page:
+def page_of(result: GaugeRecord | ShrinkRecord | MonitorRecord) -> Page:
     """Return what the page of a result shows."""
+    if isinstance(result, MonitorRecord):
+        return monitor_page(result)
     return shrink_page(result) if isinstance(result, ShrinkRecord) else gauge_page(result)
 
 

@@ -7,20 +7,23 @@ from depthgauge._io import write_text
 from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
+from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_SCHEMA, ShrinkRecord, check_shrink
 
-_ADVICE = f"{ADVICE}, or {SHRINK_ADVICE.removeprefix('give ')}"
+_ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
 
 
-def write_report(result: GaugeRecord | ShrinkRecord | dict[str, Any] | str | Path, out: str | Path) -> Path:
-    """Write one self-contained HTML page about a result of `gauge` or `shrink` (extra `report`).
+def write_report(
+    result: GaugeRecord | ShrinkRecord | MonitorRecord | dict[str, Any] | str | Path, out: str | Path
+) -> Path:
+    """Write one self-contained HTML page about a result of `gauge` or `shrink`, or a log of `Monitor` (extra `report`).
 
     The page opens from disk and makes no network requests. It is written atomically.
 
     Args:
         result: the result, its JSON document, or the file it was saved to: what `gauge --out` wrote, or
-            `depthgauge.json` in the directory that `shrink --out` wrote.
+            `depthgauge.json` in the directory that `shrink --out` wrote, or the log directory of a `Monitor`.
         out: the page to write.
 
     Returns:
@@ -30,7 +33,10 @@ def write_report(result: GaugeRecord | ShrinkRecord | dict[str, Any] | str | Pat
         MissingPackageError: plotly is not installed.
         ResultError: the document is not a result; the message names the place that does not fit.
     """
-    if isinstance(result, str | Path):
+    record: GaugeRecord | ShrinkRecord | MonitorRecord
+    if isinstance(result, str | Path) and Path(result).is_dir():
+        record = read_log(result)
+    elif isinstance(result, str | Path):
         record = _check(load_document(result, _ADVICE), str(result))
         if Path(out).resolve() == Path(result).resolve():
             raise InputError(f"the page would replace its own result, {result}; give another --out")

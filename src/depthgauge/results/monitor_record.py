@@ -1,0 +1,215 @@
+"""Records of a monitored training run, and the reader of its log directory.
+
+A log directory has three files. `run.json` describes the model and the settings. `metrics.jsonl` has one `Probe` per
+line, and `alarms.jsonl` one `Alarm`. Lines are only ever appended. A run that is resumed starts a new segment: what
+earlier segments recorded at its first step or later is superseded, because the resumed run repeats those steps.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from depthgauge._format import counted
+from depthgauge._frames import frame
+from depthgauge.results.monitor_options import MonitorSettings
+from depthgauge.results.record import Count, Measured, Record, ResultError, check_schema, load_document, read
+
+MONITOR_SCHEMA = "depthgauge.monitor/1"
+RUN, METRICS, ALARMS = "run.json", "metrics.jsonl", "alarms.jsonl"
+"""The files of a log directory."""
+MONITOR_ADVICE = "give the log directory of a `depthgauge.Monitor`"
+
+
+class ProbedHeads(Record, frozen=True, kw_only=True):
+    """The attention of one layer's heads on the probe: one entry per head in each list."""
+
+    score_range: tuple[Measured, ...]
+    entropy: tuple[Measured, ...]
+    tv_mean: tuple[Measured, ...]
+    first_mass: tuple[Measured, ...]
+
+
+class ProbedLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One layer at one step. What was not measured is None; docs/formats.md defines every key."""
+
+    index: Count
+    residual_ratio: Measured = None
+    direction_ratio: Measured = None
+    update: Measured = None
+    attention_update: Measured = None
+    mlp_update: Measured = None
+    block_influence: Measured = None
+    eta: Measured = None
+    qk_norm: Measured = None
+    ov_norm: Measured = None
+    uniform_entropy: Measured = None
+    skip_loss: Measured = None
+    heads: ProbedHeads | None = None
+
+
+class Probe(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """What the monitor measured at one step.
+
+    Attributes:
+        step: the training step.
+        segment: 0 in the first run of a log, 1 after it was resumed, and so on.
+        loss: the training loss that was passed to the monitor.
+        probe_loss: the loss of the model on the probe batch; None for a model without a loss.
+        depth: the measured effective depth, where it was measured.
+        seconds: how long the measurement took.
+        layers: one record per layer.
+    """
+
+    step: Count
+    segment: Count = 0
+    loss: Measured = None
+    probe_loss: Measured = None
+    depth: Count | None = None
+    seconds: Measured = None
+    layers: tuple[ProbedLayer, ...]
+
+
+class Alarm(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One alarm.
+
+    Attributes:
+        step: the training step.
+        name: `rank-collapse`, `entropy-collapse`, `dead-layer` or `score-explosion`.
+        layer: the layer, from 0.
+        message: the evidence, and what to do.
+        value: the measured value; None if it is not finite.
+        threshold: the threshold that it crossed.
+        segment: the segment of the log, as in `Probe`.
+    """
+
+    step: Count
+    name: str
+    layer: Count
+    message: str
+    value: Measured = None
+    threshold: Measured = None
+    segment: Count = 0
+
+
+class MonitoredModel(Record, frozen=True, kw_only=True):
+    """The model that is trained. `objective` is `loss` or `states`; `heads` has the number of heads per layer."""
+
+    name: str
+    architecture: str
+    objective: str
+    layers: Count
+    heads: tuple[Count, ...]
+    parameters: Count
+    dtype: str = ""
+    device: str = ""
+    sequences: Count
+    tokens: Count
+    ranks: Count = 1
+
+
+class MonitorRun(Record, frozen=True, kw_only=True):
+    """The head of a log: what is trained, how it is measured, and remarks about what is not."""
+
+    schema: str = MONITOR_SCHEMA
+    version: str
+    model: MonitoredModel
+    settings: MonitorSettings
+    notes: tuple[str, ...] = ()
+
+
+class MonitorRecord(Record, frozen=True, kw_only=True):
+    """The log of a monitor: its path and name, its head, all probes by step, and all alarms."""
+
+    log: str
+    name: str
+    run: MonitorRun
+    probes: tuple[Probe, ...]
+    alarms: tuple[Alarm, ...]
+
+    def summary(self) -> Mapping[str, str]:
+        """Return the name and the number of probes and alarms."""
+        return {
+            "name": repr(self.name),
+            "probes": str(len(self.probes)),
+            "alarms": counted(len(self.alarms), "alarm"),
+        }
+
+    def to_frame(self) -> Any:
+        """Return a `pandas.DataFrame` with one row per probe and layer; measures of heads are lists.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+        """
+        rows = []
+        for probe in self.probes:
+            for layer in probe.layers:
+                row = layer.to_json()
+                heads = row.pop("heads", None) or {}
+                rows.append({"step": probe.step, "loss": probe.loss, "layer": row.pop("index"), **row, **heads})
+        return frame(rows)
+
+
+def read_log(path: str | Path) -> MonitorRecord:
+    """Read the log of a monitor, also of a run that is going on or was killed.
+
+    A last line without an end is ignored: the writer was interrupted in it.
+
+    Args:
+        path: the log directory.
+
+    Raises:
+        ResultError: the directory is not a log, or a line in it is damaged; the message names the place.
+    """
+    folder = Path(path)
+    if not (folder / RUN).is_file():
+        raise ResultError(f"{path} is not the log of a monitor: it contains no {RUN}; {MONITOR_ADVICE}")
+    document = load_document(folder / RUN, MONITOR_ADVICE)
+    check_schema(document, MONITOR_SCHEMA, str(folder / RUN), MONITOR_ADVICE)
+    run = read(document, MonitorRun, str(folder / RUN), MONITOR_ADVICE)
+    probes, alarms = read_lines(folder / METRICS, Probe), read_lines(folder / ALARMS, Alarm)
+    starts = segment_starts(probes)
+    return MonitorRecord(
+        log=str(path),
+        name=folder.resolve().name,
+        run=run,
+        probes=tuple(kept(probes, starts)),
+        alarms=tuple(kept(alarms, starts)),
+    )
+
+
+Line = TypeVar("Line", Probe, Alarm)
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """Return the records of a JSON lines file; a file that does not exist has none."""
+    if not path.is_file():
+        return []
+    whole = path.read_bytes()
+    found = []
+    for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].splitlines(), 1):
+        place = f"{path}:{number}"
+        try:
+            document = json.loads(line)
+        except ValueError as error:
+            raise ResultError(f"{place} is not JSON ({error}); {MONITOR_ADVICE}") from error
+        found.append(read(document, kind, place, MONITOR_ADVICE))
+    return found
+
+
+def segment_starts(probes: Sequence[Probe]) -> dict[int, int]:
+    """Return the first step of every segment."""
+    starts: dict[int, int] = {}
+    for probe in probes:
+        starts[probe.segment] = min(probe.step, starts.get(probe.segment, probe.step))
+    return starts
+
+
+def kept(lines: Sequence[Line], starts: Mapping[int, int]) -> list[Line]:
+    """Return the lines that no later segment supersedes, by step."""
+
+    def is_kept(line: Line) -> bool:
+        later = [start for segment, start in starts.items() if segment > line.segment]
+        return all(line.step < start for start in later)
+
+    return sorted(filter(is_kept, lines), key=lambda line: line.step)

@@ -1,0 +1,1 @@
+"""The training monitor and the trained-depth experiment."""

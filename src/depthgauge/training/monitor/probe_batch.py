@@ -1,0 +1,96 @@
+"""The probe batch: a few sequences that are measured again and again during training."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from depthgauge.errors import InputError
+
+IGNORED = -100
+"""The label that transformers leaves out of the loss."""
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """The arguments of the model's forward pass.
+
+    - `inputs`: name → tensor, at least `input_ids`
+    - `real`: which tokens are no padding, `[batch, n]`
+    """
+
+    inputs: Mapping[str, Tensor]
+    real: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """The token ids, `[batch, n]`."""
+        return self.inputs["input_ids"]
+
+    def to(self, device: torch.device) -> "ProbeBatch":
+        """Return the batch on a device."""
+        return ProbeBatch({name: value.to(device) for name, value in self.inputs.items()}, self.real.to(device))
+
+    def with_inputs(self, **changed: Tensor) -> "ProbeBatch":
+        """Return the batch with some inputs added or replaced."""
+        return ProbeBatch({**self.inputs, **changed}, self.real)
+
+
+def make_batch(probe: Any, sequences: int, tokens: int) -> ProbeBatch:
+    """Cut a training batch to a few short sequences.
+
+    Args:
+        probe: the keyword arguments of the model's forward pass, with `input_ids`, as a data loader yields them; or
+            the token ids alone.
+        sequences: how many sequences to keep.
+        tokens: how many tokens of each to keep.
+
+    Raises:
+        InputError: The probe has no token ids, or a sequence has only padding in its first tokens.
+    """
+    given = {"input_ids": probe} if isinstance(probe, Tensor) else probe
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"probe must be a batch of the model, a mapping with input_ids or a tensor of token ids, got "
+            f"{type(probe).__name__}; take one from the data loader"
+        )
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
+        shown = "none" if not isinstance(ids, Tensor) else f"{ids.dtype} of shape {list(ids.shape)}"
+        raise InputError(f"probe must contain input_ids, whole numbers of shape [batch, tokens], got {shown}")
+    batch, n = ids.shape
+    if n < 2:
+        raise InputError(f"the sequences of the probe must have at least 2 tokens, got {n}; give longer ones")
+    inputs = {
+        name: _cut(value, batch, n, sequences, tokens).detach().clone()
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+    }
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    if mask is not None and mask.shape == real.shape:
+        real = mask > 0
+        if bool((real.sum(dim=1) < 2).any()):
+            raise InputError(
+                f"a sequence of the probe has fewer than 2 tokens that are no padding among its first {tokens}; give a "
+                "probe with longer sequences that are padded on the right"
+            )
+    return ProbeBatch(inputs, real)
+
+
+def _cut(value: Tensor, batch: int, n: int, sequences: int, tokens: int) -> Tensor:
+    """Keep the first sequences and, in every dimension that has the length of a sequence, the first tokens."""
+    if value.ndim == 0 or value.shape[0] != batch:
+        return value
+    kept = value[:sequences]
+    for dim in range(1, kept.ndim):
+        if kept.shape[dim] == n:
+            kept = kept.narrow(dim, 0, min(n, tokens))
+    return kept
+
+
+def causal_labels(batch: ProbeBatch) -> Tensor:
+    """Return the labels of next-token prediction: the ids, without padding."""
+    return batch.ids.masked_fill(~batch.real, IGNORED)

@@ -1,0 +1,113 @@
+"""Run a model in evaluation mode in the middle of training, without any effect on the training."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, str, type(None), Tensor)
+"""Types of module attributes that are put back, such as `training` and the cached length of a rotary embedding."""
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluate a model within this context and leave no trace.
+
+    Inside, the model is in evaluation mode (no dropout, no gradient checkpointing), gradients are not recorded,
+    autocast is off if all weights have one dtype, and compiled modules run uncompiled. Afterwards these are as before:
+    the random number generators of torch (on the CPU and on the model's devices), numpy and Python, the mode, the
+    buffers and the plain attributes of every module. Gradients that were accumulated are not touched.
+    """
+    modules = list(model.modules())
+    before = [_ModuleState(module) for module in modules]
+    with ExitStack() as contexts:
+        for context in (*_generators(model), torch.no_grad(), *_without_autocast(model), *_uncompiled()):
+            contexts.enter_context(context)
+        contexts.callback(_restore, before)
+        contexts.callback(_reshard, modules)
+        model.eval()
+        yield
+
+
+class _ModuleState:
+    """The plain attributes and the buffers of one module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.plain = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        self.buffers = dict(module._buffers)
+        self.copies = {name: None if b is None else (b._version, b.clone()) for name, b in self.buffers.items()}
+
+    def restore(self) -> None:
+        """Put back what has changed; plain attributes that are new are removed."""
+        attributes = vars(self.module)
+        for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN)]:
+            if name not in self.plain:
+                del attributes[name]
+        attributes.update(self.plain)
+        self.module._buffers.clear()
+        self.module._buffers.update(self.buffers)
+        for name, copy in self.copies.items():
+            buffer = self.buffers[name]
+            if buffer is not None and copy is not None and buffer._version != copy[0]:
+                buffer.copy_(copy[1])
+
+
+def _reshard(modules: list[nn.Module]) -> None:
+    """Free the gathered weights of a model that is sharded with `fully_shard`.
+
+    Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the
+    next training step would use weights from before the optimizer step.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return  # nothing can be sharded
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _restore(states: list[_ModuleState]) -> None:
+    with torch.no_grad():
+        for state in states:
+            state.restore()
+
+
+@contextmanager
+def _python_generators() -> Iterator[None]:
+    """Put the global generators of Python and numpy back."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def _generators(model: nn.Module) -> list[Any]:
+    """Return contexts that put all random number generators back: Python, numpy, the CPU, and the model's devices."""
+    devices: dict[str, set[int]] = {"cuda": set()}
+    for tensor in model.parameters():
+        if tensor.device.type not in ("cpu", "meta"):
+            devices.setdefault(tensor.device.type, set()).add(tensor.device.index or 0)
+    forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in devices.items()]
+    return [_python_generators(), *forks]
+
+
+def _without_autocast(model: nn.Module) -> list[Any]:
+    """Return contexts that switch autocast off, where the model can run without it: all weights have one dtype."""
+    if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) > 1:
+        return []
+    kinds = {weight.device.type for weight in model.parameters()} - {"meta"}
+    return [torch.autocast(kind, enabled=False) for kind in sorted(kinds)]
+
+
+def _uncompiled() -> list[Any]:
+    """Return a context in which compiled modules run uncompiled; nothing can be compiled before dynamo is imported."""
+    return [torch.compiler.set_stance("force_eager")] if "torch._dynamo" in sys.modules else []
