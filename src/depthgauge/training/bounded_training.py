@@ -263,14 +263,15 @@ class BatchTrainer:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a file, atomically."""
+        """Write the state to a file, atomically; a finished run keeps the weights alone."""
+        done = self.step >= self.options.steps
         state = {
             "format": FORMAT,
             "identity": self.identity(),
             "steps": self.step,
             "weights": self.weights,
-            "first": self.adam.first,
-            "second": self.adam.second,
+            "first": {} if done else self.adam.first,
+            "second": {} if done else self.adam.second,
         }
         write_atomically(path, lambda temporary: torch.save(state, temporary))
 
