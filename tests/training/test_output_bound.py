@@ -37,8 +37,8 @@ def attacked(model: BoundedModel, method: str, radius: float, tokens: int, seed:
         x = x.detach().requires_grad_()
         change = ((S(x) - other(x))[:, -1]) @ model.readout
         spread = change.amax(dim=1) - change.amin(dim=1)
-        logit = max(logit, float(change.abs().max()))
-        margin = max(margin, float(spread.max()))
+        logit = max(logit, float(change.detach().abs().max()))
+        margin = max(margin, float(spread.detach().max()))
         (slope,) = torch.autograd.grad(spread.sum(), x)
         x = (x.detach() + radius * 0.5 * (1 - step / 30) * slope.sign()).clamp(-radius, radius)
     return logit, margin

@@ -173,10 +173,30 @@ def _attend(shape: ModelShape, weights: Mapping[str, Tensor], index: int, z: Ten
         together = weights[name][:, index].transpose(1, 2).flatten(2)  # [B, d, H·k]
         return (states.flatten(1, 2) @ together).reshape(B, S, -1, H, k).transpose(2, 3)
 
-    scores = heads_of(rows, "query") @ heads_of(z, "key").mT / math.sqrt(k)  # [B, S, H, rows, n]
-    mixed = scores.softmax(dim=-1) @ z[:, :, None]  # [B, S, H, rows, d]
+    mixed = _mix(heads_of(rows, "query"), heads_of(z, "key"), z)
     together = mixed.transpose(2, 3).reshape(B, -1, H * d) @ weights["value"][:, index].flatten(1, 2)
     return together.reshape(B, S, -1, d)
+
+
+def _mix(
+    query: Float[Tensor, "models samples heads rows k"],
+    key: Float[Tensor, "models samples heads n k"],
+    z: Float[Tensor, "models samples n d"],
+) -> Float[Tensor, "models samples heads rows d"]:
+    """Return softm(query keyᵀ/√k) Z for every head.
+
+    On the CPU thousands of small matrix products are slow one by one, and torch's fused kernel is several times faster.
+    On a GPU the products are fast, and their gradients are deterministic, which those of the fused kernel are not.
+    """
+    if query.device.type != "cpu":
+        return (query @ key.mT / math.sqrt(query.shape[-1])).softmax(dim=-1) @ z[:, :, None]
+    k, d = query.shape[-1], z.shape[-1]
+    width = max(k, d)  # the kernel needs keys and values of equal width; zeros change nothing
+    shared = F.pad(z, (0, width - d))[:, :, None].expand(-1, -1, key.shape[2], -1, -1)
+    padded = (F.pad(query, (0, width - k)), F.pad(key, (0, width - k)), shared)
+    flat = (t.flatten(0, 1) for t in padded)
+    mixed = F.scaled_dot_product_attention(*flat, scale=1 / math.sqrt(k))
+    return mixed[..., :d].unflatten(0, z.shape[:2])
 
 
 def _normalize(weights: Mapping[str, Tensor], index: int, x: Tensor, sublayer: int) -> Tensor:

@@ -2,14 +2,16 @@
 
     w ← Π( w − r·(m̂/(√v̂ + ε) + λw) ),      Π the projection onto the box,
 
-AdamW with the rate r, which rises linearly during the warm-up and then falls like a cosine. r is scaled per model by
-min(1, η/s), where s is the spread of the unbounded initial weights: a step is the same part of the box for every η.
+AdamW with the rate r, which rises linearly during the warm-up and then falls like a cosine. r is relative: it is
+multiplied by min(η, s), where s is the spread of the initial weights without a bound. A step therefore has the same size
+relative to the weights in every model and for every kind of weight.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -52,7 +54,7 @@ class TrainingOptions:
         mlp: the hidden width of an MLP in each layer, or None for no MLP.
         steps: the number of training steps.
         batch: the number of new sequences per model and step.
-        rate: the largest learning rate.
+        rate: the largest learning rate, relative to the spread of the initial weights.
         warmup: the share of the steps in which the rate rises.
         decay: λ, the weight decay of AdamW.
         clip: the largest Euclidean norm of the gradient of a model; larger gradients are scaled down.
@@ -68,7 +70,7 @@ class TrainingOptions:
     mlp: int | None = None
     steps: int = 2000
     batch: int = 64
-    rate: float = 0.01
+    rate: float = 0.05
     warmup: float = 0.1
     decay: float = 0.0
     clip: float = 1.0
@@ -231,9 +233,7 @@ class BatchTrainer:
         weights = initial_weights(shape, task, bounds, starts, dtype)
         self.bounds = {name: bound.to(options.device) for name, bound in bounds.items()}
         self.weights = {name: weight.to(options.device) for name, weight in weights.items()}
-        self.scale = {
-            name: (bound / shape.spread(name)).clamp(max=1.0) for name, bound in self.bounds.items()
-        }  # of the rate
+        self.scale = {name: bound.clamp(max=shape.spread(name)) for name, bound in self.bounds.items()}  # of the rate
         self.adam = BatchedAdamW(self.weights)
         self.data = TrainingData(task, seeds, options)
 
@@ -279,8 +279,8 @@ class BatchTrainer:
         """Continue from a file that `save` wrote; raise `InputError` if it belongs to another run."""
         try:
             state = torch.load(path, map_location=self.options.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-            raise InputError(f"cannot read the checkpoint {path}: {error}; delete it to train from the start") from error
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+            raise InputError(f"cannot read the checkpoint {path}; delete it to train from the start") from error
         if state.get("format") != FORMAT or state.get("identity") != self.identity():
             raise InputError(f"{path} is the checkpoint of a training run with other settings; give another file")
         self.weights = state["weights"]

@@ -23,7 +23,7 @@ DEFAULTS: Mapping[str, Any] = {
     "mlp": None,
     "steps": 2000,
     "batch": 64,
-    "rate": 0.01,
+    "rate": 0.05,
     "test": 1000,
     "depths": True,
 }
@@ -100,19 +100,19 @@ class Plan:
 FULL = Plan(
     problems=("recall", "1-hop", "pointer-2", "s3", "majority", "parity"),
     contrasted=("recall", "pointer-2"),
-    etas=(0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0),
+    etas=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
     few=(0.01, 0.05, 0.1, 0.2, 0.5, 1.0),
     layers=(1, 2, 4, 8),
-    shape={"heads": 2, "dim": 32, "steps": 4000, "batch": 64, "rate": 0.01},
+    shape={"heads": 2, "dim": 32, "steps": 3000, "batch": 64, "rate": 0.05},
     seeds=5,
 )
 QUICK = Plan(
     problems=("recall", "pointer-2", "majority"),
     contrasted=("pointer-2",),
-    etas=(0.01, 0.05, 0.1, 0.3, 1.0),
-    few=(0.05, 0.3, 1.0),
+    etas=(0.005, 0.02, 0.1, 0.3, 1.0),
+    few=(0.02, 0.3, 1.0),
     layers=(1, 2, 4, 8),
-    shape={"heads": 2, "dim": 16, "steps": 600, "batch": 32, "rate": 0.02, "test": 500},
+    shape={"heads": 2, "dim": 32, "steps": 600, "batch": 32, "rate": 0.05, "test": 500},
     seeds=2,
 )
 

@@ -71,7 +71,7 @@ def hop_labels(tokens: Tokens, hops: int) -> Labels:
     return label
 
 
-def hop_task(length: int = 16, alphabet: int = 4, hops: int = 1) -> GeneratedTask:
+def hop_task(length: int = 9, alphabet: int = 3, hops: int = 1) -> GeneratedTask:
     """Return the k-hop induction task of Sanford, Hsu and Telgarsky: follow the last earlier occurrence k times."""
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -94,7 +94,7 @@ def hop_task(length: int = 16, alphabet: int = 4, hops: int = 1) -> GeneratedTas
     return GeneratedTask(f"{hops}-hop", alphabet, length, alphabet, known, sample)
 
 
-def recall_task(pairs: int = 6, keys: int = 8, values: int = 8) -> GeneratedTask:
+def recall_task(pairs: int = 3, keys: int = 4, values: int = 4) -> GeneratedTask:
     """Return associative recall: key value key value … key; the label is the value after the queried key."""
     if keys < pairs:
         raise InputError(f"keys must be at least pairs, got keys={keys} and pairs={pairs}; keys do not repeat")
@@ -115,7 +115,7 @@ def recall_task(pairs: int = 6, keys: int = 8, values: int = 8) -> GeneratedTask
     return GeneratedTask("recall", keys + values, 2 * pairs + 1, values, known, sample)
 
 
-def pointer_task(points: int = 8, hops: int = 2) -> GeneratedTask:
+def pointer_task(points: int = 6, hops: int = 2) -> GeneratedTask:
     """Return pointer chasing: token i is f(i) for a permutation f, the last token is x, the label is f(f(…f(x)))."""
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -134,7 +134,7 @@ def pointer_task(points: int = 8, hops: int = 2) -> GeneratedTask:
     return GeneratedTask(f"pointer-{hops}", points, points + 1, points, known, sample)
 
 
-def word_task(group: str = "s3", length: int = 4) -> GeneratedTask:
+def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
     """Return the word problem of a permutation group.
 
     `s3`: the tokens are the six elements and the label is their product, read from left to right. `s5`: the tokens are
@@ -174,7 +174,7 @@ def word_task(group: str = "s3", length: int = 4) -> GeneratedTask:
     return GeneratedTask(group, vocabulary, length, classes, known, sample)
 
 
-def bit_task(kind: str = "majority", length: int = 15) -> GeneratedTask:
+def bit_task(kind: str = "majority", length: int = 9) -> GeneratedTask:
     """Return majority or parity of a sequence of bits; the length of majority must be odd."""
     if kind not in ("majority", "parity"):
         raise unknown_name("kind", kind, ("majority", "parity"))
@@ -203,9 +203,9 @@ GENERATED: Mapping[str, Callable[[], GeneratedTask]] = {
     "pointer-2": pointer_task,
     "pointer-4": lambda: pointer_task(hops=4),
     "s3": word_task,
-    "s5": lambda: word_task("s5"),
+    "s5": lambda: word_task("s5", 4),
     "majority": bit_task,
-    "parity": lambda: bit_task("parity", 8),
+    "parity": lambda: bit_task("parity", 6),
 }
 """The tasks by name, at the sizes of the experiment."""
 
@@ -214,7 +214,7 @@ def find_task(name: str) -> GeneratedTask:
     """Return the task with a name, at the size of the experiment.
 
     >>> find_task("recall").length
-    13
+    7
     """
     if name not in GENERATED:
         raise unknown_name("task", name, GENERATED)

@@ -1,16 +1,17 @@
 """What is recorded about a trained model: accuracy, proved and measured depth, and how it uses its weight bound."""
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from depthgauge.depth.effective import Choice, FoldBounds, certified_depth, measured_depth, shallower
+from depthgauge.depth.effective import Choice, FoldBounds, measured_depth, proved_depth, shallower
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.training.bounded_models import BoundedModel
 from depthgauge.training.bounded_training import TrainedModel, held_out
 from depthgauge.training.output_bound import (
+    DECISIVE,
+    OutputBound,
     largest_input,
     one_layer_network,
     output_bound,
@@ -83,7 +84,7 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
         method=None if bound is None else bound.method,
         one_layer=None if single is None else _accuracy(model.logits(tokens, single[1]), labels),
         permitted=permitted_change(outputs, labels, bound),
-        certified_depth=proved_depth(model) if foldable else None,
+        certified_depth=output_depth(model, bound) if foldable else None,
         measured_depth=accuracy_depth(model, tokens, labels) if foldable else None,
         largest=float(weights.max()),
         at_bound=None if trained.eta is None else _share_at(weights, trained.eta),
@@ -104,15 +105,19 @@ def _accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> float:
     return float((outputs.argmax(dim=-1) == labels).double().mean())
 
 
-def proved_depth(model: BoundedModel) -> int:
+def output_depth(model: BoundedModel, bound: OutputBound | None) -> int:
     """Return the least number of layers that provably keeps every class probability within 0.01, for every input.
 
-    A state error ε moves differences of logits by at most ε·max_{c,e} Σ_a |R_ac − R_ae|, and a probability by at most
-    tanh of a quarter of that (docs/math.md §8).
+    One layer is enough if `bound` says so. A state error ε moves differences of logits by at most
+    ε·max_{c,e} Σ_a |R_ac − R_ae|, and a probability by at most tanh of a quarter of that (docs/math.md §8). More layers
+    are tried with heads bounded one by one.
     """
+    if bound is not None and bound.probability <= WITHIN:
+        return 1
     _, per_unit = readout_changes(torch.ones(model.network.dim, dtype=torch.float64), model.readout)
-    tolerance = 4 * math.atanh(WITHIN) / per_unit * (1 - 1e-12) if per_unit > 0 else 1.0
-    return certified_depth(FoldBounds(model.network, largest_input(model), starts=4, steps=10), tolerance).layers
+    tolerance = DECISIVE * (1 - 1e-12) / max(per_unit, 1e-300)
+    folds = FoldBounds(model.network, largest_input(model), joint=False)
+    return proved_depth(folds, tolerance).layers
 
 
 def accuracy_depth(model: BoundedModel, tokens: torch.Tensor, labels: torch.Tensor) -> int:
