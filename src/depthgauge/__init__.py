@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from depthgauge.results.shrink_record import PlanRecord as PlanRecord
     from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
     from depthgauge.separation.probability import separate as separate
+    from depthgauge.training.bounded_training import TrainedModel as TrainedModel
+    from depthgauge.training.bounded_training import TrainingOptions as TrainingOptions
+    from depthgauge.training.bounded_training import train_bounded as train_bounded
+    from depthgauge.training.output_bound import OutputBound as OutputBound
+    from depthgauge.training.output_bound import output_bound as output_bound
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
@@ -48,12 +53,15 @@ _MODULES = {
     "GaugeOptions": "depthgauge.results.gauge_options",
     "GaugeResult": "depthgauge.workflows.gauge",
     "InputError": "depthgauge.errors",
+    "OutputBound": "depthgauge.training.output_bound",
     "PlanRecord": "depthgauge.results.shrink_record",
     "Profile": "depthgauge.measures.profile",
     "SelfAttentionNetwork": "depthgauge.network.network",
     "ShrinkOptions": "depthgauge.results.shrink_options",
     "ShrinkRecord": "depthgauge.results.shrink_record",
     "ShrinkResult": "depthgauge.workflows.shrink",
+    "TrainedModel": "depthgauge.training.bounded_training",
+    "TrainingOptions": "depthgauge.training.bounded_training",
     "attention": "depthgauge.fast_attention.attention",
     "attention_plan": "depthgauge.fast_attention.attention",
     "certify": "depthgauge.certificates.certificate",
@@ -64,6 +72,7 @@ _MODULES = {
     "load_network": "depthgauge.network.files",
     "load_result": "depthgauge.workflows.gauge",
     "measure": "depthgauge.measures.profile",
+    "output_bound": "depthgauge.training.output_bound",
     "plan_shrink": "depthgauge.workflows.shrink",
     "random_network": "depthgauge.network.random_networks",
     "register_attention": "depthgauge.checkpoints.registered_attention",
@@ -72,6 +81,7 @@ _MODULES = {
     "shrink": "depthgauge.workflows.shrink",
     "sweep": "depthgauge.workflows.sweep",
     "sweep_status": "depthgauge.workflows.sweep",
+    "train_bounded": "depthgauge.training.bounded_training",
     "write_report": "depthgauge.report.write",
 }
 
@@ -82,12 +92,15 @@ __all__ = [
     "GaugeOptions",
     "GaugeResult",
     "InputError",
+    "OutputBound",
     "PlanRecord",
     "Profile",
     "SelfAttentionNetwork",
     "ShrinkOptions",
     "ShrinkRecord",
     "ShrinkResult",
+    "TrainedModel",
+    "TrainingOptions",
     "__version__",
     "attention",
     "attention_plan",
@@ -99,6 +112,7 @@ __all__ = [
     "load_network",
     "load_result",
     "measure",
+    "output_bound",
     "plan_shrink",
     "random_network",
     "register_attention",
@@ -107,6 +121,7 @@ __all__ = [
     "shrink",
     "sweep",
     "sweep_status",
+    "train_bounded",
     "write_report",
 ]
 

@@ -158,8 +158,8 @@ def test_the_rate_rises_and_falls() -> None:
     assert rates[0] == pytest.approx(0.2)
     assert rates[55] == pytest.approx(1.0)
     assert rates[100] == pytest.approx(0.0)
-    assert all(b > a for a, b in zip(rates[:9], rates[1:10], strict=True))
-    assert all(b < a for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
 @pytest.mark.parametrize("variant", [{}, {"skip": False}, {"norm": "pre", "mlp": 5}], ids=str)

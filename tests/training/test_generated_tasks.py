@@ -119,8 +119,8 @@ def test_every_task_fits_its_description(name: str) -> None:
 
 
 def test_wrong_tasks_are_rejected() -> None:
-    with pytest.raises(InputError, match="did you mean 'recall'"):
-        find_task("recal")
+    with pytest.raises(InputError, match="did you mean 'recall-2'"):
+        find_task("recall2")
     with pytest.raises(InputError, match="must be odd"):
         bit_task("majority", 8)
     with pytest.raises(InputError, match="keys do not repeat"):

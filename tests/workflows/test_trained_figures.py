@@ -25,11 +25,13 @@ TINY = replace(
     QUICK,
     problems=("majority", "pointer-2"),
     contrasted=("majority",),
-    etas=(0.01, 0.3),
-    few=(0.01, 0.3),
+    etas=(0.005, 3.0),
+    few=(0.005, 3.0),
     layers=(1, 2),
-    shape={"heads": 1, "dim": 4, "steps": 6, "batch": 4, "rate": 0.02, "test": 40},
+    shape={"heads": 1, "dim": 3, "steps": 6, "batch": 4, "rate": 0.05, "test": 40},
+    seeds=2,
 )
+SINGLE = replace(TINY, problems=("majority",), contrasted=(), seeds=1)
 SCRIPT = Path(__file__).parents[2] / "docs" / "figures" / "make_trained_depth.py"
 
 
@@ -68,14 +70,14 @@ def test_files(figure: str, models: int, tmp_path: Path, store: Path) -> None:
 def test_rows_have_one_model_each(tmp_path: Path, store: Path) -> None:
     reproduce("T1", tmp_path, seed=1, store=store, engine=Local(1), quick=True)
     rows = read(tmp_path / "T1.csv")
-    assert {float(row["eta"]) for row in rows} == {0.01, 0.3, math.inf}
+    assert {float(row["eta"]) for row in rows} == {0.005, 3.0, math.inf}
     assert {row["seed"] for row in rows} == {"0", "1"}
     assert all(0 <= float(row["accuracy"]) <= 1 for row in rows)
-    assert {float(row["chance"]) for row in rows} == {0.5, 0.125}
+    assert {round(float(row["chance"]), 6) for row in rows} == {0.5, round(1 / 6, 6)}
     single = [row for row in rows if row["layers"] == "1"]
     assert {row["certified"] for row in single} == {"0.0"}
     assert {row["heads"] for row in single} == {"1", "2"}  # one layer also has the heads of the deepest network
-    small = [row for row in rows if row["layers"] == "2" and row["eta"] == "0.01"]
+    small = [row for row in rows if row["layers"] == "2" and row["eta"] == "0.005"]
     assert all(0 < float(row["probability"]) < 0.01 for row in small)
 
 
@@ -83,9 +85,9 @@ def test_the_shaded_region_is_where_every_deepest_model_is_proved(tmp_path: Path
     study = find_study("T1", None, 1, quick=True)
     assert isinstance(study, DepthPays)
     results = {key: dict(value) for key, value in study.compute(Computing(store, Local(1))).items()}
-    assert study.proved_up_to(results, "majority") in (0.01, 0.3)
+    assert study.proved_up_to(results, "majority") == 0.005
     for cell in study.cells():
-        if cell.parameters["layers"] == 2 and cell.parameters["eta"] == 0.01:
+        if cell.parameters["layers"] == 2 and cell.parameters["eta"] == 0.005:
             bounds = results[cell.identity]["probability"]
             results[cell.identity]["probability"] = [bounds[0], None]
     assert study.proved_up_to(results, "majority") is None
@@ -150,12 +152,17 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_batch_run_gives_the_rows_of_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_batch_run_gives_the_rows_of_the_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experiment, "QUICK", SINGLE)
+    monkeypatch.setattr(trained_figures, "QUICK", SINGLE)
     made = script()
-    made.train(TINY, tmp_path / "runs", "cpu", 1e9)
-    assert "models in" in capsys.readouterr().out
-    made.train(TINY, tmp_path / "runs", "cpu", 1e9)  # resumes: everything is there
-    made.certify(TINY, tmp_path / "runs", tmp_path / "t.db", 1)
+    made.train(SINGLE, tmp_path / "runs", "cpu", 0.0)
+    assert "run the same command again" in capsys.readouterr().out
+    made.train(SINGLE, tmp_path / "runs", "cpu", 1e9)
+    assert "9 models in" in capsys.readouterr().out
+    made.certify(SINGLE, tmp_path / "runs", tmp_path / "t.db", 1)
     batch = {row["identity"]: row for row in read_rows(tmp_path / "t.db")}
     study = find_study("T1", None, 0, quick=True)
     alone = study.compute(Computing(tmp_path / "alone.db", Local(1)))

@@ -54,7 +54,8 @@ def command(
         bool, typer.Option("--quick", help="The small version of T1, T2 and T3: minutes on a CPU instead of hours.")
     ] = False,
     rows: Annotated[
-        Path | None, typer.Option(metavar="CSV", help="Rows of an earlier run (sweep --export, may be .gz) to draw from.")
+        Path | None,
+        typer.Option(metavar="CSV", help="Rows of an earlier run (sweep --export, may be .gz) to draw from."),
     ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,

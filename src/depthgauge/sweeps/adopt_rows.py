@@ -3,9 +3,9 @@
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from depthgauge.errors import InputError
 from depthgauge.sweeps.cells import Cell, Outcome
@@ -45,11 +45,9 @@ def adopt_rows(source: str | Path, store: str | Path, cells: Sequence[Cell], doc
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the identity and the columns of every row that has no error."""
+    open_text: Callable[..., IO[str]] = gzip.open if path.suffix == ".gz" else open
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8", newline="") if path.suffix == ".gz" else open(  # noqa: SIM115
-            path, encoding="utf-8", newline=""
-        )
-        with opened as handle:
+        with open_text(path, "rt", encoding="utf-8", newline="") as handle:
             for row in csv.DictReader(handle):
                 if "identity" not in row or None in row:
                     raise InputError(f"{path} is not an export of a sweep; it has no column named identity")

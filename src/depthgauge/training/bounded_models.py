@@ -1,8 +1,8 @@
 """Many small models at once: a batch dimension over models, weights in a box, and the way back to a network.
 
 A model is z = (S(X) R)_last with X = token embedding + position embedding. All models of a batch share their shapes;
-each has its own bound η. The weights of model b are the slices [b] of the tensors in a dictionary, so every operation is
-a batched matrix product, and no operation mixes two models.
+each has its own bound η. The weights of model b are the slices [b] of the tensors in a dictionary. No operation mixes
+two models.
 """
 
 import math
@@ -112,7 +112,7 @@ def bounds_of(shape: ModelShape, task: GeneratedTask, etas: Sequence[float | Non
 def initial_weights(
     shape: ModelShape, task: GeneratedTask, bounds: Weights, seeds: Sequence[int], dtype: torch.dtype
 ) -> Weights:
-    """Draw the initial weights of every model, uniform in ±min(bound, spread); they depend on the model's seed alone."""
+    """Draw initial weights uniform in ±min(bound, spread); those of a model depend on its own seed alone."""
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     weights = {}
     for name, size in shape.sizes(task).items():
@@ -166,7 +166,7 @@ def _layer(shape: ModelShape, weights: Mapping[str, Tensor], index: int, x: Tens
 
 def _attend(shape: ModelShape, weights: Mapping[str, Tensor], index: int, z: Tensor, rows: Tensor) -> Tensor:
     """Return Σ_h P_h Z V_h for the given rows of Z, with P_h = softm(β rows Q_h K_hᵀ Zᵀ)."""
-    B, S, n, d = z.shape
+    B, S, _, d = z.shape
     H, k = shape.heads, shape.key_dim
 
     def heads_of(states: Tensor, name: str) -> Tensor:
@@ -194,9 +194,9 @@ def _mix(
     width = max(k, d)  # the kernel needs keys and values of equal width; zeros change nothing
     shared = F.pad(z, (0, width - d))[:, :, None].expand(-1, -1, key.shape[2], -1, -1)
     padded = (F.pad(query, (0, width - k)), F.pad(key, (0, width - k)), shared)
-    flat = (t.flatten(0, 1) for t in padded)
-    mixed = F.scaled_dot_product_attention(*flat, scale=1 / math.sqrt(k))
-    return mixed[..., :d].unflatten(0, z.shape[:2])
+    q, kk, v = (t.flatten(0, 1) for t in padded)
+    mixed = F.scaled_dot_product_attention(q, kk, v, scale=1 / math.sqrt(k))
+    return mixed[..., :d].reshape(*z.shape[:2], *mixed.shape[1:-1], d)
 
 
 def _normalize(weights: Mapping[str, Tensor], index: int, x: Tensor, sublayer: int) -> Tensor:
@@ -235,7 +235,7 @@ class BoundedModel(ArrayRecord):
     ) -> Float[Tensor, "samples classes"]:
         """Return the logits z; `network` replaces S."""
         with torch.no_grad():
-            states = (self.network if network is None else network)(self.inputs(tokens))
+            states: Tensor = (self.network if network is None else network)(self.inputs(tokens))
         return states[:, -1] @ self.readout
 
     def exact(self) -> "BoundedModel":
@@ -261,5 +261,7 @@ def take_model(shape: ModelShape, weights: Mapping[str, Tensor], index: int) -> 
 def check_eta(eta: float | None) -> float | None:
     """Return η if it is a positive number or None (no bound); raise `InputError` otherwise."""
     if eta is not None and (isinstance(eta, bool) or not isinstance(eta, int | float) or not 0 < eta < math.inf):
-        raise InputError(f"eta must be a positive number, or None for no bound, got {eta!r}; it is the largest |weight|")
+        raise InputError(
+            f"eta must be a positive number, or None for no bound, got {eta!r}; it is the largest |weight|"
+        )
     return None if eta is None else float(eta)

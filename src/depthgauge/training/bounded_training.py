@@ -3,7 +3,7 @@
     w ← Π( w − r·(m̂/(√v̂ + ε) + λw) ),      Π the projection onto the box,
 
 AdamW with the rate r, which rises linearly during the warm-up and then falls like a cosine. r is relative: it is
-multiplied by min(η, s), where s is the spread of the initial weights without a bound. A step therefore has the same size
+multiplied by min(η, s), where s is the spread of the initial weights without a bound. So a step has the same size
 relative to the weights in every model and for every kind of weight.
 """
 
@@ -291,7 +291,7 @@ class BatchTrainer:
         tokens, labels = held_out(self.task, self.options.test)
         right, loss = torch.zeros(len(self.etas)), torch.zeros(len(self.etas))
         with torch.no_grad():
-            for part, wanted in zip(tokens.split(250), labels.split(250), strict=True):
+            for part, wanted in zip(torch.split(tokens, 250), torch.split(labels, 250), strict=True):
                 many = part.to(self.options.device).expand(len(self.etas), *part.shape)
                 wanted = wanted.to(self.options.device).expand(len(self.etas), -1)
                 outputs = logits(self.shape, self.weights, many)
@@ -352,7 +352,7 @@ def train_bounded(
     layers: int,
     heads: int,
     dim: int,
-    eta: float | None | Sequence[float | None],
+    eta: float | Sequence[float | None] | None,
     *,
     seeds: Sequence[int] = (0,),
     options: TrainingOptions | None = None,
@@ -366,8 +366,8 @@ def train_bounded(
     their box. All models are trained at once.
 
     Args:
-        task: A task, or its name: `recall`, `1-hop`, `2-hop`, `pointer-2`, `pointer-4`, `s3`, `s5`, `majority` or
-            `parity`.
+        task: A task, or its name: `recall-2`, `recall-3`, `1-hop`, `2-hop`, `pointer-2`, `pointer-4`, `s3`, `s5`,
+            `majority` or `parity`.
         layers: L, the number of layers.
         heads: H, the number of heads per layer.
         dim: d, the width of a token.

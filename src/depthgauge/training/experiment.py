@@ -69,11 +69,16 @@ class Plan:
         return self.deepest * int(self.shape["heads"])
 
     def depth_grids(self) -> list[Lists]:
-        """Return the grids of T1: every task, depth and η; and one layer with the heads of the deepest network."""
+        """Return the grids of T1: every task, depth and η; and one layer with the heads of the deepest network.
+
+        Depths are computed for the deepest networks alone, in the second grid; T2 draws these.
+        """
         etas: list[Eta] = [*self.etas, UNBOUNDED]
+        problems, fewer = list(self.problems), [layers for layers in self.layers if layers != self.deepest]
         return [
-            self._lists(problem=list(self.problems), layers=list(self.layers), eta=etas),
-            self._lists(problem=list(self.problems), layers=[1], heads=[self.wide], eta=etas),
+            self._lists(problem=problems, layers=fewer, eta=etas, depths=[False]),
+            self._lists(problem=problems, layers=[self.deepest], eta=etas, depths=[True]),
+            self._lists(problem=problems, layers=[1], heads=[self.wide], eta=etas, depths=[False]),
         ]
 
     def variant_grids(self) -> list[Lists]:
@@ -85,6 +90,7 @@ class Plan:
                 eta=list(self.few),
                 skip=[True, False],
                 norm=["none", "pre"],
+                depths=[False],
             )
         ]
 
@@ -98,8 +104,8 @@ class Plan:
 
 
 FULL = Plan(
-    problems=("recall", "1-hop", "pointer-2", "s3", "majority", "parity"),
-    contrasted=("recall", "pointer-2"),
+    problems=("recall-3", "pointer-2", "1-hop", "s3", "majority", "parity"),
+    contrasted=("recall-3", "pointer-2"),
     etas=(0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
     few=(0.01, 0.05, 0.1, 0.2, 0.5, 1.0),
     layers=(1, 2, 4, 8),
@@ -107,12 +113,12 @@ FULL = Plan(
     seeds=5,
 )
 QUICK = Plan(
-    problems=("recall", "pointer-2", "majority"),
+    problems=("recall-2", "pointer-2", "majority"),
     contrasted=("pointer-2",),
-    etas=(0.005, 0.02, 0.1, 0.3, 1.0),
-    few=(0.02, 0.3, 1.0),
+    etas=(0.005, 0.03, 0.2, 1.0),
+    few=(0.03, 0.2, 1.0),
     layers=(1, 2, 4, 8),
-    shape={"heads": 2, "dim": 32, "steps": 600, "batch": 32, "rate": 0.05, "test": 500},
+    shape={"heads": 2, "dim": 32, "steps": 400, "batch": 32, "rate": 0.05, "test": 500},
     seeds=2,
 )
 

@@ -71,7 +71,7 @@ def hop_labels(tokens: Tokens, hops: int) -> Labels:
     return label
 
 
-def hop_task(length: int = 9, alphabet: int = 3, hops: int = 1) -> GeneratedTask:
+def hop_task(length: int = 10, alphabet: int = 4, hops: int = 1) -> GeneratedTask:
     """Return the k-hop induction task of Sanford, Hsu and Telgarsky: follow the last earlier occurrence k times."""
 
     def sample(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -87,14 +87,14 @@ def hop_task(length: int = 9, alphabet: int = 3, hops: int = 1) -> GeneratedTask
 
     known = (
         "One layer needs a size that grows with the length (Sanford, Hsu and Telgarsky 2024, One-layer transformers "
-        "fail to solve the induction heads task). Two layers suffice for one hop, and O(log k) layers for k hops, which "
-        "is optimal under a conjecture on parallel computation (Sanford, Hsu and Telgarsky 2024, Transformers, parallel "
-        "computation, and logarithmic depth)."
+        "fail to solve the induction heads task). Two layers suffice for one hop, and O(log k) layers for k hops, "
+        "which is optimal under a conjecture on parallel computation (Sanford, Hsu and Telgarsky 2024, Transformers, "
+        "parallel computation, and logarithmic depth)."
     )
     return GeneratedTask(f"{hops}-hop", alphabet, length, alphabet, known, sample)
 
 
-def recall_task(pairs: int = 3, keys: int = 4, values: int = 4) -> GeneratedTask:
+def recall_task(pairs: int = 2, keys: int = 3, values: int = 4) -> GeneratedTask:
     """Return associative recall: key value key value … key; the label is the value after the queried key."""
     if keys < pairs:
         raise InputError(f"keys must be at least pairs, got keys={keys} and pairs={pairs}; keys do not repeat")
@@ -108,11 +108,11 @@ def recall_task(pairs: int = 3, keys: int = 4, values: int = 4) -> GeneratedTask
 
     known = (
         "An attention network needs two layers: the first moves each key to its value, the second looks the key up "
-        "(Elhage et al. 2021; Olsson et al. 2022; Arora et al. 2023 for recall as a benchmark). One layer fails for the "
-        "reason it fails at induction (Sanford, Hsu and Telgarsky 2024). Guessing one of the values that occur gives "
-        "more than chance."
+        "(Elhage et al. 2021; Olsson et al. 2022; Arora et al. 2023 for recall as a benchmark). One layer of bounded "
+        "size fails on long lists for the reason it fails at induction (Sanford, Hsu and Telgarsky 2024). Guessing one "
+        "of the values that occur gives more than chance."
     )
-    return GeneratedTask("recall", keys + values, 2 * pairs + 1, values, known, sample)
+    return GeneratedTask(f"recall-{pairs}", keys + values, 2 * pairs + 1, values, known, sample)
 
 
 def pointer_task(points: int = 6, hops: int = 2) -> GeneratedTask:
@@ -128,8 +128,8 @@ def pointer_task(points: int = 6, hops: int = 2) -> GeneratedTask:
 
     known = (
         "One lookup takes one layer. One layer cannot compose two functions on n points unless "
-        "(heads)·(width)·(precision) exceeds about n log n (Peng, Narayanan and Papadimitriou 2024). Two layers suffice "
-        "for two lookups, and O(log k) for k."
+        "(heads)·(width)·(precision) exceeds about n log n (Peng, Narayanan and Papadimitriou 2024). Two layers "
+        "suffice for two lookups, and O(log k) for k."
     )
     return GeneratedTask(f"pointer-{hops}", points, points + 1, points, known, sample)
 
@@ -157,9 +157,9 @@ def word_task(group: str = "s3", length: int = 3) -> GeneratedTask:
             moves.append(move)
         step, start, classes, vocabulary = torch.tensor(moves).T, 0, 5, 10
         known = (
-            "The word problem of S₅ is complete for NC¹ (Barrington 1989). Transformers of constant depth and logarithmic "
-            "precision are in TC⁰ (Merrill and Sabharwal 2023), so the depth must grow with the length unless "
-            "TC⁰ = NC¹; O(log n) layers suffice (Liu et al. 2023)."
+            "The word problem of S₅ is complete for NC¹ (Barrington 1989). Transformers of constant depth and "
+            "logarithmic precision are in TC⁰ (Merrill and Sabharwal 2023), so the number of layers must grow with the "
+            "length unless TC⁰ = NC¹; O(log n) layers suffice (Liu et al. 2023)."
         )
     else:
         raise unknown_name("group", group, ("s3", "s5"))
@@ -187,7 +187,7 @@ def bit_task(kind: str = "majority", length: int = 9) -> GeneratedTask:
         return bits, (ones > length // 2).long() if kind == "majority" else ones % 2
 
     known = {
-        "majority": "One layer with uniform attention suffices at every length, because the mean of the tokens decides.",
+        "majority": "One layer with uniform attention suffices at every length: the mean of the tokens decides.",
         "parity": (
             "A fixed attention network cannot be accurate with a margin at every length (Hahn 2020); two layers can "
             "compute it with weights chosen for the task, and training rarely finds them (Chiang and Cholak 2022)."
@@ -197,7 +197,8 @@ def bit_task(kind: str = "majority", length: int = 9) -> GeneratedTask:
 
 
 GENERATED: Mapping[str, Callable[[], GeneratedTask]] = {
-    "recall": recall_task,
+    "recall-2": recall_task,
+    "recall-3": lambda: recall_task(3, 4, 4),
     "1-hop": hop_task,
     "2-hop": lambda: hop_task(hops=2),
     "pointer-2": pointer_task,
@@ -213,8 +214,8 @@ GENERATED: Mapping[str, Callable[[], GeneratedTask]] = {
 def find_task(name: str) -> GeneratedTask:
     """Return the task with a name, at the size of the experiment.
 
-    >>> find_task("recall").length
-    7
+    >>> find_task("recall-2").length
+    5
     """
     if name not in GENERATED:
         raise unknown_name("task", name, GENERATED)

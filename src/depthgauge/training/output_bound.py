@@ -59,9 +59,7 @@ def largest_input(model: BoundedModel) -> float:
     return float(up((exact.token[:, None] + exact.position).abs().amax()))
 
 
-def readout_changes(
-    state: Float[Tensor, " d"], readout: Float[Tensor, "d classes"]
-) -> tuple[float, float]:
+def readout_changes(state: Float[Tensor, " d"], readout: Float[Tensor, "d classes"]) -> tuple[float, float]:
     """Return max_c Σ_a u_a |R_ac| and δ = max_{c,e} Σ_a u_a |R_ac − R_ae|, rounded up; `state` is u."""
     R = readout.detach().cpu().to(torch.float64)
     apart = up((R[:, :, None] - R[:, None, :]).abs()).flatten(1)
@@ -82,8 +80,8 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
     """Prove how much the output can change when one layer replaces all layers of the model.
 
     Every closed form that applies is tried with its heads bounded one by one. The joint bound is many times sharper and
-    many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `decisive`: not where
-    δ is below that already, and not where δ is above `HOPELESS` times that. The least δ is returned.
+    many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `decisive`: not
+    where δ is below that already, and not where δ is above `HOPELESS` times that. The least δ is returned.
 
     Args:
         model: The model; not causal, without MLP and LayerNorm.
@@ -120,9 +118,7 @@ def _from_proof(method: str, radius: float, readout: Tensor, upper: UpperBound) 
     return OutputBound(method, radius, upper.proof.value, logit, margin, probability)
 
 
-def margins(
-    logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"]
-) -> Float[Tensor, " samples"]:
+def margins(logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"]) -> Float[Tensor, " samples"]:
     """Return z_label − max of the other logits: positive where the prediction is right."""
     own = logits.gather(1, labels[:, None])
     others = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1, keepdim=True)

@@ -1,5 +1,6 @@
 """What is recorded about a trained model: accuracy, proved and measured depth, and how it uses its weight bound."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
     )
 
 
-def _bounded_weights(network: SelfAttentionNetwork) -> list[torch.Tensor]:
+def _bounded_weights(network: SelfAttentionNetwork) -> Sequence[torch.Tensor]:
     """Return the weights that η bounds: queries, keys, values and MLPs."""
     attention = [weight for layer in network for weight in (layer.query, layer.key, layer.value)]
     return attention + [w for layer in network if layer.mlp is not None for w in layer.mlp.parameters()]

@@ -1,6 +1,7 @@
 """Figures T1 to T3: does depth pay in models that are trained under a weight bound?"""
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -26,7 +27,8 @@ PER_MODEL = (
 )
 """Results that are lists over the models of a cell."""
 _NAMES = {
-    "recall": "associative recall",
+    "recall-2": "recall, 2 pairs",
+    "recall-3": "recall, 3 pairs",
     "1-hop": "induction (1 hop)",
     "2-hop": "induction (2 hops)",
     "pointer-2": "pointer, 2 steps",
@@ -54,9 +56,9 @@ class TrainedStudy(GridStudy):
         """Number of models at each setting."""
         return self.models or self.plan.seeds
 
+    @abstractmethod
     def lists(self) -> list[Lists]:
         """Return the grids as lists of values."""
-        raise NotImplementedError
 
     def grids(self) -> list[Grid]:
         """Return the grids of the figure."""
@@ -124,11 +126,11 @@ class DepthPays(TrainedStudy):
         plan = self.plan
         return (
             f"T1. {self.title}. Accuracy of trained attention models against the bound η on their weights. "
-            f"{self._about()} Lines are medians over the models, bands the minimum to the maximum. The grey line is one "
-            f"layer with {plan.wide} heads, as many as L = {plan.deepest} has in total. Dashed black: chance. Dotted: "
-            "the same models without a weight bound. Shaded: the values of η at which the certificate proves, for every "
-            f"trained model with {plan.deepest} layers and every input, that one layer in place of all layers changes "
-            f"no class probability by more than {WITHIN:g}."
+            f"{self._about()} Lines are medians over the models, bands the minimum to the maximum. The grey line is "
+            f"one layer with {plan.wide} heads, as many as L = {plan.deepest} has in total. Dashed black: chance. "
+            "Dotted: the same models without a weight bound. Shaded: the values of η at which the certificate proves, "
+            f"for every trained model with {plan.deepest} layers and every input, that one layer in place of all "
+            f"layers changes no class probability by more than {WITHIN:g}."
         )
 
     def draw(self, results: Results) -> Any:
@@ -176,14 +178,14 @@ class TrainedDepths(TrainedStudy):
 
     def lists(self) -> list[Lists]:
         """Return the cells of T1 with the deepest networks."""
-        first = self.plan.depth_grids()[0]
-        return [{**first, "layers": [self.plan.deepest], "eta": list(self.plan.etas)}]
+        deepest = self.plan.depth_grids()[1]
+        return [{**deepest, "eta": list(self.plan.etas)}]
 
     def caption(self) -> str:
         """Return the caption."""
         return (
-            f"T2. {self.title}. {self._about()} Top: the smallest number of layers of a shallower network that replaces "
-            f"the {self.plan.deepest} layers of a trained model without further training: proved to change no class "
+            f"T2. {self.title}. {self._about()} Top: the smallest number of layers of a shallower network that "
+            f"replaces the {self.plan.deepest} layers of a trained model without further training: proved to change no class "
             f"probability by more than {WITHIN:g} on any input, and measured to lose at most {WITHIN:g} of accuracy on "
             "test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are medians over "
             "the models, bands the minimum to the maximum."
@@ -199,8 +201,10 @@ class TrainedDepths(TrainedStudy):
         panels = []
         for problem in self.plan.problems:
             largest = curve("largest", "largest |w| / η", problem)
-            parts = (largest.middle, largest.low, largest.high)
-            scaled = [[v / eta for v, eta in zip(part, self.plan.etas, strict=True)] for part in parts]
+            middle, low, high = (
+                [value / eta for value, eta in zip(part, self.plan.etas, strict=True)]
+                for part in (largest.middle, largest.low, largest.high)
+            )
             panels.append(
                 TrainedDepthPanel(
                     title=_NAMES[problem],
@@ -208,7 +212,7 @@ class TrainedDepths(TrainedStudy):
                     certified=curve("certified_depth", f"proved within {WITHIN:g} in probability", problem),
                     measured=curve("measured_depth", f"measured within {WITHIN:g} in accuracy", problem),
                     at_bound=curve("at_bound", "share of weights at the bound", problem),
-                    largest=EtaCurve(largest.label, *scaled),
+                    largest=EtaCurve(largest.label, middle, low, high),
                     layers=self.plan.deepest,
                 )
             )
