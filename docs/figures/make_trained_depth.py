@@ -11,7 +11,7 @@ every model, and commits its rows to a store; run it again to resume. Then
     depthgauge reproduce T1 T2 T3 --store trained.db --out figures
     depthgauge sweep --store trained.db --export trained-depth.csv
 
-The file trained-depth.csv.gz beside this script was made in this way; `depthgauge reproduce T1 --rows` draws from it.
+`gzip trained-depth.csv` makes the file that `depthgauge reproduce T1 T2 T3 --rows trained-depth.csv.gz` draws from.
 """
 
 import argparse

@@ -5,6 +5,8 @@ import gzip
 import importlib.util
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -183,3 +185,25 @@ def test_families_share_everything_but_eta() -> None:
     names = {(f.parameters["problem"], f.parameters["layers"], f.parameters["heads"]) for f in found}
     assert {(problem, layers, FULL.shape["heads"]) for problem in FULL.problems for layers in FULL.layers} <= names
     assert all(len(set(family.etas)) == len(family.etas) for family in found)
+
+
+def test_the_batch_run_trains_without_packages_that_prove_or_draw(tmp_path: Path) -> None:
+    """A machine with a GPU may have torch, numpy and jaxtyping only."""
+    code = f"""
+import sys
+for name in ("flint", "matplotlib", "typer", "rich", "joblib", "safetensors", "transformers", "scipy"):
+    sys.modules[name] = None
+sys.argv = ["make", "train", {str(tmp_path / "runs")!r}, "--quick"]
+import depthgauge.training.experiment as experiment
+from dataclasses import replace
+shape = {{"heads": 1, "dim": 3, "steps": 2, "batch": 4, "rate": 0.05, "test": 20}}
+experiment.QUICK = replace(
+    experiment.QUICK, problems=("majority",), contrasted=(), etas=(0.1,), layers=(1, 2), shape=shape, seeds=1
+)
+import runpy
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0, done.stderr
+    assert "6 models in" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 3

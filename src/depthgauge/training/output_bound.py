@@ -26,6 +26,8 @@ from depthgauge.training.bounded_models import BoundedModel
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
+ITSELF = "itself"
+"""The one-layer form of a network with one layer."""
 DECISIVE = 4 * math.atanh(0.01)
 """The δ at which a class probability can change by 0.01."""
 HOPELESS = 30.0
@@ -69,7 +71,12 @@ def readout_changes(state: Float[Tensor, " d"], readout: Float[Tensor, "d classe
 
 
 def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttentionNetwork] | None:
-    """Return the sharpest one-layer closed form that applies to the network, or None (with LayerNorm or an MLP)."""
+    """Return the sharpest one-layer closed form that applies, or None (with LayerNorm or an MLP).
+
+    A network with one layer is its own one-layer form.
+    """
+    if len(network) == 1:
+        return ITSELF, network
     for method in ONE_LAYER:
         if refusal(network, method) is None:
             return method, closed_form(network, method)
@@ -94,7 +101,7 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
     network, radius = exact.network, largest_input(model)
     if len(network) == 1:  # one layer replaces itself
         zero = torch.zeros(network.dim, dtype=torch.float64)
-        return OutputBound("itself", radius, zero, 0.0, 0.0, 0.0)
+        return OutputBound(ITSELF, radius, zero, 0.0, 0.0, 0.0)
     methods = [method for method in ONE_LAYER if refusal(network, method) is None]
     if not methods:
         return None

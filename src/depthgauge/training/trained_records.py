@@ -8,6 +8,7 @@ import torch
 
 from depthgauge.depth.effective import Choice, FoldBounds, measured_depth, proved_depth, shallower
 from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.surrogates.closed_forms import refusal
 from depthgauge.training.bounded_models import BoundedModel
 from depthgauge.training.bounded_training import TrainedModel, held_out
 from depthgauge.training.output_bound import (
@@ -75,7 +76,7 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
     bound = output_bound(model)
     outputs = model.logits(tokens)
     single = one_layer_network(model.network)
-    foldable = depths and single is not None
+    foldable = depths and refusal(model.network, "mean-field") is None
     weights = torch.cat([w.detach().abs().flatten() for w in _bounded_weights(model.network)])
     return TrainedRecord(
         accuracy=_accuracy(outputs, labels),
