@@ -186,9 +186,9 @@ class TrainedDepths(TrainedStudy):
         return (
             f"T2. {self.title}. {self._about()} Top: the smallest number of layers of a shallower network that "
             f"replaces the {self.plan.deepest} layers of a trained model without further training: proved to change no "
-            f"class probability by more than {WITHIN:g} on any input, and measured to lose at most {WITHIN:g} of accuracy on "
-            "test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are medians over "
-            "the models, bands the minimum to the maximum."
+            f"class probability by more than {WITHIN:g} on any input, and measured to lose at most {WITHIN:g} of "
+            "accuracy on test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are "
+            "medians over the models, bands the minimum to the maximum."
         )
 
     def draw(self, results: Results) -> Any:
