@@ -1,1 +1,1 @@
-"""Training under a weight bound: generated tasks, batched training, and the bound on the output of a trained model."""
+"""The training monitor and the trained-depth experiment."""
