@@ -1,6 +1,5 @@
 """Figures T1 to T3: accuracy, effective depth and use of the weight bound of trained models against η."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +66,7 @@ def draw_accuracy(rows: Sequence[Sequence[TaskPanel]], note: str) -> Figure:
 def _draw_panel(axes: Axes, panel: TaskPanel) -> None:
     left = panel.etas[0] / 1.35
     if panel.proved is not None:
-        axes.axvspan(left, _beyond(panel.etas, panel.proved), color=_SHADE, linewidth=0, zorder=0)
+        axes.axvspan(left, panel.proved, color=_SHADE, linewidth=0, zorder=0)
     axes.axhline(panel.chance, color=INK, linestyle=_DASHED, linewidth=0.8, zorder=2)
     for curve in panel.curves:
         colour = _COLOURS[curve.colour]
@@ -82,12 +81,6 @@ def _draw_panel(axes: Axes, panel: TaskPanel) -> None:
     _eta_axis(axes, panel.etas)
     axes.set_ylim(0, 1.03)
     axes.set_title(panel.title, color=INK)
-
-
-def _beyond(etas: Sequence[float], last: float) -> float:
-    """Return the end of the shaded region: the geometric mean of the last proved η and the next one."""
-    later = [eta for eta in etas if eta > last]
-    return math.sqrt(last * later[0]) if later else etas[-1] * 1.35
 
 
 def _eta_axis(axes: Axes, etas: Sequence[float]) -> None:

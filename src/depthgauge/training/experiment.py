@@ -109,7 +109,7 @@ FULL = Plan(
     etas=(0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0),
     few=(0.01, 0.03, 0.1, 0.2, 0.5, 1.0),
     layers=(1, 2, 4, 8),
-    shape={"heads": 2, "dim": 32, "steps": 3000, "batch": 64, "rate": 0.05},
+    shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 3000, "batch": 64, "rate": 0.05},
     seeds=5,
 )
 QUICK = Plan(
@@ -118,7 +118,7 @@ QUICK = Plan(
     etas=(0.001, 0.03, 0.2, 1.0),
     few=(0.03, 0.2, 1.0),
     layers=(1, 2, 4, 8),
-    shape={"heads": 2, "dim": 32, "steps": 400, "batch": 32, "rate": 0.05, "test": 500},
+    shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 400, "batch": 32, "rate": 0.05, "test": 500},
     seeds=2,
 )
 
