@@ -38,9 +38,14 @@ if TYPE_CHECKING:
     from depthgauge.results.shrink_record import PlanRecord as PlanRecord
     from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
     from depthgauge.separation.probability import separate as separate
+    from depthgauge.training.bounded_training import TrainedModel as TrainedModel
+    from depthgauge.training.bounded_training import TrainingOptions as TrainingOptions
+    from depthgauge.training.bounded_training import train_bounded as train_bounded
     from depthgauge.training.monitor.actions import AlarmError as AlarmError
     from depthgauge.training.monitor.callback import MonitorCallback as MonitorCallback
     from depthgauge.training.monitor.monitor import Monitor as Monitor
+    from depthgauge.training.output_bound import OutputBound as OutputBound
+    from depthgauge.training.output_bound import output_bound as output_bound
     from depthgauge.workflows.gauge import GaugeResult as GaugeResult
     from depthgauge.workflows.gauge import gauge as gauge
     from depthgauge.workflows.gauge import load_result as load_result
@@ -64,6 +69,7 @@ _MODULES = {
     "MonitorCallback": "depthgauge.training.monitor.callback",
     "MonitorOptions": "depthgauge.results.monitor_options",
     "MonitorRecord": "depthgauge.results.monitor_record",
+    "OutputBound": "depthgauge.training.output_bound",
     "PlanRecord": "depthgauge.results.shrink_record",
     "Probe": "depthgauge.results.monitor_record",
     "Profile": "depthgauge.measures.profile",
@@ -71,6 +77,8 @@ _MODULES = {
     "ShrinkOptions": "depthgauge.results.shrink_options",
     "ShrinkRecord": "depthgauge.results.shrink_record",
     "ShrinkResult": "depthgauge.workflows.shrink",
+    "TrainedModel": "depthgauge.training.bounded_training",
+    "TrainingOptions": "depthgauge.training.bounded_training",
     "attention": "depthgauge.fast_attention.attention",
     "attention_plan": "depthgauge.fast_attention.attention",
     "certify": "depthgauge.certificates.certificate",
@@ -81,6 +89,7 @@ _MODULES = {
     "load_network": "depthgauge.network.files",
     "load_result": "depthgauge.workflows.gauge",
     "measure": "depthgauge.measures.profile",
+    "output_bound": "depthgauge.training.output_bound",
     "plan_shrink": "depthgauge.workflows.shrink",
     "random_network": "depthgauge.network.random_networks",
     "read_log": "depthgauge.results.monitor_record",
@@ -90,6 +99,7 @@ _MODULES = {
     "shrink": "depthgauge.workflows.shrink",
     "sweep": "depthgauge.workflows.sweep",
     "sweep_status": "depthgauge.workflows.sweep",
+    "train_bounded": "depthgauge.training.bounded_training",
     "write_report": "depthgauge.report.write",
 }
 
@@ -107,6 +117,7 @@ __all__ = [
     "MonitorCallback",
     "MonitorOptions",
     "MonitorRecord",
+    "OutputBound",
     "PlanRecord",
     "Probe",
     "Profile",
@@ -114,6 +125,8 @@ __all__ = [
     "ShrinkOptions",
     "ShrinkRecord",
     "ShrinkResult",
+    "TrainedModel",
+    "TrainingOptions",
     "__version__",
     "attention",
     "attention_plan",
@@ -125,6 +138,7 @@ __all__ = [
     "load_network",
     "load_result",
     "measure",
+    "output_bound",
     "plan_shrink",
     "random_network",
     "read_log",
@@ -134,6 +148,7 @@ __all__ = [
     "shrink",
     "sweep",
     "sweep_status",
+    "train_bounded",
     "write_report",
 ]
 

@@ -19,6 +19,8 @@ _EXAMPLES = """
 
 `depthgauge reproduce --out figures --engine dask --scheduler tcp://10.0.0.1:8786` computes all figures on a cluster.
 
+`depthgauge reproduce T1 --quick --out figures` trains small models for a few minutes and draws their accuracy.
+
 **Figures**
 
 """
@@ -48,6 +50,13 @@ def command(
     engine: Annotated[str, typer.Option(help="local: processes on this machine; dask: a running cluster.")] = "local",
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: one per core].")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="The small version of T1, T2 and T3: minutes on a CPU instead of hours.")
+    ] = False,
+    rows: Annotated[
+        Path | None,
+        typer.Option(metavar="CSV", help="Rows of an earlier run (sweep --export, may be .gz) to draw from."),
+    ] = None,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,
 ) -> None:
@@ -58,7 +67,16 @@ def command(
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:
         done = reproduce_all(
-            figures or [], out, models, seed, store=store, engine=chosen, progress=step, overwrite=overwrite
+            figures or [],
+            out,
+            models,
+            seed,
+            store=store,
+            engine=chosen,
+            progress=step,
+            overwrite=overwrite,
+            quick=quick,
+            rows=rows,
         )
     if as_json:
         print_json({"figures": [drawn.to_json() for drawn in done]})

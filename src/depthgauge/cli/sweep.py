@@ -28,7 +28,8 @@ Start it with `dask scheduler` on one machine and `dask worker tcp://10.0.0.1:87
 
 `task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each parameter:
 `method = ["mean-field"]`, `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`.
-Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation.
+Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation,
+trained-depth.
 """
 
 

@@ -127,7 +127,13 @@ class FoldBounds:
     """Upper bounds on |S − S'| for many shallower networks S'; the layer bounds of S are computed once."""
 
     def __init__(
-        self, network: SelfAttentionNetwork, radius: float, *, starts: int | None = None, steps: int = 40
+        self,
+        network: SelfAttentionNetwork,
+        radius: float,
+        *,
+        starts: int | None = None,
+        steps: int = 40,
+        joint: bool = True,
     ) -> None:
         """Compute the layer bounds of the network.
 
@@ -136,10 +142,12 @@ class FoldBounds:
             radius: φ, the largest |entry| of an input.
             starts: starting points of the attack in a certificate; None chooses 4 to 32 by network size.
             steps: gradient steps of that attack.
+            joint: whether heads are bounded jointly where the network permits it; otherwise one by one, which is
+                faster and less sharp.
         """
         self.network, self.radius = network, radius
         self.starts, self.steps = starts, steps
-        self.joint = network.skip and network.dim <= JOINT_LIMIT
+        self.joint = joint and network.skip and network.dim <= JOINT_LIMIT
         self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
         self._costs: list[float] | None = None
         self._known: dict[Choice, float] = {}
@@ -269,7 +277,18 @@ def measured_depth(
 
 
 def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
-    """Return the certified depth at one tolerance; several tolerances can share `bounds`."""
+    """Return the certified depth at one tolerance with its certificate; several tolerances can share `bounds`."""
+    depth = proved_depth(bounds, tolerance, progress=progress)
+    if depth.method == "none":
+        return depth
+    certificate = bounds.certificate(depth.kept if depth.method == "fold" else depth.method)
+    # Both bounds are proved; the certificate, with more optimisation steps, is usually smaller.
+    proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
+    return replace(depth, error=proved, certificate=certificate)
+
+
+def proved_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
+    """Return the certified depth at one tolerance, without the certificate of the shallower network."""
 
     def error(choice: Choice) -> tuple[float, bool]:
         # The difference e observed in floating point satisfies sup|S − S'| ≥ 0.9e, since its relative error is far
@@ -277,13 +296,7 @@ def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = si
         least = 0.9 * bounds.seen(choice)
         return (least, True) if least > tolerance else (bounds.error(choice), False)
 
-    depth = _shallowest(bounds.network, error, bounds.layer_costs(), tolerance, True, progress)
-    if depth.method == "none":
-        return depth
-    certificate = bounds.certificate(depth.kept if depth.method == "fold" else depth.method)
-    # Both bounds are proved; the certificate, with more optimisation steps, is usually smaller.
-    proved = min(depth.error, certificate.upper if certificate.upper is not None else depth.error)
-    return replace(depth, error=proved, certificate=certificate)
+    return _shallowest(bounds.network, error, bounds.layer_costs(), tolerance, True, progress)
 
 
 def check_depth_request(

@@ -26,8 +26,8 @@ class Grid:
     The whole grid is checked when it is created.
 
     Args:
-        task: Name of the task: `collapse-error`, `certificate`, `effective-depth`, `rank-collapse`, `fast-attention` or
-            `separation`.
+        task: Name of the task: `collapse-error`, `certificate`, `effective-depth`, `rank-collapse`, `fast-attention`,
+            `separation` or `trained-depth`.
         parameters: A list of values for each parameter of the task; optional parameters may be left out.
         repetitions: How often each combination is repeated, with new random numbers each time.
         name: Shown in the status of a store; not part of the grid's identity.

@@ -30,6 +30,9 @@ from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.fast_attention_task import plans_of, summary
 from depthgauge.sweeps.parameters import SEED, Parameter, choice, count, flag, number, or_word, positive, text
 from depthgauge.sweeps.rank_collapse import SplitState, log_contraction_bounds, split_states
+from depthgauge.sweeps.trained_depth import PARAMETERS as TRAINED
+from depthgauge.sweeps.trained_depth import complete as complete_training
+from depthgauge.sweeps.trained_depth import trained_depth
 
 Values = dict[str, Any]
 
@@ -288,5 +291,6 @@ TASKS: dict[str, Task] = {
             _complete_setting,
             repeats_inside=True,
         ),
+        Task("trained-depth", 1, TRAINED, trained_depth, complete_training, repeats_inside=True),
     )
 }

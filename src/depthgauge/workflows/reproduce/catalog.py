@@ -69,6 +69,24 @@ FIGURES: dict[str, Figure] = {
             "rank_figure:RankStudy",
             needs=(TRANSFORMERS, MINILM),
         ),
+        Figure(
+            "T1",
+            "Accuracy of trained models against the weight bound η, for 1 to 8 layers.",
+            "trained_figures:DepthPays",
+            trained=True,
+        ),
+        Figure(
+            "T2",
+            "Certified and measured depth of trained models, and how much of the weight bound they use.",
+            "trained_figures:TrainedDepths",
+            trained=True,
+        ),
+        Figure(
+            "T3",
+            "Accuracy of trained models with and without skip connections and LayerNorm.",
+            "trained_figures:SkipOrNorm",
+            trained=True,
+        ),
     )
 }
 DEFAULT_FIGURES = tuple(figure.id for figure in FIGURES.values() if figure.by_default)

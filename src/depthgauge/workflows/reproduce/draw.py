@@ -39,14 +39,14 @@ class Reproduction:
         return {"figure": self.figure, "points": self.points, "files": [str(path) for path in self.files]}
 
 
-def find_study(asked: str, models: int | None = None, seed: int = 0) -> Study:
+def find_study(asked: str, models: int | None = None, seed: int = 0, quick: bool = False) -> Study:
     """Return the study of a figure or panel; raise if the id is unknown or a package is missing."""
     figure = find_figure(asked)
     if models is not None:
         require_count("models", models, "how often every point is repeated")
     require_seed(seed)
     figure.require()
-    return figure.build(asked, models, seed)
+    return figure.build(asked, models, seed, quick)
 
 
 def reproduce(
@@ -59,6 +59,8 @@ def reproduce(
     engine: Engine | None = None,
     progress: Step = silent,
     overwrite: bool = False,
+    quick: bool = False,
+    rows: str | Path | None = None,
 ) -> Reproduction:
     """Compute a figure and write ID.png, ID.svg, ID.csv, ID.json and ID.txt.
 
@@ -71,6 +73,8 @@ def reproduce(
         engine: Engine that computes the rows; by default one process per core.
         progress: Called as `progress(done, total, label)`.
         overwrite: Replace the files of a figure that was made with other settings.
+        quick: Compute the small version of a figure that trains models.
+        rows: CSV file with rows of an earlier run, from `depthgauge sweep --export`; they are not computed again.
 
     Returns:
         The number of rows and the paths of the files.
@@ -79,7 +83,7 @@ def reproduce(
         InputError: The id is unknown, or the folder of the store does not exist.
         MissingPackageError: A package that the figure needs is not installed.
     """
-    study = find_study(figure, models, seed)
+    study = find_study(figure, models, seed, quick)
     _check_files(study, Path(out), overwrite)
     if store is not None and Path(store).absolute().parent != Path(out).absolute():
         require_folder(store)
@@ -87,7 +91,8 @@ def reproduce(
         Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutputError(f"cannot create the folder {out}: {error.strerror or error}") from error
-    where = Computing(Path(out) / STORE if store is None else Path(store), engine, progress)
+    taken = None if rows is None else Path(rows)
+    where = Computing(Path(out) / STORE if store is None else Path(store), engine, progress, taken)
     return write_figure(study, out, where)
 
 
@@ -131,12 +136,16 @@ def reproduce_all(
     engine: Engine | None = None,
     progress: Step = silent,
     overwrite: bool = False,
+    quick: bool = False,
+    rows: str | Path | None = None,
 ) -> list[Reproduction]:
     """Reproduce several figures, or all default figures if none is named; all ids are checked before any work."""
     wanted = list(dict.fromkeys(figures or DEFAULT_FIGURES))
     for figure in wanted:
-        _check_files(find_study(figure, models, seed), Path(out), overwrite)
-    draw = partial(reproduce, store=store, engine=engine, progress=progress, overwrite=overwrite)
+        _check_files(find_study(figure, models, seed, quick), Path(out), overwrite)
+    draw = partial(
+        reproduce, store=store, engine=engine, progress=progress, overwrite=overwrite, quick=quick, rows=rows
+    )
     return [draw(figure, out, models, seed) for figure in wanted]
 
 

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from depthgauge.errors import MissingPackageError
+from depthgauge.errors import InputError, MissingPackageError
 
 if TYPE_CHECKING:
     from depthgauge.workflows.reproduce.study import Study
@@ -44,11 +44,13 @@ class Figure:
     panels: tuple[str, ...] = ()
     """Ids of the panels that can be drawn alone."""
     needs: tuple[Requirement, ...] = ()
+    trained: bool = False
+    """Whether the figure trains models: it takes hours on a CPU, and it has a quick version."""
 
     @property
     def by_default(self) -> bool:
-        """Whether the figure is drawn when no figure is named; figures with requirements are not."""
-        return not self.needs
+        """Whether the figure is drawn when no figure is named; figures with requirements or training are not."""
+        return not self.needs and not self.trained
 
     def require(self) -> None:
         """Raise MissingPackageError naming every missing package and the commands that install them."""
@@ -58,8 +60,11 @@ class Figure:
             commands = " and ".join(f"`{need.install}`" for need in missing)
             raise MissingPackageError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
 
-    def build(self, asked: str, models: int | None, seed: int) -> "Study":
-        """Return the study of the figure, or of its panel `asked`."""
+    def build(self, asked: str, models: int | None, seed: int, quick: bool = False) -> "Study":
+        """Return the study of the figure, or of its panel `asked`; `quick` selects the small version."""
+        if quick and not self.trained:
+            raise InputError(f"--quick applies to the figures that train models, T1 to T3; use --models N for {asked}")
         module, name = self.study.split(":")
-        study: Study = getattr(import_module(f"{__package__}.{module}"), name)(asked, models, seed)
+        make = getattr(import_module(f"{__package__}.{module}"), name)
+        study: Study = make(asked, models, seed, quick) if self.trained else make(asked, models, seed)
         return study

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from depthgauge.errors import DepthgaugeError
 from depthgauge.progress import Step, silent
+from depthgauge.sweeps.adopt_rows import adopt_rows
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine
 from depthgauge.sweeps.grid import Grid
@@ -21,11 +22,13 @@ Results = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Computing:
-    """Where a study is computed: the store of its rows, the engine, and the progress callback."""
+    """Where a study is computed: the store of its rows, the engine, the progress callback, and rows to take over."""
 
     store: Path
     engine: Engine | None = None
     progress: Step = silent
+    rows: Path | None = None
+    """A CSV file with rows of an earlier run; they are not computed again."""
 
 
 @runtime_checkable
@@ -80,6 +83,8 @@ class CellStudy(ABC):
         def progress(done: int, total: int, label: str) -> None:
             where.progress(done, total, f"{self.id} {label}".strip())
 
+        if where.rows is not None:
+            adopt_rows(where.rows, where.store, cells, document)
         run_cells(self.id, document, cells, where.store, engine=where.engine, retry_failed=True, progress=progress)
         with Store.open(where.store) as store:
             rows = store.results()
