@@ -5,7 +5,8 @@ Two steps, on two machines if you like:
     python docs/figures/make_trained_depth.py train runs --device cuda      # needs torch, no other heavy package
     python docs/figures/make_trained_depth.py certify runs trained.db       # needs depthgauge, on the CPU
 
-`train` keeps the weights of every batch in a file of `runs`; run it again to resume. `certify` measures and certifies
+`train` keeps the weights of every batch in a file of `runs`; run it again to resume. Several processes may train
+different tasks (`--problems`) at the same time. `certify` measures and certifies
 every model, and commits its rows to a store; run it again to resume. Then
 
     depthgauge reproduce T1 T2 T3 --store trained.db --out figures
@@ -17,7 +18,7 @@ every model, and commits its rows to a store; run it again to resume. Then
 import argparse
 import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,18 @@ def parameters_of(plan: Plan) -> Iterator[dict[str, Any]]:
             yield dict(zip(lists, values, strict=True))
 
 
-def batches(plan: Plan) -> list[Family]:
-    """Return the batches of the plan, the deepest first."""
+def batches(plan: Plan, problems: Sequence[str] = ()) -> list[Family]:
+    """Return the batches of the plan, the deepest first; `problems` names the tasks, and none of them means all."""
     found = families(list(parameters_of(plan)), member_seeds(SEED, plan.seeds))
-    return sorted(found, key=lambda family: -family.parameters["layers"])
+    chosen = [family for family in found if not problems or family.parameters["problem"] in problems]
+    return sorted(chosen, key=lambda family: -family.parameters["layers"])
 
 
-def train(plan: Plan, folder: Path, device: str, limit: float) -> None:
+def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequence[str]) -> None:
     """Train every batch and print its accuracies; stop before a batch if `limit` seconds have passed."""
     folder.mkdir(parents=True, exist_ok=True)
     begun, models = time.perf_counter(), 0
-    for family in batches(plan):
+    for family in batches(plan, problems):
         if time.perf_counter() - begun > limit:
             print(f"stopped after {limit:.0f} s; run the same command again to resume")
             return
@@ -113,11 +115,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (train)")
     parser.add_argument("--quick", action="store_true", help="the small version")
     parser.add_argument("--limit", type=float, default=1e9, help="start no batch after this many seconds (train)")
+    parser.add_argument(
+        "--problems", nargs="*", default=[], help="train these tasks alone, all if none is named (train)"
+    )
     parser.add_argument("--jobs", type=int, default=-1, help="processes (certify)")
     given = parser.parse_args()
     plan = QUICK if given.quick else FULL
     if given.step == "train":
-        train(plan, given.folder, given.device, given.limit)
+        train(plan, given.folder, given.device, given.limit, given.problems)
     else:
         certify(plan, given.folder, given.store, given.jobs)
 
