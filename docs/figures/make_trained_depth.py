@@ -41,7 +41,7 @@ def batches(plan: Plan, problems: Sequence[str] = ()) -> list[Family]:
     return sorted(chosen, key=lambda family: -family.parameters["layers"])
 
 
-def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequence[str]) -> None:
+def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequence[str] = ()) -> None:
     """Train every batch and print its accuracies; stop before a batch if `limit` seconds have passed."""
     folder.mkdir(parents=True, exist_ok=True)
     begun, models = time.perf_counter(), 0

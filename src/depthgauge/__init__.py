@@ -156,7 +156,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'depthgauge' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    found = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = found  # the next access does not come here
+    return found
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,7 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
+from depthgauge.fast_attention import exact_path as exact_module
 from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.decide.chooser import is_never_worth_it
 from depthgauge.fast_attention.decide.decision import Decision
@@ -355,7 +356,7 @@ def test_masks_of_exact_rows_are_created_in_blocks(causal: bool, padded: bool, m
     how = {"is_causal": causal, "key_padding": padding, "scale": 1.0, "force": "polynomial"}
     whole = dg.attention(q, k, v, **how)
     assert dg.attention_plan(q, k, v, **how).heads[0].exact_rows > 0
-    monkeypatch.setattr(attention_module, "MASK_ENTRIES", 3000)
+    monkeypatch.setattr(exact_module, "MASK_ENTRIES", 3000)
     torch.testing.assert_close(dg.attention(q, k, v, **how), whole)
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from depthgauge.fast_attention.autograd import PolynomialAttention
 from depthgauge.fast_attention.decide.bounds import survey
 from depthgauge.fast_attention.problem import Options, checked
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton import gradient_launches, launches
+from depthgauge.fast_attention.triton import gradient_launches, launch, launches
 from depthgauge.fast_attention.triton.backend import TritonBackend
 
 THROUGH_TRITON = "through Triton"
@@ -51,9 +52,9 @@ class Kernels:
     def __getattr__(self, name: str) -> Subscript:
         return Subscript(lambda _: partial(self._through_triton, name))
 
-    def _through_triton(self, name: str, *_: object, **__: object) -> Subscript:
+    def _through_triton(self, name: str, *_: object, **__: object) -> SimpleNamespace:
         self.launched[THROUGH_TRITON] += 1
-        return Subscript(lambda _: partial(self._compiled, name))
+        return SimpleNamespace(run=partial(self._compiled, name), function=0, packed_metadata=())
 
     def _compiled(self, name: str, *_: object) -> None:
         self.launched[name] += 1
@@ -66,6 +67,7 @@ def test_a_call_with_gradients_needs_few_operations(
     degree: int, causal: bool, most: int, n: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = Kernels()
+    monkeypatch.setattr(launch, "current_streams", lambda: lambda _: 0)
     monkeypatch.setattr(launches, "kernels", lambda: kernels)
     monkeypatch.setattr(gradient_launches, "gradient_kernels", lambda: kernels)
     q = torch.zeros(1, HEADS * groups, n, WIDTH, dtype=torch.bfloat16)

@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from depthgauge.errors import InputError
+from depthgauge.fast_attention.triton import launch as launch_module
 from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
 from depthgauge.fast_attention.triton.launches import FirstMomentSizes, SurveySizes, TransposeSizes
 from depthgauge.fast_attention.triton.readback import Readbacks
 from depthgauge.fast_attention.triton.workspace import Workspace
+
+STREAM = 99
 
 
 class Kernel:
@@ -27,11 +30,24 @@ class Kernel:
 
 
 class Compiled:
+    """A stand-in for a compiled kernel; `run` has the parameters of Triton's launcher."""
+
+    function, packed_metadata = 4711, (4, 1, 0)
+
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        return lambda *arguments: self.kernel.launched.append(("compiled", grid, arguments, {}))
+    def run(
+        self, x: int, y: int, z: int, stream: int, function: int, metadata: object, about: None, before: None,
+        after: None, *arguments: object,
+    ) -> None:  # fmt: skip
+        assert (stream, function, metadata, about, before, after) == (STREAM, 4711, (4, 1, 0), None, None, None)
+        self.kernel.launched.append(("compiled", (x, y, z), arguments, {}))
+
+
+@pytest.fixture(autouse=True)
+def _stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "current_streams", lambda: lambda device: STREAM + device)
 
 
 def launchers(kernel: Kernel) -> list[str]:
@@ -46,7 +62,8 @@ def test_a_launch_with_the_same_dtypes_reuses_the_compiled_kernel() -> None:
     launch((y, x), (0.25,))
     assert launchers(kernel) == ["triton", "compiled"]
     assert kernel.launched[0] == ("triton", (2, 3, 1), (x, y, 7, 16, 0.5, 64, True), {"num_warps": 4})
-    assert kernel.launched[1] == ("compiled", (2, 3, 1), (y, x, 7, 16, 0.25, 64, True), {})
+    addresses = y.data_ptr(), x.data_ptr()
+    assert kernel.launched[1] == ("compiled", (2, 3, 1), (*addresses, 7, 16, 0.25, 64, True), {})
 
 
 def test_other_dtypes_and_addresses_go_through_triton() -> None:

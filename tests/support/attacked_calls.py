@@ -104,7 +104,8 @@ def reference(drawn: Drawn) -> Reference:
         hidden = hidden | drawn.padding[:, None, None, :]
     scores = kind.used_scale * (leaves[0] @ wide_k.transpose(-1, -2))
     weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-    out = weights @ wide_v
+    first = wide_v.detach()[..., :1, :]  # weights sum to 1; without it, large equal values would lose small differences
+    out = weights @ (wide_v - first) + first
     generator = torch.Generator(rows.device).manual_seed(kind.n + kind.m)
     up = torch.randn(out.shape, generator=generator, device=rows.device, dtype=torch.float64).to(kind.dtype)
     gradients = None

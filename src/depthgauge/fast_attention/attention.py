@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from depthgauge.errors import InputError
@@ -13,15 +12,13 @@ from depthgauge.fast_attention.call_kinds import CallKinds
 from depthgauge.fast_attention.decide.chooser import Chooser, is_never_worth_it
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
+from depthgauge.fast_attention.exact_path import exact, exact_attention, exact_heads, exact_rows
 from depthgauge.fast_attention.following import fixed, followed
-from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.plan import Plan, exact_plan
 from depthgauge.fast_attention.problem import Kind, Options, Problem, Request, checked, is_dual, kind_of
 from depthgauge.fast_attention.shortcut import is_always_exact
 from depthgauge.fast_attention.spec import Spec
 
-MASK_ENTRIES = 2**27
-"""The largest number of mask entries that are created at once."""
 Output = Tensor | tuple[Tensor, Tensor]
 
 
@@ -93,13 +90,8 @@ def attention(
             is_exact = True
             if kind is not None:
                 _kinds.refused(kind, is_final=True)
-        if is_exact and scale is None and not enable_gqa:  # parsing the keywords would take three microseconds
-            return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal)
         if is_exact:
-            q, scale = (q, None) if scale is None else with_positive_scale(q, scale)
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+            return exact_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     with on_device(q):
         if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
@@ -244,31 +236,6 @@ def exact_reason(request: Request) -> str | None:
     return 'force="exact" was given' if reason is None and options.force == "exact" else reason
 
 
-def exact(request: Request) -> Tensor:
-    """Compute the request by torch's attention, with padding as a mask."""
-    options = request.options
-    mask, is_causal = options.attn_mask, options.is_causal
-    if options.key_padding is not None:
-        keep = ~options.key_padding[..., None, None, :] if request.k.ndim > 2 else ~options.key_padding[None]
-        if is_causal:
-            keep = keep & visible(request.q.shape[-2], request.k.shape[-2], True, None, keep.device)
-        if mask is not None:
-            keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
-        mask, is_causal = keep, False
-    q, scale = with_positive_scale(request.q, request.scale)
-    return F.scaled_dot_product_attention(
-        q, request.k, request.v, mask, options.dropout_p, is_causal, scale=scale, enable_gqa=options.enable_gqa
-    )
-
-
-def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Return q and the scale, or −q and −scale for a negative scale.
-
-    Some kernels of torch multiply masked scores, −∞, by the scale. With a negative scale every causal row becomes NaN.
-    """
-    return (-q, -scale) if scale < 0 else (q, scale)
-
-
 def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Decision:
     """Survey the problem and choose a path for every head. Calls of the same kind share a chooser."""
     gradients = needs_gradients(request)  # before no_grad disables them
@@ -311,49 +278,6 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
     out = torch.cat([part for _, part, _ in parts])[order]
     bounds = [bound for _, _, bound in parts if bound is not None]
     return out, torch.cat(bounds)[order] if return_bound else None
-
-
-def exact_heads(problem: Problem) -> Tensor:
-    """Compute exact attention of a Problem: [N, G, n, e]."""
-    groups, n = problem.q.shape[1:3]
-    k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
-    if problem.keep is None:
-        q, scale = with_positive_scale(problem.q, problem.scale)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=problem.causal, scale=scale)
-    positions = torch.arange(n, device=k.device).repeat(problem.heads, groups)
-    return exactly(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
-
-
-def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
-    """Compute exact attention of rows q [N, R, d] at positions [N, R]: [N, R, e].
-
-    Masks are created for a block of rows at a time.
-    """
-    k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
-    q, scale = with_positive_scale(q, problem.scale)
-    is_masked = problem.causal or problem.keep is not None
-    size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
-    parts = []
-    for start in range(0, q.shape[1], size):
-        rows, at = q[:, None, start : start + size], positions[:, start : start + size, None]
-        allowed = torch.arange(m, device=q.device) <= at if problem.causal else None
-        if problem.keep is not None:
-            allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
-        mask = None if allowed is None else allowed[:, None]
-        parts.append(F.scaled_dot_product_attention(rows, k, v, mask, scale=scale)[:, 0])
-    return torch.cat(parts, dim=1)
-
-
-def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
-    """Return `out` with the rows marked in `rows` [N, G, n] replaced by exact attention, all heads in one call."""
-    flat, n = rows.flatten(1), problem.q.shape[2]
-    most = int(flat.sum(dim=1).max())
-    chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # marked rows first
-    heads = torch.arange(problem.heads, device=out.device)[:, None]
-    found = exactly(problem, problem.q.flatten(1, 2)[heads, chosen], chosen % n)
-    kept = flat[heads, chosen].nonzero(as_tuple=True)
-    places = kept[0], chosen[kept]
-    return out.flatten(1, 2).index_put(places, found[kept]).view_as(out)
 
 
 def polynomial_heads(

@@ -3,14 +3,37 @@
 Triton inspects every argument of every launch to find the compiled kernel. At a few thousand tokens this takes longer
 than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernel. It is valid
 for every launch whose tensors have the same dtypes and are aligned to 16 bytes; any other launch goes through Triton.
+
+The compiled kernel gets addresses instead of tensors, because for every tensor Triton's launcher asks the driver where
+it is. Hooks around launches, which only profilers of Triton set, are called for launches through Triton alone.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any, NamedTuple
 
 from torch import Tensor, dtype
 
 ALIGNMENT = 16
+
+
+def current_streams() -> Callable[[int], int]:
+    """Return the function that gives the current stream of a device by its number."""
+    from triton.runtime import driver
+
+    streams: Callable[[int], int] = driver.active.get_current_stream
+    return streams
+
+
+class CompiledLaunch(NamedTuple):
+    """A compiled kernel with its grid: `run` takes the grid, a stream, `fixed` and the arguments of the kernel."""
+
+    dtypes: list[dtype]
+    run: Callable[..., object]
+    fixed: tuple[object, ...]
+    stream: Callable[[int], int]
+    device: int
 
 
 class Launch:
@@ -26,20 +49,21 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
         self.options = options
-        self._compiled: tuple[list[dtype], Any] | None = None
+        self._compiled: CompiledLaunch | None = None
 
     def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
         """Launch the kernel. All tensors are on the current device or in host memory that it can write to."""
-        addresses = 0
-        dtypes: list[dtype] = []
-        for tensor in tensors:
-            addresses |= tensor.data_ptr()
-            dtypes.append(tensor.dtype)
-        is_aligned = addresses % ALIGNMENT == 0
+        addresses = [x.data_ptr() for x in tensors]
+        dtypes = [x.dtype for x in tensors]
+        is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
         known = self._compiled
-        if is_aligned and known is not None and known[0] == dtypes:
-            known[1](*tensors, *self.integers, *floats, *self.constants)
+        if is_aligned and known is not None and known.dtypes == dtypes:
+            stream = known.stream(known.device)
+            known.run(*self.grid, stream, *known.fixed, *addresses, *self.integers, *floats, *self.constants)
             return
         compiled = self.kernel[self.grid](*tensors, *self.integers, *floats, *self.constants, **self.options)
         if is_aligned and compiled is not None:  # the interpreter compiles nothing
-            self._compiled = dtypes, compiled[self.grid]
+            # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
+            fixed = compiled.function, compiled.packed_metadata, None, None, None
+            device = tensors[0].device.index or 0
+            self._compiled = CompiledLaunch(dtypes, compiled.run, fixed, current_streams(), device)

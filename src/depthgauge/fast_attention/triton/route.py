@@ -156,10 +156,11 @@ class Route:
         rounded product satisfies (up a + lost)(up b + lost) ≤ up² a b + lost (up (max a + max b) + lost).
         """
         q0, k0, q1, k1, values, mean = zip(*rows, strict=True)
-        if not math.isfinite(sum(map(sum, (q0, k0, q1, k1, mean)))):
+        if not math.isfinite(sum(map(sum, (q0, k0, q1, k1, values, mean)))):
             return None
         # The condition of `holds`, for squared norms.
-        if not all(size == 0 or 2.0**-40 <= size <= 2.0**40 for size in (*q0, *k0, *values)):
+        sizes = q0 + k0 + values
+        if max(sizes) > 2.0**40 or min(filter(None, sizes), default=1.0) < 2.0**-40:
             return None
         up, lost = outward(self.d)
         longest = math.sqrt(max(q0)) + math.sqrt(max(k0))

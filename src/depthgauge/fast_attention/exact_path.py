@@ -1,0 +1,130 @@
+"""Exact attention by torch, for whole calls, for heads and for single rows.
+
+Every call of torch's attention is made here, because torch's kernels are wrong in two cases. With a negative scale they
+multiply masked scores, −∞, by the scale, and every causal row becomes NaN. On a GPU some of them read 16 bytes at once
+without checking that addresses and strides are multiples of 16 bytes: the result is an error or wrong numbers.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from depthgauge.fast_attention.naive import visible
+from depthgauge.fast_attention.problem import Problem, Request
+
+MASK_ENTRIES = 2**27
+"""The largest number of mask entries that are created at once."""
+READ_BYTES = 16
+"""What torch's GPU kernels read at once."""
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    is_grouped: bool = False,
+) -> Tensor:
+    """Compute torch's attention of tensors with any addresses and strides, and with any scale."""
+    if q.is_cuda and not torch.compiler.is_compiling():
+        if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+            q, k, v = readable(q), readable(k), readable(v)
+        if mask is not None:
+            mask = readable(mask)
+    if scale is None and not is_grouped:  # torch parses keywords in three microseconds
+        if mask is None and dropout == 0.0 and not is_causal:
+            return F.scaled_dot_product_attention(q, k, v)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
+    if scale is not None and scale < 0:
+        q, scale = -q, -scale
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped)
+
+
+def _are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy if its address or a stride is not a multiple of READ_BYTES.
+
+    Strides do not matter if the width is not a multiple of READ_BYTES either: torch does not read such rows at once.
+
+    >>> x = torch.zeros(3, 8)
+    >>> readable(x) is x, readable(x[:, 4:]).stride(), readable(x[:, 1:5]).stride()
+    (True, (8, 1), (4, 1))
+    """
+    step = READ_BYTES // x.element_size()
+    is_wide = x.ndim > 0 and x.shape[-1] % step == 0
+    if x.data_ptr() % READ_BYTES == 0 and not (is_wide and _has_odd_stride(x, step)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _has_odd_stride(x: Tensor, step: int) -> bool:
+    """Return whether a stride, except that of the last axis, is not a multiple of `step`."""
+    together = 0
+    *strides, _ = x.stride()
+    for stride in strides:
+        together |= stride
+    return together % step != 0 and any(
+        stride % step for size, stride in zip(x.shape[:-1], strides, strict=True) if size > 1
+    )
+
+
+def exact(request: Request) -> Tensor:
+    """Compute the request by torch's attention, with padding as a mask."""
+    options = request.options
+    mask, is_causal = options.attn_mask, options.is_causal
+    if options.key_padding is not None:
+        keep = ~options.key_padding[..., None, None, :] if request.k.ndim > 2 else ~options.key_padding[None]
+        if is_causal:
+            keep = keep & visible(request.q.shape[-2], request.k.shape[-2], True, None, keep.device)
+        if mask is not None:
+            keep = keep & mask if mask.dtype == torch.bool else torch.where(keep, mask, -torch.inf)
+        mask, is_causal = keep, False
+    given = request.q, request.k, request.v
+    return exact_attention(*given, mask, options.dropout_p, is_causal, request.scale, options.enable_gqa)
+
+
+def exact_heads(problem: Problem) -> Tensor:
+    """Compute exact attention of a Problem: [N, G, n, e]."""
+    groups, n = problem.q.shape[1:3]
+    k, v = (x.unsqueeze(1).expand(-1, groups, -1, -1) for x in (problem.k, problem.v))
+    if problem.keep is None:
+        return exact_attention(problem.q, k, v, None, 0.0, problem.causal, problem.scale)
+    positions = torch.arange(n, device=k.device).repeat(problem.heads, groups)
+    return exactly(problem, problem.q.flatten(1, 2), positions).view(problem.heads, groups, n, -1)
+
+
+def exactly(problem: Problem, q: Tensor, positions: Tensor) -> Tensor:
+    """Compute exact attention of rows q [N, R, d] at positions [N, R]: [N, R, e].
+
+    Masks are created for a block of rows at a time.
+    """
+    k, v, m = problem.k[:, None], problem.v[:, None], problem.k.shape[1]
+    is_masked = problem.causal or problem.keep is not None
+    size = max(1, MASK_ENTRIES // (problem.heads * m)) if is_masked else q.shape[1]
+    parts = []
+    for start in range(0, q.shape[1], size):
+        rows, at = q[:, None, start : start + size], positions[:, start : start + size, None]
+        allowed = torch.arange(m, device=q.device) <= at if problem.causal else None
+        if problem.keep is not None:
+            allowed = problem.keep[:, None] if allowed is None else allowed & problem.keep[:, None]
+        mask = None if allowed is None else allowed[:, None]
+        parts.append(exact_attention(rows, k, v, mask, scale=problem.scale)[:, 0])
+    return torch.cat(parts, dim=1)
+
+
+def exact_rows(problem: Problem, out: Tensor, rows: Tensor) -> Tensor:
+    """Return `out` with the rows marked in `rows` [N, G, n] replaced by exact attention, all heads in one call."""
+    flat, n = rows.flatten(1), problem.q.shape[2]
+    most = int(flat.sum(dim=1).max())
+    chosen = flat.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]  # marked rows first
+    heads = torch.arange(problem.heads, device=out.device)[:, None]
+    found = exactly(problem, problem.q.flatten(1, 2)[heads, chosen], chosen % n)
+    kept = flat[heads, chosen].nonzero(as_tuple=True)
+    places = kept[0], chosen[kept]
+    return out.flatten(1, 2).index_put(places, found[kept]).view_as(out)
