@@ -83,6 +83,8 @@ class Plan:
 
     def variant_grids(self) -> list[Lists]:
         """Return the grids of T3: with and without skips and LayerNorm, one layer and several."""
+        if not self.contrasted:
+            return []
         return [
             self._lists(
                 problem=list(self.contrasted),
