@@ -27,6 +27,7 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide.cost import Rates
+from depthgauge.fast_attention.exact_path import readable
 from depthgauge.fast_attention.plan import Plan
 
 ENTRIES = 2**22
@@ -129,6 +130,12 @@ def torch_attention(drawn: Drawn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mask = mask & torch.ones(kind.n, kind.m, dtype=torch.bool, device=q.device).tril()
         is_causal = False
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=kind.groups > 1)
+
+
+def own_copy(x: Tensor) -> Tensor:
+    """Return a copy in memory of its own that torch's kernels can read: the order of the axes in memory is kept."""
+    found = readable(x.detach())
+    return found.clone() if found.stride(-1) == 1 else found.clone(memory_format=torch.contiguous_format)
 
 
 def per_query_head(drawn: Drawn, values: Sequence[float]) -> Tensor:
@@ -256,8 +263,8 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
         try:
             attention(*given, **how)
         except InputError:
-            # The exact path is torch's, whose kernels need aligned tensors.
-            q, k, v = given = [x.detach().clone().requires_grad_(kind.gradients) for x in given]
+            # A call that may be exact: tensors in memory of their own.
+            q, k, v = given = [own_copy(x).requires_grad_(kind.gradients) for x in given]
             drawn = replace(drawn, q=q, k=k, v=v, force=None)
             how["force"] = None
             plan = attention_plan(*given, **how)
@@ -268,7 +275,7 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
     if out.shape != (*drawn.q.shape[:-1], kind.e) or out.dtype != kind.dtype or out.device != drawn.q.device:
         raise ViolationError(f"the output is {out.dtype} {list(out.shape)} on {out.device}")
     ref = reference(drawn)
-    leaves = [x.detach().clone().requires_grad_(kind.gradients) for x in given]
+    leaves = [own_copy(x).requires_grad_(kind.gradients) for x in given]
     peer = torch_attention(drawn, *leaves)
     ratio = check_output(drawn, plan, out, ref, peer, bound)
     if ratio > 1:

@@ -12,7 +12,7 @@ from depthgauge.fast_attention.call_kinds import CallKinds
 from depthgauge.fast_attention.decide.chooser import Chooser, is_never_worth_it
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
-from depthgauge.fast_attention.exact_path import exact, exact_attention, exact_heads, exact_rows
+from depthgauge.fast_attention.exact_path import capturable, exact, exact_attention, exact_heads, exact_rows
 from depthgauge.fast_attention.following import fixed, followed
 from depthgauge.fast_attention.plan import Plan, exact_plan
 from depthgauge.fast_attention.problem import Kind, Options, Problem, Request, checked, is_dual, kind_of
@@ -85,13 +85,16 @@ def attention(
     kind = None
     if not return_bound:
         kind = kind_of(q, k, v, options)
-        is_exact = kind is not None and _kinds.is_exact(kind)
+        try:
+            is_exact = kind is not None and _kinds.is_exact(kind)
+        except TypeError:  # an option is not hashable; `checked` says what is wrong with it
+            kind, is_exact = None, False
         if not is_exact and is_always_exact(q, k, v, options):
             is_exact = True
             if kind is not None:
                 _kinds.refused(kind, is_final=True)
         if is_exact:
-            return exact_attention(q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return exact_attention(q, k, v, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
     with on_device(q):
         if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
@@ -133,7 +136,8 @@ def _decided(request: Request, kind: Kind | None, return_bound: bool) -> Output:
                 decision = decide(request, problem, kind)
                 if _keep(decision, request, kind):
                     flat, bound = run(problem, decision, return_bound)
-    out = exact(request) if flat is None else request.shaped(flat)
+    with capturable(_is_capturing(request.q)):
+        out = exact(request) if flat is None else request.shaped(flat)
     if not return_bound:
         return out
     return out, out.new_zeros(out.shape[:-1]) if bound is None else request.shaped(bound)

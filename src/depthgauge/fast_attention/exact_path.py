@@ -5,9 +5,12 @@ multiply masked scores, −∞, by the scale, and every causal row becomes NaN. 
 without checking that addresses and strides are multiples of 16 bytes: the result is an error or wrong numbers.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.problem import Problem, Request
@@ -41,6 +44,16 @@ def exact_attention(
     if scale is not None and scale < 0:
         q, scale = -q, -scale
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped)
+
+
+def capturable(is_capturing: bool) -> AbstractContextManager[object]:
+    """Return a context in which torch's attention can be captured although it has not run on such tensors before.
+
+    cuDNN allocates memory in its first call with new shapes, which a capture does not permit.
+    """
+    if not is_capturing:
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 def _are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -32,7 +32,6 @@ class Options(NamedTuple):
     force: str | None = None
 
 
-_PLAIN = frozenset({int, float, bool, str, type(None)})
 Kind = tuple[object, ...]
 """What two calls have in common if one can repeat the decision of the other."""
 
@@ -127,15 +126,15 @@ def is_dual(*tensors: Tensor) -> bool:
 def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> Kind | None:
     """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision.
 
-    `options` are the fields of `Options`. They are compared by value and by type.
+    `options` are the fields of `Options`. They are compared by value, so True is the same as 1. The result may be
+    unhashable if an option has a wrong type.
     """
+    if options[0] is not None or options[5] is not None:  # a mask or padding
+        return None
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
-    types = tuple(map(type, options))
-    if not _PLAIN.issuperset(types):
-        return None
     needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, types, needs)
+    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs)
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:

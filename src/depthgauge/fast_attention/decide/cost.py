@@ -33,7 +33,7 @@ class Rates:
 CPU = Rates(exponential=12, product=2, build=37, token=300, call=6e7, repeated=6e7, trained=6e7, block=256)
 GPU_TORCH = Rates(exponential=8, product=150, build=500, token=2000, call=2e12, repeated=2e12, trained=2e12, block=256)
 GPU_TRITON = Rates(
-    exponential=8, product=1.05, build=4, token=400, call=2.2e11, repeated=5e10, trained=3.3e11, block=1024
+    exponential=8, product=1.05, build=4, token=400, call=2.2e11, repeated=8e10, trained=1e11, block=1024
 )  # fmt: skip
 
 
