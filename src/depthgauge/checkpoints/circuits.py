@@ -204,7 +204,8 @@ def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
         return torch.ones(like.shape[0], 1, dtype=like.dtype, device=like.device)
     weight = block.get_submodule(family.gain).weight
     assert isinstance(weight, Tensor)
-    return (_whole(weight.detach()).to(like) + family.gain_offset)[:, None]
+    gain = _whole(weight.detach()).to(like)
+    return (gain + family.gain_offset if family.gain_offset else gain)[:, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -274,10 +275,16 @@ def _sizes_of(parts: list[_Grams]) -> LayerSizes:
 
     query, key, value, output = (joined(name) for name in ("query", "key", "value", "output"))
     product = torch.cat([part.product.to(query.largest.device) for part in parts])
+    eta = torch.stack([query.largest.amax(dim=1), key.largest.amax(dim=1), product]).amax(dim=0)
+    if query.matrix.shape == value.matrix.shape:  # half as many operations
+        left, right = (
+            _Gram(torch.stack([one.matrix, two.matrix]), torch.stack([one.largest, two.largest]))
+            for one, two in ((query, value), (key, output))
+        )
+        norms = _largest_from_grams(left, right).amax(dim=-1)
+        return LayerSizes(eta, norms[0], norms[1])
     return LayerSizes(
-        eta=torch.stack([query.largest.amax(dim=1), key.largest.amax(dim=1), product]).amax(dim=0),
-        qk_norm=_largest_from_grams(query, key).amax(dim=1),
-        ov_norm=_largest_from_grams(value, output).amax(dim=1),
+        eta, _largest_from_grams(query, key).amax(dim=1), _largest_from_grams(value, output).amax(dim=1)
     )
 
 

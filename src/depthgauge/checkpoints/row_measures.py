@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.interface import BLOCK_ENTRIES, AttentionCall
 from depthgauge.checkpoints.tensor_record import TensorRecord
 
 _MASKS = 2
@@ -44,34 +44,32 @@ class RowWatch:
     def __init__(self, rows: Bool[Tensor, "batch n"] | None = None) -> None:
         self.rows = rows
         self._masks: list[_Mask] = []
+        self._waiting: list[_Waiting] = []
         self._layers: list[_Layer] = []
 
     def __len__(self) -> int:
-        return len(self._layers)
+        return len(self._layers) + len(self._waiting)
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        """Measure one layer and return its output."""
-        mask = self._mask(call)
+        """Measure one layer and return its output; small layers wait until several can be measured together."""
+        mask, ranges = self._mask(call), call.ranges()
+        if len(ranges) == 1:
+            return self._one_block(call, mask)
+        self._measure_waiting()
         outputs, largest, sums = [], [], []
-        for start, stop in call.ranges():
+        for start, stop in ranges:
             scores = call.scores(start, stop)
             p = call.weights(scores)
             outputs.append(p @ call.value)
-            one, several = _measure_rows(scores, p, mask.block(call, start, stop))
-            largest.append(one)
-            sums.append(several)
-        whole = len(outputs) == 1
-        self._layers.append(
-            _Layer(
-                largest[0] if whole else torch.stack(largest).amax(dim=0),
-                sums[0] if whole else torch.stack(sums).sum(dim=0),
-                mask.totals(),
-            )
-        )
-        return outputs[0] if whole else torch.cat(outputs, dim=-2)
+            one, several = _measure_rows(scores[None], p[None], mask.block(call, start, stop))
+            largest.append(one[0])
+            sums.append(several[0])
+        self._layers.append(_Layer(torch.stack(largest).amax(dim=0), torch.stack(sums).sum(dim=0), mask.totals()))
+        return torch.cat(outputs, dim=-2)
 
     def measures(self) -> RowMeasures:
         """Return the measures of all layers so far, on the device of the first."""
+        self._measure_waiting()
         device, most = self._layers[0].sums.device, max(layer.sums.shape[-1] for layer in self._layers)
         largest = _stacked([layer.largest for layer in self._layers], most, device).double()
         sums = _stacked([layer.sums for layer in self._layers], most, device)
@@ -79,6 +77,30 @@ class RowWatch:
         rows = totals[:, 0].clamp(min=1)
         tv, first, entropy = (sums / rows[:, None, None]).unbind(dim=1)
         return RowMeasures(largest, tv / 2, first, entropy, totals[:, 1] / rows)
+
+    def _one_block(self, call: AttentionCall, mask: "_Mask") -> Tensor:
+        """Return the output of a layer whose rows fit into one block, and let it wait."""
+        n = call.query.shape[-2]
+        rows, scores = mask.block(call, 0, n), call.scores(0, n)
+        p = call.weights(scores)
+        waiting = self._waiting
+        if waiting and (waiting[0].rows is not rows or len(waiting) * p.numel() >= BLOCK_ENTRIES):
+            self._measure_waiting()
+        self._waiting.append(_Waiting(scores, p, rows, mask.totals()))
+        return p @ call.value
+
+    def _measure_waiting(self) -> None:
+        """Measure the layers that wait together; all have the same mask."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        scores, p = (
+            tensors[0][None] if len(tensors) == 1 else torch.stack(tensors)
+            for tensors in ([layer.scores for layer in waiting], [layer.p for layer in waiting])
+        )
+        largest, sums = _measure_rows(scores, p, waiting[0].rows)
+        found = zip(largest.unbind(), sums.unbind(), (layer.totals for layer in waiting), strict=True)
+        self._layers += [_Layer(*layer) for layer in found]
 
     def _mask(self, call: AttentionCall) -> "_Mask":
         """Return what depends on the mask of a call alone; the last masks are kept."""
@@ -104,6 +126,16 @@ class _Layer:
 
 
 @dataclass(frozen=True)
+class _Waiting:
+    """The scores and the attention of a layer that is not measured yet."""
+
+    scores: Float[Tensor, "batch heads n keys"]
+    p: Float[Tensor, "batch heads n keys"]
+    rows: "_Rows"
+    totals: Float[Tensor, " 2"]
+
+
+@dataclass(frozen=True)
 class _Rows:
     """What the mask says about a block of rows; tensors with one head are equal for all heads.
 
@@ -117,7 +149,7 @@ class _Rows:
 
     hidden: Bool[Tensor, "batch 1 rows keys"] | None
     uniform: Float[Tensor, "batch 1 rows keys"]
-    first: Int[Tensor, "batch heads rows 1"]
+    first: Int[Tensor, "batch 1 rows 1"]
     counted: Bool[Tensor, "batch 1 rows"]
     ignored: Bool[Tensor, "batch 1 rows"]
     totals: Float[Tensor, " 2"]
@@ -148,7 +180,7 @@ class _Mask:
         return self._totals
 
     def _make(self, call: AttentionCall, start: int, stop: int) -> _Rows:
-        batch, heads, _, _ = call.query.shape
+        batch = call.query.shape[0]
         device, wide = call.query.device, torch.promote_types(call.query.dtype, torch.float32)
         visible = call.visible(start, stop)
         if visible is None:
@@ -163,7 +195,7 @@ class _Mask:
         return _Rows(
             hidden=None if visible is None else ~shown,
             uniform=shown / some[..., None],
-            first=shown.to(torch.uint8).argmax(dim=-1)[..., None].expand(-1, heads, -1, -1),
+            first=shown.to(torch.uint8).argmax(dim=-1)[..., None],
             counted=counted,
             ignored=~counted,
             totals=torch.stack([counted.sum().double(), (some.log() * counted).double().sum()]),
@@ -178,8 +210,10 @@ def _key(call: AttentionCall) -> tuple[Any, ...]:
 
 
 def _measure_rows(
-    scores: Float[Tensor, "batch heads rows keys"], p: Float[Tensor, "batch heads rows keys"], rows: _Rows
-) -> tuple[Float[Tensor, " heads"], Float[Tensor, "measures heads"]]:
+    scores: Float[Tensor, "layers batch heads rows keys"],
+    p: Float[Tensor, "layers batch heads rows keys"],
+    rows: _Rows,
+) -> tuple[Float[Tensor, "layers heads"], Float[Tensor, "layers measures heads"]]:
     """Return the largest score range of a block of rows, and Σ over its rows of 2·TV, first mass and entropy."""
     if rows.hidden is None:
         ranges = scores.amax(dim=-1) - scores.amin(dim=-1)
@@ -188,10 +222,10 @@ def _measure_rows(
         ranges = greatest - scores.masked_fill(rows.hidden, float("inf")).amin(dim=-1)
     # 2·TV(p, u) = Σ_j |p_j − u_j|; masked keys contribute nothing, because p_j = u_j = 0 there.
     tv = torch.linalg.vector_norm(p - rows.uniform, ord=1, dim=-1)
-    first = p.gather(-1, rows.first)[..., 0]
-    entropy = torch.special.entr(p).sum(dim=-1)
-    sums = (torch.stack([tv, first.to(tv.dtype), entropy.to(tv.dtype)]) * rows.counted).sum(dim=(1, 3), dtype=torch.float64)
-    return ranges.masked_fill(rows.ignored, 0.0).amax(dim=(0, 2)), sums
+    first = p.gather(-1, rows.first.expand(*p.shape[:-1], 1))[..., 0].to(tv.dtype)
+    entropy = torch.special.entr(p).sum(dim=-1).to(tv.dtype)
+    sums = (torch.stack([tv, first, entropy], dim=1) * rows.counted).sum(dim=(2, 4), dtype=torch.float64)
+    return ranges.masked_fill(rows.ignored, 0.0).amax(dim=(1, 3)), sums
 
 
 def _stacked(values: list[Tensor], most: int, device: torch.device) -> Tensor:

@@ -44,29 +44,28 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.plain = _plain(module)
+        attributes = vars(module)
+        self.names = frozenset(attributes)
+        self.plain = {
+            name: value for name, value in attributes.items() if name not in _INTERNAL and isinstance(value, _PLAIN)
+        }
         self.buffers = dict(module._buffers)
-        self.copies = {name: None if b is None else (b._version, b.clone()) for name, b in self.buffers.items()}
+        self.copies = {name: (b._version, b.clone()) for name, b in self.buffers.items() if b is not None}
 
     def restore(self) -> None:
         """Put back what has changed; plain attributes that are new are removed."""
         attributes = vars(self.module)
-        for name in _plain(self.module).keys() - self.plain.keys():
-            del attributes[name]
+        for name in attributes.keys() - self.names:
+            if isinstance(attributes[name], _PLAIN):
+                del attributes[name]
         attributes.update(self.plain)
         if self.buffers or self.module._buffers:
             self.module._buffers.clear()
             self.module._buffers.update(self.buffers)
-        for name, copy in self.copies.items():
+        for name, (version, copy) in self.copies.items():
             buffer = self.buffers[name]
-            if buffer is not None and copy is not None and buffer._version != copy[0]:
-                buffer.copy_(copy[1])
-
-
-def _plain(module: nn.Module) -> dict[str, Any]:
-    """Return the plain attributes of a module."""
-    attributes = vars(module)
-    return {name: attributes[name] for name in attributes.keys() - _INTERNAL if isinstance(attributes[name], _PLAIN)}
+            if buffer is not None and buffer._version != version:
+                buffer.copy_(copy)
 
 
 def _reshard(modules: list[nn.Module]) -> None:
