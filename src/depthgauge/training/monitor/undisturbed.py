@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """Types of module attributes that are put back, such as `training` and the cached length of a rotary embedding."""
+_INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, _PLAIN))
+"""Attributes of every module that are never plain, such as the dictionaries of its parts; `isinstance` is slow."""
 
 
 @contextmanager
@@ -25,18 +27,16 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    devices = {weight.device for weight in weights}
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
     before = [_ModuleState(module) for module in modules]
     with ExitStack() as contexts:
-        for context in (*_generators(weights), torch.no_grad(), *_without_autocast(weights), *_uncompiled()):
+        for context in (*_generators(devices), torch.no_grad(), *_without_autocast(devices, dtypes), *_uncompiled()):
             contexts.enter_context(context)
         contexts.callback(_restore, before)
         contexts.callback(_reshard, modules)
         model.eval()
         yield
-
-
-_INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, _PLAIN))
-"""Attributes of every module that are never plain, such as the dictionaries of its parts; leaving them out saves time."""
 
 
 class _ModuleState:
@@ -100,21 +100,21 @@ def _python_generators() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _generators(weights: list[nn.Parameter]) -> list[Any]:
+def _generators(devices: set[torch.device]) -> list[Any]:
     """Return contexts that put all random number generators back: Python, numpy, the CPU, and the model's devices."""
-    devices: dict[str, set[int]] = {"cuda": set()}
-    for device in {weight.device for weight in weights}:
+    indices: dict[str, set[int]] = {"cuda": set()}
+    for device in devices:
         if device.type not in ("cpu", "meta"):
-            devices.setdefault(device.type, set()).add(device.index or 0)
-    forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in devices.items()]
+            indices.setdefault(device.type, set()).add(device.index or 0)
+    forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in indices.items()]
     return [_python_generators(), *forks]
 
 
-def _without_autocast(weights: list[nn.Parameter]) -> list[Any]:
+def _without_autocast(devices: set[torch.device], dtypes: set[torch.dtype]) -> list[Any]:
     """Return contexts that switch autocast off, where the model can run without it: all weights have one dtype."""
-    if len({weight.dtype for weight in weights if weight.is_floating_point()}) > 1:
+    if len(dtypes) > 1:
         return []
-    kinds = {device.type for device in {weight.device for weight in weights}} - {"meta"}
+    kinds = {device.type for device in devices} - {"meta"}
     return [torch.autocast(kind, enabled=False) for kind in sorted(kinds)]
 
 
