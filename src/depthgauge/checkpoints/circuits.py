@@ -256,8 +256,7 @@ def _grams(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> _Grams:
     together = max(1, _PRODUCT_ENTRIES // (d * d))
     values, outputs = (value if shared is None else value[:, shared]).flatten(0, 1), output.flatten(0, 1)
     largest = [
-        _largest_entry(values[k : k + together] @ outputs[k : k + together])
-        for k in range(0, layers * heads, together)
+        _largest_entry(values[k : k + together] @ outputs[k : k + together]) for k in range(0, layers * heads, together)
     ]
     product = torch.cat(largest).reshape(layers, heads).amax(dim=1)
     return _Grams(_gram(query), repeated(_gram(key)), repeated(_gram(value)), _gram(output.mT), product)
@@ -270,7 +269,8 @@ def _sizes_of(parts: list[_Grams]) -> LayerSizes:
         grams = [getattr(part, name) for part in parts]
         device = grams[0].matrix.device
         return _Gram(
-            torch.cat([gram.matrix.to(device) for gram in grams]), torch.cat([gram.largest.to(device) for gram in grams])
+            torch.cat([gram.matrix.to(device) for gram in grams]),
+            torch.cat([gram.largest.to(device) for gram in grams]),
         )
 
     query, key, value, output = (joined(name) for name in ("query", "key", "value", "output"))
@@ -283,9 +283,7 @@ def _sizes_of(parts: list[_Grams]) -> LayerSizes:
         )
         norms = _largest_from_grams(left, right).amax(dim=-1)
         return LayerSizes(eta, norms[0], norms[1])
-    return LayerSizes(
-        eta, _largest_from_grams(query, key).amax(dim=1), _largest_from_grams(value, output).amax(dim=1)
-    )
+    return LayerSizes(eta, _largest_from_grams(query, key).amax(dim=1), _largest_from_grams(value, output).amax(dim=1))
 
 
 _PRODUCT_ENTRIES = 2**23

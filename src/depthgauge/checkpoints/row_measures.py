@@ -159,7 +159,11 @@ class _Mask:
     """What depends on the mask of a call alone, computed once per block of rows."""
 
     def __init__(self, call: AttentionCall, rows: Bool[Tensor, "batch n"] | None) -> None:
-        self.mask, self.rows, self.key = call.mask, rows, _key(call)  # the mask is kept, so that its memory is not reused
+        self.mask, self.rows, self.key = (
+            call.mask,
+            rows,
+            _key(call),
+        )  # the mask is kept, so that its memory is not reused
         self._blocks: dict[tuple[int, int], _Rows] = {}
         self._totals: Tensor | None = None
 

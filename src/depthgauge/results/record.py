@@ -42,7 +42,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record as JSON text."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
-    def line(self) -> str:
+    def json_line(self) -> str:
         """Return the record as one line of JSON text."""
         return json.dumps(msgspec.to_builtins(self), allow_nan=False, ensure_ascii=False) + "\n"
 

@@ -57,12 +57,17 @@ class Measurement:
         return Probe(
             step=step,
             segment=segment,
-            loss=None if self.training_loss is None else finite(self.training_loss.tolist()),
-            probe_loss=finite(self.loss.tolist()),
+            loss=None if self.training_loss is None else _plain(self.training_loss),
+            probe_loss=_plain(self.loss),
             depth=self.depth,
             seconds=seconds,
             layers=tuple(made),
         )
+
+
+def _plain(value: Float[Tensor, ""]) -> float | None:
+    """Return a tensor on the CPU as a number; None if it is not finite."""
+    return finite(value.reshape(1).tolist()[0])
 
 
 def ranks() -> int:
@@ -95,7 +100,7 @@ def reduced(found: Measurement, training_loss: float | Tensor | None, device: to
             dist.all_reduce(flat[:largest], dist.ReduceOp.MAX)
         dist.all_reduce(flat[largest:])
         flat[largest:] /= count
-    pieces = flat.cpu().split([value.numel() for value in parts.values()])
+    pieces = torch.split(flat.cpu(), [value.numel() for value in parts.values()])
     whole = {name: piece.reshape(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
     return replace(
         found,
@@ -164,7 +169,7 @@ def _residual_ratio(X: Float[Tensor, "layers batch n d"], real: Tensor | None) -
     return ratio.mean(dim=-1)
 
 
-def token_mean(values: Float[Tensor, "layers *tokens"], real: Tensor | None) -> Float[Tensor, " layers"]:
+def token_mean(values: Float[Tensor, "layers ..."], real: Tensor | None) -> Float[Tensor, " layers"]:
     """Return the mean over the tokens that count, of all sequences."""
     if real is None:
         return values.flatten(1).mean(dim=1)
@@ -179,9 +184,7 @@ def token_sizes(state: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
     return sizes
 
 
-def update_shares(
-    sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | None
-) -> Float[Tensor, " layers"]:
+def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | None) -> Float[Tensor, " layers"]:
     """Return the mean over tokens of ‖f(y)‖/‖y‖ per layer, the size of an update relative to what it is added to.
 
     Args:

@@ -40,7 +40,9 @@ AGREE = 0.1
 class ProbeStack(Stack):
     """The blocks of a model on one batch; the output of a pass is the loss, or the final states of an encoder."""
 
-    def __init__(self, checkpoint: Checkpoint, session: Session, batch: ProbeBatch, keywords: Mapping[str, Any]) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, session: Session, batch: ProbeBatch, keywords: Mapping[str, Any]
+    ) -> None:
         super().__init__(checkpoint, session)
         self.batch, self.keywords = batch, keywords
 

@@ -84,7 +84,7 @@ class JsonLines:
         self._append(METRICS, [probe])
 
     def _append(self, name: str, records: Sequence[Record]) -> None:
-        lines = "".join(record.line() for record in records)
+        lines = "".join(record.json_line() for record in records)
         path = self.folder / name
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
