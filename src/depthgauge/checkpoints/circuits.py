@@ -288,8 +288,8 @@ def _sizes_of(parts: list[_Grams]) -> LayerSizes:
 
 _PRODUCT_ENTRIES = 2**23
 """Largest number of entries of the products W_V W_O in memory at once (32 MB in float32)."""
-_WEIGHT_ENTRIES = 2**22
-"""Largest number of entries of the query weights of the layers that are reduced together (16 MB in float32)."""
+_WEIGHT_ENTRIES = 2**21
+"""Largest number of entries of the query weights of the layers that are reduced together (8 MB in float32)."""
 
 
 @torch.no_grad()
@@ -305,7 +305,7 @@ def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSiz
     for block in blocks:
         projections = _projections(block, family, heads)
         weights = (*projections, _gain(block, family, projections[0]))
-        if waiting and (len(waiting) * weights[0].numel() >= _WEIGHT_ENTRIES or _differ(waiting[0], weights)):
+        if waiting and ((len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES or _differ(waiting[0], weights)):
             parts.append(_grams_of(waiting, heads, kv_heads))
             waiting = []
         waiting.append(weights)

@@ -84,7 +84,7 @@ class RowWatch:
         rows, scores = mask.block(call, 0, n), call.scores(0, n)
         p = call.weights(scores)
         waiting = self._waiting
-        if waiting and (waiting[0].rows is not rows or len(waiting) * p.numel() >= BLOCK_ENTRIES):
+        if waiting and (waiting[0].rows is not rows or (len(waiting) + 1) * p.numel() > BLOCK_ENTRIES):
             self._measure_waiting()
         self._waiting.append(_Waiting(scores, p, rows, mask.totals()))
         return p @ call.value

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
@@ -118,8 +117,11 @@ def _scalar(value: float | Tensor | None, device: torch.device) -> Float[Tensor,
     return torch.full((), float("nan") if value is None else float(value), dtype=torch.float64, device=device)
 
 
-_ENTRIES = 2**22
-"""Largest number of entries of the states that are measured together (16 MB in float32)."""
+_ENTRIES = 2**21
+"""Largest number of entries of the states that are measured together (8 MB in float32)."""
+
+_SMALLEST = 1e-8
+"""Smallest length of a token in a cosine, as in torch's `cosine_similarity`."""
 
 
 def state_measures(states: Sequence[Float[Tensor, "batch n d"]], real: Tensor | None) -> dict[str, Tensor]:
@@ -149,13 +151,18 @@ def _some_layers(states: Float[Tensor, "states batch n d"], real: Tensor | None)
     if real is not None:
         X = X.masked_fill(~real.to(X.device)[..., None], 0.0)
     sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=torch.finfo(X.dtype).tiny)
-    wide = X.double()
     return {
         "residual_ratio": _residual_ratio(X[1:], real),
         "direction_ratio": _residual_ratio(X[1:] / sizes[1:, ..., None], real),
         "update": token_mean(torch.linalg.vector_norm(X[1:] - X[:-1], dim=-1) / sizes[:-1], real),
-        "block_influence": 1 - token_mean(F.cosine_similarity(wide[:-1], wide[1:], dim=-1), real),
+        "block_influence": 1 - token_mean(_cosines(X.double()), real),
     }
+
+
+def _cosines(X: Float[Tensor, "states batch n d"]) -> Float[Tensor, "layers batch n"]:
+    """Return cos(x_ℓ, x_{ℓ+1}) of all tokens."""
+    sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=_SMALLEST)
+    return torch.linalg.vecdot(X[:-1], X[1:]) / (sizes[:-1] * sizes[1:])
 
 
 def _residual_ratio(X: Float[Tensor, "layers batch n d"], real: Tensor | None) -> Float[Tensor, " layers"]:
