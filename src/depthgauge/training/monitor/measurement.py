@@ -162,7 +162,8 @@ def _some_layers(states: Float[Tensor, "states batch n d"], real: Tensor | None)
 def _cosines(X: Float[Tensor, "states batch n d"]) -> Float[Tensor, "layers batch n"]:
     """Return cos(x_ℓ, x_{ℓ+1}) of all tokens."""
     sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=_SMALLEST)
-    return torch.linalg.vecdot(X[:-1], X[1:]) / (sizes[:-1] * sizes[1:])
+    found: Tensor = torch.linalg.vecdot(X[:-1], X[1:]) / (sizes[:-1] * sizes[1:])
+    return found
 
 
 def _residual_ratio(X: Float[Tensor, "layers batch n d"], real: Tensor | None) -> Float[Tensor, " layers"]:
