@@ -36,6 +36,8 @@ ALLOWED = {"cuda": 0.01, "cpu": 0.03}
 BATCH = {"cuda": (8, 1024), "cpu": (2, 256)}
 """Sequences and tokens of a training batch. On the CPU it is as small as the probe, which is the hardest case."""
 EVERY = 200
+IDLE = 1000
+"""How many calls without a probe are timed together."""
 WORDS = {True: "bit-identical", False: "DIFFERENT", None: "undecided, because two plain runs differ"}
 
 
@@ -102,7 +104,8 @@ def timed(device: str, batch: tuple[int, int], rounds: int, small: bool = False)
         for k in range(rounds + 2):
             step = seconds(lambda: [run.step() for _ in range(count)], device) / count
             probe = seconds(lambda k=k: monitor.step(k), device)
-            idle.append(seconds(lambda k=k: monitor.step(k), device))  # the step was measured already: nothing to do
+            # The step was measured already, so there is nothing to do. Many calls share one wait for the GPU.
+            idle.append(seconds(lambda k=k: [monitor.step(k) for _ in range(IDLE)], device) / IDLE)
             if k >= 2:
                 steps.append(step)
                 probes.append(probe)

@@ -4,10 +4,19 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints.circuits import block_sizes, circuit_sizes, head_weights, largest_singular_value
-from depthgauge.checkpoints.head_statistics import head_statistics, row_measures
+from depthgauge.checkpoints import circuits, interface, row_measures
+from depthgauge.checkpoints.circuits import (
+    HeadWeights,
+    block_sizes,
+    circuit_sizes,
+    head_weights,
+    largest_singular_value,
+    layer_sizes,
+)
+from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.row_measures import RowWatch
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -38,26 +47,77 @@ def test_a_weight_that_is_not_finite_has_no_size() -> None:
     assert found.isfinite().tolist() == [True, False]
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gemma", "gpt2", "gpt_neox", "bert", "qwen3"])
-def test_the_sizes_of_a_block_are_the_largest_of_its_heads(name: str) -> None:
+def test_the_sizes_of_blocks_are_the_largest_of_their_heads(
+    name: str, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not together:
+        monkeypatch.setattr(circuits, "_WEIGHT_ENTRIES", 1)
+        monkeypatch.setattr(circuits, "_PRODUCT_ENTRIES", 1)
     checkpoint = wrap(tiny_model(name))
-    block = next(m for m in checkpoint.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)[1]
-    heads = [circuit_sizes(head) for head in head_weights(checkpoint, block)]
-    found = block_sizes(checkpoint, block)
-    for size in ("eta", "qk_norm", "ov_norm"):
-        assert float(getattr(found, size)) == pytest.approx(max(getattr(head, size) for head in heads), rel=2e-3)
+    blocks = next(m for m in checkpoint.model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == 3)
+    found = block_sizes(checkpoint, list(blocks))
+    for layer, block in enumerate(blocks):
+        heads = [circuit_sizes(head) for head in head_weights(checkpoint, block)]
+        for size in ("eta", "qk_norm", "ov_norm"):
+            expected = max(getattr(head, size) for head in heads)
+            assert float(getattr(found, size)[layer]) == pytest.approx(expected, rel=2e-3)
 
 
-def test_row_measures_are_part_of_the_head_statistics() -> None:
-    query, key, value = normal(2, 3, 7, 4), normal(2, 3, 7, 4), normal(2, 3, 7, 4)
-    mask = torch.zeros(7, 7).masked_fill(~torch.ones(7, 7, dtype=torch.bool).tril(), torch.finfo(torch.float32).min)
-    call = AttentionCall(0, query, key, value, mask[None, None], 0.5)
+def test_the_sizes_of_values_wider_than_queries() -> None:
+    query, key, value, output = normal(2, 4, 8, 3), normal(2, 2, 8, 3), normal(2, 2, 8, 5), normal(2, 4, 5, 8)
+    found = layer_sizes(query, key, value, output)
+    for layer in range(2):
+        heads = [
+            circuit_sizes(HeadWeights(query[layer, h], key[layer, h // 2], value[layer, h // 2], output[layer, h], 1.0))
+            for h in range(4)
+        ]
+        for size in ("eta", "qk_norm", "ov_norm"):
+            expected = max(getattr(head, size) for head in heads)
+            assert float(getattr(found, size)[layer]) == pytest.approx(expected, rel=2e-3)
+
+
+def causal(n: int, window: int) -> torch.Tensor:
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    hidden = (distance < 0) | (distance >= window)
+    return torch.zeros(n, n).masked_fill(hidden, torch.finfo(torch.float32).min)[None, None]
+
+
+@pytest.mark.parametrize("entries", [2**22, 2 * 3 * 7 * 7, 60])
+@pytest.mark.parametrize("masks", ["none", "one", "two", "new", "changed"])
+def test_row_measures_are_part_of_the_head_statistics(
+    masks: str, entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(row_measures, "BLOCK_ENTRIES", entries)
     rows = torch.ones(2, 7, dtype=torch.bool)
     rows[1, 5:] = False
-    output, statistics = head_statistics(call, rows)
-    same, found = row_measures(call, rows)
-    assert torch.equal(output, same)
-    for name in ("score_range", "tv_mean", "first_mass", "entropy"):
-        assert torch.equal(getattr(found, name), getattr(statistics, name))
-    counts = torch.tensor([*range(1, 8), *range(1, 6)], dtype=torch.float64)
-    assert float(found.uniform_entropy) == pytest.approx(float(counts.log().mean()))
+    one, two = causal(7, 7), causal(7, 3)
+    watch, expected = RowWatch(rows), []
+    for layer in range(5):
+        mask = {"none": None, "new": one.clone()}.get(masks, one if layer % 2 or masks != "two" else two)
+        if masks == "changed" and mask is not None and layer == 3:
+            mask.copy_(two)
+        call = AttentionCall(layer, normal(2, 3, 7, 4), normal(2, 3, 7, 4), normal(2, 3, 7, 4), mask, 0.5)
+        output, statistics = head_statistics(call, rows)
+        assert torch.equal(watch(call), output)
+        expected.append(statistics)
+    found = watch.measures()
+    for layer, statistics in enumerate(expected):
+        for name in ("score_range", "tv_mean", "first_mass", "entropy"):
+            values = getattr(found, name)[layer].tolist()
+            assert values == pytest.approx(getattr(statistics, name).tolist(), rel=1e-5)
+
+
+def test_layers_may_have_different_numbers_of_heads() -> None:
+    watch, expected = RowWatch(), []
+    for heads in (2, 3):
+        call = AttentionCall(0, normal(1, heads, 5, 4), normal(1, heads, 5, 4), normal(1, heads, 5, 4), None, 0.5)
+        watch(call)
+        expected.append(head_statistics(call)[1])
+    found = watch.measures()
+    assert found.entropy[0, :2].tolist() == pytest.approx(expected[0].entropy.tolist())
+    assert found.entropy[0, 2].isnan()
+    assert found.entropy[1].tolist() == pytest.approx(expected[1].entropy.tolist())
+    assert found.uniform_entropy.exp().tolist() == pytest.approx([5.0, 5.0])

@@ -6,7 +6,7 @@ that depends on the distance of two tokens; the sizes are those at distance 0. B
 a head (Qwen 3, Gemma 3), are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -101,19 +101,41 @@ def largest_singular_value(
 
     is at most ‖AB‖₂² and smaller by a relative error of about log(k)/2^(s+1) at most. NaN if an entry is not finite.
     """
-    sizes = [M.abs().amax(dim=(-2, -1), keepdim=True) for M in (A, B)]
-    A, B = (M / size.clamp(min=torch.finfo(M.dtype).tiny) for M, size in zip((A, B), sizes, strict=True))
-    gram_a, gram_b = A.mT @ A, B @ B.mT
-    power = gram_a @ gram_b
+    return _largest_from_grams(_gram(A), _gram(B.mT), squarings)
+
+
+@dataclass(frozen=True)
+class _Gram:
+    """AᵀA/m² and m, the largest |entry| of A; the division keeps the squares in the range of the dtype."""
+
+    matrix: Float[Tensor, "*heads k k"]
+    largest: Float[Tensor, "*heads"]
+
+
+def _gram(A: Float[Tensor, "*heads d k"]) -> _Gram:
+    largest = _largest_entry(A)
+    A = A / largest.clamp(min=torch.finfo(A.dtype).tiny)[..., None, None]
+    return _Gram(A.mT @ A, largest)
+
+
+def _largest_entry(A: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*heads"]:
+    largest: Tensor = torch.linalg.vector_norm(A, ord=float("inf"), dim=(-2, -1))
+    return largest
+
+
+def _largest_from_grams(a: _Gram, b: _Gram, squarings: int = 10) -> Float[Tensor, "*heads"]:
+    """Return ‖AB‖₂ from the Gram matrices of the columns of A and of the rows of B."""
+    tiny = torch.finfo(a.matrix.dtype).tiny
+    power = a.matrix @ b.matrix
     for _ in range(squarings):
-        power = power / power.norm(dim=(-2, -1), keepdim=True).clamp(min=torch.finfo(A.dtype).tiny)
+        power = power / torch.linalg.vector_norm(power, dim=(-2, -1), keepdim=True).clamp(min=tiny)
         power = power @ power
-    column = power.norm(dim=-2).argmax(dim=-1)
-    v = power.gather(-1, column[:, None, None].expand(-1, power.shape[-2], 1))
-    w = gram_b @ v
-    top, bottom = (w * (gram_a @ w)).sum(dim=(-2, -1)), (v * w).sum(dim=(-2, -1))
+    column = torch.linalg.vector_norm(power, dim=-2).argmax(dim=-1)
+    v = power.gather(-1, column[..., None, None].expand(*power.shape[:-1], 1))
+    w = b.matrix @ v
+    top, bottom = (w * (a.matrix @ w)).sum(dim=(-2, -1)), (v * w).sum(dim=(-2, -1))
     found = torch.where(top == 0, torch.zeros_like(top), top / bottom).sqrt()
-    return found * (sizes[0] * sizes[1])[:, 0, 0]
+    return found * (a.largest * b.largest)
 
 
 def stable_rank(singular_values: Float[Tensor, " k"]) -> float:
@@ -182,64 +204,127 @@ def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
         return torch.ones(like.shape[0], 1, dtype=like.dtype, device=like.device)
     weight = block.get_submodule(family.gain).weight
     assert isinstance(weight, Tensor)
-    return (_whole(weight.detach()).to(like) + family.gain_offset)[:, None]
+    gain = _whole(weight.detach()).to(like)
+    return (gain + family.gain_offset if family.gain_offset else gain)[:, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerSizes(TensorRecord):
-    """Sizes of the circuits of one layer, over its heads.
+    """Sizes of the circuits of some layers, over the heads of each.
 
     - `eta`: η, the largest |entry| of Q, K and V of any head
     - `qk_norm`, `ov_norm`: the largest spectral norms of QKᵀ and V over the heads
     """
 
-    eta: Float[Tensor, ""]
-    qk_norm: Float[Tensor, ""]
-    ov_norm: Float[Tensor, ""]
+    eta: Float[Tensor, " layers"]
+    qk_norm: Float[Tensor, " layers"]
+    ov_norm: Float[Tensor, " layers"]
 
 
 def layer_sizes(
-    query: Float[Tensor, "heads d k"],
-    key: Float[Tensor, "heads d k"],
-    value: Float[Tensor, "heads d v"],
-    output: Float[Tensor, "heads v d"],
+    query: Float[Tensor, "layers heads d k"],
+    key: Float[Tensor, "layers kv_heads d k"],
+    value: Float[Tensor, "layers kv_heads d v"],
+    output: Float[Tensor, "layers heads v d"],
 ) -> LayerSizes:
-    """Compute the sizes of a layer's circuits from the weights of all heads; they stay on the device."""
-    heads, d = query.shape[0], query.shape[1]
+    """Compute the sizes of the circuits of some layers from the weights of all heads; they stay on the device.
+
+    A shared key–value head belongs to heads/kv_heads consecutive heads.
+    """
+    return _sizes_of([_grams(query, key, value, output)])
+
+
+@dataclass(frozen=True)
+class _Grams:
+    """What the sizes of some layers need: the Gram matrices of Q, K, W_V and W_Oᵀ per head, and ‖V‖max per layer."""
+
+    query: _Gram
+    key: _Gram
+    value: _Gram
+    output: _Gram
+    product: Float[Tensor, " layers"]
+
+
+def _grams(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> _Grams:
+    """Reduce the weights of some layers to Gram matrices; the arguments are those of `layer_sizes`."""
+    layers, heads, d = query.shape[:3]
+    shared = torch.arange(heads, device=query.device) * key.shape[1] // heads if key.shape[1] < heads else None
+
+    def repeated(gram: _Gram) -> _Gram:
+        return gram if shared is None else _Gram(gram.matrix[:, shared], gram.largest[:, shared])
+
     together = max(1, _PRODUCT_ENTRIES // (d * d))
-    largest = [query.abs().amax(), key.abs().amax()]
-    for start in range(0, heads, together):
-        largest.append((value[start : start + together] @ output[start : start + together]).abs().amax())
-    return LayerSizes(
-        eta=torch.stack(largest).amax(),
-        qk_norm=largest_singular_value(query, key.mT).amax(),
-        ov_norm=largest_singular_value(value, output).amax(),
-    )
+    values, outputs = (value if shared is None else value[:, shared]).flatten(0, 1), output.flatten(0, 1)
+    largest = [
+        _largest_entry(values[k : k + together] @ outputs[k : k + together]) for k in range(0, layers * heads, together)
+    ]
+    product = torch.cat(largest).reshape(layers, heads).amax(dim=1)
+    return _Grams(_gram(query), repeated(_gram(key)), repeated(_gram(value)), _gram(output.mT), product)
+
+
+def _sizes_of(parts: list[_Grams]) -> LayerSizes:
+    """Compute the sizes of all layers together; a few small matrices per head are all that is left of the weights."""
+
+    def joined(name: str) -> _Gram:
+        grams = [getattr(part, name) for part in parts]
+        device = grams[0].matrix.device
+        return _Gram(
+            torch.cat([gram.matrix.to(device) for gram in grams]),
+            torch.cat([gram.largest.to(device) for gram in grams]),
+        )
+
+    query, key, value, output = (joined(name) for name in ("query", "key", "value", "output"))
+    product = torch.cat([part.product.to(query.largest.device) for part in parts])
+    eta = torch.stack([query.largest.amax(dim=1), key.largest.amax(dim=1), product]).amax(dim=0)
+    if query.matrix.shape == value.matrix.shape:  # half as many operations
+        left, right = (
+            _Gram(torch.stack([one.matrix, two.matrix]), torch.stack([one.largest, two.largest]))
+            for one, two in ((query, value), (key, output))
+        )
+        norms = _largest_from_grams(left, right).amax(dim=-1)
+        return LayerSizes(eta, norms[0], norms[1])
+    return LayerSizes(eta, _largest_from_grams(query, key).amax(dim=1), _largest_from_grams(value, output).amax(dim=1))
 
 
 _PRODUCT_ENTRIES = 2**23
 """Largest number of entries of the products W_V W_O in memory at once (32 MB in float32)."""
+_WEIGHT_ENTRIES = 2**21
+"""Largest number of entries of the query weights of the layers that are reduced together (8 MB in float32)."""
 
 
 @torch.no_grad()
-def block_sizes(checkpoint: Checkpoint, block: nn.Module) -> LayerSizes:
-    """Compute the sizes of a block's circuits: the largest over its heads of what `circuit_sizes` gives for one."""
+def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSizes:
+    """Compute the sizes of the circuits of blocks: the largest over the heads of what `circuit_sizes` gives for one.
+
+    Several blocks are reduced together as long as their weights are small.
+    """
     family = checkpoint.family
     assert family is not None
     heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
-    query, key, value, output = _projections(block, family, heads)
-    gain = _gain(block, family, query)
-    shared = torch.arange(heads, device=query.device) * kv_heads // heads
+    parts, waiting = [], list[tuple[Tensor, ...]]()
+    for block in blocks:
+        projections = _projections(block, family, heads)
+        weights = (*projections, _gain(block, family, projections[0]))
+        if waiting and ((len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES or _differ(waiting[0], weights)):
+            parts.append(_grams_of(waiting, heads, kv_heads))
+            waiting = []
+        waiting.append(weights)
+    return _sizes_of([*parts, _grams_of(waiting, heads, kv_heads)])
+
+
+def _differ(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return any(a.shape != b.shape or a.device != b.device for a, b in zip(some, others, strict=True))
+
+
+def _grams_of(weights: Sequence[Sequence[Tensor]], heads: int, kv_heads: int) -> _Grams:
+    """Reduce query, key, value, output and gain of some layers to Gram matrices."""
+    query, key, value, output, gain = (torch.stack(kind) for kind in zip(*weights, strict=True))
 
     def columns(weight: Tensor, count: int) -> Tensor:
-        return (gain * weight).reshape(weight.shape[0], count, -1).transpose(0, 1)
+        return (gain * weight).reshape(*weight.shape[:2], count, -1).transpose(1, 2)
 
-    return layer_sizes(
-        columns(query, heads),
-        columns(key, kv_heads)[shared],
-        columns(value, kv_heads)[shared],
-        output.reshape(heads, -1, output.shape[1]),
-    )
+    rows = output.reshape(len(output), heads, -1, output.shape[-1])
+    return _grams(columns(query, heads), columns(key, kv_heads), columns(value, kv_heads), rows)
 
 
 def _whole(weight: Tensor) -> Tensor:

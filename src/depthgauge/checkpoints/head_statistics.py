@@ -76,38 +76,6 @@ def combine(windows: Sequence[HeadStatistics]) -> HeadStatistics:
     )
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class RowMeasures(TensorRecord):
-    """The part of `HeadStatistics` that needs one pass over the scores, and the entropy of uniform attention.
-
-    - `score_range`, `tv_mean`, `first_mass`, `entropy`: as in `HeadStatistics`
-    - `uniform_entropy`: mean over rows of log(number of visible keys), the largest possible entropy
-    """
-
-    score_range: Float[Tensor, " heads"]
-    tv_mean: Float[Tensor, " heads"]
-    first_mass: Float[Tensor, " heads"]
-    entropy: Float[Tensor, " heads"]
-    uniform_entropy: Float[Tensor, ""]
-
-
-def row_measures(
-    call: AttentionCall, rows: Bool[Tensor, "batch n"] | None = None
-) -> tuple[Float[Tensor, "batch heads n v"], RowMeasures]:
-    """Compute the output of one layer and the measures of its heads in one pass; the measures stay on the device.
-
-    Args:
-        call: the arguments of the layer's attention.
-        rows: the queries to count; by default all.
-    """
-    rows = _all_rows(call) if rows is None else rows
-    first_pass, outputs = _FirstPass(call, call.query.shape[2], distances=False), []
-    for block in call.blocks():
-        first_pass.add(block, _Visible.of(block, rows))
-        outputs.append(block.p @ call.value)
-    return torch.cat(outputs, dim=-2), first_pass.measures()
-
-
 def _all_rows(call: AttentionCall) -> Bool[Tensor, "batch n"]:
     batch, _, n, _ = call.query.shape
     return torch.ones(batch, n, dtype=torch.bool, device=call.query.device)
@@ -189,14 +157,13 @@ class _Visible:
 
 
 class _FirstPass:
-    """Accumulates the measures of one layer and, with `distances`, its mean attention by distance, block by block."""
+    """Accumulates the measures of one layer and its mean attention by distance, block by block."""
 
-    def __init__(self, call: AttentionCall, n: int, distances: bool = True) -> None:
+    def __init__(self, call: AttentionCall, n: int) -> None:
         heads, device = call.query.shape[1], call.query.device
         zeros = torch.zeros(heads, dtype=torch.float64, device=device)
         self.score_range, self.tv_max = zeros.clone(), zeros.clone()
         self.tv, self.first, self.entropy = zeros.clone(), zeros.clone(), zeros.clone()
-        self.uniform, self.distances = zeros.new_zeros(()), distances
         self.rows = 0
         self.keys = call.key.shape[-2]
         # The distance i − j runs from −(keys − 1) to n − 1; the index is i − j + keys − 1 ≥ 0.
@@ -217,10 +184,8 @@ class _FirstPass:
         self.tv += (tv * counted).double().sum(dim=(0, 2))
         self.first += (first * counted).double().sum(dim=(0, 2))
         self.entropy += (entropy(p) * counted).double().sum(dim=(0, 2))
-        self.uniform += (visible.count.log() * visible.counted).double().sum()
         self.rows += int(visible.counted.sum())
-        if self.distances:
-            self._add_distances(block, visible)
+        self._add_distances(block, visible)
 
     def _add_distances(self, block: RowBlock, visible: _Visible) -> None:
         not_first = visible.mask & visible.counted[..., None]
@@ -233,17 +198,6 @@ class _FirstPass:
     def mean_pattern(self) -> tuple[Float[Tensor, "heads distances"], Float[Tensor, " heads"]]:
         """Return the mean attention by distance, and on the first visible key."""
         return self.mass / self.times.clamp(min=1), self.first / max(self.rows, 1)
-
-    def measures(self) -> RowMeasures:
-        """Return the measures of the rows added so far."""
-        rows = max(self.rows, 1)
-        return RowMeasures(
-            score_range=self.score_range,
-            tv_mean=self.tv / rows,
-            first_mass=self.first / rows,
-            entropy=self.entropy / rows,
-            uniform_entropy=self.uniform / rows,
-        )
 
     def statistics(self, energy: Float[Tensor, " heads"], static: Float[Tensor, "patterns heads"]) -> HeadStatistics:
         """Return the statistics of the rows added so far."""

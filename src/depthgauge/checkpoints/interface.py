@@ -60,24 +60,36 @@ class AttentionCall(TensorRecord):
     scale: float
     softcap: float | None = None
 
+    def ranges(self, entries: int | None = None) -> list[tuple[int, int]]:
+        """Return (start, stop) of blocks of rows, with at most max(`entries`, one row) scores of all heads each."""
+        batch, heads, n, _ = self.query.shape
+        rows = max(1, (BLOCK_ENTRIES if entries is None else entries) // max(1, batch * heads * self.key.shape[-2]))
+        return [(start, min(start + rows, n)) for start in range(0, n, rows)]
+
+    def scores(self, start: int, stop: int) -> Float[Tensor, "batch heads rows keys"]:
+        """Return the input of softmax for the rows from `start` to `stop` (exclusive), mask included."""
+        scores = (self.query[..., start:stop, :] @ self.key.mT) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        return scores if self.mask is None else scores + self.mask[..., start:stop, : self.key.shape[-2]]
+
+    def visible(self, start: int, stop: int) -> Bool[Tensor, "batch masks rows keys"] | None:
+        """Return whether the mask lets the rows from `start` to `stop` attend to each key; None without a mask."""
+        if self.mask is None:
+            return None
+        mask = self.mask[..., start:stop, : self.key.shape[-2]]
+        return (mask > torch.finfo(mask.dtype).min / 2).expand(self.query.shape[0], -1, -1, -1)
+
+    def weights(self, scores: Float[Tensor, "batch heads rows keys"]) -> Float[Tensor, "batch heads rows keys"]:
+        """Return softmax(scores), computed in at least single precision."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        return torch.softmax(scores, dim=-1, dtype=wide).to(self.query.dtype)
+
     def blocks(self, entries: int | None = None) -> Iterator[RowBlock]:
         """Yield the attention of all heads in blocks of rows, with at most max(`entries`, one row) scores each."""
-        entries = BLOCK_ENTRIES if entries is None else entries
-        batch, heads, n, _ = self.query.shape
-        keys = self.key.shape[-2]
-        rows = max(1, entries // max(1, batch * heads * keys))
-        wide = torch.promote_types(self.query.dtype, torch.float32)
-        for start in range(0, n, rows):
-            stop = min(start + rows, n)
-            scores = (self.query[..., start:stop, :] @ self.key.mT) * self.scale
-            if self.softcap is not None:
-                scores = torch.tanh(scores / self.softcap) * self.softcap
-            visible = None
-            if self.mask is not None:
-                mask = self.mask[..., start:stop, :keys]
-                visible = (mask > torch.finfo(mask.dtype).min / 2).expand(batch, -1, -1, -1)
-                scores = scores + mask
-            yield RowBlock(start, stop, scores, visible, torch.softmax(scores, dim=-1, dtype=wide).to(self.query.dtype))
+        for start, stop in self.ranges(entries):
+            scores = self.scores(start, stop)
+            yield RowBlock(start, stop, scores, self.visible(start, stop), self.weights(scores))
 
     def output(self) -> Float[Tensor, "batch heads n v"]:
         """Return P v, computed by torch's fused attention unless the scores are capped."""
@@ -187,14 +199,14 @@ def attending(model: Any) -> Iterator[Session]:
     with quiet():
         model.set_attn_implementation(NAME)
     for module in modules:
-        setattr(module, _SESSION, session)
+        module.__dict__[_SESSION] = session  # much faster than the `__setattr__` of a module
     try:
         yield session
     finally:
         for module, before in zip(modules, outer, strict=True):
             if before is None:
-                delattr(module, _SESSION)
+                del module.__dict__[_SESSION]
             else:
-                setattr(module, _SESSION, before)
+                module.__dict__[_SESSION] = before
         with quiet():
             model.set_attn_implementation(own)

@@ -42,6 +42,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         """Return the record as JSON text."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
+    def json_line(self) -> str:
+        """Return the record as one line of JSON text."""
+        return json.dumps(msgspec.to_builtins(self), allow_nan=False, ensure_ascii=False) + "\n"
+
     def summary(self) -> Mapping[str, str]:
         """Return the few facts that `repr` and notebooks show, by name."""
         shown = {}

@@ -1,6 +1,6 @@
 """What one probe measures, as tensors; reduced over the processes of a distributed run; as a record."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -9,7 +9,6 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.measures.residuals import residual_size
 from depthgauge.measures.summary import finite
 from depthgauge.results.monitor_record import Probe, ProbedHeads, ProbedLayer
 
@@ -26,6 +25,7 @@ class Measurement:
     - `heads`: name → one value per layer and head, NaN where a layer has fewer heads; empty without observation
     - `counts`: number of heads of every layer
     - `loss`: loss on the probe, NaN if the model has none
+    - `training_loss`: loss of the training step, NaN if it is unknown
     - `skip`: cost of skipping each block, empty if it was not measured
     - `depth`: measured effective depth, or None
     """
@@ -34,10 +34,11 @@ class Measurement:
     heads: Mapping[str, Float[Tensor, "layers heads"]]
     counts: tuple[int, ...]
     loss: Float[Tensor, ""]
+    training_loss: Float[Tensor, ""] | None = None
     skip: tuple[float, ...] = ()
     depth: int | None = None
 
-    def record(self, step: int, segment: int, loss: float | None, seconds: float) -> Probe:
+    def record(self, step: int, segment: int, seconds: float) -> Probe:
         """Return the record of the probe; values that are not finite become None."""
         layers = {name: values.tolist() for name, values in self.layers.items()}
         heads = {name: values.tolist() for name, values in self.heads.items()}
@@ -55,12 +56,17 @@ class Measurement:
         return Probe(
             step=step,
             segment=segment,
-            loss=loss,
-            probe_loss=finite(self.loss),
+            loss=None if self.training_loss is None else _plain(self.training_loss),
+            probe_loss=_plain(self.loss),
             depth=self.depth,
             seconds=seconds,
             layers=tuple(made),
         )
+
+
+def _plain(value: Float[Tensor, ""]) -> float | None:
+    """Return a tensor on the CPU as a number; None if it is not finite."""
+    return finite(value.reshape(1).tolist()[0])
 
 
 def ranks() -> int:
@@ -73,73 +79,135 @@ def rank() -> int:
     return dist.get_rank() if ranks() > 1 else 0
 
 
-def reduced(found: Measurement, device: torch.device) -> Measurement:
+def reduced(found: Measurement, training_loss: float | Tensor | None, device: torch.device) -> Measurement:
     """Combine the measurements of all processes and move them to the CPU; every process returns the same.
+
+    All values are moved in one transfer, because each transfer waits for the GPU.
 
     Args:
         found: the measurement of this process.
+        training_loss: the loss of the training step in this process, or None; the mean over the processes is returned,
+            NaN if it is unknown in one.
         device: where the processes exchange tensors.
     """
-    parts = {**found.layers, **found.heads, "loss": found.loss}
-    flat = {name: value.detach().to(device, torch.float64).reshape(-1) for name, value in parts.items()}
-    means = torch.cat([value for name, value in flat.items() if name not in LARGEST])
-    largest = torch.cat([torch.zeros(1, dtype=torch.float64, device=device), *(flat[n] for n in LARGEST if n in flat)])
+    parts = {**found.heads, **found.layers, "loss": found.loss, "training_loss": _scalar(training_loss, device)}
+    parts = {name: parts[name] for name in sorted(parts, key=lambda name: name not in LARGEST)}
+    flat = torch.cat([value.detach().to(device, torch.float64).reshape(-1) for value in parts.values()])
     if (count := ranks()) > 1:
-        dist.all_reduce(means)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        means = means / count
-    values = {"means": means.cpu(), "largest": largest[1:].cpu()}
-    whole, places = {}, {"means": 0, "largest": 0}
-    for name, value in parts.items():
-        kind = "largest" if name in LARGEST else "means"
-        start = places[kind]
-        places[kind] = start + value.numel()
-        whole[name] = values[kind][start : places[kind]].reshape(value.shape)
+        largest = sum(value.numel() for name, value in parts.items() if name in LARGEST)
+        if largest:
+            dist.all_reduce(flat[:largest], dist.ReduceOp.MAX)
+        dist.all_reduce(flat[largest:])
+        flat[largest:] /= count
+    pieces = torch.split(flat.cpu(), [value.numel() for value in parts.values()])
+    whole = {name: piece.reshape(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
     return replace(
         found,
         layers={name: whole[name] for name in found.layers},
         heads={name: whole[name] for name in found.heads},
         loss=whole["loss"],
+        training_loss=whole["training_loss"],
     )
 
 
-def mean_over_ranks(value: float | None, device: torch.device) -> float | None:
-    """Return the mean of the training loss over all processes, or None if it is unknown or not finite in one."""
-    if ranks() == 1:
-        return value
-    whole = torch.tensor([float("nan") if value is None else value], dtype=torch.float64, device=device)
-    dist.all_reduce(whole)
-    return finite(whole / ranks())
+def _scalar(value: float | Tensor | None, device: torch.device) -> Float[Tensor, ""]:
+    """Return a loss as a tensor, without a wait for the GPU; NaN for None."""
+    if isinstance(value, Tensor):
+        return value.detach().float().mean()
+    return torch.full((), float("nan") if value is None else float(value), dtype=torch.float64, device=device)
 
 
-def state_ratios(state: Float[Tensor, "batch n d"], real: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the residual ratio and the direction ratio of a state, mean over the sequences.
+_ENTRIES = 2**21
+"""Largest number of entries of the states that are measured together (8 MB in float32)."""
 
-    Both are ‖Res(X)‖F/‖X‖F about the mean token. For the direction ratio every token is scaled to length 1 first, so
-    that one token with huge entries, such as an attention sink, does not hide that the others are equal.
+_SMALLEST = 1e-8
+"""Smallest length of a token in a cosine, as in torch's `cosine_similarity`."""
+
+
+def state_measures(states: Sequence[Float[Tensor, "batch n d"]], real: Tensor | None) -> dict[str, Tensor]:
+    """Return the measures of every layer that the states X_0 … X_L alone determine, each `[layers]`.
+
+    - `residual_ratio`: ‖Res(X)‖F/‖X‖F about the mean token, mean over the sequences
+    - `direction_ratio`: the same after every token is scaled to length 1, so that one token with huge entries, such as
+      an attention sink, does not hide that the others are equal
+    - `update`: mean over tokens of ‖x_{ℓ+1} − x_ℓ‖/‖x_ℓ‖
+    - `block_influence`: 1 − mean over tokens of cos(x_ℓ, x_{ℓ+1})
 
     Args:
-        state: X, one state per sequence.
+        states: X_0 … X_L.
         real: which tokens count, `[batch, n]`; None counts all.
     """
-    state = state.float() if state.dtype.itemsize < 4 else state
-    tokens = [state] if real is None else [state[k : k + 1, real[k]] for k in range(len(state))]
-    units = [X / X.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(X.dtype).tiny) for X in tokens]
-    ratios = [torch.cat([residual_size(X, "frobenius", "mean").ratio for X in kind]).mean() for kind in (tokens, units)]
-    return ratios[0], ratios[1]
+    device, together = states[0].device, max(1, _ENTRIES // states[0].numel())
+    found = [
+        _some_layers(torch.stack([state.to(device) for state in states[first : first + together + 1]]), real)
+        for first in range(0, len(states) - 1, together)
+    ]
+    return {name: torch.cat([part[name] for part in found]) for name in found[0]}
 
 
-def update_share(before: Float[Tensor, "*batch d"], added: Float[Tensor, "*batch d"]) -> Tensor:
-    """Return the mean over tokens of ‖f(y)‖/‖y‖, the size of an update relative to what it is added to.
+def _some_layers(states: Float[Tensor, "states batch n d"], real: Tensor | None) -> dict[str, Tensor]:
+    """Return the measures of consecutive layers."""
+    X = states.to(torch.promote_types(states.dtype, torch.float32))
+    if real is not None:
+        X = X.masked_fill(~real.to(X.device)[..., None], 0.0)
+    sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=torch.finfo(X.dtype).tiny)
+    return {
+        "residual_ratio": _residual_ratio(X[1:], real),
+        "direction_ratio": _residual_ratio(X[1:] / sizes[1:, ..., None], real),
+        "update": token_mean(torch.linalg.vector_norm(X[1:] - X[:-1], dim=-1) / sizes[:-1], real),
+        "block_influence": 1 - token_mean(_cosines(X.double()), real),
+    }
+
+
+def _cosines(X: Float[Tensor, "states batch n d"]) -> Float[Tensor, "layers batch n"]:
+    """Return cos(x_ℓ, x_{ℓ+1}) of all tokens."""
+    sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=_SMALLEST)
+    found: Tensor = torch.linalg.vecdot(X[:-1], X[1:]) / (sizes[:-1] * sizes[1:])
+    return found
+
+
+def _residual_ratio(X: Float[Tensor, "layers batch n d"], real: Tensor | None) -> Float[Tensor, " layers"]:
+    """Return ‖Res(X)‖F/‖X‖F about the mean token, mean over the sequences; tokens that do not count must be 0."""
+    if real is None:
+        residual = X - X.mean(dim=-2, keepdim=True)
+    else:
+        counted = real.to(X.device)[..., None]
+        residual = (X - X.sum(dim=-2, keepdim=True) / counted.sum(dim=-2, keepdim=True)) * counted
+    ratio: Tensor = torch.linalg.vector_norm(residual, dim=(-2, -1)) / torch.linalg.vector_norm(X, dim=(-2, -1))
+    return ratio.mean(dim=-1)
+
+
+def token_mean(values: Float[Tensor, "layers ..."], real: Tensor | None) -> Float[Tensor, " layers"]:
+    """Return the mean over the tokens that count, of all sequences."""
+    if real is None:
+        return values.flatten(1).mean(dim=1)
+    counted = real.to(values.device)
+    return values.masked_fill(~counted, 0.0).sum(dim=(1, 2)) / counted.sum()
+
+
+def token_sizes(state: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+    """Return ‖x‖ of every token, in at least single precision."""
+    wide = torch.promote_types(state.dtype, torch.float32)
+    sizes: Tensor = torch.linalg.vector_norm(state, dim=-1, dtype=wide)
+    return sizes
+
+
+def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | None) -> Float[Tensor, " layers"]:
+    """Return the mean over tokens of ‖f(y)‖/‖y‖ per layer, the size of an update relative to what it is added to.
 
     Args:
-        before: y, the tokens that are read.
-        added: f(y), what is added to them.
+        sizes: ‖y‖ of the tokens that a sublayer reads and ‖f(y)‖ of what it adds; None for a layer without the
+            sublayer, which gives NaN.
+        real: which tokens count, `[batch, n]`; None counts all.
     """
-    wide = torch.promote_types(before.dtype, torch.float32)
-    sizes = before.to(added.device, wide).norm(dim=-1).clamp(min=torch.finfo(wide).tiny)
-    share: Tensor = (added.to(wide).norm(dim=-1) / sizes).mean()
-    return share
+    known = [pair for pair in sizes if pair is not None]
+    if not known:
+        return torch.full((len(sizes),), float("nan"))
+    device = known[0][0].device
+    missing = torch.full_like(known[0][0], float("nan"))
+    read = torch.stack([missing if pair is None else pair[0].to(device) for pair in sizes])
+    added = torch.stack([missing if pair is None else pair[1].to(device) for pair in sizes])
+    return token_mean(added / read.clamp(min=torch.finfo(read.dtype).tiny), real)
 
 
 T = TypeVar("T")

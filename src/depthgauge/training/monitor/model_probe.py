@@ -1,9 +1,8 @@
 """Measure a transformers model on a probe batch, in one forward pass."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,18 +11,25 @@ from torch import Tensor, nn
 
 from depthgauge._format import number
 from depthgauge.checkpoints.circuits import block_sizes
-from depthgauge.checkpoints.head_statistics import RowMeasures, row_measures
-from depthgauge.checkpoints.interface import AttentionCall, Session, attending, register
+from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.removal import Removal, least_missed, measured_depth, next_removal
-from depthgauge.checkpoints.scores import SublayerScores, block_influence
+from depthgauge.checkpoints.row_measures import RowWatch
+from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
 from depthgauge.results.monitor_record import MonitoredModel
-from depthgauge.training.monitor.measurement import HEADS, Measurement, ranks, state_ratios, update_share
+from depthgauge.training.monitor.measurement import (
+    HEADS,
+    Measurement,
+    ranks,
+    state_measures,
+    token_sizes,
+    update_shares,
+)
 from depthgauge.training.monitor.probe_batch import ProbeBatch, causal_labels
 from depthgauge.training.monitor.undisturbed import undisturbed
 
@@ -34,17 +40,15 @@ AGREE = 0.1
 class ProbeStack(Stack):
     """The blocks of a model on one batch; the output of a pass is the loss, or the final states of an encoder."""
 
-    def __init__(self, checkpoint: Checkpoint, session: Session, batch: ProbeBatch) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, session: Session, batch: ProbeBatch, keywords: Mapping[str, Any]
+    ) -> None:
         super().__init__(checkpoint, session)
-        self.batch = batch
+        self.batch, self.keywords = batch, keywords
 
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
         model = self.checkpoint.model
-        takes = inspect.signature(model.forward).parameters
-        keywords: dict[str, Any] = {**self.batch.inputs, "return_dict": True}
-        if "use_cache" in takes:
-            keywords["use_cache"] = False
-        out = model(**keywords)
+        out = model(**self.batch.inputs, **self.keywords)
         made = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
         if made is None:
             raise InputError(
@@ -70,6 +74,9 @@ class ModelProbe:
     notes: list[str] = field(default_factory=list)
     observed: bool = True
     checked: bool = False
+    padded: bool = field(init=False)
+    _checkpoint: Checkpoint = field(init=False, repr=False)
+    _keywords: dict[str, Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         register()
@@ -81,8 +88,11 @@ class ModelProbe:
         else:
             kept = {name: value for name, value in self.batch.inputs.items() if name != "labels"}
             self.batch = ProbeBatch(kept, self.batch.real)
+        self.padded = not bool(self.batch.real.all())
         with undisturbed(self.model):
-            checkpoint = self._checkpoint()
+            checkpoint = self._checkpoint = self._wrapped()
+            takes = inspect.signature(checkpoint.model.forward).parameters
+            self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
             if not len(Stack(checkpoint, Session())):
                 raise InputError(
                     f"{type(self.model).__name__} cannot be monitored: it does not keep its blocks in one list of "
@@ -95,7 +105,7 @@ class ModelProbe:
                 "checkpoints/families.py"
             )
 
-    def _checkpoint(self) -> Checkpoint:
+    def _wrapped(self) -> Checkpoint:
         """Return the model as the gauge sees it; a model without a loss is measured without its head."""
         model = self.model if self.objective == "loss" else self.model.base_model
         return wrap(model, type(self.model).__name__, objective=self.objective)
@@ -137,16 +147,19 @@ class ModelProbe:
             if not self.checked:
                 self._check()
             with attending(self.model) as session:
-                stack = ProbeStack(self._checkpoint(), session, self.batch)
+                stack = self._stack(session)
                 found = self._measure(stack, weights)
                 return self._what_ifs(stack, found, depth) if skip else found[0]
+
+    def _stack(self, session: Session) -> ProbeStack:
+        return ProbeStack(self._checkpoint, session, self.batch, self._keywords)
 
     def _check(self) -> None:
         """Compare the model's own attention with the observed one; they must agree up to rounding."""
         self.checked = True
-        own = ProbeStack(self._checkpoint(), Session(), self.batch).full(self.batch.ids).states[-1]
+        own = self._stack(Session()).full(self.batch.ids).states[-1]
         with attending(self.model) as session:
-            stack = ProbeStack(self._checkpoint(), session, self.batch)
+            stack = self._stack(session)
             ours = stack.full(self.batch.ids).states[-1]
             calls = session.calls
         real = self.batch.real
@@ -159,47 +172,29 @@ class ModelProbe:
             )
 
     def _measure(self, stack: ProbeStack, weights: bool) -> tuple[Measurement, Pass]:
-        """Return the measures of one forward pass, and the pass."""
-        real, family, heads = self.batch.real, stack.checkpoint.family, list[RowMeasures]()
-        padded = None if bool(real.all()) else real
-
-        def watch(call: AttentionCall) -> Tensor:
-            output, found = row_measures(call, real)
-            heads.append(found)
-            return output
-
-        def share(before: Tensor, added: Tensor) -> Tensor:
-            return update_share(_tokens(before, padded), _tokens(added, padded))
-
-        observe = watch if self.observed else None
+        """Return the measures of one forward pass, and the pass; nothing is read from the device."""
+        family, real = stack.checkpoint.family, self.batch.real if self.padded else None
+        heads = RowWatch(real) if self.observed else None
         if family is None:
-            base, sublayers = stack.full(self.batch.ids, watch=observe), None
+            base, sublayers = stack.full(self.batch.ids, watch=heads), None
         else:
-            sublayers = SublayerScores(stack.blocks, family, share)
+            sublayers = SublayerScores(stack.blocks, family, _sizes)
             with sublayers.listening():
-                base = stack.full(self.batch.ids, watch=observe)
-        layers = self._layers(base, padded)
+                base = stack.full(self.batch.ids, watch=heads)
+        layers = state_measures(base.states, real)
         if sublayers is not None:
-            layers |= {"attention_update": _stacked(sublayers.attention), "mlp_update": _stacked(sublayers.mlp)}
+            layers["attention_update"] = update_shares(_known(sublayers.attention), real)
+            layers["mlp_update"] = update_shares(_known(sublayers.mlp), real)
+        by_head = {}
         if heads:
-            layers["uniform_entropy"] = _stacked([found.uniform_entropy for found in heads])
+            rows = heads.measures()
+            layers["uniform_entropy"] = rows.uniform_entropy
+            by_head = {name: getattr(rows, name) for name in HEADS}
         if weights and family is not None:
-            sizes = [block_sizes(stack.checkpoint, block) for block in stack.blocks]
-            layers |= {name: _stacked([getattr(s, name) for s in sizes]) for name in ("eta", "qk_norm", "ov_norm")}
-        loss = base.output if self.objective == "loss" else torch.tensor(float("nan"))
-        by_head = {name: _stacked([getattr(found, name) for found in heads]) for name in HEADS} if heads else {}
+            sizes = block_sizes(stack.checkpoint, stack.blocks)
+            layers |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
+        loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base
-
-    def _layers(self, base: Pass, padded: Tensor | None) -> dict[str, Tensor]:
-        """Return residual ratios, updates and block influences."""
-        ratios = [state_ratios(state, padded) for state in base.states[1:]]
-        steps = [(_tokens(x, padded), _tokens(y, padded)) for x, y in pairwise(base.states)]
-        return {
-            "residual_ratio": _stacked([ratio for ratio, _ in ratios]),
-            "direction_ratio": _stacked([direction for _, direction in ratios]),
-            "update": _stacked([update_share(x, y - x.to(y.device)) for x, y in steps]),
-            "block_influence": _stacked([block_influence(x, y) for x, y in steps]),
-        }
 
     def _what_ifs(self, stack: ProbeStack, found: tuple[Measurement, Pass], depth: float | None) -> Measurement:
         """Add the cost of skipping each block and, if requested, the measured effective depth."""
@@ -212,7 +207,7 @@ class ModelProbe:
             while sum(tried[-1].losses) <= depth and len(tried) < len(stack) - 1:
                 tried.append(self._next(stack, lost, tried))
             left = measured_depth(tried, len(stack), depth).layers
-        return Measurement(measured.layers, measured.heads, measured.counts, measured.loss, skip, left)
+        return replace(measured, skip=skip, depth=left)
 
     def _next(self, stack: ProbeStack, lost: Callable[[Tensor], float], tried: list[Removal]) -> Removal:
         return next_removal(stack, [self.batch.ids], [lost], [step.layer for step in tried])
@@ -235,15 +230,14 @@ def _mean(value: Tensor, device: torch.device) -> float:
     return float(value)
 
 
-def _tokens(state: Float[Tensor, "batch n d"], real: Tensor | None) -> Float[Tensor, "1 tokens d"]:
-    """Return the tokens that are no padding, of all sequences."""
-    return state.reshape(1, -1, state.shape[-1]) if real is None else state[real.to(state.device)][None]
+def _sizes(before: Float[Tensor, "batch n d"], added: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor]:
+    """Return ‖y‖ and ‖f(y)‖ of all tokens for a sublayer that reads y and adds f(y)."""
+    return token_sizes(before), token_sizes(added)
 
 
-def _stacked(values: list[Any]) -> Tensor:
-    """Return one tensor of numbers or tensors, on the device of the first."""
-    tensors = [torch.as_tensor(value) for value in values]
-    return torch.stack([tensor.to(tensors[0].device, torch.float64) for tensor in tensors])
+def _known(sizes: list[Any]) -> list[tuple[Tensor, Tensor] | None]:
+    """Return the sizes that a sublayer has recorded; None for a layer in which it was not called."""
+    return [pair if isinstance(pair, tuple) else None for pair in sizes]
 
 
 def _is_causal(model: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from depthgauge._format import counted
 from depthgauge._version import __version__
 from depthgauge.errors import InputError, require_count
-from depthgauge.measures.summary import finite
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.results.monitor_options import (
     AlarmThresholds,
@@ -22,7 +21,7 @@ from depthgauge.results.monitor_options import (
 from depthgauge.results.monitor_record import Alarm, MonitorRecord, MonitorRun, Probe
 from depthgauge.training.monitor.actions import Action, act, check_action
 from depthgauge.training.monitor.alarms import Detector
-from depthgauge.training.monitor.measurement import mean_over_ranks, rank, reduced, shared
+from depthgauge.training.monitor.measurement import rank, reduced, shared
 from depthgauge.training.monitor.model_probe import ModelProbe
 from depthgauge.training.monitor.network_probe import NetworkProbe, make_inputs
 from depthgauge.training.monitor.probe_batch import make_batch
@@ -160,12 +159,12 @@ class Monitor:
         skip = options.what_if_every is not None and self._count % options.what_if_every == 0
         weights = self._count % options.weights_every == 0
         notes = len(self._probe.notes)
-        found = reduced(self._probe.measure(weights, skip, options.depth if skip else None), self._probe.device)
+        found = self._probe.measure(weights, skip, options.depth if skip else None)
+        found = reduced(found, loss, self._probe.device)
         if self._json is not None and len(self._probe.notes) > notes:
             self._json.write_run(self._run())
         self._count += 1
-        mean = mean_over_ranks(_plain(loss), self._probe.device)
-        return found.record(step, self._segment, mean, time.perf_counter() - started)
+        return found.record(step, self._segment, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
@@ -185,11 +184,6 @@ def _past(earlier: MonitorRecord | None, step: int) -> _Past:
         tuple(probe for probe in earlier.probes if probe.step < step),
         tuple(alarm for alarm in earlier.alarms if alarm.step < step),
     )
-
-
-def _plain(loss: float | Tensor | None) -> float | None:
-    """Return a training loss as a number; None if it is not finite, which JSON cannot hold."""
-    return None if loss is None else finite(loss.detach().float().mean() if isinstance(loss, Tensor) else float(loss))
 
 
 def _make_probe(model: object, probe: Any, options: MonitorOptions) -> ModelProbe | NetworkProbe:

@@ -1,23 +1,27 @@
 """Measure a `SelfAttentionNetwork` on a probe batch of input states."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.checkpoints.circuits import layer_sizes
-from depthgauge.checkpoints.head_statistics import RowMeasures, row_measures
+from depthgauge.checkpoints.circuits import LayerSizes, layer_sizes
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.removal import least_missed, measured_depth
-from depthgauge.checkpoints.scores import block_influence
+from depthgauge.checkpoints.row_measures import RowWatch
 from depthgauge.errors import InputError
 from depthgauge.network.layer import Layer, softmax_attention
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.trace import LayerTrace
 from depthgauge.results.monitor_record import MonitoredModel
-from depthgauge.training.monitor.measurement import HEADS, Measurement, ranks, state_ratios, update_share
+from depthgauge.training.monitor.measurement import (
+    HEADS,
+    Measurement,
+    ranks,
+    state_measures,
+    token_sizes,
+    update_shares,
+)
 from depthgauge.training.monitor.undisturbed import undisturbed
 
 
@@ -54,50 +58,48 @@ class NetworkProbe:
         """Measure the network on the inputs; the arguments are those of `ModelProbe.measure`."""
         with undisturbed(self.model):
             x = self.inputs = self.inputs.to(self.device)
-            traces = list(self.model.trace(x))
-            layers: dict[str, list[Any]] = {}
-            heads = []
-            for trace in traces:
-                for name, value in self._layer(trace, weights).items():
-                    layers.setdefault(name, []).append(value)
-                heads.append(row_measures(_call(trace))[1])
-                layers.setdefault("uniform_entropy", []).append(heads[-1].uniform_entropy)
+            traces, heads = list(self.model.trace(x)), RowWatch()
             states = [x, *(trace.after for trace in traces)]
+            layers = state_measures(states, None) | self._sublayers(traces)
+            for trace in traces:
+                heads(_call(trace))
+            rows = heads.measures()
+            layers["uniform_entropy"] = rows.uniform_entropy
+            if weights:
+                sizes = [self._sizes(layer) for layer in self.model]
+                layers |= {
+                    name: torch.cat([getattr(size, name) for size in sizes]) for name in ("eta", "qk_norm", "ov_norm")
+                }
             lost = self._skip(states) if skip else ()
             left = self._depth(states, lost, depth) if skip and depth is not None else None
-        by_layer = {name: torch.stack([torch.as_tensor(v).double().cpu() for v in vs]) for name, vs in layers.items()}
         counts = tuple(layer.heads for layer in self.model)
-        by_head = {name: _padded(heads, name, max(counts)) for name in HEADS}
-        return Measurement(by_layer, by_head, counts, torch.tensor(float("nan")), lost, left)
+        nothing = torch.full((), float("nan"), device=self.device)
+        return Measurement(
+            layers, {name: getattr(rows, name) for name in HEADS}, counts, nothing, skip=lost, depth=left
+        )
 
-    def _layer(self, trace: LayerTrace, weights: bool) -> dict[str, Any]:
-        """Return the measures of one layer."""
-        x, y, layer = trace.before, trace.after, self.model[trace.index]
-        ratio, direction = state_ratios(y, None)
-        found: dict[str, Any] = {
-            "residual_ratio": ratio,
-            "direction_ratio": direction,
-            "update": update_share(x, y - x),
-            "block_influence": block_influence(x, y),
-            **self._sublayers(layer, trace),
-        }
-        if weights:
-            eye = torch.eye(self.model.dim, dtype=y.dtype, device=y.device).expand_as(layer.value)
-            sizes = layer_sizes(layer.query, layer.key, layer.value, eye)
-            found |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
-        return found
+    def _sizes(self, layer: Layer) -> LayerSizes:
+        """Return the sizes of the weights of one layer."""
+        eye = torch.eye(self.model.dim, dtype=layer.value.dtype, device=layer.value.device).expand_as(layer.value)
+        return layer_sizes(layer.query[None], layer.key[None], layer.value[None], eye[None])
 
-    def _sublayers(self, layer: Layer, trace: LayerTrace) -> dict[str, Tensor]:
+    def _sublayers(self, traces: list[LayerTrace]) -> dict[str, Tensor]:
         """Return the size of what attention and the MLP add, relative to what they read; NaN without an MLP."""
-        network, x = self.model, trace.before
-        added = layer.attend(trace.attention_input, softmax_attention, is_causal=network.causal, scale=network.scale)
-        found = {"attention_update": update_share(x, added), "mlp_update": torch.tensor(float("nan"))}
-        if layer.mlp is not None:
+        network, attention, mlp = self.model, list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor] | None]()
+        for trace in traces:
+            x, layer = trace.before, network[trace.index]
+            added = layer.attend(
+                trace.attention_input, softmax_attention, is_causal=network.causal, scale=network.scale
+            )
+            attention.append((token_sizes(x), token_sizes(added)))
+            if layer.mlp is None:
+                mlp.append(None)
+                continue
             y = x + added if network.skip else added
             y = layer.normalize(y, 0) if network.norm == "post" else y
             inner = layer.mlp(layer.normalize(y, 1) if network.norm == "pre" else y, network.activation)
-            found["mlp_update"] = update_share(y, inner)
-        return found
+            mlp.append((token_sizes(y), token_sizes(inner)))
+        return {"attention_update": update_shares(attention, None), "mlp_update": update_shares(mlp, None)}
 
     def _skip(self, states: list[Tensor]) -> tuple[float, ...]:
         """Return the relative change of the output when each layer returns its input."""
@@ -151,9 +153,3 @@ def _call(trace: LayerTrace) -> AttentionCall:
         ]
     value = trace.attention_input.unsqueeze(1).expand(-1, heads, -1, -1)
     return AttentionCall(trace.index, trace.query, trace.key, value, mask, trace.scale)
-
-
-def _padded(heads: list[RowMeasures], name: str, most: int) -> Float[Tensor, "layers heads"]:
-    """Return one measure of all layers, with NaN where a layer has fewer heads."""
-    rows = [getattr(found, name).double().cpu() for found in heads]
-    return torch.stack([torch.nn.functional.pad(row, (0, most - len(row)), value=float("nan")) for row in rows])

@@ -1,6 +1,5 @@
 """Where a monitor writes: JSON lines always, TensorBoard and Weights & Biases where they are available."""
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -85,7 +84,7 @@ class JsonLines:
         self._append(METRICS, [probe])
 
     def _append(self, name: str, records: Sequence[Record]) -> None:
-        lines = "".join(json.dumps(record.to_json(), allow_nan=False, ensure_ascii=False) + "\n" for record in records)
+        lines = "".join(record.json_line() for record in records)
         path = self.folder / name
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 _PLAIN = (bool, int, float, str, type(None), Tensor)
 """Types of module attributes that are put back, such as `training` and the cached length of a rotary embedding."""
+_INTERNAL = frozenset(name for name, value in vars(nn.Module()).items() if not isinstance(value, _PLAIN))
+"""Attributes of every module that are never plain, such as the dictionaries of its parts; `isinstance` is slow."""
 
 
 @contextmanager
@@ -24,9 +26,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     buffers and the plain attributes of every module. Gradients that were accumulated are not touched.
     """
     modules = list(model.modules())
+    weights = [weight for module in modules for weight in module._parameters.values() if weight is not None]
+    devices = {weight.device for weight in weights}
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
     before = [_ModuleState(module) for module in modules]
     with ExitStack() as contexts:
-        for context in (*_generators(model), torch.no_grad(), *_without_autocast(model), *_uncompiled()):
+        for context in (*_generators(devices), torch.no_grad(), *_without_autocast(devices, dtypes), *_uncompiled()):
             contexts.enter_context(context)
         contexts.callback(_restore, before)
         contexts.callback(_reshard, modules)
@@ -39,23 +44,28 @@ class _ModuleState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.plain = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
+        attributes = vars(module)
+        self.names = frozenset(attributes)
+        self.plain = {
+            name: value for name, value in attributes.items() if name not in _INTERNAL and isinstance(value, _PLAIN)
+        }
         self.buffers = dict(module._buffers)
-        self.copies = {name: None if b is None else (b._version, b.clone()) for name, b in self.buffers.items()}
+        self.copies = {name: (b._version, b.clone()) for name, b in self.buffers.items() if b is not None}
 
     def restore(self) -> None:
         """Put back what has changed; plain attributes that are new are removed."""
         attributes = vars(self.module)
-        for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN)]:
-            if name not in self.plain:
+        for name in attributes.keys() - self.names:
+            if isinstance(attributes[name], _PLAIN):
                 del attributes[name]
         attributes.update(self.plain)
-        self.module._buffers.clear()
-        self.module._buffers.update(self.buffers)
-        for name, copy in self.copies.items():
+        if self.buffers or self.module._buffers:
+            self.module._buffers.clear()
+            self.module._buffers.update(self.buffers)
+        for name, (version, copy) in self.copies.items():
             buffer = self.buffers[name]
-            if buffer is not None and copy is not None and buffer._version != copy[0]:
-                buffer.copy_(copy[1])
+            if buffer is not None and buffer._version != version:
+                buffer.copy_(copy)
 
 
 def _reshard(modules: list[nn.Module]) -> None:
@@ -90,21 +100,21 @@ def _python_generators() -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _generators(model: nn.Module) -> list[Any]:
+def _generators(devices: set[torch.device]) -> list[Any]:
     """Return contexts that put all random number generators back: Python, numpy, the CPU, and the model's devices."""
-    devices: dict[str, set[int]] = {"cuda": set()}
-    for tensor in model.parameters():
-        if tensor.device.type not in ("cpu", "meta"):
-            devices.setdefault(tensor.device.type, set()).add(tensor.device.index or 0)
-    forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in devices.items()]
+    indices: dict[str, set[int]] = {"cuda": set()}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            indices.setdefault(device.type, set()).add(device.index or 0)
+    forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in indices.items()]
     return [_python_generators(), *forks]
 
 
-def _without_autocast(model: nn.Module) -> list[Any]:
+def _without_autocast(devices: set[torch.device], dtypes: set[torch.dtype]) -> list[Any]:
     """Return contexts that switch autocast off, where the model can run without it: all weights have one dtype."""
-    if len({weight.dtype for weight in model.parameters() if weight.is_floating_point()}) > 1:
+    if len(dtypes) > 1:
         return []
-    kinds = {weight.device.type for weight in model.parameters()} - {"meta"}
+    kinds = {device.type for device in devices} - {"meta"}
     return [torch.autocast(kind, enabled=False) for kind in sorted(kinds)]
 
 
