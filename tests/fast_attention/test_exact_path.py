@@ -2,9 +2,11 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import depthgauge
 from depthgauge.fast_attention.exact_path import READ_BYTES, exact_attention, readable
@@ -63,3 +65,23 @@ def test_torch_attention_is_called_in_one_module() -> None:
     call = re.compile(r"F\.scaled_dot_product_attention\(")
     callers = [p.name for p in root.rglob("*.py") if call.search(re.sub(r'""".*?"""', "", p.read_text(), flags=re.S))]
     assert callers == ["exact_path.py"]
+
+
+@pytest.mark.parametrize(("e", "is_masked", "is_shared"), [(4, False, True), (8, False, False), (4, True, False)])
+def test_shared_keys_are_repeated_where_no_fast_kernel_shares_them(
+    e: int, is_masked: bool, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, e)
+    mask = torch.ones(5, 5, dtype=torch.bool).tril() if is_masked else None
+    wanted = exact_attention(q, k, v, mask, is_grouped=True)
+    asked: list[bool] = []
+    original = F.scaled_dot_product_attention
+
+    def watched(*given: Any, **options: Any) -> torch.Tensor:
+        asked.append(options.get("enable_gqa", False))
+        return original(*given, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    torch.testing.assert_close(exact_attention(q, k, v, mask, is_grouped=True), wanted)
+    assert asked == [is_shared]

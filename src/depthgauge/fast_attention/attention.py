@@ -1,6 +1,7 @@
 """`attention` and `attention_plan`: scaled_dot_product_attention with a guaranteed error, fast for small scores."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -82,19 +83,22 @@ def attention(
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
     if plan is not None or torch.compiler.is_compiling():
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
-    kind = None
+    kind = outline = None
     if not return_bound:
-        kind = kind_of(q, k, v, options)
-        try:
-            is_exact = kind is not None and _kinds.is_exact(kind)
-        except TypeError:  # an option is not hashable; `checked` says what is wrong with it
-            kind, is_exact = None, False
-        if not is_exact and is_always_exact(q, k, v, options):
-            is_exact = True
-            if kind is not None:
-                _kinds.refused(kind, is_final=True)
-        if is_exact:
-            return exact_attention(q, k, v, attn_mask, dropout_p, bool(is_causal), scale, bool(enable_gqa))
+        if attn_mask is None and key_padding is None:
+            try:
+                needs = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+                outline = q.shape, k.shape, v.shape, q.dtype, q.is_cuda, needs, options
+                is_exact = _kinds.is_exact(outline)
+            except (AttributeError, TypeError):  # an argument has a wrong type, which `checked` names
+                outline, is_exact = None, False
+            if is_exact:
+                return _by_torch(q, k, v, options)
+        if is_always_exact(q, k, v, options):
+            if outline is not None:
+                _kinds.refused(outline, is_final=True)
+            return _by_torch(q, k, v, options)
+        kind = None if outline is None else kind_of(q, k, v, outline)
     with on_device(q):
         if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
@@ -102,6 +106,16 @@ def attention(
 
 
 _kinds = CallKinds()
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> Tensor:
+    """Compute exact attention of arguments that were not all validated."""
+    mask, dropout, is_causal, _, scale, _, is_grouped, _ = options
+    try:
+        return exact_attention(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
+    except RuntimeError:
+        checked(q, k, v, Options(*options))  # a better message than torch's if an argument is invalid
+        raise
 
 
 def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Output:
@@ -130,7 +144,7 @@ def _decided(request: Request, kind: Kind | None, return_bound: bool) -> Output:
         problem = request.flat()
         if not is_forced and is_never_worth_it(problem, needs_gradients(request)):
             if kind is not None:
-                _kinds.refused(kind, is_final=True)
+                _kinds.refused(kind.outline, is_final=True)
         else:
             with without_autocast(problem.q.device):
                 decision = decide(request, problem, kind)
@@ -150,9 +164,9 @@ def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
         return is_fast
     if not is_fast:
         if request.options.force is None:  # a forced call is always decided, because it may have to raise an error
-            _kinds.refused(kind)
+            _kinds.refused(kind.outline)
         return False
-    _kinds.accepted(kind)
+    _kinds.accepted(kind.outline)
     is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
     if is_whole and (repeatable := decision.repeatable()) is not None:
         decision.backend(repeatable.degree).remember(kind, repeatable)

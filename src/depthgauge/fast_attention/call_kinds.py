@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 from depthgauge.fast_attention.decide.chooser import Chooser
-from depthgauge.fast_attention.problem import Kind
+from depthgauge.fast_attention.problem import Kind, Outline
 
 LONGEST_WAIT = 1024
 
@@ -20,28 +20,28 @@ class CallKinds:
     _MOST_KINDS = 4096
 
     def __init__(self) -> None:
-        self._waits: dict[Kind, list[float]] = {}
+        self._waits: dict[Outline, list[float]] = {}
         self._choosers: dict[Kind, Chooser] = {}
 
-    def is_exact(self, kind: Kind) -> bool:
+    def is_exact(self, outline: Outline) -> bool:
         """Return whether this call is exact without a decision, and count it."""
-        wait = self._waits.get(kind)
+        wait = self._waits.get(outline)
         if wait is None or wait[0] <= 0:
             return False
         wait[0] -= 1  # infinity stays infinity
         return True
 
-    def refused(self, kind: Kind, is_final: bool = False) -> None:
+    def refused(self, outline: Outline, is_final: bool = False) -> None:
         """Record that exact attention was chosen; with `is_final`, no later call of this kind is decided."""
-        if kind not in self._waits and len(self._waits) >= self._MOST_KINDS:
+        if outline not in self._waits and len(self._waits) >= self._MOST_KINDS:
             self._waits.clear()
-        wait = self._waits.setdefault(kind, [0, 0.5])
+        wait = self._waits.setdefault(outline, [0, 0.5])
         wait[1] = math.inf if is_final else min(LONGEST_WAIT, 2 * wait[1])
         wait[0] = wait[1]
 
-    def accepted(self, kind: Kind) -> None:
+    def accepted(self, outline: Outline) -> None:
         """Record that the polynomial path was chosen for at least one head."""
-        self._waits.pop(kind, None)
+        self._waits.pop(outline, None)
 
     def chooser(self, kind: Kind, make: Callable[[], Chooser]) -> Chooser:
         """Return the chooser of this kind of call, created on first use."""

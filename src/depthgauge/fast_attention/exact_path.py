@@ -37,6 +37,9 @@ def exact_attention(
             q, k, v = readable(q), readable(k), readable(v)
         if mask is not None:
             mask = readable(mask)
+    if is_grouped and q.is_cuda and not _shares_keys(q, v, mask):
+        groups = q.shape[-3] // k.shape[-3]
+        k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
     if scale is None and not is_grouped:  # torch parses keywords in three microseconds
         if mask is None and dropout == 0.0 and not is_causal:
             return F.scaled_dot_product_attention(q, k, v)
@@ -54,6 +57,11 @@ def capturable(is_capturing: bool) -> AbstractContextManager[object]:
     if not is_capturing:
         return nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
+def _shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Return whether a fast kernel can let query heads share keys. Otherwise torch would compute all scores at once."""
+    return mask is None and q.shape[-1] == v.shape[-1] <= 256
 
 
 def _are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -32,8 +32,15 @@ class Options(NamedTuple):
     force: str | None = None
 
 
-Kind = tuple[object, ...]
-"""What two calls have in common if one can repeat the decision of the other."""
+Outline = tuple[object, ...]
+"""What two calls have in common if one is exact because the other was: shapes, dtype, kind of device and options."""
+
+
+class Kind(NamedTuple):
+    """What two calls have in common if one can repeat the decision of the other."""
+
+    outline: Outline
+    rest: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -123,18 +130,12 @@ def is_dual(*tensors: Tensor) -> bool:
     )
 
 
-def kind_of(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> Kind | None:
-    """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision.
-
-    `options` are the fields of `Options`. They are compared by value, so True is the same as 1. The result may be
-    unhashable if an option has a wrong type.
-    """
-    if options[0] is not None or options[5] is not None:  # a mask or padding
-        return None
+def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
+    """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision."""
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
     needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
-    return (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, options, needs)
+    return Kind(outline, (k.dtype, v.dtype, q.device, k.device, v.device, needs))
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
