@@ -17,7 +17,7 @@ from depthgauge.fast_attention.decide.cost import CPU
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
-from depthgauge.fast_attention.problem import Options, Problem, checked
+from depthgauge.fast_attention.problem import Kind, Options, Problem, checked
 from depthgauge.fast_attention.spec import Repeatable, SharedPolynomial, Spec
 from depthgauge.fast_attention.torch.backend import TorchBackend
 from depthgauge.fast_attention.triton.backend import TritonBackend
@@ -192,5 +192,6 @@ def test_every_instance_has_the_interface(backend: Backend) -> None:
     assert backend.rates.block % CAUSAL_STEP == 0  # the row bounds rely on it
     problem = checked(*draw(), Options()).flat()
     assert not backend.can_repeat(problem)
-    backend.remember((), Repeatable(problem, 1, lambda index: SharedPolynomial((1.0, 1.0), index)))
-    assert backend.repeat((), problem.q, problem.k, problem.v) is None
+    kind = Kind((), ())
+    backend.remember(kind, Repeatable(problem, 1, lambda index: SharedPolynomial((1.0, 1.0), index)))
+    assert backend.repeat(kind, problem.q, problem.k, problem.v) is None

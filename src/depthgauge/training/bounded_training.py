@@ -358,7 +358,7 @@ def train_bounded(
         InputError: An argument is out of range, or the checkpoint belongs to a run with other settings.
 
     Example:
-        >>> (model,) = train_bounded("majority", 1, 1, 4, 0.5, options=TrainingOptions(steps=60, batch=32, test=200))
+        >>> (model,) = train_bounded("majority", 1, 1, 4, 0.5, options=TrainingOptions(steps=150, batch=32, test=200))
         >>> model.accuracy > 0.8
         True
     """
