@@ -8,10 +8,11 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test lint types test-gpu test-models docs wheel soak bench clean
+.PHONY: help demo test test-annotations lint types test-gpu test-models docs wheel soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
+	@echo "make test-annotations   the whole test suite again, with every annotation checked at run time"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
 	@echo "make docs   build the documentation site into site/; warnings are errors"
@@ -65,6 +66,10 @@ types: $(VENV)/dev.stamp
 
 test: lint types $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu"
+
+# The checks of tensor shapes and other annotations double the time of the tests.
+test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
+	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu"
 
 # On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.

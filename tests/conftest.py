@@ -1,4 +1,8 @@
-"""Settings for all tests: reproducible hypothesis examples, one thread, and runtime checks of all annotations."""
+"""Settings for all tests: reproducible hypothesis examples, one thread, and runtime checks of all annotations.
+
+The checks of annotations double the time of the tests. They run if the variable DEPTHGAUGE_ANNOTATIONS is set, as in
+`make test-annotations`.
+"""
 
 import os
 import sys
@@ -14,17 +18,18 @@ if not torch.cuda.is_available():
     assert "triton" not in sys.modules
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# These modules are imported before the hook is installed. Triton compiles the source of the kernels, and the wrappers
-# that the hook adds would hide it.
-import depthgauge.fast_attention.triton.gradient_kernels
-import depthgauge.fast_attention.triton.kernels  # noqa: F401
+if os.environ.get("DEPTHGAUGE_ANNOTATIONS"):
+    # These modules are imported before the hook is installed. Triton compiles the source of the kernels, and the
+    # wrappers that the hook adds would hide it.
+    import depthgauge.fast_attention.triton.gradient_kernels
+    import depthgauge.fast_attention.triton.kernels  # noqa: F401
 
-# This must run before the rest of the package is imported. It enforces all annotations of the package, including tensor
-# shapes. As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
-_checker = ModuleType("enforced_annotations")
-_checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
-sys.modules[_checker.__name__] = _checker
-install_import_hook("depthgauge", "enforced_annotations.checked")
+    # This must run before the rest of the package is imported. It enforces all annotations of the package, including
+    # tensor shapes. As in mypy, an int is accepted where a float is expected; beartype rejects it by default.
+    _checker = ModuleType("enforced_annotations")
+    _checker.checked = beartype(conf=BeartypeConf(is_pep484_tower=True))  # type: ignore[attr-defined]
+    sys.modules[_checker.__name__] = _checker
+    install_import_hook("depthgauge", "enforced_annotations.checked")
 
 _COMMON = {
     "derandomize": True,
