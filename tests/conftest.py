@@ -8,6 +8,7 @@ import os
 import sys
 from types import ModuleType
 
+import pytest
 import torch
 from beartype import BeartypeConf, beartype
 from hypothesis import HealthCheck, settings
@@ -42,3 +43,8 @@ settings.register_profile("soak", max_examples=2000, **_COMMON)
 settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start the longest tests first, so that no worker is left with one of them at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

@@ -120,6 +120,7 @@ def test_scalings_prove_sign_norms_that_are_too_wide_to_enumerate() -> None:
     assert certified(network, closed_form(network, "last-layer"), radius=1.0).verify()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("layers", "heads", "method"),
     [

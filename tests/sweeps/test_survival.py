@@ -75,6 +75,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
     connection.close()
 
 
+@pytest.mark.long
 def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=3, repetitions=20, seed=1)
 
@@ -84,6 +85,7 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
     kill_and_resume(tmp_path, kills=20, repetitions=150, seed=2)
 
 
+@pytest.mark.long
 def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
     grid, store, total = write_grid(tmp_path, 25), tmp_path / "s.db", 150

@@ -18,6 +18,7 @@ def minilm() -> Path:
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
+@pytest.mark.long
 def test_minilm_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The repaired model of five layers is closer to the dense one than both published choices without repair."""
     out = tmp_path / "smaller"
