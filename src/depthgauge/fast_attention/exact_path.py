@@ -1,8 +1,11 @@
 """Exact attention by torch, for whole calls, for heads and for single rows.
 
-Every call of torch's attention is made here, because torch's kernels are wrong in two cases. With a negative scale they
-multiply masked scores, −∞, by the scale, and every causal row becomes NaN. On a GPU some of them read 16 bytes at once
-without checking that addresses and strides are multiples of 16 bytes: the result is an error or wrong numbers.
+Every call of torch's attention is made here, because some calls need other arguments:
+
+- With a negative scale, torch's kernels multiply masked scores, −∞, by the scale. Every causal row becomes NaN.
+- On a GPU, some kernels read 16 bytes at once and do not check that addresses and strides are multiples of 16 bytes.
+  The result is an error or wrong numbers.
+- On a GPU, query heads that share keys have no fast kernel with a mask. Torch would hold all scores at once.
 """
 
 from contextlib import AbstractContextManager, nullcontext
