@@ -89,33 +89,19 @@ def product_singular_values(A: Float[Tensor, "d k"], B: Float[Tensor, "k d"]) ->
     return values
 
 
-def largest_singular_value(
-    A: Float[Tensor, "heads d k"], B: Float[Tensor, "heads k e"], squarings: int = 10
-) -> Float[Tensor, " heads"]:
-    """Return ‖AB‖₂ per head, computed with products of small matrices only, which is fast on a GPU.
-
-    The eigenvalues of C = (AᵀA)(BBᵀ) are the squares of the singular values of AB. A column of C^(2^s), s: `squarings`,
-    is close to the leading eigenvector v, and its Rayleigh quotient in the inner product of BBᵀ,
-
-        λ = (BBᵀv)ᵀ AᵀA (BBᵀv) / vᵀ BBᵀ v,
-
-    is at most ‖AB‖₂² and smaller by a relative error of about log(k)/2^(s+1) at most. NaN if an entry is not finite.
-    """
-    return _largest_from_grams(_gram(A), _gram(B.mT), squarings)
-
-
 @dataclass(frozen=True)
-class _Gram:
+class Gram:
     """AᵀA/m² and m, the largest |entry| of A; the division keeps the squares in the range of the dtype."""
 
     matrix: Float[Tensor, "*heads k k"]
     largest: Float[Tensor, "*heads"]
 
 
-def _gram(A: Float[Tensor, "*heads d k"]) -> _Gram:
+def gram(A: Float[Tensor, "*heads d k"]) -> Gram:
+    """Return the Gram matrix of the columns of A, scaled."""
     largest = _largest_entry(A)
     A = A / largest.clamp(min=torch.finfo(A.dtype).tiny)[..., None, None]
-    return _Gram(A.mT @ A, largest)
+    return Gram(A.mT @ A, largest)
 
 
 def _largest_entry(A: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*heads"]:
@@ -123,8 +109,17 @@ def _largest_entry(A: Float[Tensor, "*heads d k"]) -> Float[Tensor, "*heads"]:
     return largest
 
 
-def _largest_from_grams(a: _Gram, b: _Gram, squarings: int = 10) -> Float[Tensor, "*heads"]:
-    """Return ‖AB‖₂ from the Gram matrices of the columns of A and of the rows of B."""
+def largest_from_grams(a: Gram, b: Gram, squarings: int = 10) -> Float[Tensor, "*heads"]:
+    """Return ‖AB‖₂ per head from the Gram matrices of the columns of A and of the rows of B.
+
+    It needs products of small matrices only, which is fast on a GPU. The eigenvalues of C = (AᵀA)(BBᵀ) are the squares
+    of the singular values of AB. A column of C^(2^s), s: `squarings`, is close to the leading eigenvector v, and its
+    Rayleigh quotient in the inner product of BBᵀ,
+
+        λ = (BBᵀv)ᵀ AᵀA (BBᵀv) / vᵀ BBᵀ v,
+
+    is at most ‖AB‖₂² and smaller by a relative error of about log(k)/2^(s+1) at most. NaN if an entry is not finite.
+    """
     tiny = torch.finfo(a.matrix.dtype).tiny
     power = a.matrix @ b.matrix
     for _ in range(squarings):
@@ -238,10 +233,10 @@ def layer_sizes(
 class _Grams:
     """What the sizes of some layers need: the Gram matrices of Q, K, W_V and W_Oᵀ per head, and ‖V‖max per layer."""
 
-    query: _Gram
-    key: _Gram
-    value: _Gram
-    output: _Gram
+    query: Gram
+    key: Gram
+    value: Gram
+    output: Gram
     product: Float[Tensor, " layers"]
 
 
@@ -250,8 +245,8 @@ def _grams(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> _Grams:
     layers, heads, d = query.shape[:3]
     shared = torch.arange(heads, device=query.device) * key.shape[1] // heads if key.shape[1] < heads else None
 
-    def repeated(gram: _Gram) -> _Gram:
-        return gram if shared is None else _Gram(gram.matrix[:, shared], gram.largest[:, shared])
+    def repeated(one: Gram) -> Gram:
+        return one if shared is None else Gram(one.matrix[:, shared], one.largest[:, shared])
 
     together = max(1, _PRODUCT_ENTRIES // (d * d))
     values, outputs = (value if shared is None else value[:, shared]).flatten(0, 1), output.flatten(0, 1)
@@ -259,18 +254,18 @@ def _grams(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> _Grams:
         _largest_entry(values[k : k + together] @ outputs[k : k + together]) for k in range(0, layers * heads, together)
     ]
     product = torch.cat(largest).reshape(layers, heads).amax(dim=1)
-    return _Grams(_gram(query), repeated(_gram(key)), repeated(_gram(value)), _gram(output.mT), product)
+    return _Grams(gram(query), repeated(gram(key)), repeated(gram(value)), gram(output.mT), product)
 
 
 def _sizes_of(parts: list[_Grams]) -> LayerSizes:
     """Compute the sizes of all layers together; a few small matrices per head are all that is left of the weights."""
 
-    def joined(name: str) -> _Gram:
+    def joined(name: str) -> Gram:
         grams = [getattr(part, name) for part in parts]
         device = grams[0].matrix.device
-        return _Gram(
-            torch.cat([gram.matrix.to(device) for gram in grams]),
-            torch.cat([gram.largest.to(device) for gram in grams]),
+        return Gram(
+            torch.cat([one.matrix.to(device) for one in grams]),
+            torch.cat([one.largest.to(device) for one in grams]),
         )
 
     query, key, value, output = (joined(name) for name in ("query", "key", "value", "output"))
@@ -278,12 +273,12 @@ def _sizes_of(parts: list[_Grams]) -> LayerSizes:
     eta = torch.stack([query.largest.amax(dim=1), key.largest.amax(dim=1), product]).amax(dim=0)
     if query.matrix.shape == value.matrix.shape:  # half as many operations
         left, right = (
-            _Gram(torch.stack([one.matrix, two.matrix]), torch.stack([one.largest, two.largest]))
+            Gram(torch.stack([one.matrix, two.matrix]), torch.stack([one.largest, two.largest]))
             for one, two in ((query, value), (key, output))
         )
-        norms = _largest_from_grams(left, right).amax(dim=-1)
+        norms = largest_from_grams(left, right).amax(dim=-1)
         return LayerSizes(eta, norms[0], norms[1])
-    return LayerSizes(eta, _largest_from_grams(query, key).amax(dim=1), _largest_from_grams(value, output).amax(dim=1))
+    return LayerSizes(eta, largest_from_grams(query, key).amax(dim=1), largest_from_grams(value, output).amax(dim=1))
 
 
 _PRODUCT_ENTRIES = 2**23
