@@ -7,8 +7,7 @@ from depthgauge.fast_attention.call_kinds import CallKinds
 
 
 @pytest.fixture(autouse=True)
-def kinds(monkeypatch: pytest.MonkeyPatch) -> CallKinds:
+def kinds() -> CallKinds:
     """An empty memory of earlier calls."""
-    own = CallKinds()
-    monkeypatch.setattr(attention_module, "_kinds", own)
-    return own
+    attention_module._kinds.forget()
+    return attention_module._kinds

@@ -159,17 +159,13 @@ def test_after_refusals_a_kind_of_call_is_decided_less_and_less_often(monkeypatc
 
 def test_waits_double_up_to_a_limit_and_end_with_a_polynomial(kinds: CallKinds) -> None:
     kind = ("a",)
-    waits = []
-    for _ in range(14):
-        assert not kinds.is_exact(kind)
-        kinds.refused(kind)
-        waits.append(sum(iter(lambda: int(kinds.is_exact(kind)), 0)))
+    waits = [kinds.refused(kind).left for _ in range(14)]
     assert waits == [min(2**r, LONGEST_WAIT) for r in range(14)]
     kinds.accepted(kind)
-    kinds.refused(kind)
-    assert kinds.is_exact(kind)
-    assert not kinds.is_exact(kind)
-    assert not kinds.is_exact(("b",))
+    assert kind not in kinds.exact
+    assert kinds.refused(kind).left == 1
+    assert kinds.refused(kind, is_final=True).left == math.inf
+    assert list(kinds.exact) == [kind]
 
 
 def test_a_kind_that_is_never_worth_a_polynomial_is_decided_once(
@@ -207,3 +203,80 @@ def test_calls_with_gradients_wait_as_well(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(one, other)
     with torch.no_grad(), pytest.raises(AssertionError, match="validated in full"):
         dg.attention(*given)
+
+
+# --- passing tensors on as they are -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which of the two ways to torch's attention every call took."""
+    found: list[str] = []
+    direct, general = attention_module.torch_attention, attention_module.exact_attention
+
+    def watched(name: str, function: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            found.append(name)
+            return function(*given, **options)
+
+        return call
+
+    monkeypatch.setattr(attention_module, "torch_attention", watched("direct", direct))
+    monkeypatch.setattr(attention_module, "exact_attention", watched("general", general))
+    return found
+
+
+def moved(x: Tensor, shift: int) -> Tensor:
+    """Return a copy of x that starts `shift` entries after the start of its memory."""
+    memory = torch.empty(x.numel() + shift, dtype=x.dtype)
+    return memory[shift:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}]
+)
+def test_calls_that_lie_like_an_earlier_one_are_passed_on(options: dict[str, Any], asked: list[str]) -> None:
+    given = draw(6, 6)
+    wanted = F.scaled_dot_product_attention(*given, **options)
+    for _ in range(3):
+        assert torch.equal(dg.attention(*given, **options), wanted)
+    assert asked == ["general", "direct", "direct"]
+    asked.clear()
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
+    for tensors in (turned, turned, given):
+        torch.testing.assert_close(dg.attention(*tensors, **options), wanted)
+    assert asked == ["general", "direct", "general"]
+    asked.clear()
+    for at in range(3):
+        tensors = [moved(x, at == place) for place, x in enumerate(given)]
+        assert torch.equal(dg.attention(*tensors, **options), wanted)
+    assert asked == ["general"] * 3
+
+
+def test_a_mask_of_another_dtype_is_not_passed_on(asked: list[str]) -> None:
+    given, mask = draw(6, 6), torch.ones(6, 6, dtype=torch.bool).tril()
+    wanted = dg.attention(*given, attn_mask=mask)
+    added = torch.zeros(6, 6).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(dg.attention(*given, attn_mask=added), wanted)
+    torch.testing.assert_close(dg.attention(*given, attn_mask=added), wanted)
+    assert asked == ["general", "general", "direct"]
+
+
+def test_a_negative_scale_is_never_passed_on(asked: list[str]) -> None:
+    given = draw(6, 6)
+    for _ in range(3):
+        out = dg.attention(*given, is_causal=True, scale=-0.4)
+        assert bool(out.isfinite().all())
+    assert asked == ["general"] * 3
+
+
+def test_wrong_arguments_are_named_after_calls_that_were_passed_on() -> None:
+    q, k, v = draw(6, 6)
+    for _ in range(2):
+        dg.attention(q, k, v)
+    with pytest.raises(InputError, match="same dtype and device"):
+        dg.attention(q, k.double(), v)
+    with pytest.raises(InputError, match="same heads and tokens"):
+        dg.attention(q, k, v[..., :5, :])
+    with pytest.raises(InputError, match="tolerance"):
+        dg.attention(q, k, v, tolerance=[1e-3])  # type: ignore[arg-type]

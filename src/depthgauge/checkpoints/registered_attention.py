@@ -24,7 +24,7 @@ from depthgauge.fast_attention.plan import Plan
 
 NAME = "depthgauge"
 TOLERANCE = 1e-3
-_UNSUPPORTED = ("position_bias", "s_aux", "head_mask")
+_UNSUPPORTED = frozenset({"position_bias", "s_aux", "head_mask"})
 
 
 def register_attention(tolerance: float = TOLERANCE) -> None:
@@ -61,12 +61,8 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
-        if unsupported:
-            raise CheckpointError(
-                f"the attention implementation {NAME!r} does not support {unsupported[0]}, which a layer of this model "
-                'uses; choose another implementation, for example model.set_attn_implementation("eager")'
-            )
+        if not _UNSUPPORTED.isdisjoint(others):
+            _require_none(others)
         # As in transformers' own sdpa implementation: without a mask, the module decides between causal and full.
         is_causal_module = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(is_causal_module) and attention_mask is None and query.shape[2] > 1
@@ -83,6 +79,16 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
 
     library.AttentionInterface.register(NAME, forward)
     library.AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def _require_none(others: dict[str, Any]) -> None:
+    """Raise an error if an argument that the implementation does not support is given."""
+    for name in sorted(_UNSUPPORTED):
+        if others.get(name) is not None:
+            raise CheckpointError(
+                f"the attention implementation {NAME!r} does not support {name}, which a layer of this model "
+                'uses; choose another implementation, for example model.set_attn_implementation("eager")'
+            )
 
 
 def _capped(

@@ -7,41 +7,53 @@ most `LONGEST_WAIT`, are computed exactly without a decision.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from depthgauge.fast_attention.decide.chooser import Chooser
+from depthgauge.fast_attention.exact_path import Direct
 from depthgauge.fast_attention.problem import Kind, Outline
 
 LONGEST_WAIT = 1024
 
 
+@dataclass(slots=True)
+class ExactCalls:
+    """Calls of one kind that are exact without a decision.
+
+    `left` calls remain, of `wait` after the last decision. `direct` is how the last one was passed to torch.
+    """
+
+    left: float = 0.0
+    wait: float = 0.5
+    direct: Direct | None = None
+
+
 class CallKinds:
-    """The choosers, and the numbers of calls that remain exact without a decision, by kind of call."""
+    """What is kept by kind of call: the choosers, and in `exact` the calls that need no decision."""
 
     _MOST_KINDS = 4096
 
     def __init__(self) -> None:
-        self._waits: dict[Outline, list[float]] = {}
+        self.exact: dict[Outline, ExactCalls] = {}
         self._choosers: dict[Kind, Chooser] = {}
 
-    def is_exact(self, outline: Outline) -> bool:
-        """Return whether this call is exact without a decision, and count it."""
-        wait = self._waits.get(outline)
-        if wait is None or wait[0] <= 0:
-            return False
-        wait[0] -= 1  # infinity stays infinity
-        return True
+    def forget(self) -> None:
+        """Forget all calls."""
+        self.exact.clear()
+        self._choosers.clear()
 
-    def refused(self, outline: Outline, is_final: bool = False) -> None:
+    def refused(self, outline: Outline, is_final: bool = False) -> ExactCalls:
         """Record that exact attention was chosen; with `is_final`, no later call of this kind is decided."""
-        if outline not in self._waits and len(self._waits) >= self._MOST_KINDS:
-            self._waits.clear()
-        wait = self._waits.setdefault(outline, [0, 0.5])
-        wait[1] = math.inf if is_final else min(LONGEST_WAIT, 2 * wait[1])
-        wait[0] = wait[1]
+        if outline not in self.exact and len(self.exact) >= self._MOST_KINDS:
+            self.exact.clear()
+        calls = self.exact.setdefault(outline, ExactCalls())
+        calls.wait = math.inf if is_final else min(LONGEST_WAIT, 2 * calls.wait)
+        calls.left = calls.wait
+        return calls
 
     def accepted(self, outline: Outline) -> None:
         """Record that the polynomial path was chosen for at least one head."""
-        self._waits.pop(outline, None)
+        self.exact.pop(outline, None)
 
     def chooser(self, kind: Kind, make: Callable[[], Chooser]) -> Chooser:
         """Return the chooser of this kind of call, created on first use."""

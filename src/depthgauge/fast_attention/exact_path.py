@@ -1,14 +1,18 @@
 """Exact attention by torch, for whole calls, for heads and for single rows.
 
-Every call of torch's attention is made here, because some calls need other arguments:
+Calls of torch's attention are made here, because some need other arguments:
 
 - With a negative scale, torch's kernels multiply masked scores, −∞, by the scale. Every causal row becomes NaN.
 - On a GPU, some kernels read 16 bytes at once and do not check that addresses and strides are multiples of 16 bytes.
   The result is an error or wrong numbers.
 - On a GPU, query heads that share keys have no fast kernel with a mask. Torch would hold all scores at once.
+
+`attention` itself makes calls that need none of this because an earlier call, with the same shapes and strides, needed
+none of it; see `direct`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,13 +47,43 @@ def exact_attention(
     if is_grouped and q.is_cuda and not _shares_keys(q, v, mask):
         groups = q.shape[-3] // k.shape[-3]
         k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
-    if scale is None and not is_grouped:  # torch parses keywords in three microseconds
-        if mask is None and dropout == 0.0 and not is_causal:
-            return F.scaled_dot_product_attention(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
     if scale is not None and scale < 0:
         q, scale = -q, -scale
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped)
+
+
+class Direct(NamedTuple):
+    """Calls whose tensors torch reads as they are: the strides, and the arguments besides tensors that are not default.
+
+    `mask` is the dtype of the mask, if there is one.
+    """
+
+    strides: tuple[tuple[int, ...], ...]
+    mask: torch.dtype | None
+    arguments: dict[str, Any]
+
+
+def direct(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float | None,
+    is_grouped: bool,
+) -> Direct | None:  # fmt: skip
+    """Return how `exact_attention` passes such tensors to torch, or None if it has to change an argument first."""
+    given = (q, k, v) if mask is None else (q, k, v, mask)
+    is_changed = q.is_cuda and (
+        any(readable(x) is not x for x in given) or (is_grouped and not _shares_keys(q, v, mask))
+    )
+    if is_changed or (scale is not None and scale < 0):
+        return None
+    named = {"dropout_p": dropout, "is_causal": is_causal, "scale": scale, "enable_gqa": is_grouped}
+    strides = tuple(x.stride() for x in given)
+    return Direct(strides, None if mask is None else mask.dtype, {name: x for name, x in named.items() if x})
+
+
+def is_known(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, known: Direct) -> bool:
+    """Return whether tensors of the same shapes as in a masked call before can be passed to torch as they are too."""
+    strides = q.stride(), k.stride(), v.stride(), mask.stride()
+    together = q.data_ptr() | k.data_ptr() | v.data_ptr() | mask.data_ptr()
+    return strides == known.strides and mask.dtype is known.mask and not together % READ_BYTES
 
 
 def capturable(is_capturing: bool) -> AbstractContextManager[object]:
