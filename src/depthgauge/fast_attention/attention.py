@@ -146,7 +146,9 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
     try:
         if mask is not None and calls.direct is not None and is_known(q, k, v, mask, calls.direct):
             return torch_attention(q, k, v, mask, **calls.direct.arguments)
-        calls.direct = direct(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
+        if not calls.is_new:  # most calls of a growing cache have shapes that do not come back
+            calls.direct = direct(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
+        calls.is_new = False
         return exact_attention(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
     except RuntimeError:
         checked(q, k, v, Options(*options))

@@ -20,11 +20,13 @@ LONGEST_WAIT = 1024
 class ExactCalls:
     """Calls of one kind that are exact without a decision.
 
-    `left` calls remain, of `wait` after the last decision. `direct` is how the last one was passed to torch.
+    `left` calls remain, of `wait` after the last decision. `direct` is how the last one was passed to torch; it is
+    found in the second call, when the record `is_new` no longer.
     """
 
     left: float = 0.0
     wait: float = 0.5
+    is_new: bool = True
     direct: Direct | None = None
 
 

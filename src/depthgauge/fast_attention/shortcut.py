@@ -6,7 +6,7 @@ with its messages, would take as long.
 
 import math
 
-from torch import Tensor
+from torch import Size, Tensor
 
 from depthgauge.fast_attention.decide.cost import CPU, GPU_TRITON
 from depthgauge.fast_attention.problem import DTYPES
@@ -34,21 +34,22 @@ def is_always_exact(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]
         return False
     if mask is not None and (type(mask) is not Tensor or is_causal):
         return False
-    if not _agree(q, k, v, is_grouped):
-        return False
-    return mask is not None or dropout > 0.0 or force is not None or _is_small(q, v, is_causal)
-
-
-def _agree(q: Tensor, k: Tensor, v: Tensor, is_grouped: object) -> bool:
-    """Return whether tensors with four axes have dtypes, devices and shapes that `checked` accepts."""
     dtype, device = q.dtype, q.device
     if k.dtype is not dtype or v.dtype is not dtype or dtype not in DTYPES or k.device != device or v.device != device:
         return False
-    if not q.ndim == k.ndim == v.ndim == 4:
+    shape, values = q.shape, v.shape
+    if not _agree(shape, k.shape, values, is_grouped):
         return False
-    batch, heads, _, d = q.shape
-    key_batch, key_heads, m, key_d = k.shape
-    value_batch, value_heads, value_m, _ = v.shape
+    return mask is not None or dropout > 0.0 or force is not None or _is_small(shape, values, is_causal, q.is_cuda)
+
+
+def _agree(q: Size, k: Size, v: Size, is_grouped: object) -> bool:
+    """Return whether these are shapes with four axes that `checked` accepts."""
+    if not len(q) == len(k) == len(v) == 4:
+        return False
+    batch, heads, _, d = q
+    key_batch, key_heads, m, key_d = k
+    value_batch, value_heads, value_m, _ = v
     if batch != key_batch or batch != value_batch or key_heads != value_heads or m != value_m or d != key_d:
         return False
     if is_grouped is True:
@@ -56,14 +57,14 @@ def _agree(q: Tensor, k: Tensor, v: Tensor, is_grouped: object) -> bool:
     return is_grouped is False and heads == key_heads
 
 
-def _is_small(q: Tensor, v: Tensor, is_causal: bool) -> bool:
+def _is_small(q: Size, v: Size, is_causal: bool, is_cuda: bool) -> bool:
     """Return whether exact attention costs less than the least that the polynomial path can cost.
 
     This is a sufficient condition for `is_never_worth_it`: it neglects the features.
     """
-    rates = GPU_TRITON if q.is_cuda else CPU
-    batch, heads, n, d = q.shape
-    _, key_heads, m, e = v.shape
+    rates = GPU_TRITON if is_cuda else CPU
+    batch, heads, n, d = q
+    _, key_heads, m, e = v
     if is_causal and m > n:
         m = n
     rows, keys = batch * heads * n, batch * key_heads * m
