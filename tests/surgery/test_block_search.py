@@ -10,6 +10,7 @@ from tiny_models import tiny_model, tokens
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.journal import Journal
+from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.shrinker import Shrinker
 
 WIDE = Effort(8, 4, 60, 4, 10**6, 10**6, 0, (1.0, 0.5))
@@ -131,6 +132,29 @@ def test_exchanges_lower_the_objective_and_reach_the_best_pair() -> None:
         work.exchange()
         assert work.swaps
         assert losses[work.student.removed[0]] == min(losses.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_blocks_of_published_methods_are_taken_if_they_are_better(family: str) -> None:
+    """Without exchanges of single blocks, the result is the best of the search and of what the peers would remove."""
+    effort = Effort(8, 4, 60, 4, 10**6, 10**6, 0, (1.0,))
+    taken = set()
+    for seed in range(6):
+        checkpoint = deep(family, 6, seed=seed)
+        with shrinker(checkpoint, repair=False, effort=effort) as work:
+            others = {choose(work.select, 3) for choose in PEERS.values()}
+            losses = {kept: work.repair(kept)[1] for kept in {*others, (0, 1, 2)}}
+            work.student.keep_all_but(())
+            work.journal.put("search", [{"layer": layer, "step": 0.0, "unrepaired": 0.0, "objective": 0.0}
+                                        for layer in (1, 0, 2)])  # fmt: skip
+            work.remove_until(3)
+            work.exchange()
+            removed = work.student.removed
+        assert losses[removed] == min(losses.values())
+        back, instead = ({*layers} for layers in zip(*work.swaps, strict=True)) if work.swaps else (set(), set())
+        assert {0, 1, 2} - back | instead == {*removed}
+        taken.add(removed in others)
+    assert True in taken
 
 
 def test_the_limit_stops_the_search() -> None:

@@ -1,6 +1,6 @@
 """Choose the blocks to remove: greedily, with the best candidates compared after repair, then by exchanges."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,15 +176,16 @@ class Search:
 
 
 def exchange(
-    search: Search, best: float, *, journal: Journal, progress: Step = silent
+    search: Search, others: Iterable[Sequence[int]], *, journal: Journal, progress: Step = silent
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Exchange a removed for a kept block while that lowers the objective after repair.
+    """Compare the result of a search with other sets of blocks, then exchange single blocks while that helps.
 
-    Each set of removed blocks is measured with the blocks before every gap repaired.
+    Every set is measured by the objective on the selection windows after the blocks before its gaps are repaired. The
+    greedy search cannot undo an early removal, so a run of blocks that a published method chooses can be better.
 
     Args:
         search: a finished search.
-        best: the objective of its result.
+        others: sets of as many blocks as the search has removed.
         journal: objectives of sets that were measured before.
         progress: called before every measurement.
 
@@ -192,9 +193,24 @@ def exchange(
         The removed blocks, and the accepted exchanges as (block put back, block removed instead).
     """
     student, effort = search.student, search.effort
-    removed, accepted = student.removed, list[tuple[int, int]]()
-    order, known = search.candidates(), dict[str, float](journal.get("exchanges", {}))
-    back = [step.layer for step in reversed(search.steps)]
+    found, order = student.removed, search.candidates()
+    known: dict[str, float] = dict(journal.get("exchanges", {}))
+
+    def measured(trial: Sequence[int]) -> float:
+        key = ",".join(map(str, sorted(trial)))
+        if key not in known:
+            known[key] = _gaps_repaired(search, trial)
+            journal.put("exchanges", known)
+        return known[key]
+
+    starts = [found, *(tuple(sorted(other)) for other in others)]
+    for done, start in enumerate(starts):
+        progress(done, len(starts), f"without blocks {', '.join(map(str, start))}")
+        measured(start)
+    removed = min(starts, key=measured)
+    accepted = list(zip(sorted({*found} - {*removed}), sorted({*removed} - {*found}), strict=True))
+    latest = [step.layer for step in reversed(search.steps)]
+    back = sorted(removed, key=lambda layer: latest.index(layer) if layer in latest else -1)
     per_block = max(1, effort.swaps // max(1, len(removed)))
     tried = 0
     for one in back:
@@ -204,16 +220,11 @@ def exchange(
                 continue
             progress(tried, effort.swaps, f"exchange block {one} for block {other}")
             tried += 1
-            trial = sorted({*removed, other} - {one})
-            key = ",".join(map(str, trial))
-            if key not in known:
-                known[key] = _gaps_repaired(search, trial)
-                journal.put("exchanges", known)
-            trials[other] = known[key]
-        better = [layer for layer in trials if trials[layer] < best]
+            trials[other] = measured(sorted({*removed, other} - {one}))
+        better = [layer for layer in trials if trials[layer] < measured(removed)]
         if better:
             chosen = min(better, key=lambda layer: trials[layer])
-            best, removed = trials[chosen], tuple(sorted({*removed, chosen} - {one}))
+            removed = tuple(sorted({*removed, chosen} - {one}))
             accepted.append((one, chosen))
     student.keep_all_but(removed)
     return removed, accepted

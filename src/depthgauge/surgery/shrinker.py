@@ -99,11 +99,12 @@ class Shrinker:
                 return
 
     def exchange(self) -> None:
-        """Exchange removed and kept blocks where that helps; `swaps` are the accepted exchanges."""
-        if not self.search.steps or not self.effort.swaps:
+        """Take other blocks than those of the search where that helps; `swaps` are the accepted exchanges."""
+        if not self.search.steps:
             return
-        best = self.search.steps[-1].objective
-        _, accepted = exchange(self.search, best, journal=self.journal, progress=self.progress)
+        count = len(self.search.steps)
+        others = [choose(self.select, count) for choose in PEERS.values()]
+        _, accepted = exchange(self.search, others, journal=self.journal, progress=self.progress)
         self.swaps = tuple(accepted)
 
     def repair(self, removed: Sequence[int]) -> tuple[tuple[RepairStep, ...], float]:

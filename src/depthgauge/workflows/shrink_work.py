@@ -14,6 +14,7 @@ from depthgauge.surgery.certify import Certifier, Measured, measure_windows
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.heal import heal
 from depthgauge.surgery.journal import Journal
+from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject, parse_remove
 
@@ -82,7 +83,7 @@ class Work:
         first, later = layers, min(effort.breadth, layers)
         search = 0.6 * effort.ranking * (first + later * max(0, count - 1))
         search += count * (0.6 * effort.finalists * effort.select * (1 + len(effort.steps)) + 0.8 * fit)
-        exchanges = effort.swaps * (0.8 * fit + effort.select) if count else 0.0
+        exchanges = (1 + len(PEERS) + effort.swaps) * (0.8 * fit + effort.select) if count else 0.0
         repair = 0.0 if not fit else 0.6 * layers * effort.select * len(effort.steps) + 4 * fit
         sizes = 1 if self.limit is None else count
         return search + exchanges + sizes * (repair + len(self.calibration.certify)) + 6 * effort.select
