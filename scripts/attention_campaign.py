@@ -29,10 +29,10 @@ SANITIZER = "compute-sanitizer"
 # Errors of API calls are not counted: libraries probe the driver for symbols that it may lack. A failed launch raises
 # an error in the process anyway. Illegal accesses of kernels are always counted.
 OPTIONS = ("--tool", "memcheck", "--error-exitcode", "1", "--report-api-errors", "no", "--launch-timeout", "0")
-ATTACKED = "--attacked", "--per-kind", "40", "--long", "16000"
-MEMCHECK = "--per-kind", "8", "--largest", "1100"
-ATTACKED_SIZE, MEMCHECK_SIZE = 1000, 200
-"""Calls of one piece: 25 kinds each. Pieces of both campaigns with the same seed use the same compiled kernels."""
+ATTACKED = "--attacked", "--per-kind", "80", "--long", "16000"
+MEMCHECK = "--per-kind", "20", "--largest", "1100"
+ATTACKED_SIZE, MEMCHECK_SIZE = 2000, 200
+"""Calls of one piece: 25 and 10 kinds. Pieces of both campaigns with the same seed share kinds and compiled kernels."""
 TAIL = 60
 """The lines of a failed piece that are printed."""
 

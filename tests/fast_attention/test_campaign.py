@@ -282,9 +282,9 @@ def test_the_driver_runs_pieces_and_reports_failures(
         "print(f\"attention campaign: seed {given['--seed']}, {given['--calls']} calls of 2 kinds, 1 polynomial,\")\n"
     )
     monkeypatch.setattr(campaign, "PIECE", piece)
-    assert campaign.main(["--attacked", "2400", *arguments, str(good)]) == 0
+    assert campaign.main(["--attacked", "4400", *arguments, str(good)]) == 0
     attacked, checked = capsys.readouterr().out.splitlines()[-2:]
-    assert attacked.startswith("attacked calls: 2400 calls of 6 kinds in 3 processes (3 polynomial,")
+    assert attacked.startswith("attacked calls: 4400 calls of 6 kinds in 3 processes (3 polynomial,")
     assert checked.startswith("memcheck: 3 calls of 2 kinds in 1 processes")
     bad = fake_sanitizer(tmp_path, 2)
     assert campaign.main(["--attacked", "0", *arguments, str(bad)]) == 1

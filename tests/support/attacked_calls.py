@@ -161,6 +161,19 @@ def value_range(drawn: Drawn) -> Tensor:
     return width.repeat_interleave(drawn.kind.groups, dim=1)
 
 
+def score_rounding(drawn: Drawn) -> Tensor:
+    """Return how far rounded scores can move an output, as a share of range(v): [batch, query heads, 1, 1].
+
+    A sum of d products differs from q·k by at most (d + 3) units of ‖q‖ ‖k‖, in float32 or float64. If scores differ by
+    δ, every weight has a relative error of at most e^{2δ} − 1, and no output leaves the range.
+    """
+    kind = drawn.kind
+    unit = 2.0**-53 if kind.dtype == torch.float64 else 2.0**-24
+    q, k = (x.detach().double().nan_to_num(0.0, 0.0, 0.0).norm(dim=-1).amax(-1) for x in (drawn.q, drawn.k))
+    error = abs(kind.used_scale) * (kind.d + 3) * unit * q * k.repeat_interleave(kind.groups, dim=1)
+    return torch.expm1(2 * error).clamp(max=1.0)[..., None, None]
+
+
 def is_clean(drawn: Drawn) -> Tensor:
     """Return whether all entries of a head are finite: [batch, query heads, 1, 1]."""
     groups = drawn.kind.groups
@@ -173,8 +186,9 @@ def check_output(drawn: Drawn, plan: Plan, out: Tensor, ref: Reference, peer: Te
     """Compare the output with float64. Return the largest error as a fraction of the allowed error of the plan.
 
     On the polynomial path the error is at most (guarantee + rounding) × range(v) plus the error of storing the result.
-    Exact attention may have twice the error of torch's own call and 8 units of the values. A head may take either path
-    if the call is not forced, or if some of its rows are exact. Beyond the plan, the tolerance decides.
+    Exact attention may have twice the error of torch's own call, 8 units of the values, and the error that rounded
+    scores cause in any kernel. A head may take either path if the call is not forced, or if some of its rows are exact.
+    Beyond the plan, the tolerance decides.
     """
     kind = drawn.kind
     wanted, mine = ref.out, out.detach()[..., ref.rows, :].double()
@@ -189,6 +203,7 @@ def check_output(drawn: Drawn, plan: Plan, out: Tensor, ref: Reference, peer: Te
         share = bound.detach()[..., ref.rows, None].double()
     sizes = largest(drawn.v).repeat_interleave(kind.groups, dim=1)
     by_torch = 2 * largest(theirs - wanted) + 8 * UNITS[kind.dtype] * sizes + plan.output_floor
+    by_torch = by_torch + score_rounding(drawn) * width
     may_be_exact = per_query_head(
         drawn, [float(h.path == "exact" or h.exact_rows > 0 or drawn.force != "polynomial") for h in plan.heads]
     )
