@@ -203,7 +203,7 @@ def check_output(drawn: Drawn, plan: Plan, out: Tensor, ref: Reference, peer: Te
         share = bound.detach()[..., ref.rows, None].double()
     sizes = largest(drawn.v).repeat_interleave(kind.groups, dim=1)
     by_torch = 2 * largest(theirs - wanted) + 8 * UNITS[kind.dtype] * sizes + plan.output_floor
-    by_torch = by_torch + score_rounding(drawn) * width
+    by_torch = by_torch + (score_rounding(drawn) * width).nan_to_num(0.0, 0.0, 0.0)  # heads that are not clean
     may_be_exact = per_query_head(
         drawn, [float(h.path == "exact" or h.exact_rows > 0 or drawn.force != "polynomial") for h in plan.heads]
     )

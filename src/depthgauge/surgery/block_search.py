@@ -211,14 +211,13 @@ def exchange(
     accepted = list(zip(sorted({*found} - {*removed}), sorted({*removed} - {*found}), strict=True))
     latest = [step.layer for step in reversed(search.steps)]
     back = sorted(removed, key=lambda layer: latest.index(layer) if layer in latest else -1)
-    order = [*(one for one, _ in accepted), *order]  # the search preferred the blocks that were put back
     per_block = max(1, effort.swaps // max(1, len(removed)))
     tried = 0
     for one in back:
         trials: dict[int, float] = {}
-        for other in [layer for layer in order if layer not in removed][:per_block]:
-            if tried == effort.swaps:
-                break
+        for other in order[:per_block]:
+            if tried == effort.swaps or other in removed:
+                continue
             progress(tried, effort.swaps, f"exchange block {one} for block {other}")
             tried += 1
             trials[other] = measured(sorted({*removed, other} - {one}))
