@@ -32,6 +32,8 @@ padding = torch.arange(70)[None] > 60
 padded = compiled(lambda q, k, v: dg.attention(q, k, v, key_padding=padding))
 q, k, v = draw(1)
 torch.testing.assert_close(padded(q, k, v), F.scaled_dot_product_attention(q, k[..., :61, :], v[..., :61, :]))
+negative = compiled(lambda q, k, v: dg.attention(q, k, v, is_causal=True, scale=-0.5))
+torch.testing.assert_close(negative(q, k, v), F.scaled_dot_product_attention(-q, k, v, is_causal=True, scale=0.5))
 print("exact attention compiled")
 
 options = {"tolerance": 1e-2, "scale": 1.0}

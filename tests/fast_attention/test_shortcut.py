@@ -233,7 +233,8 @@ def moved(x: Tensor, shift: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"is_causal": True}, {"scale": 0.3}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}]
+    "options",
+    [{}, {"is_causal": True}, {"scale": 0.3}, {"scale": 0.0}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}],
 )
 def test_calls_that_lie_like_an_earlier_one_are_passed_on(options: dict[str, Any], asked: list[str]) -> None:
     given = draw(6, 6)

@@ -122,13 +122,12 @@ def attention(
             )
     # A plain tuple: creating the record would cost two microseconds.
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    if outline is not None and is_always_exact(q, k, v, options):
+        return _by_torch(q, k, v, options, _kinds.refused(outline, is_final=True))
     if plan is not None or torch.compiler.is_compiling():
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
-    if outline is not None:
-        if is_always_exact(q, k, v, options):
-            return _by_torch(q, k, v, options, _kinds.refused(outline, is_final=True))
-        if attn_mask is None:
-            kind = kind_of(q, k, v, outline)
+    if outline is not None and attn_mask is None:
+        kind = kind_of(q, k, v, outline)
     with on_device(q):
         if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
@@ -149,7 +148,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
         if not calls.is_new:  # most calls of a growing cache have shapes that do not come back
             calls.direct = direct(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
         calls.is_new = False
-        return exact_attention(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
+        return exact_attention(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped), is_traced=False)
     except RuntimeError:
         checked(q, k, v, Options(*options))
         raise

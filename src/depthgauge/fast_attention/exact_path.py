@@ -37,19 +37,46 @@ def exact_attention(
     is_causal: bool = False,
     scale: float | None = None,
     is_grouped: bool = False,
+    is_traced: bool | None = None,
 ) -> Tensor:
-    """Compute torch's attention of tensors with any addresses and strides, and with any scale."""
-    if q.is_cuda and not torch.compiler.is_compiling():
-        if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
-            q, k, v = readable(q), readable(k), readable(v)
-        if mask is not None:
-            mask = readable(mask)
-    if is_grouped and q.is_cuda and not _shares_keys(q, v, mask):
-        groups = q.shape[-3] // k.shape[-3]
-        k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
+    """Compute torch's attention of tensors with any addresses and strides, and with any scale.
+
+    `is_traced` is whether torch.compile is tracing the call, so that tensors have no addresses; None looks it up.
+    """
+    if is_traced is None:
+        is_traced = torch.compiler.is_compiling()
+    if q.is_cuda:
+        if not is_traced:
+            if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+                q, k, v = readable(q), readable(k), readable(v)
+            mask = None if mask is None else readable(mask)
+        if is_grouped and not _shares_keys(q, v, mask):
+            groups = q.shape[-3] // k.shape[-3]
+            k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
     if scale is not None and scale < 0:
         q, scale = -q, -scale
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, scale=scale, enable_gqa=is_grouped)
+    named = arguments(dropout, is_causal, scale, is_grouped)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, **named)
+    return F.scaled_dot_product_attention(q, k, v, mask, **named)
+
+
+def arguments(dropout: float, is_causal: bool, scale: float | None, is_grouped: bool) -> dict[str, Any]:
+    """Return the arguments of torch's attention that are not its default: torch takes some time for every other one.
+
+    >>> arguments(0.0, True, 0.0, False)
+    {'is_causal': True, 'scale': 0.0}
+    """
+    named: dict[str, Any] = {}
+    if dropout != 0.0:
+        named["dropout_p"] = dropout
+    if is_causal:
+        named["is_causal"] = True
+    if scale is not None:
+        named["scale"] = scale
+    if is_grouped:
+        named["enable_gqa"] = True
+    return named
 
 
 class Direct(NamedTuple):
@@ -74,9 +101,8 @@ def direct(
     )
     if is_changed or (scale is not None and scale < 0):
         return None
-    named = {"dropout_p": dropout, "is_causal": is_causal, "scale": scale, "enable_gqa": is_grouped}
     strides = tuple(x.stride() for x in given)
-    return Direct(strides, None if mask is None else mask.dtype, {name: x for name, x in named.items() if x})
+    return Direct(strides, None if mask is None else mask.dtype, arguments(dropout, is_causal, scale, is_grouped))
 
 
 def is_known(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, known: Direct) -> bool:
