@@ -7,8 +7,9 @@ all have new tensors, with score sizes that differ by up to 30 %, in alternation
 - exact: scores of a trained model, 1 to 16,384 tokens, where exact attention is chosen.
 - decoding: one query on 4,096 keys and more, one key more at every call, batch 8. cuDNN prepares a plan for every new
   length, which takes tens of milliseconds; this is done before the timed calls, because both sides would pay it.
-- regime: small scores. At 131,072 tokens `attention` must be 40 times as fast as the fastest exact kernel (causal 15,
-  with backward 25, causal with backward 13), and at 8,192 tokens 1.6 times as fast forward.
+- regime: small scores, where no call may take more than 5 % longer. At 131,072 tokens `attention` must be 40 times as
+  fast as the fastest exact kernel (causal 15, with backward 25, causal with backward 13), and at 8,192 tokens 1.6 times
+  as fast forward.
 - host: the time that the Python calls of a forward and a backward pass take at 4,096 tokens with the polynomial path
   forced, at most 0.4 ms.
 - model: a BERT encoder with the sizes of MiniLM and `dg.register_attention`, at most 5 % slower than stock SDPA.
@@ -124,13 +125,13 @@ HEADER = (
 )
 
 
-def is_cheap(ours: float, theirs: float) -> bool:
-    """Return whether a call costs at most SHARE times as much as torch's attention, or MARGIN ms more.
+def is_cheap(ours: float, theirs: float, margin: float = MARGIN) -> bool:
+    """Return whether a call costs at most SHARE times as much as torch's attention, or `margin` ms more.
 
     >>> is_cheap(0.029, 0.02), is_cheap(0.031, 0.02), is_cheap(1.04, 1.0), is_cheap(1.06, 1.0)
     (True, False, True, False)
     """
-    return ours <= max(SHARE * theirs, theirs + MARGIN)
+    return ours <= max(SHARE * theirs, theirs + margin)
 
 
 def polynomial(is_causal: bool) -> Callable[..., Any]:
@@ -150,13 +151,14 @@ def path_of(call: Call, is_causal: bool) -> str:
 
 def measured(
     bench: Bench, section: str, what: str, n: int, path: str, contenders: list[Contender],
-    draw: Callable[[float], Call],
+    draw: Callable[[float], Call], margin: float = MARGIN,
 ) -> Row:  # fmt: skip
     """Time the contenders, the first of which is ours. The row claims that ours is cheap next to SDPA."""
     found = {name: asdict(times) for name, times in compare(contenders, draw, bench.effort, bench.watch).items()}
     mine = found.pop("ours")
-    text = f"{section}, {what}, n = {n}: at most {SHARE:g} × SDPA, or {1e3 * MARGIN:g} µs more"
-    return Row(section, what, n, path, mine, found, {text: is_cheap(mine["median"], found["SDPA"]["median"])})
+    text = f"{section}, {what}, n = {n}: at most {SHARE:g} × SDPA" + f", or {1e3 * margin:g} µs more" * (margin > 0)
+    is_met = is_cheap(mine["median"], found["SDPA"]["median"], margin)
+    return Row(section, what, n, path, mine, found, {text: is_met})
 
 
 def exact_rows(bench: Bench) -> list[Row]:
@@ -211,7 +213,7 @@ def regime_rows(bench: Bench) -> list[Row]:
             path = path_of(draw(1 + VARIATION), is_causal)
             peers = exact_peers(is_causal) if bench.place.device.type == "cuda" else []
             contenders = [ours(is_causal), sdpa(is_causal), *peers]
-            row = measured(bench, "regime", kind, n, path, contenders, draw)
+            row = measured(bench, "regime", kind, n, path, contenders, draw, margin=0.0)
             fastest = min(times["median"] for times in row.peers.values())
             wanted = AT_LARGEST[kind] if n == LARGEST else FROM_THERE if (kind, n) == ("forward", CROSSOVER) else None
             if wanted is not None:

@@ -302,17 +302,46 @@ def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_autocast_does_not_change_the_result(causal: bool) -> None:
-    q, k, v = draw(n=600, d=8)
-    how = {"is_causal": causal, "force": "polynomial"}
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    plain, wanted = dg.attention(q, k, v, **how), dg.attention(*leaves, **how)
-    gradients = torch.autograd.grad(wanted.square().sum(), leaves)
+@pytest.mark.parametrize(("force", "size"), [("polynomial", 1.0), (None, 1.0), (None, 300.0), ("exact", 1.0)])
+def test_autocast_casts_the_tensors_first(force: str | None, size: float, causal: bool) -> None:
+    """As in torch's attention. The guarantee is about the cast tensors, whatever the path is."""
+    q, k, v = draw(n=500, d=8)
+    given = [(size * q), k, v]
+    how: dict[str, Any] = {"is_causal": causal, "force": force, "tolerance": 1e-2}
+    short = [x.bfloat16().requires_grad_() for x in given]
+    wanted = dg.attention(*short, **how)
+    gradients = torch.autograd.grad(wanted.float().square().sum(), short)
+    leaves = [x.clone().requires_grad_() for x in given]
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = dg.attention(*leaves, **how)
+            assert dg.attention_plan(*leaves, **how).path == dg.attention_plan(*short, **how).path
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        for one, other in zip(torch.autograd.grad(found.float().square().sum(), leaves), gradients, strict=True):
+            torch.testing.assert_close(one.bfloat16(), other, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(dg.attention(q, k, v, **how), plain, rtol=0, atol=0)
-        again = dg.attention(*leaves, **how)
-        for one, other in zip(torch.autograd.grad(again.square().sum(), leaves), gradients, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        assert dg.attention(*(x.double() for x in given), **how).dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for its own attention
+@pytest.mark.parametrize("size", [1.0, 300.0])
+def test_transforms_of_functions_use_the_exact_path(size: float) -> None:
+    """Tensors inside torch.vmap and torch.func.grad have no memory that a kernel could read."""
+    q, k, v = draw(n=1200, d=8)
+    q = size * q
+    exact = F.scaled_dot_product_attention(q, k, v)
+    many = [torch.stack([x, 0.5 * x]) for x in (q, k, v)]
+    gradient = torch.autograd.grad(F.scaled_dot_product_attention(p := q.clone().requires_grad_(), k, v).sum(), p)[0]
+    for _ in range(4):
+        found = torch.vmap(dg.attention)(*many)
+        torch.testing.assert_close(found[0], exact)
+        torch.testing.assert_close(torch.func.grad(lambda x: dg.attention(x, k, v).sum())(q), gradient)
+        masked = torch.vmap(lambda m: dg.attention(q[..., :5, :], k, v, attn_mask=m))(torch.zeros(2, 5, k.shape[-2]))
+        torch.testing.assert_close(masked[1], exact[..., :5, :])
+        dg.attention(q, k, v, force="exact")
+    with pytest.raises(InputError, match="vmap"):
+        torch.vmap(lambda *x: dg.attention(*x, force="polynomial"))(*many)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # used by torch for tangents

@@ -21,6 +21,8 @@ def compiled(function):
     return torch.compile(function, backend=sys.argv[1], fullgraph=True)
 
 for is_causal in (False, True):
+    for _ in range(4):
+        dg.attention(*draw(0), is_causal=is_causal)  # calls of the same kind that are not compiled
     twice = compiled(lambda q, k, v: dg.attention(q, k, v, is_causal=is_causal) * 2)
     given = [x.requires_grad_() for x in draw(0)]
     wanted = 2 * F.scaled_dot_product_attention(*given, is_causal=is_causal)
@@ -28,6 +30,9 @@ for is_causal in (False, True):
     torch.testing.assert_close(found, wanted)
     for one, other in zip(*(torch.autograd.grad(x.square().sum(), given) for x in (found, wanted))):
         torch.testing.assert_close(one, other)
+masked = compiled(lambda q, k, v, m: dg.attention(q, k, v, attn_mask=m))
+mask = torch.ones(70, 70).tril().bool()
+torch.testing.assert_close(masked(*draw(0), mask), F.scaled_dot_product_attention(*draw(0), is_causal=True))
 padding = torch.arange(70)[None] > 60
 padded = compiled(lambda q, k, v: dg.attention(q, k, v, key_padding=padding))
 q, k, v = draw(1)

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import depthgauge
-from depthgauge.fast_attention.exact_path import READ_BYTES, exact_attention, readable
+from depthgauge.fast_attention import exact_path
+from depthgauge.fast_attention.exact_path import READ_BYTES, direct, exact_attention, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,13 +76,43 @@ def test_shared_keys_are_repeated_where_no_fast_kernel_shares_them(
     mask = torch.ones(5, 5, dtype=torch.bool).tril() if is_masked else None
     wanted = exact_attention(q, k, v, mask, is_grouped=True)
     asked: list[bool] = []
-    original = F.scaled_dot_product_attention
+    original = exact_path.torch_attention
 
     def watched(*given: Any, **options: Any) -> torch.Tensor:
         asked.append(options.get("enable_gqa", False))
         return original(*given, **options)
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(exact_path, "torch_attention", watched)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     torch.testing.assert_close(exact_attention(q, k, v, mask, is_grouped=True), wanted)
     assert asked == [is_shared]
+
+
+@pytest.mark.parametrize("e", [4, 8])
+def test_a_call_is_direct_if_no_tensor_is_changed_for_it(e: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, e)
+    wide_k, wide_v = (x.repeat_interleave(3, 1) for x in (k, v))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    copies: list[None] = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda *_, **__: copies.append(None))
+    found = direct(q, wide_k, wide_v, None, 0.0, True, 0.0, False)
+    assert found is not None
+    assert found.arguments == {"is_causal": True, "scale": 0.0}
+    assert (direct(q, k, v, None, 0.0, True, 0.3, True) is None) == (e == 8)
+    mask = torch.ones(5, 8, dtype=torch.bool)
+    assert direct(q, k, v, mask[:, :5], 0.0, False, None, True) is None
+    assert direct(q, wide_k, wide_v, mask[:, :5], 0.5, False, None, False) is not None
+    assert direct(q, wide_k, wide_v, None, 0.0, False, -0.3, False) is None
+    shifted = torch.zeros(1 + q.numel())[1:].view(q.shape)
+    for given in ((shifted, wide_k, wide_v), (q, shifted, wide_v)):
+        assert direct(*given, None, 0.0, False, None, False) is None
+    assert not copies
+
+
+def test_attention_does_not_call_itself_in_place_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some users replace torch's function by ours."""
+    q, k, v = (0.01 * torch.randn(1, 1, 4096, 16) for _ in range(3))
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", depthgauge.attention)
+    for _ in range(4):
+        assert torch.equal(depthgauge.attention(q, k, v, force="exact"), wanted)

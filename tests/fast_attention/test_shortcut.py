@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -85,9 +86,13 @@ BAD: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("calls", [0, 3])
 @pytest.mark.parametrize("options", BAD)
-def test_invalid_options_are_not_accepted(options: dict[str, Any]) -> None:
+def test_invalid_options_are_not_accepted(options: dict[str, Any], calls: int) -> None:
     q, k, v = draw(4, 6)
+    for _ in range(calls):
+        dg.attention(q, k, v)
+        dg.attention(q, k, v, attn_mask=torch.zeros(4, 6))
     assert not is_always_exact(q, k, v, tuple(Options(**options)))
     with pytest.raises(InputError):
         dg.attention(q, k, v, **options)
@@ -234,7 +239,14 @@ def moved(x: Tensor, shift: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"is_causal": True}, {"scale": 0.3}, {"scale": 0.0}, {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()}],
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"scale": 0.0},
+        {"attn_mask": torch.ones(1, 6).bool()},
+        {"attn_mask": torch.ones(6, 6, dtype=torch.bool).tril()},
+    ],
 )
 def test_calls_that_lie_like_an_earlier_one_are_passed_on(options: dict[str, Any], asked: list[str]) -> None:
     given = draw(6, 6)
@@ -262,6 +274,60 @@ def test_a_mask_of_another_dtype_is_not_passed_on(asked: list[str]) -> None:
     torch.testing.assert_close(dg.attention(*given, attn_mask=added), wanted)
     torch.testing.assert_close(dg.attention(*given, attn_mask=added), wanted)
     assert asked == ["general", "general", "general", "direct"]
+
+
+def test_numbers_of_other_types_are_converted() -> None:
+    given = draw(6, 6)
+    wanted = F.scaled_dot_product_attention(*given, scale=0.5)
+    for _ in range(4):
+        assert torch.equal(dg.attention(*given, scale=Fraction(1, 2)), wanted)
+        assert torch.equal(dg.attention(*given, scale=0.5, is_causal=0, enable_gqa=0), wanted)
+
+
+def test_calls_with_gradients_shared_keys_and_dropout_are_passed_on(asked: list[str]) -> None:
+    q, k, v = (x.requires_grad_() for x in draw(6, 6, heads=4))
+    wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    gradients = torch.autograd.grad(wanted.sum(), (q, k, v))
+    for _ in range(3):
+        found = dg.attention(q, k, v, enable_gqa=True)
+        assert torch.equal(found, wanted)
+        for one, other in zip(torch.autograd.grad(found.sum(), (q, k, v)), gradients, strict=True):
+            assert torch.equal(one, other)
+    assert asked == ["general", "general", "direct"]
+    for _ in range(3):
+        torch.manual_seed(0)
+        dropped = dg.attention(q, k, v, dropout_p=0.5, enable_gqa=True)
+        torch.manual_seed(0)
+        assert torch.equal(dropped, F.scaled_dot_product_attention(q, k, v, None, 0.5, enable_gqa=True))
+
+
+def test_padded_calls_wait_between_decisions(monkeypatch: pytest.MonkeyPatch) -> None:
+    decided: list[None] = []
+    true_decide = attention_module.decide
+
+    def counted(*args: Any) -> Any:
+        decided.append(None)
+        return true_decide(*args)
+
+    monkeypatch.setattr(attention_module, "decide", counted)
+    monkeypatch.setattr(attention_module, "is_never_worth_it", lambda *_: False)
+    given, padding = [x[..., :40, :] for x in large(0)], torch.arange(40)[None] > 30
+    wanted = dg.attention(*given, key_padding=padding, force="exact")
+    for _ in range(6):
+        assert torch.equal(dg.attention(*given, key_padding=padding), wanted)
+    assert len(decided) == 3
+    with pytest.raises(InputError, match="key_padding"):
+        dg.attention(*given, key_padding=padding.long())
+
+
+def test_padding_is_not_read_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, padding = large(0), torch.arange(2000)[None] > 1500
+    wanted = dg.attention(*given, key_padding=padding, force="exact")
+    monkeypatch.setattr(attention_module, "_is_capturing", lambda _: True)
+    monkeypatch.setattr(Tensor, "__bool__", lambda _: pytest.fail("a number was read"))
+    for is_causal in (False, True):
+        found = dg.attention(*given, key_padding=padding, is_causal=is_causal)
+        assert is_causal or torch.equal(found, wanted) is True
 
 
 def test_a_negative_scale_is_never_passed_on(asked: list[str]) -> None:

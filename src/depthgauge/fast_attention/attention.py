@@ -22,12 +22,23 @@ from depthgauge.fast_attention.exact_path import (
     exact,
     exact_attention,
     exact_heads,
+    exact_reason,
     exact_rows,
+    have_addresses,
     is_known,
 )
 from depthgauge.fast_attention.following import fixed, followed
 from depthgauge.fast_attention.plan import Plan, exact_plan
-from depthgauge.fast_attention.problem import Kind, Options, Problem, Request, checked, is_dual, kind_of
+from depthgauge.fast_attention.problem import (
+    Kind,
+    Options,
+    Outline,
+    Problem,
+    Request,
+    autocast_tensors,
+    checked,
+    kind_of,
+)
 from depthgauge.fast_attention.shortcut import is_always_exact
 from depthgauge.fast_attention.spec import Spec
 
@@ -93,12 +104,13 @@ def attention(
     """
     outline = kind = None
     is_plain = type(q) is type(k) is type(v) is Tensor
-    if is_plain and plan is None and not return_bound and key_padding is None and not is_dynamo_compiling():
+    if is_plain and plan is None and not return_bound and not is_dynamo_compiling():
         # Exact calls without a decision, all in line: next to torch's attention of short sequences, which takes some
         # 30 microseconds, every function of ours would be noticeable.
         try:
             outline = (
                 q.shape, k.shape, v.shape, None if attn_mask is None else attn_mask.shape,
+                None if key_padding is None else key_padding.shape,
                 q.dtype, q.is_cuda, is_grad_enabled() and (q.requires_grad or k.requires_grad),
                 dropout_p, is_causal, tolerance, scale, enable_gqa, force,
             )  # fmt: skip
@@ -108,15 +120,15 @@ def attention(
         if calls is not None and calls.left > 0:
             calls.left -= 1  # infinity stays infinity
             known = calls.direct
-            if (
-                attn_mask is None and known is not None
-                and (q.stride(), k.stride(), v.stride()) == known.strides
-                and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
-            ):  # fmt: skip
-                try:
+            try:
+                if (
+                    attn_mask is None and known is not None
+                    and (q.stride(), k.stride(), v.stride()) == known.strides
+                    and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
+                ):  # fmt: skip
                     return torch_attention(q, k, v, **known.arguments)
-                except RuntimeError:
-                    pass  # below, it is raised again or replaced by one that names the wrong argument
+            except RuntimeError:
+                pass  # below, it is raised again or replaced by one that names the wrong argument
             return _by_torch(
                 q, k, v, (attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force), calls
             )
@@ -126,12 +138,19 @@ def attention(
         return _by_torch(q, k, v, options, _kinds.refused(outline, is_final=True))
     if plan is not None or torch.compiler.is_compiling():
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
-    if outline is not None and attn_mask is None:
+    if _is_autocast(q, k, v):
+        q, k, v, mask = autocast_tensors(q, k, v, attn_mask)
+        with without_autocast(q.device):
+            return attention(
+                q, k, v, mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
+                enable_gqa=enable_gqa, force=force, return_bound=return_bound,
+            )  # fmt: skip
+    if outline is not None and attn_mask is None and key_padding is None and have_addresses(q, k, v):
         kind = kind_of(q, k, v, outline)
     with on_device(q):
         if kind is not None and not _is_capturing(q) and (out := repeated(kind, q, k, v)) is not None:
             return out
-        return _decided(checked(q, k, v, Options(*options)), kind, return_bound)
+        return _decided(checked(q, k, v, Options(*options)), outline, kind, return_bound)
 
 
 _kinds = CallKinds()
@@ -139,18 +158,28 @@ _exact_calls = _kinds.exact.get
 """The record of an outline, or None."""
 
 
+def _is_autocast(*tensors: object) -> bool:
+    """Return whether these are tensors that torch's attention would cast before it uses them."""
+    return all(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in tensors)
+
+
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: ExactCalls) -> Tensor:
     """Compute exact attention of arguments that were not all validated."""
-    mask, dropout, is_causal, _, scale, _, is_grouped, _ = options
+    mask, dropout, is_causal, _, scale, padding, is_grouped, _ = options
+    known = calls.direct
     try:
-        if mask is not None and calls.direct is not None and is_known(q, k, v, mask, calls.direct):
-            return torch_attention(q, k, v, mask, **calls.direct.arguments)
+        if padding is not None:
+            return exact(checked(q, k, v, Options(*options)))
+        if mask is not None and known is not None and is_known(q, k, v, mask, known):
+            return torch_attention(q, k, v, mask, **known.arguments)
+        given = mask, float(dropout), bool(is_causal), None if scale is None else float(scale), bool(is_grouped)
         if not calls.is_new:  # most calls of a growing cache have shapes that do not come back
-            calls.direct = direct(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped))
-        calls.is_new = False
-        return exact_attention(q, k, v, mask, dropout, bool(is_causal), scale, bool(is_grouped), is_traced=False)
-    except RuntimeError:
-        checked(q, k, v, Options(*options))
+            calls.direct = direct(q, k, v, *given)
+        is_first, calls.is_new = calls.is_new, False
+        with capturable(is_first and _is_capturing(q)):
+            return exact_attention(q, k, v, *given, is_traced=False)
+    except (RuntimeError, TypeError, AttributeError):
+        checked(q, k, v, Options(*options))  # a better message than torch's if an argument is invalid
         raise
 
 
@@ -172,20 +201,20 @@ def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Outpu
     return exact(request) if plan.path == "exact" else followed(request, plan)
 
 
-def _decided(request: Request, kind: Kind | None, return_bound: bool) -> Output:
+def _decided(request: Request, outline: Outline | None, kind: Kind | None, return_bound: bool) -> Output:
     """Compute `attention` by a decision, and keep it for later calls of the same kind."""
     flat = bound = None
     is_forced = request.options.force == "polynomial"
-    if exact_reason(request) is None and (is_forced or not _is_capturing(request.q)):
+    # In a capture, numbers cannot be read, not even those of the padding.
+    if (is_forced or not _is_capturing(request.q)) and exact_reason(request) is None:
         problem = request.flat()
         if not is_forced and is_never_worth_it(problem, needs_gradients(request)):
-            if kind is not None:
-                _kinds.refused(kind.outline, is_final=True)
+            if outline is not None:
+                _kinds.refused(outline, is_final=True)
         else:
-            with without_autocast(problem.q.device):
-                decision = decide(request, problem, kind)
-                if _keep(decision, request, kind):
-                    flat, bound = run(problem, decision, return_bound)
+            decision = decide(request, problem, kind)
+            if _keep(decision, request, outline, kind):
+                flat, bound = run(problem, decision, return_bound)
     with capturable(_is_capturing(request.q)):
         out = exact(request) if flat is None else request.shaped(flat)
     if not return_bound:
@@ -193,16 +222,18 @@ def _decided(request: Request, kind: Kind | None, return_bound: bool) -> Output:
     return out, out.new_zeros(out.shape[:-1]) if bound is None else request.shaped(bound)
 
 
-def _keep(decision: Decision, request: Request, kind: Kind | None) -> bool:
+def _keep(decision: Decision, request: Request, outline: Outline | None, kind: Kind | None) -> bool:
     """Keep a decision for later calls of the same kind, and return whether any head has a polynomial."""
     is_fast = any(choice.polynomial is not None for choice in decision.choices)
-    if kind is None:
+    if outline is None:
         return is_fast
     if not is_fast:
         if request.options.force is None:  # a forced call is always decided, because it may have to raise an error
-            _kinds.refused(kind.outline)
+            _kinds.refused(outline)
         return False
-    _kinds.accepted(kind.outline)
+    _kinds.accepted(outline)
+    if kind is None:
+        return True
     is_whole = request.k.shape[-2] == decision.problem.k.shape[1]
     if is_whole and (repeatable := decision.repeatable()) is not None:
         decision.backend(repeatable.degree).remember(kind, repeatable)
@@ -259,6 +290,8 @@ def attention_plan(
         InputError: An argument is invalid, or the polynomial path is forced where it does not exist.
         GuaranteeError: The polynomial path is forced where it cannot meet the tolerance.
     """
+    if _is_autocast(q, k, v):
+        q, k, v, attn_mask = autocast_tensors(q, k, v, attn_mask)
     options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
     request = checked(q, k, v, options)
     reason = exact_reason(request)
@@ -268,26 +301,6 @@ def attention_plan(
     with on_device(q), without_autocast(problem.q.device):
         decision = decide(request, problem)
         return decision.plan(request, notes(problem.q.device), fixed(decision, request))
-
-
-def exact_reason(request: Request) -> str | None:
-    """Return why the request needs the exact path, or None if the polynomial path can compute it."""
-    options, reason = request.options, None
-    if options.attn_mask is not None:
-        reason = "the polynomial path does not support a general mask"
-    elif options.dropout_p > 0:
-        reason = "the polynomial path does not support dropout"
-    elif options.key_padding is not None and bool(options.key_padding.all(dim=-1).any()):
-        reason = "a batch has padding keys only"
-    elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
-        reason = "q, k or v is empty"
-    elif is_dual(request.q, request.k, request.v):
-        reason = "the polynomial path does not support forward-mode derivatives"
-    elif options.is_causal and options.key_padding is not None and bool(options.key_padding[..., 0].any()):
-        reason = "the first key is padding, so the first causal row has no key"
-    if reason is not None and options.force == "polynomial":
-        raise InputError(f'force="polynomial" is not possible: {reason}; leave force unset')
-    return 'force="exact" was given' if reason is None and options.force == "exact" else reason
 
 
 def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Decision:

@@ -15,12 +15,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
+from depthgauge.errors import InputError
 from depthgauge.fast_attention.naive import visible
-from depthgauge.fast_attention.problem import Problem, Request
+from depthgauge.fast_attention.problem import Problem, Request, is_dual
 
 MASK_ENTRIES = 2**27
 """The largest number of mask entries that are created at once."""
@@ -46,7 +47,7 @@ def exact_attention(
     if is_traced is None:
         is_traced = torch.compiler.is_compiling()
     if q.is_cuda:
-        if not is_traced:
+        if not is_traced and have_addresses(q, k, v):
             if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
@@ -57,8 +58,18 @@ def exact_attention(
         q, scale = -q, -scale
     named = arguments(dropout, is_causal, scale, is_grouped)
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, **named)
-    return F.scaled_dot_product_attention(q, k, v, mask, **named)
+        return torch_attention(q, k, v, **named)
+    return torch_attention(q, k, v, mask, **named)
+
+
+def have_addresses(*tensors: Tensor) -> bool:
+    """Return whether the tensors have memory of their own. Those inside torch.vmap and torch.func.grad have none."""
+    try:
+        for x in tensors:
+            x.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def arguments(dropout: float, is_causal: bool, scale: float | None, is_grouped: bool) -> dict[str, Any]:
@@ -96,9 +107,9 @@ def direct(
 ) -> Direct | None:  # fmt: skip
     """Return how `exact_attention` passes such tensors to torch, or None if it has to change an argument first."""
     given = (q, k, v) if mask is None else (q, k, v, mask)
-    is_changed = q.is_cuda and (
-        any(readable(x) is not x for x in given) or (is_grouped and not _shares_keys(q, v, mask))
-    )
+    if not have_addresses(*given):
+        return None
+    is_changed = q.is_cuda and (not all(map(is_readable, given)) or (is_grouped and not _shares_keys(q, v, mask)))
     if is_changed or (scale is not None and scale < 0):
         return None
     strides = tuple(x.stride() for x in given)
@@ -131,20 +142,23 @@ def _are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
 
 
-def readable(x: Tensor) -> Tensor:
-    """Return x, or a copy if its address or a stride is not a multiple of READ_BYTES.
+def is_readable(x: Tensor) -> bool:
+    """Return whether torch's kernels can read x: its address and its strides are multiples of READ_BYTES.
 
     Strides do not matter if the width is not a multiple of READ_BYTES either: torch does not read such rows at once.
 
     >>> x = torch.zeros(3, 8)
-    >>> readable(x) is x, readable(x[:, 4:]).stride(), readable(x[:, 1:5]).stride()
-    (True, (8, 1), (4, 1))
+    >>> is_readable(x), is_readable(x[:, 4:]), is_readable(x[:, 1:5])
+    (True, True, False)
     """
     step = READ_BYTES // x.element_size()
     is_wide = x.ndim > 0 and x.shape[-1] % step == 0
-    if x.data_ptr() % READ_BYTES == 0 and not (is_wide and _has_odd_stride(x, step)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.data_ptr() % READ_BYTES == 0 and not (is_wide and _has_odd_stride(x, step))
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x, or a copy that torch's kernels can read."""
+    return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _has_odd_stride(x: Tensor, step: int) -> bool:
@@ -156,6 +170,28 @@ def _has_odd_stride(x: Tensor, step: int) -> bool:
     return together % step != 0 and any(
         stride % step for size, stride in zip(x.shape[:-1], strides, strict=True) if size > 1
     )
+
+
+def exact_reason(request: Request) -> str | None:
+    """Return why the request needs the exact path, or None if the polynomial path can compute it."""
+    options, reason = request.options, None
+    if options.attn_mask is not None:
+        reason = "the polynomial path does not support a general mask"
+    elif options.dropout_p > 0:
+        reason = "the polynomial path does not support dropout"
+    elif options.key_padding is not None and bool(options.key_padding.all(dim=-1).any()):
+        reason = "a batch has padding keys only"
+    elif request.q.numel() == 0 or request.k.numel() == 0 or request.v.numel() == 0:
+        reason = "q, k or v is empty"
+    elif is_dual(request.q, request.k, request.v):
+        reason = "the polynomial path does not support forward-mode derivatives"
+    elif not have_addresses(request.q, request.k, request.v):
+        reason = "the polynomial path does not support torch.vmap and torch.func"
+    elif options.is_causal and options.key_padding is not None and bool(options.key_padding[..., 0].any()):
+        reason = "the first key is padding, so the first causal row has no key"
+    if reason is not None and options.force == "polynomial":
+        raise InputError(f'force="polynomial" is not possible: {reason}; leave force unset')
+    return 'force="exact" was given' if reason is None and options.force == "exact" else reason
 
 
 def exact(request: Request) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import numbers
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -128,6 +128,16 @@ def is_dual(*tensors: Tensor) -> bool:
         forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
         for x in tensors
     )
+
+
+def autocast_tensors(*tensors: Tensor | None) -> list[Any]:
+    """Return the tensors as torch's attention gets them under autocast: float64 and masks of bools are not cast."""
+    return [
+        x.to(torch.get_autocast_dtype(x.device.type))
+        if x is not None and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    ]
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
