@@ -66,7 +66,9 @@ class Workflow(ModuleType):
 
     def plan_shrink(self, model: Any, options: Any = None, **given: Any) -> PlanRecord:
         self._call("plan_shrink", model, options, **given)
-        return check_shrink(self.document).plan
+        plan = check_shrink(self.document).plan
+        Path(given["out"]).write_text(plan.dump(), encoding="utf-8")
+        return plan
 
 
 @pytest.fixture

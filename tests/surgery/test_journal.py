@@ -12,7 +12,17 @@ def test_entries_are_read_again(tmp_path: Path) -> None:
     folder = journal_folder(tmp_path / "out")
     Journal(folder, {"seed": 1}).put("search", [1, 2])
     assert Journal(folder, {"seed": 1}, resume=True).get("search") == [1, 2]
+    (folder / "heal-1-2.pt").write_bytes(b"states of the interrupted run")
+    (folder / ".0123456789abcdef.partial").write_bytes(b"cut short")
     assert Journal(folder, {"seed": 1}).get("search") is None
+    assert not folder.exists()  # a new run does not continue the healing of another one
+
+
+def test_the_name_of_a_folder_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert journal_folder(".") == tmp_path.with_name(tmp_path.name + ".partial")
+    with pytest.raises(InputError, match="give the name"):
+        journal_folder("/")
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:

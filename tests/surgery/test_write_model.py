@@ -23,7 +23,7 @@ from depthgauge.errors import InputError, OutputError
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.model_card import CardFacts, contiguous, mergekit_plan, model_card, ranges
-from depthgauge.surgery.write_model import check_output_directory, write_model
+from depthgauge.surgery.write_model import check_output_directory, remove_unfinished, write_model
 
 HERE = Placement(device="cpu")
 
@@ -294,6 +294,10 @@ def test_a_killed_process_leaves_no_final_directory(tmp_path: Path) -> None:
     assert left.startswith(".")
     assert left.endswith(".partial")
     assert names(tmp_path / left) == {"model.safetensors"}  # it was killed in the middle
+    (tmp_path / ".other.0123456789abcdef.partial").mkdir()
+    (tmp_path / ".0123456789abcdef.partial").mkdir()  # what --overwrite was about to replace
+    remove_unfinished(tmp_path / "out")
+    assert names(tmp_path) == {".other.0123456789abcdef.partial", ".0123456789abcdef.partial"}
 
 
 # --- the texts beside the model ---------------------------------------------------------------------------------------

@@ -144,6 +144,93 @@ def test_a_limit_is_kept_on_the_certify_windows(llama: Path, text: Path) -> None
         strict.save("nowhere")
 
 
+def test_the_dense_loss_of_a_limit_is_that_of_the_source(llama: Path, text: Path) -> None:
+    """The search repairs layers of the model in memory, which must not change what the result is compared with."""
+    limited = quick(llama, text, max_increase=50.0).record
+    assert any(step.step for step in limited.plan.search)
+    counted = quick(llama, text, remove=3).record
+    assert counted.plan.calibration.sha256 == limited.plan.calibration.sha256
+    assert limited.loss.dense == counted.loss.dense
+
+
+def test_a_plan_of_a_limited_run_counts_the_sizes_that_were_tested(llama: Path, text: Path) -> None:
+    """The certify windows chose the size, so a run that follows its plan has a bound at a higher confidence."""
+    limited = quick(llama, text, max_increase=50.0)
+    followed = shrink(llama, plan=limited.plan).record
+    once = quick(llama, text, remove=3).record
+    assert followed.removed == once.removed
+    assert followed.guarantee is not None
+    assert once.guarantee is not None
+    assert followed.guarantee.limit is None
+    assert followed.guarantee.mean.increase is not None
+    assert once.guarantee.mean.increase is not None
+    assert followed.guarantee.mean.increase > once.guarantee.mean.increase
+
+
+def test_a_mean_that_cannot_be_proved_is_refused_before_the_search(llama: Path, text: Path) -> None:
+    labels: list[str] = []
+    with pytest.raises(InputError, match=r"even if the loss does not grow; allow more"):
+        quick(
+            llama, text, max_increase=0.001, guarantee="mean", progress=lambda done, total, label: labels.append(label)
+        )
+    assert not any(label.startswith("removal") for label in labels)
+
+
+def test_half_precision_is_certified_as_it_is_reported(llama: Path, text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(half)
+    AutoTokenizer.from_pretrained(llama).save_pretrained(half)
+    limited = quick(half, text, max_increase=50.0)
+    assert limited.model.dtype == torch.bfloat16
+    (last,) = (one for one in limited.record.guarantee.tested if one.removed == len(limited.record.removed))
+    from depthgauge.workflows.shrink_work import certifier_of
+
+    assert limited.finished is not None
+    finished = limited.finished
+    certifier = certifier_of(finished.subject, finished.calibration, finished.made.dense)
+    assert last.bound == pytest.approx(certifier.quantile(finished.measured()).increase, rel=1e-9)
+
+
+def test_another_text_is_not_mixed_into_a_resumed_run(llama: Path, text: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.txt"
+    own.write_text(text.read_text())
+
+    def interrupt(done: int, total: int, label: str) -> None:
+        if label.startswith("removal 2"):
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        quick(llama, own, remove=2, out=out, progress=interrupt)
+    words = own.read_text().split()
+    own.write_text(" ".join(words[7:] + words[:7]))
+    with pytest.raises(InputError, match="was started with calibration"):
+        quick(llama, own, remove=2, out=out, resume=True)
+    (out.with_name("out.partial") / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="has files that no interrupted run left there"):
+        quick(llama, own, remove=2, out=out, overwrite=True)
+    assert (out.with_name("out.partial") / "mine.txt").read_text() == "mine"
+
+
+def test_a_plan_is_refused_for_another_model_in_memory(llama: Path, text: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+    tokenizer, model = AutoTokenizer.from_pretrained(llama), AutoModelForCausalLM.from_pretrained(llama)
+    plan = plan_shrink(model, tokenizer=tokenizer, window=16, effort="quick", text=text, remove=1)
+    config = model.config.__class__.from_dict(model.config.to_dict() | {"num_hidden_layers": 2, "layer_types": None})
+    with pytest.raises(InputError, match="of 4 layers, and this is a llama model of 2 layers"):
+        shrink(LlamaForCausalLM(config), tokenizer=tokenizer, plan=plan)
+
+
+def test_a_share_of_samples_needs_a_text(llama: Path) -> None:
+    with pytest.raises(InputError, match="needs --text"):
+        quick(llama, None, remove=1, sampled=0.3)
+    with pytest.raises(InputError, match="a share from 0 to 1"):
+        quick(llama, None, remove=1, sampled=7.0)
+
+
 def test_without_text_the_samples_are_used(llama: Path) -> None:
     record = quick(llama, None, remove=1).record
     assert record.guarantee is not None
@@ -264,4 +351,4 @@ def test_a_killed_run_is_resumed_with_the_same_plan(
     assert resumed.plan.removed == uninterrupted.plan.removed
     ours, theirs = uninterrupted.model.state_dict(), load_file(out / "model.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == ["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -72,7 +72,7 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
     if token is None:
         if choice == "yes":
             name = "the model" if source is None else source.path
-            raise InputError(f"--bos yes needs a BOS token; the tokenizer of {name} has none. Use --bos auto")
+            raise InputError(f"--bos yes needs a BOS token; the tokenizer of {name} has none; use --bos auto")
         return start
     if choice == "no":
         return start.without_bos(token, "--bos no")

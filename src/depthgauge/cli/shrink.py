@@ -129,13 +129,10 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
 
 
 def _search(model: Path, options: ShrinkOptions, out: Path, resume: bool, overwrite: bool) -> "PlanRecord":
-    from depthgauge._io import write_text
     from depthgauge.workflows.shrink import plan_shrink
 
     with progress_bar("searching") as progress:
-        plan = plan_shrink(model, options, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note)
-    write_text(out, plan.dump())
-    return plan
+        return plan_shrink(model, options, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note)
 
 
 def _fail_without_model(record: "ShrinkRecord") -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.bootstrap import bootstrap
+from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     GuaranteeRecord,
@@ -203,8 +204,25 @@ class Certifier:
             p_value = mean_p_value(self._increases(shrunk, mixed=True), limit, self._ceiling())
         return largest_passing([p_value], self.confidence) is not None
 
+    def require_reachable(self, limit: float, kind: str) -> None:
+        """Raise if the mean could not be bounded by the limit even if no window changed."""
+        if kind != "mean":
+            return
+        least = self.mean(self.dense)
+        if least.increase is not None and least.increase > limit:
+            raise InputError(
+                f"--max-increase {limit:g} cannot be proved for the mean with {least.windows} certify windows: the "
+                f"bound is {least.increase:.3g} even if the loss does not grow; allow more, use --effort high, or "
+                "--guarantee quantile"
+            )
+
     def record(
-        self, shrunk: Measured, limit: float | None = None, kind: str = "", tested: Sequence[TestedSize] = ()
+        self,
+        shrunk: Measured,
+        limit: float | None = None,
+        kind: str = "",
+        tested: Sequence[TestedSize] = (),
+        looks: int = 1,
     ) -> GuaranteeRecord:
         """Return both guarantees with their assumption.
 
@@ -217,8 +235,10 @@ class Certifier:
             limit: the limit that sizes were tested against, or None.
             kind: which guarantee was tested, `quantile` or `mean`.
             tested: the sizes that were tested.
+            looks: how many sizes an earlier run may have tested on these windows.
         """
-        quantile, mean = self.quantile(shrunk, max(1, len(tested))), self.mean(shrunk, max(1, len(tested)))
+        looks = max(looks, len(tested))
+        quantile, mean = self.quantile(shrunk, looks), self.mean(shrunk, looks)
         if limit is not None and kind == "quantile":
             quantile = msgspec.structs.replace(quantile, increase=limit)
         if limit is not None and kind == "mean":

@@ -1,7 +1,8 @@
 """A record of finished steps, so that an interrupted run can be resumed with the same result."""
 
 import json
-import shutil
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ SCHEMA = "depthgauge.shrink-partial/1"
 
 def journal_folder(out: str | Path) -> Path:
     """Return the folder that keeps the steps of an interrupted run that writes `out`."""
-    path = Path(out)
-    return path.with_name(path.name + ".partial")
+    path = Path(os.path.abspath(out))
+    if not path.name:
+        raise InputError(f"cannot write {out}: give the name of a new directory")
+    return Path(out).with_name(path.name + ".partial") if Path(out).name else path.with_name(path.name + ".partial")
 
 
 class Journal:
@@ -33,8 +36,23 @@ class Journal:
         """
         self.folder, self.about = folder, json.loads(json.dumps(about))
         self.entries: dict[str, Any] = {}
-        if folder is not None and resume and (folder / "journal.json").is_file():
+        self._before: dict[str, Any] = {}
+        if folder is None:
+            return
+        if folder.is_dir() and any(not _is_own(path) for path in folder.iterdir()):
+            raise InputError(
+                f"{folder} has files that no interrupted run left there; move them, or choose another --out"
+            )
+        if not resume:
+            self.delete()
+        elif (folder / "journal.json").is_file():
             self.entries = self._read(folder / "journal.json")
+
+    def describe(self, name: str, value: Any) -> None:
+        """Add to the description of the run. An interrupted run must have had the same."""
+        if self.entries:
+            self._require(name, value)
+        self.about[name] = json.loads(json.dumps(value))
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return an entry."""
@@ -54,19 +72,35 @@ class Journal:
 
     def delete(self) -> None:
         """Delete the journal of a run that has finished."""
-        if self.folder is not None and self.folder.is_dir():
-            shutil.rmtree(self.folder)
+        if self.folder is None or not self.folder.is_dir():
+            return
+        for path in list(self.folder.iterdir()):
+            if _is_own(path):
+                path.unlink()
+        with suppress(OSError):  # somebody else has put a file there meanwhile
+            self.folder.rmdir()
 
     def _read(self, path: Path) -> dict[str, Any]:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            before, entries = document["about"], dict(document["entries"])
+            self._before, entries = dict(document["about"]), dict(document["entries"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} is damaged: {error}; delete {path.parent} and start again") from error
         for name, value in self.about.items():
-            if before.get(name) != value:
-                raise InputError(
-                    f"{path.parent} was started with {name} {before.get(name)!r}, now it is {value!r}; repeat the "
-                    "first command, or delete that folder to start again"
-                )
+            self._require(name, value)
         return entries
+
+    def _require(self, name: str, value: Any) -> None:
+        """Raise if the interrupted run had another description."""
+        before = self._before.get(name)
+        if before != value:
+            raise InputError(
+                f"{self.folder} was started with {name} {before!r}, now it is {value!r}; repeat the first command, or "
+                "delete that folder to start again"
+            )
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether a file is part of a journal: its entries, the states of healing, or a write that was cut short."""
+    is_cut_short = path.name.startswith(".") and path.name.endswith(".partial")
+    return path.is_file() and (path.name == "journal.json" or path.name.startswith("heal-") or is_cut_short)

@@ -1,11 +1,13 @@
 """Write a model to a new directory: complete under its final name, or not there at all.
 
 The files are written to a temporary directory next to the output, synchronized with the disk, and the directory is
-renamed. A process that is killed before the rename leaves a hidden directory `.….partial`, which may be deleted.
+renamed. A process that is killed before the rename leaves a hidden directory `.NAME.….partial`, which
+`remove_unfinished` deletes.
 """
 
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +111,7 @@ def write_model(
     """
     check_output_directory(out, source, overwrite)
     target = _target(out)
-    temporary = target.parent / _hidden_name()
+    temporary = target.parent / f".{target.name}{_hidden_name()}"
     try:
         temporary.mkdir()
         with quiet(), _plain_generation_config(model):
@@ -146,6 +148,15 @@ def _target(out: str | Path) -> Path:
     except OSError as error:  # a name that is too long, for example
         raise InputError(f"cannot write {given}: {error.strerror or error}; give another --out") from error
     return target
+
+
+def remove_unfinished(out: str | Path) -> None:
+    """Delete what killed processes left while they wrote to `out`."""
+    target = _target(out)
+    unfinished = re.compile(re.escape(f".{target.name}") + r"\.[0-9a-f]{16}\.partial")
+    for path in list(target.parent.iterdir()):
+        if unfinished.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _hidden_name() -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthgauge._io import write_text
 from depthgauge._version import __version__
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
@@ -13,10 +14,11 @@ from depthgauge.report.write import write_report
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.journal import Journal, journal_folder
-from depthgauge.surgery.write_model import check_output_directory
+from depthgauge.surgery.speed import weight_bytes
+from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.workflows.partial import no_message
 from depthgauge.workflows.shrink_output import Finished, finish, unreached, write_result
-from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, with_plan
+from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, weights_digest, with_plan
 from depthgauge.workflows.shrink_work import Work
 
 
@@ -136,7 +138,7 @@ def plan_shrink(
         model: a checkpoint directory, a GGUF file, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`. A number of blocks is needed.
         tokenizer: the tokenizer of a model in memory.
-        out: the file the plan will be written to; the steps of an interrupted search are kept next to it.
+        out: a file to write the plan to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
         overwrite: start again where an interrupted search left its steps.
         progress: called with (done, total, label) as the work advances.
@@ -153,6 +155,8 @@ def plan_shrink(
     with work.shrinker() as shrinker:
         removed = work.search(shrinker)
         found = work.plan_record(shrinker, removed)
+    if out is not None:
+        write_text(Path(out), found.dump())
     work.journal.delete()
     return found
 
@@ -183,7 +187,11 @@ def _prepare(
 
     def check(source: Any) -> None:
         if out is not None:
-            check_output_directory(out, source, overwrite)
+            # A GGUF file is quantized, so the size of what is written is not known yet.
+            needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
+            check_output_directory(out, source, overwrite, needed)
+            if resume:
+                remove_unfinished(out)
         if place is not None and journal_folder(place).exists() and not resume and not overwrite:
             raise InputError(
                 f"{journal_folder(place)} belongs to an interrupted run; continue it with --resume, or use --overwrite "
@@ -199,8 +207,11 @@ def _prepare(
         "removed": None if followed is None else list(followed.removed),
         "window": [list(subject.start.before), list(subject.start.after)],
     }
+    if not subject.files:
+        about["weights"] = weights_digest(subject.checkpoint.model)
     journal = Journal(None if place is None else journal_folder(place), about, resume)
     calibration = subject.calibrate(progress, message)
+    journal.describe("calibration", calibration.digest())
     if followed is not None and followed.calibration.sha256 != calibration.digest():
         message("the calibration windows differ from those of the plan (another text, device or version)")
     return Work(subject, calibration, journal, followed, progress, message)

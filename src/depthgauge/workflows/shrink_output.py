@@ -1,6 +1,5 @@
 """The end of `shrink`: measure speed, write the model, verify it in a fresh process, and describe the result."""
 
-import copy
 import platform
 import time
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from depthgauge.results.shrink_record import (
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import SHARE, Measured, guaranteed, loss_record, measure_windows, text_records
-from depthgauge.surgery.extract import cast
 from depthgauge.surgery.guarantee import ASSUMPTION, mixed_loss
 from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
 from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import write_model
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject
-from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of
+from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of, computed_like
 
 RECORD = "depthgauge.json"
 """The file next to a shrunk model that holds its record."""
@@ -58,7 +56,7 @@ class Finished:
         """Measure the shrunk model in memory on the certify windows."""
         model, dense = self.made.model, self.subject.checkpoint.model
         return measure_windows(
-            model if model.dtype == dense.dtype else cast(copy.deepcopy(model), dense.dtype),
+            computed_like(dense, model),
             self.calibration.certify.ids,
             decoder=self.subject.decoder,
             dense=self.made.dense,
@@ -76,9 +74,12 @@ class Finished:
         subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
         checkpoint, source = subject.checkpoint, subject.checkpoint.source
         limit, kind = subject.settings.max_increase, subject.settings.guarantee or QUANTILE
-        if not made.tested:  # a plan fixes the size, whatever limit it was made for
-            limit = None
-        guarantee = certifier_of(subject, self.calibration, made.dense).record(shrunk, limit, kind, made.tested)
+        looks = 1
+        if not made.tested and limit is not None:
+            # The size comes from a plan that was made for a limit: it may have been chosen on these windows.
+            limit, looks = None, max(1, len(made.plan.search))
+        certifier = certifier_of(subject, self.calibration, made.dense)
+        guarantee = certifier.record(shrunk, limit, kind, made.tested, looks)
         speed = self.speed
         return ShrinkRecord(
             version=__version__,
@@ -175,8 +176,7 @@ def finish(subject: Subject, made: Made, calibration: Calibration, started: floa
     progress(0, 1, "speed of both models")
     dense = subject.checkpoint.model
     # Half precision is slow on a CPU: compare the models in the dtype in which the dense one was loaded.
-    computed = made.model if made.model.dtype == dense.dtype else cast(copy.deepcopy(made.model), dense.dtype)
-    speed = compare_speed(dense, computed, calibration.certify.ids[:1])
+    speed = compare_speed(dense, computed_like(dense, made.model), calibration.certify.ids[:1])
     return Finished(subject, calibration, made, speed, started, progress)
 
 

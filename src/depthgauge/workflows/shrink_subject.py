@@ -148,6 +148,8 @@ def check_shrink_options(options: ShrinkOptions) -> None:
         require_count("heal", options.heal, "the number of training steps after the repair")
         if options.no_repair:
             raise InputError("--heal trains the weights and --no-repair keeps them; leave one of them out")
+    if options.sampled is not None and not 0 <= options.sampled <= 1:
+        raise InputError(f"sampled must be a share from 0 to 1, got {options.sampled!r}")
     require_seed(options.seed or 0)
 
 
@@ -208,8 +210,8 @@ def open_subject(
         raise InputError(f"cannot read {model}: no such file or directory")
     if target.network is not None or target.kind != "checkpoints" or target.path is None:
         raise InputError(
-            f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file. Use "
-            "`depthgauge collapse` for network files"
+            f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file, and "
+            "`depthgauge collapse` is for network files"
         )
     placement = Placement(
         dtype=settings.dtype or "auto",
@@ -260,6 +262,11 @@ def _from_memory(
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
     require_supported(checkpoint)
+    if plan is not None and (plan.layers, plan.family) != (checkpoint.layers, str(checkpoint.config.model_type)):
+        raise InputError(
+            f"the plan was made for a {plan.family} model of {plan.layers} layers, and this is a "
+            f"{checkpoint.config.model_type} model of {checkpoint.layers} layers; make a new plan"
+        )
     _check_kind(settings, checkpoint.objective == "loss", checkpoint.name)
     if settings.remove is not None:
         parse_remove(settings.remove, checkpoint.layers, checkpoint.name)
@@ -274,6 +281,11 @@ def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
     if decoder:
         if settings.objective == "states":
             raise InputError("objective states is for encoders; use loss or kl")
+        if settings.sampled is not None and settings.sampled != 1 and not settings.text:
+            raise InputError(
+                f"--sampled {settings.sampled:g} needs --text: without text, all windows are sampled from the model; "
+                "give a text, or leave --sampled out"
+            )
         return
     if settings.max_increase is not None:
         raise InputError(
@@ -328,6 +340,14 @@ def _stored_dtype(config: Any) -> torch.dtype | None:
     if isinstance(found, str):
         found = getattr(torch, found, None)
     return found if isinstance(found, torch.dtype) else None
+
+
+def weights_digest(model: Any) -> str:
+    """Return a digest of the weights of a model in memory: names, shapes and sums of the tensors."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        found.update(f"{name} {tuple(tensor.shape)} {float(tensor.detach().double().sum())!r}".encode())
+    return found.hexdigest()
 
 
 def _digests(source: Source) -> dict[str, str]:

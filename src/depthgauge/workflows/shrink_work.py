@@ -1,5 +1,6 @@
 """The steps of `shrink` between the calibration windows and the finished model."""
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,11 +116,12 @@ class Work:
         """Test sizes from gentle to harsh on the certify windows, and make the largest one that passes."""
         settings, limit = self.subject.settings, self.limit
         assert limit is not None
-        shrinker.remove_until(len(shrinker.runner) - 1, _BEYOND * limit)
-        order = [step.layer for step in shrinker.steps]
-        dense = self._dense()
+        dense = self._dense()  # first: the search changes the weights of the model
         certifier = certifier_of(self.subject, self.calibration, dense)
         kind = settings.guarantee or QUANTILE
+        certifier.require_reachable(limit, kind)
+        shrinker.remove_until(len(shrinker.runner) - 1, _BEYOND * limit)
+        order = [step.layer for step in shrinker.steps]
         best: Made | None = None
         tested: list[TestedSize] = []
         last = 0.0
@@ -132,7 +134,11 @@ class Work:
                 shrinker, Made(model, self.plan_record(shrinker, removed), repair, None, (), dense), value
             )
             measured = measure_windows(
-                made.model, self.calibration.certify.ids, decoder=True, progress=self.progress, label=f"size {size}"
+                computed_like(self.subject.checkpoint.model, made.model),
+                self.calibration.certify.ids,
+                decoder=True,
+                progress=self.progress,
+                label=f"size {size}",
             )
             passed = certifier.passes(measured, limit, kind)
             found = certifier.quantile(measured) if kind == "quantile" else certifier.mean(measured)
@@ -205,6 +211,11 @@ class Work:
             settings=settings,
             calibration=subject.calibration_record(self.calibration),
         )
+
+
+def computed_like(dense: Any, shrunk: Any) -> Any:
+    """Return the shrunk model, or a copy that computes in the dtype of the dense model if this is another one."""
+    return shrunk if shrunk.dtype == dense.dtype else cast(copy.deepcopy(shrunk), dense.dtype)
 
 
 def certifier_of(subject: Subject, calibration: Calibration, dense: Measured) -> Certifier:
