@@ -16,7 +16,7 @@ from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import DECODERS, ENCODERS, tiny_model
 
 from depthgauge.checkpoints.library import quiet
-from depthgauge.errors import InputError
+from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.journal import journal_folder
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
@@ -222,6 +222,49 @@ def test_a_plan_is_refused_for_another_model_in_memory(llama: Path, text: Path) 
     config = model.config.__class__.from_dict(model.config.to_dict() | {"num_hidden_layers": 2, "layer_types": None})
     with pytest.raises(InputError, match="of 4 layers, and this is a llama model of 2 layers"):
         shrink(LlamaForCausalLM(config), tokenizer=tokenizer, plan=plan)
+
+
+def test_the_dtype_of_the_files_is_kept_if_the_config_names_none(llama: Path, text: Path, tmp_path: Path) -> None:
+    source = save(tmp_path / "model", "llama", torch.float16)
+    config = json.loads((source / "config.json").read_text())
+    config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    (source / "config.json").write_text(json.dumps(config))
+    assert quick(source, text, remove=1).model.dtype == torch.float16
+
+
+def test_heads_of_encoders_are_named(text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, LlamaModel
+
+    source = save(tmp_path / "plain", "bert")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    masked = AutoModelForMaskedLM.from_config(AutoModel.from_pretrained(source).config)
+    with pytest.raises(InputError, match=r"BertForMaskedLM has a head .* model.base_model"):
+        quick(masked, text, remove=1, tokenizer=tokenizer)
+    assert quick(masked.base_model, text, remove=1, tokenizer=tokenizer).record.layers_after == LAYERS - 1
+    masked.save_pretrained(tmp_path / "masked")
+    tokenizer.save_pretrained(tmp_path / "masked")
+    notes = quick(tmp_path / "masked", text, remove=1).record.notes
+    assert "the source is a BertForMaskedLM; its encoder was shrunk, and its head was left out" in notes
+    bare = LlamaModel(AutoModel.from_pretrained(save(tmp_path / "llama", "llama")).config)
+    with pytest.raises(DepthgaugeError, match="decoder without its output head"):
+        quick(bare, text, remove=1, tokenizer=tokenizer)
+
+
+def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    places: dict[str, str] = {
+        "model.embed_tokens": "cpu",
+        "model.norm": "cpu",
+        "model.rotary_emb": "cpu",
+        "lm_head": "cpu",
+    }
+    places |= {f"model.layers.{layer}": "disk" if layer % 2 else "cpu" for layer in range(LAYERS)}
+    model = AutoModelForCausalLM.from_pretrained(llama, device_map=places, offload_folder=tmp_path / "offload")
+    tokenizer = AutoTokenizer.from_pretrained(llama)
+    with pytest.raises(InputError, match="cannot be repaired; use more devices, or --no-repair"):
+        quick(model, text, remove=1, tokenizer=tokenizer)
+    assert quick(model, text, remove=1, tokenizer=tokenizer, no_repair=True).record.layers_after == LAYERS - 1
 
 
 def test_a_share_of_samples_needs_a_text(llama: Path) -> None:

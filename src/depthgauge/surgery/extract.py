@@ -90,7 +90,7 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
     with quiet(), torch.device("meta"):
         fresh = type(model)(config)
     fresh.eval()
-    if _has_random_pooler(checkpoint):
+    if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
     blocks = path_of(model, find_blocks(model, checkpoint.layers)[0]).rpartition(".")[0]
     _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)})

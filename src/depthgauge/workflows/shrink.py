@@ -15,10 +15,11 @@ from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.journal import Journal, journal_folder
 from depthgauge.surgery.speed import weight_bytes
+from depthgauge.surgery.stored_weights import weights_digest
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.workflows.partial import no_message
 from depthgauge.workflows.shrink_output import Finished, finish, unreached, write_result
-from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, weights_digest, with_plan
+from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, with_plan
 from depthgauge.workflows.shrink_work import Work
 
 

@@ -125,6 +125,9 @@ class Finished:
                 "the model is an encoder: the numbers are relative distances of its final states from the dense "
                 "model's, and no perplexity is claimed"
             )
+            named = (getattr(subject.checkpoint.config, "architectures", None) or [""])[0]
+            if source is not None and named and not named.endswith("Model"):
+                notes.append(f"the source is a {named}; its encoder was shrunk, and its head was left out")
         if self.made.repair and not any(step.step for step in self.made.repair):
             notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
         if self.made.healed is not None and not self.made.healed.kept:

@@ -1,6 +1,5 @@
 """Open the model of `shrink`: check every option and file, load the weights, and prepare the calibration windows."""
 
-import hashlib
 import math
 import re
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
-    PICKLED,
     Checkpoint,
     Placement,
     Source,
@@ -34,6 +32,7 @@ from depthgauge.surgery.calibration import Calibration, CalibrationSizes, check_
 from depthgauge.surgery.effort import Effort, effort
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.guarantee import windows_needed
+from depthgauge.surgery.stored_weights import file_digests, stored_dtype
 from depthgauge.workflows.target import resolve_target
 
 CONFIDENCE = 0.95
@@ -229,7 +228,7 @@ def open_subject(
     tokenizer = load_tokenizer(source, placement)
     start = plan_start(settings.bos or "auto", source, tokenizer)
     _check_texts(tokenizer, settings, config, start, decoder)
-    files = _digests(source)
+    files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {model}; make a new plan")
     message(f"loading {source.path}")
@@ -237,7 +236,8 @@ def open_subject(
     require_supported(checkpoint)
     if decoder and checkpoint.objective != "loss":
         raise CheckpointError(f"{model} is a decoder without its output head, so its loss cannot be measured")
-    stored = None if settings.dtype or source.gguf else _stored_dtype(config)
+    _require_in_memory(checkpoint.model, settings, str(model))
+    stored = None if settings.dtype or source.gguf else stored_dtype(config, source)
     subject = Subject(checkpoint, tokenizer, settings, files, stored, start)
     return _decided(subject, message)
 
@@ -262,6 +262,18 @@ def _from_memory(
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
     require_supported(checkpoint)
+    if checkpoint.objective != "loss":
+        if is_decoder(checkpoint.config):
+            raise CheckpointError(
+                f"{checkpoint.name} is a decoder without its output head, so its loss cannot be measured; load it with "
+                "AutoModelForCausalLM"
+            )
+        if model.base_model is not model:
+            raise InputError(
+                f"{type(model).__name__} has a head that shrink cannot carry over; give the encoder alone, "
+                "model.base_model"
+            )
+    _require_in_memory(model, settings, checkpoint.name)
     if plan is not None and (plan.layers, plan.family) != (checkpoint.layers, str(checkpoint.config.model_type)):
         raise InputError(
             f"the plan was made for a {plan.family} model of {plan.layers} layers, and this is a "
@@ -335,27 +347,10 @@ def _decided(subject: Subject, message: Callable[[str], None]) -> Subject:
     return Subject(subject.checkpoint, subject.tokenizer, subject.settings, subject.files, subject.stored, start)
 
 
-def _stored_dtype(config: Any) -> torch.dtype | None:
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-    return found if isinstance(found, torch.dtype) else None
-
-
-def weights_digest(model: Any) -> str:
-    """Return a digest of the weights of a model in memory: names, shapes and sums of the tensors."""
-    found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        found.update(f"{name} {tuple(tensor.shape)} {float(tensor.detach().double().sum())!r}".encode())
-    return found.hexdigest()
-
-
-def _digests(source: Source) -> dict[str, str]:
-    """Return the SHA-256 of every weight file, by name."""
-    pattern = PICKLED if source.pickled else "*.safetensors"
-    paths = sorted(source.folder.glob(pattern)) if source.gguf is None else [source.path]
-    found = {}
-    for path in paths:
-        with open(path, "rb") as handle:
-            found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
-    return found
+def _require_in_memory(model: Any, settings: ShrinkOptions, name: str) -> None:
+    """Raise if weights that the repair would change are not in memory."""
+    if not settings.no_repair and any(weight.is_meta for weight in model.parameters()):
+        raise InputError(
+            f"{name} does not fit the memory of its devices, and weights that are loaded on demand cannot be repaired; "
+            "use more devices, or --no-repair"
+        )
