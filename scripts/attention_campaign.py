@@ -182,6 +182,12 @@ def main(arguments: list[str] | None = None) -> int:
                 "The same calls are made without it. Give its path with --sanitizer."
             )
             is_fine &= options.if_present
+        else:
+            # Kernels are compiled slowly under the sanitizer, so they are compiled before.
+            plain = [replace(job, is_checked=False) for job in jobs]
+            summary, passed = campaign("the calls of memcheck, first without it", plain, None, options)
+            say(summary)
+            is_fine &= passed
         summary, passed = campaign(name, jobs, sanitizer, options)
         summaries.append(summary)
         is_fine &= passed
