@@ -188,7 +188,7 @@ def test_all_sections_run_on_the_cpu(
 ) -> None:
     pair = benchmark("encoder_pair")
     monkeypatch.setattr(pair, "MINILM", pair.MINILM | {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 50})
-    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs: True)
+    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs, margin: True)
     monkeypatch.setattr(dropin, "HOST_MS", math.inf)
     monkeypatch.setattr(dropin, "MODEL_SHARE", math.inf)
     target = tmp_path / "new" / "dropin.json"
@@ -199,7 +199,7 @@ def test_all_sections_run_on_the_cpu(
     assert all(row["ours"]["median"] > 0 for row in record["rows"])
     assert [row["ours"]["repeated"] for row in record["rows"] if row["section"] == "host"] == [None, None]
     assert capsys.readouterr().out.splitlines()[-1] == "18 of 18 targets met"
-    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs: False)
+    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs, margin: False)
     assert dropin.run(small_bench(), ["decoding"], target, False) == 1
     assert "NOT MET: decoding, one query, contiguous keys, n = 20" in capsys.readouterr().out
     assert dropin.run(small_bench(), ["decoding"], target, True) == 0
