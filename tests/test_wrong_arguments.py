@@ -32,3 +32,24 @@ def test_the_error_says_what_was_given_and_what_to_do(call: str, sentence: str) 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(sentence), done.stdout
+
+
+NUMBERS = """
+from fractions import Fraction
+import torch, depthgauge as dg
+q, k, v = torch.randn(3, 1, 2, 6, 8)
+wanted = dg.attention(q, k, v, scale=0.5, force="exact")
+for _ in range(4):
+    assert torch.equal(dg.attention(q, k, v, scale=Fraction(1, 2)), wanted)
+    assert torch.equal(dg.attention(q, k, v, scale=0.5, is_causal=0, enable_gqa=0), wanted)
+try:
+    dg.attention(q, k, v, tolerance=[1e-3])
+except dg.InputError as error:
+    print(error)
+"""
+
+
+def test_numbers_of_other_types_are_converted_in_every_call() -> None:
+    """The first calls of a kind are validated in full, and later ones are not."""
+    done = subprocess.run([sys.executable, "-c", NUMBERS], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("tolerance must be a positive number, got [0.001]"), done.stdout

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -276,14 +275,6 @@ def test_a_mask_of_another_dtype_is_not_passed_on(asked: list[str]) -> None:
     assert asked == ["general", "general", "general", "direct"]
 
 
-def test_numbers_of_other_types_are_converted() -> None:
-    given = draw(6, 6)
-    wanted = F.scaled_dot_product_attention(*given, scale=0.5)
-    for _ in range(4):
-        assert torch.equal(dg.attention(*given, scale=Fraction(1, 2)), wanted)
-        assert torch.equal(dg.attention(*given, scale=0.5, is_causal=0, enable_gqa=0), wanted)
-
-
 def test_calls_with_gradients_shared_keys_and_dropout_are_passed_on(asked: list[str]) -> None:
     q, k, v = (x.requires_grad_() for x in draw(6, 6, heads=4))
     wanted = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
@@ -346,5 +337,3 @@ def test_wrong_arguments_are_named_after_calls_that_were_passed_on() -> None:
         dg.attention(q, k.double(), v)
     with pytest.raises(InputError, match="same heads and tokens"):
         dg.attention(q, k, v[..., :5, :])
-    with pytest.raises(InputError, match="tolerance"):
-        dg.attention(q, k, v, tolerance=[1e-3])  # type: ignore[arg-type]
