@@ -32,7 +32,7 @@ OPTIONS = ("--tool", "memcheck", "--error-exitcode", "1", "--report-api-errors",
 ATTACKED = "--attacked", "--per-kind", "80", "--long", "16000"
 MEMCHECK = "--per-kind", "20", "--largest", "1100"
 ATTACKED_SIZE, MEMCHECK_SIZE = 2000, 200
-"""Calls of one piece: 25 and 10 kinds. Pieces of both campaigns with the same seed share kinds and compiled kernels."""
+"""Calls of one piece, of 25 and of 10 kinds."""
 TAIL = 60
 """The lines of a failed piece that are printed."""
 

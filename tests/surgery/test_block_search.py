@@ -143,7 +143,7 @@ def test_blocks_of_published_methods_are_taken_if_they_are_better(family: str) -
         checkpoint = deep(family, 6, seed=seed)
         with shrinker(checkpoint, repair=False, effort=effort) as work:
             others = {choose(work.select, 3) for choose in PEERS.values()}
-            losses = {kept: work.repair(kept)[1] for kept in {*others, (0, 1, 2)}}
+            losses = {gone: work.repair(gone)[1] for gone in {*others, (0, 1, 2)}}
             work.student.keep_all_but(())
             work.journal.put("search", [{"layer": layer, "step": 0.0, "unrepaired": 0.0, "objective": 0.0}
                                         for layer in (1, 0, 2)])  # fmt: skip

@@ -155,7 +155,7 @@ def attention(
 
 _kinds = CallKinds()
 _exact_calls = _kinds.exact.get
-"""The record of an outline, or None."""
+"""Returns the record of an outline, or None; bound once, because looking it up at every call takes time."""
 
 
 def _is_autocast(*tensors: object) -> bool:

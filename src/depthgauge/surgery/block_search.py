@@ -178,7 +178,7 @@ class Search:
 def exchange(
     search: Search, others: Iterable[Sequence[int]], *, journal: Journal, progress: Step = silent
 ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-    """Compare the result of a search with other sets of blocks, then exchange single blocks while that helps.
+    """Compare the result of a search with other sets of blocks, then exchange single blocks where that helps.
 
     Every set is measured by the objective on the selection windows after the blocks before its gaps are repaired. The
     greedy search cannot undo an early removal, so a run of blocks that a published method chooses can be better.

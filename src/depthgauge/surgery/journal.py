@@ -14,10 +14,12 @@ SCHEMA = "depthgauge.shrink-partial/1"
 
 def journal_folder(out: str | Path) -> Path:
     """Return the folder that keeps the steps of an interrupted run that writes `out`."""
-    path = Path(os.path.abspath(out))
+    path = Path(out)
+    if path.name in ("", ".."):
+        path = Path(os.path.abspath(path))
     if not path.name:
         raise InputError(f"cannot write {out}: give the name of a new directory")
-    return Path(out).with_name(path.name + ".partial") if Path(out).name else path.with_name(path.name + ".partial")
+    return path.with_name(path.name + ".partial")
 
 
 class Journal:

@@ -209,10 +209,10 @@ def _prepare(
         "window": [list(subject.start.before), list(subject.start.after)],
     }
     if not subject.files:
-        about["weights"] = weights_digest(subject.checkpoint.model)
+        about["digest of the weights"] = weights_digest(subject.checkpoint.model)
     journal = Journal(None if place is None else journal_folder(place), about, resume)
     calibration = subject.calibrate(progress, message)
-    journal.describe("calibration", calibration.digest())
+    journal.describe("digest of the calibration windows", calibration.digest())
     if followed is not None and followed.calibration.sha256 != calibration.digest():
         message("the calibration windows differ from those of the plan (another text, device or version)")
     return Work(subject, calibration, journal, followed, progress, message)

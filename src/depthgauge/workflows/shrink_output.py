@@ -74,12 +74,8 @@ class Finished:
         subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
         checkpoint, source = subject.checkpoint, subject.checkpoint.source
         limit, kind = subject.settings.max_increase, subject.settings.guarantee or QUANTILE
-        looks = 1
-        if not made.tested and limit is not None:
-            # The size comes from a plan that was made for a limit: it may have been chosen on these windows.
-            limit, looks = None, max(1, len(made.plan.search))
         certifier = certifier_of(subject, self.calibration, made.dense)
-        guarantee = certifier.record(shrunk, limit, kind, made.tested, looks)
+        guarantee = certifier.record(shrunk, limit if made.tested else None, kind, made.tested, self._looks())
         speed = self.speed
         return ShrinkRecord(
             version=__version__,
@@ -115,6 +111,11 @@ class Finished:
             out=out,
         )
 
+    def _looks(self) -> int:
+        """Return how many sizes a run with a limit, whose plan is followed, may have tested on the certify windows."""
+        is_chosen = self.subject.settings.max_increase is not None and not self.made.tested
+        return max(1, len(self.made.plan.search)) if is_chosen else 1
+
     def _notes(self) -> tuple[str, ...]:
         subject, notes = self.subject, []
         source = subject.checkpoint.source
@@ -132,6 +133,11 @@ class Finished:
             notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
         if self.made.healed is not None and not self.made.healed.kept:
             notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
+        if (looks := self._looks()) > 1:
+            notes.append(
+                f"the plan is that of a run with --max-increase, which may have tested {looks} sizes on these windows; "
+                "the bounds allow for it"
+            )
         notes.append(f"memory: {self.speed.memory_kind}")
         return tuple(notes)
 

@@ -84,7 +84,8 @@ class Work:
         first, later = layers, min(effort.breadth, layers)
         search = 0.6 * effort.ranking * (first + later * max(0, count - 1))
         search += count * (0.6 * effort.finalists * effort.select * (1 + len(effort.steps)) + 0.8 * fit)
-        exchanges = (1 + len(PEERS) + effort.swaps) * (0.8 * fit + effort.select) if count else 0.0
+        trials = 1 + len(PEERS) + effort.swaps if count and self.limit is None else 0
+        exchanges = trials * (0.8 * fit + effort.select)
         repair = 0.0 if not fit else 0.6 * layers * effort.select * len(effort.steps) + 4 * fit
         sizes = 1 if self.limit is None else count
         return search + exchanges + sizes * (repair + len(self.calibration.certify)) + 6 * effort.select
