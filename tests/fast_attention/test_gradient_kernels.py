@@ -23,7 +23,7 @@ def launches(**sizes: Any) -> GradientLaunches:
         "turned_bytes": 2**28, "is_shifted": False, "is_plain": True, "has_w": False, "is_weighted": False,
         "is_alike": True, "device": DEVICE,
     }  # fmt: skip
-    return Workspace().gradients(GradientSizes(**{**usual, **sizes}))
+    return Workspace().gradients(GradientSizes(**{**usual, **sizes})).launches
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -96,7 +96,7 @@ def test_sums_over_queries(shape: dict[str, int]) -> None:
 def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_alike: bool) -> None:
     p = launches(**shape, is_alike=is_alike)
     s = p.sizes
-    first, second = normal(*p.first_shape), normal(*p.second_shape)
+    first, second = normal(*p.first_shape), normal(*p.second_room.shape)
     floor = normal(*p.floor_shape).abs() + 0.1
     big, small = unset(p.states, s.heads, p.big_size), unset(p.states, s.heads, p.query_small_size)
     after = unset(s.heads, p.states)
@@ -107,7 +107,7 @@ def test_states_of_queries_are_sums_of_later_blocks(shape: dict[str, int], is_al
     blocks = p.first_shape[0]
     for state in range(p.states):
         later = range(state + 1, blocks) if p.is_causal else range(blocks)
-        split_later = range(state + 1, p.second_shape[0]) if p.is_causal else range(p.second_shape[0])
+        split_later = range(state + 1, p.second_room.shape[0]) if p.is_causal else range(p.second_room.shape[0])
         over = 1 / floor if p.is_causal else torch.ones_like(floor)
         weight = sum(
             (over[:, b] * p.groups * min(s.block, p.n - b * s.block) for b in later), torch.zeros(2).to(DEVICE)

@@ -20,8 +20,8 @@ from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.decide.minimax import SMALLEST_INDEX, grid_bound, grid_index
 from depthgauge.fast_attention.problem import GuaranteeError
 from depthgauge.fast_attention.spec import SharedPolynomial
-from depthgauge.fast_attention.triton import route as route_module
 from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.passes import Call
 from depthgauge.fast_attention.triton.route import Route
 from depthgauge.fast_attention.triton.survey import outward
 from depthgauge.fast_attention.triton.workspace import Workspace
@@ -32,11 +32,12 @@ OPTIONS: dict[str, Any] = {"scale": 1.0, "tolerance": 1e-2, "force": "polynomial
 
 @pytest.fixture(autouse=True)
 def backend(monkeypatch: pytest.MonkeyPatch) -> TritonBackend:
-    """A new Triton backend, used for every problem."""
+    """A new Triton backend, used for every problem. Its kernels compute degrees up to 2."""
     triton = TritonBackend(Workspace(causal_block=128, centred_after=(torch.float32,)))
     for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
     monkeypatch.setattr(backends, "TRITON", triton)
+    monkeypatch.setattr(chooser, "HIGHEST_DEGREE", 2)
     return triton
 
 
@@ -227,7 +228,7 @@ def test_an_error_during_a_call_drops_its_readback_buffer(
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(route_module, "first_buffer", fail)
+    monkeypatch.setattr(Call, "run", fail)
     with pytest.raises(MemoryError):
         route(q, k, v)
     assert readbacks.get(2, q.device) is not before

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import torch
 
+from depthgauge.fast_attention.triton.forward_pass import Table, second_moment_room
 from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels, pair_slots, turned_slots
 from depthgauge.fast_attention.triton.kernels import TILE, programs, second_programs, slots
 from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.launches import SecondMomentSizes, Table
+from depthgauge.fast_attention.triton.launches import SecondMomentSizes
 from depthgauge.fast_attention.triton.tuning import (
     BLOCK,
     LONGEST_SPLIT,
@@ -138,10 +139,7 @@ class GradientLaunches:
             kernels.query_moments, (blocks, self.row_heads, 1), (self.n, self.groups, per_block, *shift),
             (s.d, s.e, tokens, self.is_second, self.is_causal, precision(s.dtype)), num_warps=warps,
         )  # fmt: skip
-        self.second: tuple[Launch, ...] = ()
-        if self.is_second:
-            sizes = SecondMomentSizes(self.row_heads, self.n, padded, per_split, s.d, s.e, s.dtype, s.device)
-            self.second = (sizes.launch(),) * (2 if sizes.is_narrow else 1)
+        self.second_sizes = SecondMomentSizes(self.row_heads, self.n, padded, per_split, s.d, s.e, s.dtype, s.device)
         self.finish = Launch(
             kernels.finish_queries, (self.parts + 1, s.heads, 1),
             (splits, blocks, self.states, s.heads, self.groups, self.n, per_block),
@@ -149,9 +147,7 @@ class GradientLaunches:
         )  # fmt: skip
         self.transposed_shape = self.row_heads, s.d, padded
         self.first_shape = blocks, self.row_heads, s.d * s.e + s.d * s.d + s.d + s.e + 1
-        self.second_shape = splits, self.row_heads, len(programs(s.d)), 512, s.e
-        # As in the forward pass, the sums of many causal blocks are stored in bfloat16 for bfloat16 tensors.
-        self.second_dtype = s.dtype if self.is_causal and s.dtype == torch.bfloat16 else torch.float32
+        self.second_room = second_moment_room(splits, self.second_sizes, self.is_causal)
         self.floor_shape = s.heads, blocks
 
     def _rows(self) -> None:

@@ -273,37 +273,35 @@ def kernels() -> SimpleNamespace:
 
     @triton.jit
     def evaluate(
-        x_ptr, y_ptr, big_ptr, small_ptr, g_ptr, kt_ptr, v_ptr, w_ptr, slot_ptr, out_ptr, z_ptr, n, m, padded, groups,
-        heads, states, per_state, scale,
-        SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, TK: tl.constexpr,
-        SUB: tl.constexpr, CAUSAL: tl.constexpr, HAS_W: tl.constexpr, FORWARD: tl.constexpr, HAS_G: tl.constexpr,
-        HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+        q_ptr, big_ptr, small_ptr, kt_ptr, v_ptr, w_ptr, slot_ptr, out_ptr, z_ptr, n, m, padded, groups, heads, states,
+        per_state, scale,
+        SLOTS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, TK: tl.constexpr, SUB: tl.constexpr,
+        CAUSAL: tl.constexpr, HAS_W: tl.constexpr, HAS_Z: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
     ):  # fmt: skip
-        """Compute N = Σ_slots (y ⊗ x) S + y L + n0 for T rows.
+        """Compute N/Z + mean for T rows q, with N = Σ_slots (q ⊗ q) S + q L + n0 and Z = q·(q C + z1) + z0.
 
-        FORWARD (y = x = q): Z = x·(x C + z1) + z0; causal rows add the exact exponentials of their own block to N and
-        Z; the result is N/Z + mean. Otherwise (gradients) the result is N + g (x C + z1).
+        Causal rows add the exact exponentials of their own block to N and Z.
         """
         block, row_head = tl.program_id(0), tl.program_id(1).to(tl.int64)
         head = row_head // groups
         r = block * T + tl.arange(0, T)
         here = r[:, None] < n
-        cx, cy, co = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, OUT)
+        cx, co = tl.arange(0, D), tl.arange(0, E)
         i, sub, rows = tl.arange(0, 16), tl.arange(0, SUB), tl.arange(0, SUB * 16)
         state = tl.minimum(block * T // per_state, states - 1) if CAUSAL else 0
-        big = big_ptr + (state * heads + head) * (SLOTS * 256 * OUT + 2 * Y * OUT + X * X)
-        small = small_ptr + (state * heads + head) * (X + 2 * OUT + 2)
-        x_at, y_at = x_ptr + row_head * n * X + r[:, None] * X, y_ptr + row_head * n * Y + r[:, None] * Y
-        x = tl.load(x_at + cx[None, :], mask=here, other=0)
-        total, z = tl.zeros([T, OUT], tl.float32), tl.zeros([T], tl.float32)
+        big = big_ptr + (state * heads + head) * (SLOTS * 256 * E + 2 * D * E + D * D)
+        small = small_ptr + (state * heads + head) * (D + 2 * E + 2)
+        q_at = q_ptr + row_head * n * D + r[:, None] * D
+        q = tl.load(q_at + cx[None, :], mask=here, other=0)
+        total, z = tl.zeros([T, E], tl.float32), tl.zeros([T], tl.float32)
         if CAUSAL:
             tk = tl.arange(0, TK)
-            k_at, v_at = kt_ptr + head * padded * X + cx[:, None] * padded, v_ptr + head * m * OUT + co[None, :]
+            k_at, v_at = kt_ptr + head * padded * D + cx[:, None] * padded, v_ptr + head * m * E + co[None, :]
             # First the key tiles that lie before all of these rows, then those that contain the diagonal.
             for start in tl.range(state * per_state, tl.minimum(block * T, m // TK * TK), TK, num_stages=STAGES):
                 c = start + tk
-                k, v = tl.load(k_at + c[None, :]), tl.load(v_at + c[:, None] * OUT)
-                p = tl.exp2(tl.dot(x, k, input_precision=PRECISION) * scale)
+                k, v = tl.load(k_at + c[None, :]), tl.load(v_at + c[:, None] * E)
+                p = tl.exp2(tl.dot(q, k, input_precision=PRECISION) * scale)
                 if HAS_W:
                     p *= tl.load(w_ptr + head * m + c)[None, :]
                 z += tl.sum(p, 1)
@@ -312,44 +310,38 @@ def kernels() -> SimpleNamespace:
             for start in tl.range(edge, tl.minimum(block * T + T, padded), TK, num_stages=1):
                 c = start + tk
                 k = tl.load(k_at + c[None, :])
-                v = tl.load(v_at + c[:, None] * OUT, mask=c[:, None] < m, other=0)
-                p = tl.exp2(tl.dot(x, k, input_precision=PRECISION) * scale)
+                v = tl.load(v_at + c[:, None] * E, mask=c[:, None] < m, other=0)
+                p = tl.exp2(tl.dot(q, k, input_precision=PRECISION) * scale)
                 if HAS_W:
                     p *= tl.load(w_ptr + head * m + c, mask=c < m, other=0)[None, :]
                 p = tl.where((c[None, :] <= r[:, None]) & (c[None, :] < m), p, 0.0)
                 z += tl.sum(p, 1)
                 total = tl.dot(p.to(v.dtype), v, total, input_precision=PRECISION)
-            share = tl.load(small + X + 1 + 2 * OUT)
-            total = (total - z[:, None] * tl.load(small + X + 1 + OUT + co)[None, :]) * share
+            share = tl.load(small + D + 1 + 2 * E)
+            total = (total - z[:, None] * tl.load(small + D + 1 + E + co)[None, :]) * share
             z = z * share
-        y = tl.load(y_at + cy[None, :], mask=here, other=0)
         for part in tl.static_range(2):
-            linear = tl.load(big + (SLOTS * 256 + part * Y) * OUT + cy[:, None] * OUT + co[None, :])
-            total = tl.dot(y, linear, total, input_precision=PRECISION)
-        total += tl.load(small + X + 1 + co)[None, :]
-        if FORWARD or HAS_G:
-            along = tl.zeros([T, X], tl.float32) + tl.load(small + cx)[None, :]
-            if SLOTS > 0:
-                square = tl.load(big + SLOTS * 256 * OUT + 2 * Y * OUT + cx[:, None] * X + cx[None, :])
-                along = tl.dot(x, square, along, input_precision=PRECISION)
-            if FORWARD:
-                z += tl.sum(x.to(tl.float32) * along, 1) + tl.load(small + X)
-            else:
-                total += tl.load(g_ptr + row_head * n + r, mask=r < n, other=0)[:, None] * along
+            linear = tl.load(big + (SLOTS * 256 + part * D) * E + cx[:, None] * E + co[None, :])
+            total = tl.dot(q, linear, total, input_precision=PRECISION)
+        total += tl.load(small + D + 1 + co)[None, :]
+        along = tl.zeros([T, D], tl.float32) + tl.load(small + cx)[None, :]
+        if SLOTS > 0:
+            square = tl.load(big + SLOTS * 256 * E + 2 * D * E + cx[:, None] * D + cx[None, :])
+            along = tl.dot(q, square, along, input_precision=PRECISION)
+        z += tl.sum(q.to(tl.float32) * along, 1) + tl.load(small + D)
         if SLOTS > 0:
             for step in tl.range(0, SLOTS * (16 // SUB), num_stages=STAGES):
                 slot, offset = step // (16 // SUB), step % (16 // SUB) * SUB
                 first, second = tl.load(slot_ptr + 3 * slot + 1), tl.load(slot_ptr + 3 * slot + 2)
-                a = tl.load(y_at + first * 16 + offset + sub[None, :], mask=here, other=0)
-                b = tl.load(x_at + second * 16 + i[None, :], mask=here, other=0)
-                s = tl.load(big + (slot * 256 + offset * 16) * OUT + rows[:, None] * OUT + co[None, :])
+                a = tl.load(q_at + first * 16 + offset + sub[None, :], mask=here, other=0)
+                b = tl.load(q_at + second * 16 + i[None, :], mask=here, other=0)
+                s = tl.load(big + (slot * 256 + offset * 16) * E + rows[:, None] * E + co[None, :])
                 features = tl.reshape(a[:, :, None] * b[:, None, :], [T, SUB * 16])
                 total = tl.dot(features, s, total, input_precision=PRECISION)
-        if FORWARD:
-            if HAS_Z:
-                tl.store(z_ptr + row_head * n + r, z, mask=r < n)
-            total = total / z[:, None] + tl.load(small + X + 1 + OUT + co)[None, :]
-        at = out_ptr + row_head * n * OUT + r[:, None] * OUT + co[None, :]
+        if HAS_Z:
+            tl.store(z_ptr + row_head * n + r, z, mask=r < n)
+        total = total / z[:, None] + tl.load(small + D + 1 + E + co)[None, :]
+        at = out_ptr + row_head * n * E + r[:, None] * E + co[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=here)
 
     return SimpleNamespace(

@@ -1,8 +1,8 @@
 """A kernel launch with little work on the host.
 
 Triton inspects every argument of every launch to find the compiled kernel. At a few thousand tokens this takes longer
-than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernel. It is valid
-for every launch whose tensors have the same dtypes and are aligned to 16 bytes; any other launch goes through Triton.
+than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernels. They are
+valid for launches whose tensors have the same dtypes and are aligned to 16 bytes; others go through Triton.
 
 The compiled kernel gets addresses instead of tensors, because for every tensor Triton's launcher asks the driver where
 it is. Hooks around launches, which only profilers of Triton set, are called for launches through Triton alone.
@@ -29,7 +29,6 @@ def current_streams() -> Callable[[int], int]:
 class CompiledLaunch(NamedTuple):
     """A compiled kernel with its grid: `run` takes the grid, a stream, `fixed` and the arguments of the kernel."""
 
-    dtypes: list[dtype]
     run: Callable[..., object]
     fixed: tuple[object, ...]
     stream: Callable[[int], int]
@@ -49,15 +48,19 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
         self.options = options
-        self._compiled: CompiledLaunch | None = None
+        self._compiled: dict[tuple[dtype, ...], CompiledLaunch] = {}
+
+    def compiled(self, dtypes: Sequence[dtype]) -> CompiledLaunch | None:
+        """Return the kernel that is compiled for aligned tensors of these dtypes, or None."""
+        return self._compiled.get(tuple(dtypes))
 
     def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
         """Launch the kernel. All tensors are on the current device or in host memory that it can write to."""
         addresses = [x.data_ptr() for x in tensors]
-        dtypes = [x.dtype for x in tensors]
+        dtypes = tuple([x.dtype for x in tensors])
         is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
-        known = self._compiled
-        if is_aligned and known is not None and known.dtypes == dtypes:
+        known = self._compiled.get(dtypes) if is_aligned else None
+        if known is not None:
             stream = known.stream(known.device)
             known.run(*self.grid, stream, *known.fixed, *addresses, *self.integers, *floats, *self.constants)
             return
@@ -66,4 +69,4 @@ class Launch:
             # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
             fixed = compiled.function, compiled.packed_metadata, None, None, None
             device = tensors[0].device.index or 0
-            self._compiled = CompiledLaunch(dtypes, compiled.run, fixed, current_streams(), device)
+            self._compiled[dtypes] = CompiledLaunch(compiled.run, fixed, current_streams(), device)

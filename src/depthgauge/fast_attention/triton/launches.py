@@ -5,18 +5,13 @@ rounded up to BLOCK, and `per_split` is the number of keys that one program sums
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from depthgauge.fast_attention.triton.kernels import TILE, kernels, programs, second_programs, slots
+from depthgauge.fast_attention.triton.kernels import TILE, kernels, programs, slots
 from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.tuning import BLOCK, SURVEY_STEPS, padded_length, precision, split_length, tuning
-
-Table = Callable[..., Tensor]
-"""Returns the integers rows(*sizes) on a device: table(rows, device, *sizes)."""
+from depthgauge.fast_attention.triton.tuning import BLOCK, SURVEY_STEPS, precision, tuning
 
 
 def survey_blocks(rows: int, m: int) -> int:
@@ -141,9 +136,9 @@ class FinishSizes(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Sizes of `evaluate`. Tensors: x, y, big and small state, g, keys, v, w, table of slots, out, Z. Float: the scale.
+    """Sizes of `evaluate`. Tensors: q, big and small state, keys, v, w, table of slots, out, Z. Float: the scale.
 
-    The rows are x [row_heads, n, x] and y [row_heads, n, y]; the output is [row_heads, n, width].
+    The rows are q [row_heads, n, d], and the output is [row_heads, n, e].
     """
 
     row_heads: int
@@ -154,27 +149,20 @@ class RowSizes(NamedTuple):
     m: int
     padded: int
     parts: int
-    x: int
-    y: int
-    width: int
+    d: int
+    e: int
     dtype: torch.dtype
     is_causal: bool
     has_w: bool
-    is_forward: bool
-    has_g: bool
     needs_z: bool
     device: torch.device
 
     def launch(self) -> Launch:
         """Prepare the launch."""
-        widest = max(self.x, self.y, self.width)
-        tune = tuning(self.dtype, widest)
-        # Wide gradients use half a tile at once: x, y and a whole tile of S do not fit into shared memory.
-        part = tune.rows_part if self.is_forward or widest <= 64 else min(tune.rows_part, 8)
+        tune = tuning(self.dtype, max(self.d, self.e))
         constants = (
-            self.parts, self.x, self.y, self.width, tune.rows, 64 if self.dtype != torch.float32 else 32, part,
-            self.is_causal, self.has_w, self.is_forward, self.has_g, self.needs_z, precision(self.dtype),
-            tune.rows_stages,
+            self.parts, self.d, self.e, tune.rows, 64 if self.dtype != torch.float32 else 32, tune.rows_part,
+            self.is_causal, self.has_w, self.needs_z, precision(self.dtype), tune.rows_stages,
         )  # fmt: skip
         sizes = self.n, self.m, self.padded, self.row_heads // self.heads, self.heads, self.states, self.per_state
         grid = math.ceil(self.n / tune.rows), self.row_heads, 1
@@ -182,56 +170,3 @@ class RowSizes(NamedTuple):
 
 
 LaunchSizes = SurveySizes | TransposeSizes | FirstMomentSizes | SecondMomentSizes | FinishSizes | RowSizes
-
-
-class ForwardSizes(NamedTuple):
-    """Everything that fixes the launches of a forward pass. `block` is the size of causal blocks, or 0.
-
-    `is_shifted`: values are centred before the sums. `has_w`: keys have weights. `is_alike`: all heads have the same
-    polynomial. `needs_z`: Z is stored.
-    """
-
-    heads: int
-    groups: int
-    n: int
-    m: int
-    d: int
-    e: int
-    dtype: torch.dtype
-    degree: int
-    block: int
-    is_shifted: bool
-    has_w: bool
-    is_alike: bool
-    needs_z: bool
-    device: torch.device
-
-
-class ForwardLaunches:
-    """The prepared launches and the sizes of one kind of forward pass."""
-
-    def __init__(self, s: ForwardSizes, table: Table) -> None:
-        is_second, is_causal = s.degree > 1, s.block > 0
-        self.programs, self.second_programs, self.slots = (
-            table(rows, s.device, s.d) for rows in (programs, second_programs, slots)
-        )
-        self.padded = padded_length(s.m)
-        per_split = s.block or split_length(s.m, s.heads, len(programs(s.d)), s.device)
-        self.splits = math.ceil(self.padded / per_split)
-        self.states = self.splits + 1 if is_causal else 1
-        self.parts = len(slots(s.d)) if is_second else 0
-        self.transpose = TransposeSizes(s.heads, s.m, s.d, self.padded, 0, True, s.device).launch()
-        sizes = s.heads, s.m, self.padded, per_split, s.d, s.e, s.dtype
-        self.first = FirstMomentSizes(*sizes, s.has_w, s.device).launch()
-        second = SecondMomentSizes(*sizes, s.device)
-        self.second = (second.launch(),) * (0 if not is_second else 2 if second.is_narrow else 1)
-        self.finish = FinishSizes(
-            s.heads, self.splits, s.d, s.e, is_second, is_causal, not s.is_shifted, s.is_alike, s.device
-        ).launch()
-        self.rows = RowSizes(
-            row_heads=s.heads * s.groups, n=s.n, heads=s.heads, states=self.states,
-            per_state=per_split if is_causal else 1, m=s.m if is_causal else 0,
-            padded=self.padded if is_causal else 0, parts=self.parts, x=s.d, y=s.d, width=s.e, dtype=s.dtype,
-            is_causal=is_causal, has_w=s.has_w and is_causal, is_forward=True, has_g=False, needs_z=s.needs_z,
-            device=s.device,
-        ).launch()  # fmt: skip

@@ -16,12 +16,6 @@ def outward(d: int) -> tuple[float, float]:
     return 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
 
 
-def survey_buffers(heads: int, rows: int, m: int, d: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate the centres [2, N, d] and the numbers of every block of tokens [N, blocks, 6]."""
-    centres = torch.empty(2, heads, d, dtype=torch.float32, device=device)
-    return centres, torch.empty(heads, survey_blocks(rows, m), 6, dtype=torch.float32, device=device)
-
-
 def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
     """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the kernels' range.
 
@@ -42,7 +36,8 @@ def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
 def _launch(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
     """Write six numbers per head to `numbers` [N, 6], and return the centres [2, N, d]."""
     (heads, rows, d), (m, e), device = q.shape, v.shape[1:], q.device
-    centres, found = survey_buffers(heads, rows, m, d, device)
+    centres = q.new_empty(2, heads, d, dtype=torch.float32)
+    found = centres.new_empty(heads, survey_blocks(rows, m), 6)
     workspace.launch(SurveySizes(heads, rows, m, d, e, device))((q, k, v, centres, found))
     workspace.launch(TransposeSizes(heads, m, d, 0, found.shape[1], False, device))((k, found, k, numbers))
     return centres

@@ -5,12 +5,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes
-from depthgauge.fast_attention.triton.kernels import programs
+from depthgauge.fast_attention.triton.forward_pass import ForwardPass, ForwardSizes
+from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
+from depthgauge.fast_attention.triton.gradient_pass import GradientPass
 from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.launches import ForwardLaunches, ForwardSizes, LaunchSizes
+from depthgauge.fast_attention.triton.launches import LaunchSizes
 from depthgauge.fast_attention.triton.readback import Readbacks
-from depthgauge.fast_attention.triton.tuning import CAUSAL_BLOCK, split_length
+from depthgauge.fast_attention.triton.tuning import CAUSAL_BLOCK
 
 TURNED_BYTES = 2**28
 """The memory of the turned states that are held at once."""
@@ -35,8 +36,8 @@ class Workspace:
         self.causal_block, self.centred_after, self.turned_bytes = causal_block, centred_after, turned_bytes
         self.readbacks = Readbacks()
         self._launches: dict[tuple[type, LaunchSizes], Launch] = {}
-        self._forward: dict[ForwardSizes, ForwardLaunches] = {}
-        self._gradients: dict[GradientSizes, GradientLaunches] = {}
+        self._forward: dict[ForwardSizes, ForwardPass] = {}
+        self._gradients: dict[GradientSizes, GradientPass] = {}
         self._tables: dict[tuple[object, ...], Tensor] = {}
 
     def launch(self, sizes: LaunchSizes) -> Launch:
@@ -49,22 +50,22 @@ class Workspace:
             found = self._launches[key] = sizes.launch()
         return found
 
-    def forward(self, sizes: ForwardSizes) -> ForwardLaunches:
-        """Return the prepared launches of a forward pass."""
+    def forward(self, sizes: ForwardSizes) -> ForwardPass:
+        """Return the prepared forward pass of these sizes."""
         found = self._forward.get(sizes)
         if found is None:
             if len(self._forward) >= self._MOST_PASSES:
                 self._forward.clear()
-            found = self._forward[sizes] = ForwardLaunches(sizes, self.table)
+            found = self._forward[sizes] = ForwardPass(sizes, self.table)
         return found
 
-    def gradients(self, sizes: GradientSizes) -> GradientLaunches:
-        """Return the prepared launches of a backward pass."""
+    def gradients(self, sizes: GradientSizes) -> GradientPass:
+        """Return the prepared backward pass of these sizes."""
         found = self._gradients.get(sizes)
         if found is None:
             if len(self._gradients) >= self._MOST_PASSES:
                 self._gradients.clear()
-            found = self._gradients[sizes] = GradientLaunches(sizes, self.table)
+            found = self._gradients[sizes] = GradientPass(sizes, self.table)
         return found
 
     def table(self, rows: Callable[..., Sequence[object]], device: torch.device, *sizes: int) -> Tensor:
@@ -78,7 +79,3 @@ class Workspace:
     def centres_before(self, dtype: torch.dtype) -> bool:
         """Return whether values of this dtype are centred at their midpoint before the sums."""
         return dtype not in self.centred_after
-
-    def per_split(self, heads: int, d: int, m: int, is_causal: bool, device: torch.device) -> int:
-        """Return how many keys one program sums."""
-        return self.causal_block if is_causal else split_length(m, heads, len(programs(d)), device)

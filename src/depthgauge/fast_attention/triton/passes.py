@@ -1,0 +1,209 @@
+"""A pass: launches in a fixed order, on tensors that have names.
+
+A launch by tensors takes the host some 15 microseconds and an allocation another 5 to 10, which is more than most
+kernels need at a few thousand tokens. Once all kernels of a pass are compiled, its own memory is one allocation, and
+the kernels get addresses in it.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from operator import itemgetter, or_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
+
+PLACE_BYTES = 256
+"""Tensors in the memory of a pass start at multiples of this number of bytes."""
+Argument = str | tuple[str, int]
+"""The name of a tensor, or its name and the number of its first entries that are left out."""
+Floats = tuple[float, ...]
+NONE: Mapping[str, Floats] = {}
+
+
+def is_pooled() -> bool:
+    """Return whether tensors may share an allocation. If torch's pool of memory is switched off, none do."""
+    return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
+
+
+class Step(NamedTuple):
+    """A launch, its tensors by name, and its numbers: these, or those that a call gives under this name."""
+
+    launch: Launch
+    arguments: tuple[Argument, ...]
+    floats: Floats | str = ()
+
+
+class Room(NamedTuple):
+    """The shape and the dtype of a tensor in the memory of a pass."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """The size in bytes, as a multiple of PLACE_BYTES."""
+        used = math.prod(self.shape) * self.dtype.itemsize
+        return (used + PLACE_BYTES - 1) // PLACE_BYTES * PLACE_BYTES
+
+
+class Layout:
+    """The memory of a pass: where its own tensors start. Those of `early` are no longer used when `late` are written.
+
+    >>> rooms = {"x": Room((3,), torch.float32)}, {"y": Room((100,), torch.float32)}, {"z": Room((2,), torch.float32)}
+    >>> layout = Layout(*rooms)
+    >>> layout.places, layout.size
+    ({'x': 0, 'y': 256, 'z': 256}, 768)
+    """
+
+    def __init__(
+        self, rooms: Mapping[str, Room], early: Mapping[str, Room] | None = None, late: Mapping[str, Room] | None = None
+    ) -> None:
+        parts = rooms, early or {}, late or {}
+        self.rooms = {name: room for part in parts for name, room in part.items()}
+        self.places: dict[str, int] = {}
+        ends: list[int] = []
+        for part in parts:
+            at = ends[0] if ends else 0
+            for name, room in part.items():
+                self.places[name] = at
+                at += room.size
+            ends.append(at)
+        self.size = max(ends)
+
+    def apart(self, device: torch.device) -> list[Tensor]:
+        """Allocate every tensor on its own."""
+        return [torch.empty(room.shape, dtype=room.dtype, device=device) for room in self.rooms.values()]
+
+
+class _BoundStep(NamedTuple):
+    """A step by addresses: `pick` takes those of its tensors from the addresses of a call."""
+
+    run: Callable[..., object]
+    grid: tuple[int, int, int]
+    fixed: tuple[object, ...]
+    pick: Callable[[list[int]], tuple[int, ...]]
+    integers: tuple[int, ...]
+    floats: Floats | str
+    constants: tuple[object, ...]
+
+
+class _Bound(NamedTuple):
+    """A pass whose kernels are compiled.
+
+    The addresses of a call are those of the given tensors and of its own, then `tables`, then those of tensors whose
+    first bytes are left out, as the number of an address and these bytes.
+    """
+
+    tables: list[int]
+    shifted: list[tuple[int, int]]
+    parts: tuple[tuple[_BoundStep, ...], ...]
+    stream: Callable[[int], int]
+    device: int
+
+
+class Call:
+    """One call of a pass: where its tensors are. `run` makes the launches of one part after the other."""
+
+    __slots__ = ("_addresses", "_bound", "_memory", "_parts", "_tensors")
+
+    def __init__(
+        self, parts: Sequence[Sequence[Step]], bound: _Bound | None, memory: object, addresses: list[int],
+        tensors: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self._parts, self._bound, self._memory = parts, bound, memory
+        self._addresses, self._tensors = addresses, tensors
+
+    def run(self, part: int, numbers: Mapping[str, Floats] = NONE) -> None:
+        """Make the launches of a part. `numbers` are the floats that its steps name."""
+        bound = self._bound
+        if bound is None:
+            for step in self._parts[part]:
+                floats = numbers[step.floats] if isinstance(step.floats, str) else step.floats
+                step.launch([self._tensor(x) for x in step.arguments], floats)
+            return
+        stream, addresses = bound.stream(bound.device), self._addresses
+        for run, grid, fixed, pick, integers, own, constants in bound.parts[part]:
+            floats = numbers[own] if isinstance(own, str) else own
+            run(*grid, stream, *fixed, *pick(addresses), *integers, *floats, *constants)
+
+    def _tensor(self, argument: Argument) -> Tensor:
+        if isinstance(argument, str):
+            return self._tensors[argument]
+        name, first = argument
+        return self._tensors[name].flatten()[first:]
+
+
+class Pass:
+    """Launches in a fixed order, in parts, on the tensors `given` to every call, on `tables` and on memory of its own.
+
+    A pass is prepared for given tensors of one shape. They must be contiguous.
+    """
+
+    def __init__(
+        self, parts: Iterable[Iterable[Step]], given: Sequence[str], tables: Mapping[str, Tensor], own: Layout,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.parts = tuple(tuple(part) for part in parts)
+        self.given, self.tables, self.own, self.device = tuple(given), dict(tables), own, device
+        self._is_pooled, self._bound = is_pooled(), dict[tuple[torch.dtype, ...], _Bound]()
+        self._places = list(own.places.values())
+
+    def start(self, *given: Tensor) -> Call:
+        """Allocate the memory of a call."""
+        addresses = [x.data_ptr() for x in given]
+        dtypes = tuple([x.dtype for x in given])
+        bound = self._bound.get(dtypes) or self._bind(dtypes)
+        if bound is None or reduce(or_, addresses) % ALIGNMENT:
+            tensors = dict(zip(self.given, given, strict=True)) | self.tables
+            tensors |= zip(self.own.rooms, self.own.apart(self.device), strict=True)
+            return Call(self.parts, None, None, [], tensors)
+        memory: object
+        if self._is_pooled:
+            whole = torch.empty(self.own.size, dtype=torch.uint8, device=self.device)
+            memory, base = whole, whole.data_ptr()
+            addresses += [base + place for place in self._places]
+        else:
+            memory = apart = self.own.apart(self.device)
+            addresses += [x.data_ptr() for x in apart]
+        addresses += bound.tables
+        addresses += [addresses[at] + first for at, first in bound.shifted]
+        return Call(self.parts, bound, memory, addresses, {})
+
+    def __call__(self, given: Sequence[Tensor], numbers: Mapping[str, Floats]) -> None:
+        """Make all launches."""
+        call = self.start(*given)
+        for part in range(len(self.parts)):
+            call.run(part, numbers)
+
+    def _bind(self, given: tuple[torch.dtype, ...]) -> _Bound | None:
+        """Return the pass by addresses, or None if a kernel is not compiled for given tensors of these dtypes yet."""
+        dtypes = dict(zip(self.given, given, strict=True))
+        dtypes |= {name: room.dtype for name, room in self.own.rooms.items()}
+        dtypes |= {name: x.dtype for name, x in self.tables.items()}
+        order: list[Argument] = list(dtypes)
+        shifted, parts, found = [], [], None
+        for steps in self.parts:
+            bound = []
+            for launch, arguments, floats in steps:
+                names = [x if isinstance(x, str) else x[0] for x in arguments]
+                found = launch.compiled([dtypes[name] for name in names])
+                if found is None:
+                    return None
+                for name, argument in zip(names, arguments, strict=True):
+                    if isinstance(argument, tuple) and argument not in order:
+                        shifted.append((order.index(name), argument[1] * dtypes[name].itemsize))
+                        order.append(argument)
+                pick: Any = itemgetter(*(order.index(x) for x in arguments))
+                own = launch.grid, found.fixed, pick, launch.integers, floats, launch.constants
+                bound.append(_BoundStep(found.run, *own))
+            parts.append(tuple(bound))
+        if found is None or any(first % ALIGNMENT for _, first in shifted):
+            return None
+        tables = [x.data_ptr() for x in self.tables.values()]
+        self._bound[given] = _Bound(tables, shifted, tuple(parts), found.stream, found.device)
+        return self._bound[given]

@@ -1,0 +1,209 @@
+"""Passes by addresses, in one piece of memory, must compute what they compute on tensors of their own.
+
+Compiled kernels are imitated: they get addresses, as on a GPU, and Triton's interpreter runs on the memory there.
+"""
+
+import ctypes
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernel_settings import DEVICE
+from torch import Tensor
+
+from depthgauge.fast_attention import backends
+from depthgauge.fast_attention.attention import attention
+from depthgauge.fast_attention.decide import chooser
+from depthgauge.fast_attention.triton import gradient_launches, launch, launches
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels
+from depthgauge.fast_attention.triton.kernels import kernels
+from depthgauge.fast_attention.triton.launch import Launch
+from depthgauge.fast_attention.triton.passes import Layout, Pass, Room, Step
+from depthgauge.fast_attention.triton.workspace import Workspace
+
+pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE.type != "cpu", reason="imitates a GPU")]
+Launched = Counter[str]
+
+
+def at_address(address: int, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of one entry in memory that exists."""
+    memory = (ctypes.c_ubyte * dtype.itemsize).from_address(address)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype)
+
+
+class ByAddress:
+    """A kernel that is compiled by its first launch, and gets addresses in later ones."""
+
+    def __init__(self, kernel: Any, launched: Launched) -> None:
+        self.kernel, self.launched = kernel, launched
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., SimpleNamespace]:
+        def by_triton(*arguments: object, **options: int) -> SimpleNamespace:
+            self.launched["tensors"] += 1
+            self.kernel[grid](*arguments, **options)
+            dtypes = [x.dtype for x in arguments if isinstance(x, Tensor)]
+
+            def run(x: int, y: int, z: int, *rest: Any) -> None:
+                self.launched["addresses"] += 1
+                _stream, _function, _metadata, *_hooks = rest[:6]
+                addresses, others = rest[6 : 6 + len(dtypes)], rest[6 + len(dtypes) :]
+                found = [at_address(address, dtype) for address, dtype in zip(addresses, dtypes, strict=True)]
+                self.kernel[x, y, z](*found, *others, **options)
+
+            return SimpleNamespace(run=run, function=0, packed_metadata=())
+
+        return by_triton
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """Counts launches by tensors and by addresses."""
+    found = Launched()
+
+    def compiled(of: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(**{name: ByAddress(kernel, found) for name, kernel in vars(of).items()})
+
+    forward, backward = compiled(kernels()), compiled(gradient_kernels())
+    monkeypatch.setattr(launch, "current_streams", lambda: lambda _: 0)
+    monkeypatch.setattr(launches, "kernels", lambda: forward)
+    monkeypatch.setattr(gradient_launches, "gradient_kernels", lambda: backward)
+    return found
+
+
+def use(monkeypatch: pytest.MonkeyPatch, highest: int = 2, **settings: Any) -> TritonBackend:
+    """Use a new Triton backend for every problem, with degrees up to `highest`."""
+    triton = TritonBackend(Workspace(causal_block=128, **settings))
+    for module in (backends, chooser):
+        monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
+    monkeypatch.setattr(backends, "TRITON", triton)
+    monkeypatch.setattr(chooser, "HIGHEST_DEGREE", highest)
+    return triton
+
+
+def draw(n: int, m: int, groups: int, sizes: tuple[float, float], shift: float = 0.0) -> list[Tensor]:
+    """Draw q, k, v of two key heads whose scores have the given sizes, with opposite signs.
+
+    `shift` is added to q and k, which makes their centring necessary.
+    """
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(1, h, t, 16, generator=generator) for h, t in ((groups, n), (1, m), (1, m)))
+    one, other = (size**0.5 / 2 for size in sizes)
+    return [*(torch.cat([x * one + shift, -x * other - shift], dim=1) for x in (q, k)), torch.cat([v, -v], dim=1) + 3]
+
+
+AFTER: dict[str, Any] = {"centred_after": (torch.float32,)}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "route": ({"n": 70, "m": 200, "groups": 2, "sizes": (0.01, 0.01)}, AFTER, {"is_plain": True}),
+    "causal route": ({"n": 300, "m": 290, "groups": 1, "sizes": (0.01, 0.01)}, AFTER, {"block": 128}),
+    "causal, turned states one at a time": (
+        {"n": 300, "m": 300, "groups": 2, "sizes": (0.01, 0.01)}, {"turned_bytes": 1}, {"is_shifted": True},
+    ),
+    "two polynomials": ({"n": 70, "m": 130, "groups": 1, "sizes": (0.002, 0.03)}, {}, {"is_alike": False}),
+    "weights": ({"n": 70, "m": 130, "groups": 2, "sizes": (0.01, 0.02), "shift": 0.5}, {}, {"is_weighted": True}),
+    "causal, weights": (
+        {"n": 200, "m": 200, "groups": 1, "sizes": (0.01, 0.02), "shift": 0.5}, {}, {"is_weighted": True},
+    ),
+}  # fmt: skip
+"""Arguments of `draw`, settings of the workspace, and some fields of the sizes of the backward pass that follow."""
+
+
+@pytest.mark.parametrize("is_pooled", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_later_calls_use_addresses_and_agree(
+    case: str, is_pooled: bool, launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_pooled:
+        monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    drawn, settings, expected = CASES[case]
+    backend = use(monkeypatch, **settings)
+    options: dict[str, Any] = {"scale": 1.0, "tolerance": 0.03, "force": "polynomial", "enable_gqa": True}
+    options["is_causal"] = "causal" in case
+    leaves = [x.requires_grad_() for x in draw(**drawn)]
+    up = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for _ in range(3):
+        launched.clear()
+        out = attention(*leaves, **options)
+        assert isinstance(out, Tensor)
+        found.append((out, *torch.autograd.grad(out, leaves, up)))
+    (sizes,) = backend.workspace._gradients
+    assert {**expected, "degree": 2}.items() <= sizes._asdict().items()
+    assert bool(backend.routes) == ("route" in case)
+    assert launched["addresses"] >= 12
+    assert launched["tensors"] == 0
+    for later in found[1:]:
+        for one, other in zip(later, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_forward_pass_of_degree_1_agrees(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = use(monkeypatch, highest=1, **AFTER)
+    tensors = draw(65, 40, 3, (0.004, 0.004))
+    options: dict[str, Any] = {"scale": 1.0, "tolerance": 0.01, "force": "polynomial", "enable_gqa": True}
+    first, _, last = (attention(*tensors, **options) for _ in range(3))
+    assert {sizes.degree for sizes in backend.workspace._forward} == {1}
+    assert launched["addresses"] > 0
+    torch.testing.assert_close(first, last, rtol=1e-6, atol=1e-6)
+
+
+class Recorder:
+    """A kernel that records the addresses of its launches, by tensors or directly."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: object) -> Callable[..., SimpleNamespace]:
+        def by_triton(*arguments: object) -> SimpleNamespace:
+            self.seen.append(("tensors", *(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)))
+            run = lambda *given: self.seen.append(("addresses", *given[9:]))  # noqa: E731
+            return SimpleNamespace(run=run, function=0, packed_metadata=())
+
+        return by_triton
+
+
+def small_pass(kernel: Recorder) -> Pass:
+    """Return a pass of two parts with early and late memory, on one given tensor and one table."""
+    step = Launch(kernel, (1, 1, 1), (5,), (True,))
+    parts = [
+        [Step(step, ("x", "always", "early", "table"), (0.5,))],
+        [Step(step, ("x", ("x", 4), "late", ("always", 8)), "numbers")],
+    ]
+    room = Room((64,), torch.float32)
+    own = Layout({"always": room}, {"early": room, "other": room}, {"late": room})
+    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, own, torch.device("cpu"))
+
+
+def test_addresses_are_those_of_the_named_tensors(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = Recorder()
+    prepared, x = small_pass(kernel), torch.zeros(64)
+    memory = torch.zeros(4096, dtype=torch.uint8)
+    for _ in range(2):
+        prepared((x,), {"numbers": (0.25,)})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", lambda *_, **__: memory)
+        prepared((x,), {"numbers": (0.25,)})
+    base, table = memory.data_ptr(), prepared.tables["table"].data_ptr()
+    assert kernel.seen[-2:] == [
+        ("addresses", x.data_ptr(), base, base + 256, table, 5, 0.5, True),
+        ("addresses", x.data_ptr(), x.data_ptr() + 16, base + 256, base + 32, 5, 0.25, True),
+    ]
+    assert prepared.own.size == 3 * 256
+    assert [name for name, *_ in kernel.seen] == ["tensors"] + ["addresses"] * 5
+
+
+def test_tensors_of_other_dtypes_and_addresses_are_not_taken_by_their_address(launched: Launched) -> None:
+    kernel = Recorder()
+    prepared, memory = small_pass(kernel), torch.zeros(128)
+    shifted, half = memory[1:65], torch.zeros(64, dtype=torch.float16)
+    for x in (memory[:64], memory[:64], shifted, half, memory[:64]):
+        prepared((x,), {"numbers": (0.25,)})
+    kinds = [name for name, *_ in kernel.seen]
+    assert kinds[:4] == ["tensors", "addresses", "addresses", "addresses"]
+    assert kinds[4:6] == ["tensors", "tensors"]  # not aligned
+    assert kinds[6] == "tensors"
+    assert kinds[8:] == ["addresses", "addresses"]
