@@ -1,5 +1,8 @@
 """A compiled kernel is reused only for arguments that it was compiled for; every other launch goes through Triton."""
 
+import math
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +12,7 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention.triton import launch as launch_module
 from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
 from depthgauge.fast_attention.triton.launches import FirstMomentSizes, SurveySizes, TransposeSizes
-from depthgauge.fast_attention.triton.readback import Readbacks
+from depthgauge.fast_attention.triton.readback import Readback, Readbacks
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 STREAM = 99
@@ -88,7 +91,7 @@ def test_capturing_a_cuda_graph_raises_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(InputError, match=r"cannot be captured in a CUDA graph.* pass a plan"):
         Readbacks().get(2, torch.device("cuda"))
-    assert Readbacks().get(2, torch.device("cpu")).numbers.shape == (2, 6)
+    assert Readbacks().get(2, torch.device("cpu")).numbers.shape == (6, 2)
 
 
 @pytest.mark.kernels
@@ -112,3 +115,31 @@ def test_records_of_different_kernels_do_not_share_a_launch() -> None:
     assert workspace.launch(transpose).kernel is not workspace.launch(survey).kernel
     first = FirstMomentSizes(2, 70, 128, 512, 16, 16, torch.float32, False, cpu)
     assert workspace.launch(first).grid == (1, 2, 1)
+
+
+def test_numbers_are_read_when_all_have_arrived() -> None:
+    readback = Readback(2, torch.device("cpu"))
+    readback.expect()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
+    values = [0.0, math.nan, math.inf, *range(1, 10)]
+
+    def write() -> None:
+        for at in order:
+            time.sleep(0.001)
+            readback.numbers.view(-1)[at] = values[at]
+
+    writer = threading.Thread(target=write)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readback, "_check", lambda: None)
+        writer.start()
+        rows = readback.read()
+    writer.join()
+    torch.testing.assert_close(torch.tensor(rows), torch.tensor(values).view(6, 2), equal_nan=True)
+
+
+def test_numbers_that_never_arrive_are_an_error() -> None:
+    readback = Readback(2, torch.device("cpu"))
+    readback.expect()
+    readback.numbers[:5] = 1.0
+    with pytest.raises(RuntimeError, match="finished without writing its numbers"):
+        readback.read()

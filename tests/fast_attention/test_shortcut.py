@@ -166,7 +166,7 @@ def test_waits_double_up_to_a_limit_and_end_with_a_polynomial(kinds: CallKinds) 
     waits = [kinds.refused(kind).left for _ in range(14)]
     assert waits == [min(2**r, LONGEST_WAIT) for r in range(14)]
     kinds.accepted(kind)
-    assert kind not in kinds.exact
+    assert kinds.exact[kind].left == 0
     assert kinds.refused(kind).left == 1
     assert kinds.refused(kind, is_final=True).left == math.inf
     assert list(kinds.exact) == [kind]

@@ -102,7 +102,7 @@ def attention(
     >>> bool((attention(q, k, v) - exact).abs().max() < 1e-3)
     True
     """
-    outline = kind = None
+    outline = calls = kind = None
     is_plain = type(q) is type(k) is type(v) is Tensor
     if is_plain and plan is None and not return_bound and not is_dynamo_compiling():
         # Exact calls without a decision, all in line: next to torch's attention of short sequences, which takes some
@@ -134,9 +134,9 @@ def attention(
             )
     # A plain tuple: creating the record would cost two microseconds.
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
-    if outline is not None and is_always_exact(q, k, v, options):
+    if calls is None and outline is not None and is_always_exact(q, k, v, options):
         return _by_torch(q, k, v, options, _kinds.refused(outline, is_final=True))
-    if plan is not None or torch.compiler.is_compiling():
+    if plan is not None or (outline is None and torch.compiler.is_compiling()):
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
     if _is_autocast(q, k, v):
         q, k, v, mask = autocast_tensors(q, k, v, attn_mask)

@@ -46,16 +46,20 @@ class CallKinds:
 
     def refused(self, outline: Outline, is_final: bool = False) -> ExactCalls:
         """Record that exact attention was chosen; with `is_final`, no later call of this kind is decided."""
-        if outline not in self.exact and len(self.exact) >= self._MOST_KINDS:
-            self.exact.clear()
-        calls = self.exact.setdefault(outline, ExactCalls())
+        calls = self._record(outline)
         calls.wait = math.inf if is_final else min(LONGEST_WAIT, 2 * calls.wait)
         calls.left = calls.wait
         return calls
 
     def accepted(self, outline: Outline) -> None:
-        """Record that the polynomial path was chosen for at least one head."""
-        self.exact.pop(outline, None)
+        """Record that the polynomial path was chosen for at least one head: the next call is decided."""
+        calls = self._record(outline)
+        calls.left, calls.wait = 0.0, 0.5
+
+    def _record(self, outline: Outline) -> ExactCalls:
+        if outline not in self.exact and len(self.exact) >= self._MOST_KINDS:
+            self.exact.clear()
+        return self.exact.setdefault(outline, ExactCalls())
 
     def chooser(self, kind: Kind, make: Callable[[], Chooser]) -> Chooser:
         """Return the chooser of this kind of call, created on first use."""

@@ -81,7 +81,7 @@ def kernels() -> SimpleNamespace:
                 here = (start + b[:, None] < blocks) & (i[None, :] < 6)
                 at = found_ptr + (head * blocks + start + b[:, None]) * 6 + i[None, :]
                 most = tl.maximum(most, tl.max(tl.load(at, mask=here, other=0), 0))
-            tl.store(readback_ptr + head * 6 + i, most, mask=i < 6)
+            tl.store(readback_ptr + i * tl.num_programs(1) + head, most, mask=i < 6)
 
     @triton.jit
     def survey(

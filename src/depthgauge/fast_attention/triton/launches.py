@@ -37,7 +37,7 @@ class SurveySizes(NamedTuple):
 
 
 class TransposeSizes(NamedTuple):
-    """Sizes of `transpose`. Tensors: x [N, n, d], found [N, blocks, 6], out [N, d, padded], readback [N, 6].
+    """Sizes of `transpose`. Tensors: x [N, n, d], found [N, blocks, 6], out [N, d, padded], readback [6, N].
 
     The kernel writes `out` if `writes_out`, and `readback` if `blocks` is positive.
     """

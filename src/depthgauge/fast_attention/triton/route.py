@@ -104,8 +104,8 @@ class Route:
         kept = kept_tensors(p, q) if is_trained else ()
         readback = self.workspace.readbacks.get(self.heads, self.device)
         call = p.start(q, k, v, readback.numbers, out, *kept)
+        readback.expect()
         call.run(p.KEYS)
-        readback.record()
         call.run(p.SUMS)
         coefficients = self.decided(readback.read())
         if coefficients is None:
@@ -113,22 +113,34 @@ class Route:
         call.run(p.ROWS, {"coefficients": coefficients, "exponent": exponents(self.scale)[:1]})
         return Computed(out, (out, *kept) if is_trained else (), coefficients)
 
-    def decided(self, rows: list[list[float]]) -> Coefficients | None:
+    def decided(self, numbers: list[list[float]]) -> Coefficients | None:
         """Return the coefficients for the numbers of a survey, or None if the call has to be decided from the start.
 
         B is the largest of all heads, as in `Decision`. With a = √max‖q‖² and b = √max‖k‖² of a head, the outward
         rounded product satisfies (up a + lost)(up b + lost) ≤ up² a b + lost (up (max a + max b) + lost).
         """
-        q0, k0, q1, k1, values, mean = zip(*rows, strict=True)
-        if not math.isfinite(sum(map(sum, (q0, k0, q1, k1, values, mean)))):
+        q0, k0, q1, k1, values, _ = numbers
+        if not math.isfinite(sum(map(sum, numbers))):
             return None
         # The condition of `holds`, for squared norms.
-        sizes = q0 + k0 + values
-        if max(sizes) > 2.0**40 or min(filter(None, sizes), default=1.0) < 2.0**-40:
+        longest_q, longest_k, shortest_q, shortest_k = max(q0), max(k0), min(q0), min(k0)
+        if max(longest_q, longest_k, max(values)) > 2.0**40:
+            return None
+        if min(shortest_q, shortest_k, min(values)) < 2.0**-40 and any(0 < x < 2.0**-40 for x in (*q0, *k0, *values)):
             return None
         up, lost = outward(self.d)
-        longest = math.sqrt(max(q0)) + math.sqrt(max(k0))
+        longest = math.sqrt(longest_q) + math.sqrt(longest_k)
         bound = up * up * math.sqrt(max(map(mul, q0, k0))) + lost * (up * longest + lost)
         known = self._decide(grid_index(abs(self.scale) * bound * (1 + 2.0**-50)))
-        lowest = math.sqrt(min(map(mul, map(min, q0, q1), map(min, k0, k1))))
-        return known[0] if known is not None and grid_index(abs(self.scale) * lowest) >= known[1] else None
+        if known is None:
+            return None
+        coefficients, least = known
+        # With centring, no head may have a B for which a lower degree is enough. First a bound for all heads at once.
+        lowest = min(shortest_q, min(q1)) * min(shortest_k, min(k1))
+        if self._index(lowest) < least:
+            lowest = min(map(mul, map(min, q0, q1), map(min, k0, k1)))
+        return coefficients if self._index(lowest) >= least else None
+
+    def _index(self, squared: float) -> int:
+        """Return the grid index of the scores for a squared product of norms."""
+        return grid_index(abs(self.scale) * math.sqrt(squared))

@@ -22,10 +22,9 @@ def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
     The conditions are those of `Route.decided`. Nothing is copied to the host.
     """
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
-    numbers = q.new_empty(q.shape[0], 6, dtype=torch.float32)
+    numbers = q.new_empty(6, q.shape[0], dtype=torch.float32)
     _launch(workspace, q, k, v, numbers)
-    columns = numbers.double().unbind(1)
-    query, key, values = columns[0], columns[1], columns[4]
+    query, key, _, _, values, _ = numbers.double().unbind()
     up, lost = outward(q.shape[-1])
     scores = (up * query.sqrt() + lost) * (up * key.sqrt() + lost) * (abs(problem.scale) * (1 + 2.0**-40))
     sizes = torch.stack((query, key, values))
@@ -34,7 +33,7 @@ def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
 
 
 def _launch(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
-    """Write six numbers per head to `numbers` [N, 6], and return the centres [2, N, d]."""
+    """Write six numbers per head to `numbers` [6, N], and return the centres [2, N, d]."""
     (heads, rows, d), (m, e), device = q.shape, v.shape[1:], q.device
     centres = q.new_empty(2, heads, d, dtype=torch.float32)
     found = centres.new_empty(heads, survey_blocks(rows, m), 6)
@@ -51,9 +50,9 @@ def survey(workspace: Workspace, problem: Problem) -> Survey:
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
     heads, device = q.shape[0], q.device
     readback = workspace.readbacks.get(heads, device)
+    readback.expect()
     centres = _launch(workspace, q, k, v, readback.numbers)
-    readback.record()
     up, lost = outward(q.shape[-1])
-    q0, k0, q1, k1, values, mean = (list(column) for column in zip(*readback.read(), strict=True))
+    q0, k0, q1, k1, values, mean = readback.read()
     norms = [[math.sqrt(x) * up + lost for x in column] for column in (q0, k0, q1, k1, mean)]
     return summed_up(problem, [*norms, values, [1.0] * heads, values], centres[0], centres[1], None)
