@@ -1,8 +1,8 @@
 """Claim: on an H200, `dg.attention` in place of scaled_dot_product_attention never costs more than 5 % or 10 µs.
 
 bf16, 16 heads of 64, tolerance 1e-3, the path is chosen by `attention` itself. Every time is the median over calls that
-all have new tensors, with score sizes that differ by up to 30 %, in alternation with torch's attention in the same run
-(see fresh_tensors.py). The sections:
+all have new tensors, with score sizes that differ by up to 30 %, in turns with torch's attention in the same run (see
+fresh_tensors.py). The column `noise` shows how much a second measurement of torch's attention differs. The sections:
 
 - exact: scores of a trained model, 1 to 16,384 tokens, where exact attention is chosen.
 - decoding: one query on 4,096 keys and more, one key more at every call, batch 8. cuDNN prepares a plan for every new
@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from attention_checks import check_gradients, check_small, check_trained
 from encoder_pair import EncoderPair, encoder
 from fresh_tensors import (
+    AGAIN,
     HEADS,
     VARIATION,
     WIDTH,
@@ -48,6 +49,7 @@ from fresh_tensors import (
     factors,
     of,
     sdpa,
+    sdpa_again,
     small_scores,
     trained_scores,
 )
@@ -114,14 +116,20 @@ class Row:
         times = f"{mine / theirs:8.2f}" if mine >= theirs else f"{theirs / mine:7.1f}×"
         return (
             f"{self.section:9}{self.what:40}{self.n:7d} {self.path:11}{theirs:9.3f}{mine:9.3f}{times:>9}"
-            f"{1e3 * (mine - theirs):+10.1f}{own['mean']:9.3f}{own['repeated']:9.3f}{own['first']:9.1f}"
+            f"{1e3 * (mine - theirs):+10.1f}{self.noise():>8}{own['mean']:9.3f}{own['repeated']:9.3f}{own['first']:9.1f}"
             + ("" if all(self.claims.values()) else "   NOT MET")
         )
 
+    def noise(self) -> str:
+        """Return the difference of two measurements of torch's attention in microseconds, or a dash."""
+        if AGAIN not in self.peers:
+            return "-"
+        return f"{1e3 * (self.peers[AGAIN]['median'] - self.peers['SDPA']['median']):+.1f}"
+
 
 HEADER = (
-    f"{'section':9}{'what':40}{'n':>7} {'path':11}{'SDPA':>9}{'ours':>9}{'ratio':>9}{'µs more':>10}{'mean':>9}"
-    f"{'repeated':>9}{'first':>9}"
+    f"{'section':9}{'what':40}{'n':>7} {'path':11}{'SDPA':>9}{'ours':>9}{'ratio':>9}{'µs more':>10}{'noise':>8}"
+    f"{'mean':>9}{'repeated':>9}{'first':>9}"
 )
 
 
@@ -172,7 +180,7 @@ def exact_rows(bench: Bench) -> list[Row]:
                 return trained_scores(bench.place, n, factor, with_backward)
 
             path = path_of(draw(1.0), is_causal)
-            contenders = [ours(is_causal), sdpa(is_causal)]
+            contenders = [ours(is_causal), sdpa(is_causal), sdpa_again(is_causal)]
             rows.append(measured(bench, "exact", kind, n, path, contenders, draw))
             print(rows[-1].line(), flush=True)
     return rows
@@ -192,7 +200,7 @@ def decoding_rows(bench: Bench) -> list[Row]:
             F.scaled_dot_product_attention(call.q, call.k, call.v)  # cuDNN prepares a plan for these shapes, untimed
             return call
 
-        contenders = [ours(False), sdpa(False)]
+        contenders = [ours(False), sdpa(False), sdpa_again(False)]
         path = path_of(draw(1.0), False)
         rows.append(measured(bench, "decoding", what, bench.sizes.decoding, path, contenders, draw))
         print(rows[-1].line(), flush=True)
@@ -323,7 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sections", nargs="*", choices=list(SECTIONS), default=list(SECTIONS))
     parser.add_argument("--checkpoint", help="a checkpoint for the model section; random weights if not given")
-    parser.add_argument("--calls", type=int, default=60, help="the largest number of fresh tensors of a measurement")
+    parser.add_argument("--calls", type=int, default=120, help="the largest number of fresh tensors of a measurement")
     parser.add_argument("--seconds", type=float, default=3.0, help="time for every measurement")
     parser.add_argument("--quick", action="store_true", help="few sizes and calls; claims are shown, not judged")
     parser.add_argument("--out", type=Path, default=Path("results/attention_dropin.json"))

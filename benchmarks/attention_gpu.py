@@ -3,7 +3,7 @@
 Causal attention is 15 times as fast, forward and backward 25 times (causal 13 times), and the forward pass is at least
 1.6 times as fast from n = 8192 on. The peers are torch's exact backends (flash, cuDNN) and our torch backend, an
 unfused polynomial. A time is the median over calls that all have new tensors, with score sizes that differ by up to
-30 %, in alternation with the peers (see fresh_tensors.py). It includes the proof of B and the decision. The column
+30 %, in turns with the peers (see fresh_tensors.py). It includes the proof of B and the decision. The column
 `repeated` shows calls on the same tensors, and `first` the first call, in which kernels are compiled. The polynomial
 path is forced; attention_dropin.py measures the choice between the paths. Before anything is timed, outputs and
 gradients are compared with exact attention in float64 and with the guarantee of the plan.

@@ -1,8 +1,11 @@
-"""Times of attention over fresh tensors, in alternation with peers. The attention benchmarks import this file.
+"""Times of attention over fresh tensors, in turns with peers. The attention benchmarks import this file.
 
 A model calls attention with tensors that it has just computed. Every timed call therefore has tensors of its own, and
 the sizes of the scores differ by up to 30 % from call to call. The tensors are created before anything is timed. Before
 every timed call the device is idle and its L2 cache is overwritten, so neither side profits from the call before it.
+
+A turn has TURN calls. Exact attention of 131,072 tokens takes the GPU to its power limit, and the lower clock that it
+leaves behind made the next call of another contender about 10 % slower when they alternated call by call.
 """
 
 import math
@@ -11,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -23,9 +26,10 @@ HEADS, WIDTH = 16, 64
 VARIATION = 0.3
 """Score sizes are between 1 − VARIATION and 1 + VARIATION times a middle size."""
 WARM_UP = 3
-LEAST_CALLS = 10
+LEAST_CALLS = TURN = 10
 L2_BYTES = 256 * 2**20
 """The memory that is overwritten before every timed call: several times the L2 cache of any GPU so far."""
+AGAIN = "SDPA again"
 PEERS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -121,6 +125,11 @@ def sdpa(is_causal: bool) -> Contender:
     return Contender("SDPA", of(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)))
 
 
+def sdpa_again(is_causal: bool) -> Contender:
+    """Return torch's attention once more: the difference of its two times shows how exact a measurement is."""
+    return replace(sdpa(is_causal), name=AGAIN)
+
+
 def exact_peers(is_causal: bool) -> list[Contender]:
     """Return torch's attention with each of the fast exact backends."""
     return [
@@ -194,7 +203,7 @@ class Effort:
 def compare(
     contenders: Sequence[Contender], draw: Callable[[float], Call], effort: Effort, watch: Stopwatch
 ) -> dict[str, Times]:
-    """Time all contenders on the same fresh tensors, in an order that rotates from call to call.
+    """Time all contenders on the same fresh tensors, in turns whose order rotates.
 
     Contenders other than the first that cannot compute the call are left out. `draw` takes the factor of the scores.
     """
@@ -207,12 +216,13 @@ def compare(
             watch(contender, call)
     times: dict[str, list[float]] = {c.name: [] for c in able}
     until = time.perf_counter() + effort.seconds
-    for at, call in enumerate(pool[WARM_UP + 1 :]):
-        if at >= LEAST_CALLS and time.perf_counter() > until:
+    timed = pool[WARM_UP + 1 :]
+    for start in range(0, len(timed), TURN):
+        if start >= LEAST_CALLS and time.perf_counter() > until:
             break
-        turn = at % len(able)
+        turn = start // TURN % len(able)
         for contender in (*able[turn:], *able[:turn]):
-            times[contender.name].append(watch(contender, call))
+            times[contender.name] += [watch(contender, call) for call in timed[start : start + TURN]]
     return {
         c.name: Times(
             first=first[c.name],

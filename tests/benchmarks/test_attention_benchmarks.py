@@ -45,7 +45,8 @@ def test_small_scores_are_inside_the_regime_and_trained_scores_are_outside() -> 
     assert dropin.path_of(fresh.trained_scores(PLACE, 300, 1.0), False) == "exact"
 
 
-def test_every_timed_call_has_its_own_tensors_and_the_order_rotates() -> None:
+def test_every_timed_call_has_its_own_tensors_and_the_order_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh, "TURN", 4)
     seen: dict[str, list[int]] = {"ours": [], "SDPA": [], "third": []}
     order: list[str] = []
 
@@ -74,7 +75,8 @@ def test_every_timed_call_has_its_own_tensors_and_the_order_rotates() -> None:
         assert len(set(ids)) == len(fresh_ids)
         assert math.isnan(found[name].repeated) == (name != "ours")
     timed = order[3 * before :][: 3 * 12]
-    assert timed[:9] == ["ours", "SDPA", "third", "SDPA", "third", "ours", "third", "ours", "SDPA"]
+    turns = ["ours", "SDPA", "third", "SDPA", "third", "ours", "third", "ours", "SDPA"]
+    assert timed == [name for name in turns for _ in range(4)]
     assert len(kept) == 1 + before + 12  # one more tells how large a call is
 
 
@@ -197,6 +199,7 @@ def test_all_sections_run_on_the_cpu(
     assert {row["section"] for row in record["rows"]} == set(dropin.SECTIONS)
     assert len(record["rows"]) == 8 + 2 + 4 + 2 + 2
     assert all(row["ours"]["median"] > 0 for row in record["rows"])
+    assert {row["section"] for row in record["rows"] if fresh.AGAIN in row["peers"]} == {"exact", "decoding"}
     assert [row["ours"]["repeated"] for row in record["rows"] if row["section"] == "host"] == [None, None]
     assert capsys.readouterr().out.splitlines()[-1] == "18 of 18 targets met"
     monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs, margin: False)
