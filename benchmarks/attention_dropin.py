@@ -116,8 +116,8 @@ class Row:
         times = f"{mine / theirs:8.2f}" if mine >= theirs else f"{theirs / mine:7.1f}×"
         return (
             f"{self.section:9}{self.what:40}{self.n:7d} {self.path:11}{theirs:9.3f}{mine:9.3f}{times:>9}"
-            f"{1e3 * (mine - theirs):+10.1f}{self.noise():>8}{own['mean']:9.3f}{own['repeated']:9.3f}{own['first']:9.1f}"
-            + ("" if all(self.claims.values()) else "   NOT MET")
+            f"{1e3 * (mine - theirs):+10.1f}{self.noise():>8}{own['mean']:9.3f}{own['repeated']:9.3f}"
+            f"{own['first']:9.1f}" + ("" if all(self.claims.values()) else "   NOT MET")
         )
 
     def noise(self) -> str:

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -128,7 +128,8 @@ def campaign(name: str, jobs: Sequence[Job], sanitizer: str | None, options: arg
     """Run all pieces of a campaign. Return its summary and whether all pieces passed."""
     started, totals, failed = time.monotonic(), Counter[str](), []
     with ThreadPoolExecutor(options.workers) as pool:
-        for done in pool.map(lambda job: run(job, sanitizer, options.device, options.limit), jobs):
+        pending = [pool.submit(run, job, sanitizer, options.device, options.limit) for job in jobs]
+        for done in (future.result() for future in as_completed(pending)):
             if done.is_fine:
                 say(done.summary)
                 for number, what in re.findall(
@@ -142,7 +143,7 @@ def campaign(name: str, jobs: Sequence[Job], sanitizer: str | None, options: arg
                 done.last_call, *done.output.splitlines()[-TAIL:],
             )  # fmt: skip
     seconds = time.monotonic() - started
-    verdict = f"FAILED, seeds {', '.join(map(str, failed))}" if failed else "no violation"
+    verdict = f"FAILED, seeds {', '.join(map(str, sorted(failed)))}" if failed else "no violation"
     return (
         f"{name}: {totals['calls']} calls of {totals['kinds']} kinds in {len(jobs)} processes "
         f"({totals['polynomial']} polynomial, {totals['mixed']} mixed, {totals['refused']} refused, "
