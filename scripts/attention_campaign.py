@@ -31,8 +31,8 @@ SANITIZER = "compute-sanitizer"
 OPTIONS = ("--tool", "memcheck", "--error-exitcode", "1", "--report-api-errors", "no", "--launch-timeout", "0")
 ATTACKED = "--attacked", "--per-kind", "80", "--long", "16000"
 MEMCHECK = "--per-kind", "20", "--largest", "1100"
-ATTACKED_SIZE, MEMCHECK_SIZE = 2000, 200
-"""Calls of one piece, of 25 and of 10 kinds."""
+ATTACKED_SIZE, MEMCHECK_SIZE = 2000, 140
+"""Calls of one piece, of 25 and of 7 kinds."""
 TAIL = 60
 """The lines of a failed piece that are printed."""
 

@@ -109,6 +109,44 @@ def test_a_call_is_direct_if_no_tensor_is_changed_for_it(e: int, monkeypatch: py
     assert not copies
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("keys", [7, 8])
+@pytest.mark.parametrize("is_bool", [True, False])
+def test_masks_of_16_bit_tensors_have_room_after_an_odd_number_of_keys(
+    dtype: torch.dtype, keys: int, is_bool: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(keys)
+    q, k, v = (torch.randn(2, 3, n, 4, generator=generator).to(dtype) for n in (5, keys, keys))
+    keep = torch.rand(2, 1, 1, keys, generator=generator) < 0.7
+    keep[..., 0] = True
+    mask = keep if is_bool else torch.randn(2, 1, 1, keys, generator=generator).to(dtype).requires_grad_()
+    wanted = F.scaled_dot_product_attention(q, k, v, mask)
+    seen: list[torch.Tensor] = []
+    original = exact_path.torch_attention
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append(mask)
+        return original(q, k, v, mask)
+
+    monkeypatch.setattr(exact_path, "torch_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = exact_attention(q, k, v, mask)
+    torch.testing.assert_close(found, wanted)
+    (given,) = seen
+    is_copied = keys == 7 and dtype != torch.float32
+    assert (given is mask) == (not is_copied)
+    assert (direct(q, k, v, mask, 0.0, False, None, False) is None) == is_copied
+    if is_copied:
+        assert given.dtype == dtype
+        after = given.storage_offset() + given.numel() + (given.shape[0] - 1) * (8 - keys)
+        assert after < given.untyped_storage().nbytes() // given.element_size()
+    if not is_bool:
+        torch.testing.assert_close(
+            *(torch.autograd.grad(x.float().sum(), mask, retain_graph=True)[0] for x in (found, wanted)),
+            rtol=1e-2, atol=1e-2,
+        )  # fmt: skip
+
+
 def test_attention_does_not_call_itself_in_place_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some users replace torch's function by ours."""
     q, k, v = (0.01 * torch.randn(1, 1, 4096, 16) for _ in range(3))

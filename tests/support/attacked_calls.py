@@ -27,7 +27,7 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide.cost import Rates
-from depthgauge.fast_attention.exact_path import readable
+from depthgauge.fast_attention.exact_path import is_paired, paired, readable
 from depthgauge.fast_attention.plan import Plan
 
 ENTRIES = 2**22
@@ -129,6 +129,7 @@ def torch_attention(drawn: Drawn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if is_causal:
             mask = mask & torch.ones(kind.n, kind.m, dtype=torch.bool, device=q.device).tril()
         is_causal = False
+        mask = mask if is_paired(mask, q) else paired(mask, q)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=kind.groups > 1)
 
 

@@ -5,6 +5,8 @@ Calls of torch's attention are made here, because some need other arguments:
 - With a negative scale, torch's kernels multiply masked scores, −∞, by the scale. Every causal row becomes NaN.
 - On a GPU, some kernels read 16 bytes at once and do not check that addresses and strides are multiples of 16 bytes.
   The result is an error or wrong numbers.
+- On a GPU, cuDNN reads the masks of 16-bit tensors two keys at a time. With an odd number of keys, it reads beyond the
+  end of a mask that is the same for all rows.
 - On a GPU, query heads that share keys have no fast kernel with a mask. Torch would hold all scores at once.
 
 `attention` itself makes calls that need none of this because an earlier call, with the same shapes and strides, needed
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.errors import InputError
@@ -51,6 +54,8 @@ def exact_attention(
             if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
+        if mask is not None and not is_paired(mask, q):
+            mask = paired(mask, q)
         if is_grouped and not _shares_keys(q, v, mask):
             groups = q.shape[-3] // k.shape[-3]
             k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
@@ -109,8 +114,9 @@ def direct(
     given = (q, k, v) if mask is None else (q, k, v, mask)
     if not have_addresses(*given):
         return None
-    is_changed = q.is_cuda and (not all(map(is_readable, given)) or (is_grouped and not _shares_keys(q, v, mask)))
-    if is_changed or (scale is not None and scale < 0):
+    if q.is_cuda and (not all(map(is_readable, given)) or (mask is not None and not is_paired(mask, q))):
+        return None
+    if (q.is_cuda and is_grouped and not _shares_keys(q, v, mask)) or (scale is not None and scale < 0):
         return None
     strides = tuple(x.stride() for x in given)
     return Direct(strides, None if mask is None else mask.dtype, arguments(dropout, is_causal, scale, is_grouped))
@@ -159,6 +165,24 @@ def is_readable(x: Tensor) -> bool:
 def readable(x: Tensor) -> Tensor:
     """Return x, or a copy that torch's kernels can read."""
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+def is_paired(mask: Tensor, q: Tensor) -> bool:
+    """Return whether torch reads nothing beyond the mask: the number of keys is even, or q has no 16-bit entries."""
+    return mask.shape[-1] % 2 == 0 or q.element_size() != 2
+
+
+def paired(mask: Tensor, q: Tensor) -> Tensor:
+    """Return the mask as numbers that are added to the scores, with room after the last key of every row.
+
+    >>> q = torch.zeros(1, 4, dtype=torch.bfloat16)
+    >>> paired(torch.tensor([[True, False, True]]), q), paired(torch.tensor([[True, False, True]]), q).stride()
+    (tensor([[0., -inf, 0.]], dtype=torch.bfloat16), (8, 1))
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    keys = mask.shape[-1]
+    return pad(mask, (0, -keys % (READ_BYTES // 2)))[..., :keys]
 
 
 def _has_odd_stride(x: Tensor, step: int) -> bool:
