@@ -271,9 +271,10 @@ def test_the_driver_runs_pieces_and_reports_failures(
     good = fake_sanitizer(tmp_path, 0)
     arguments = ["--memcheck", "3", "--device", "cpu", "--workers", "1", "--sanitizer"]
     assert campaign.main(["--attacked", "0", *arguments, str(good)]) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    compared, _, not_compared, last = capsys.readouterr().out.splitlines()
     assert last.startswith("memcheck: 3 calls of 1 kinds in 1 processes")
     assert "no violation" in last
+    assert ["not compared" in line for line in (compared, not_compared)] == [False, True]
     # The other processes only print what a piece prints.
     piece = tmp_path / "piece.py"
     piece.write_text(
@@ -284,7 +285,7 @@ def test_the_driver_runs_pieces_and_reports_failures(
     monkeypatch.setattr(campaign, "PIECE", piece)
     assert campaign.main(["--attacked", "4400", *arguments, str(good)]) == 0
     attacked, checked = capsys.readouterr().out.splitlines()[-2:]
-    assert attacked.startswith("attacked calls: 4400 calls of 6 kinds in 3 processes (3 polynomial,")
+    assert attacked.startswith("attacked calls: 4400 calls of 8 kinds in 4 processes (4 polynomial,")
     assert checked.startswith("memcheck: 3 calls of 2 kinds in 1 processes")
     bad = fake_sanitizer(tmp_path, 2)
     assert campaign.main(["--attacked", "0", *arguments, str(bad)]) == 1

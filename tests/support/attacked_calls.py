@@ -263,8 +263,8 @@ def check_gradients(drawn: Drawn, plan: Plan, found: Sequence[Tensor], ref: Refe
             raise ViolationError(f"the gradient of {name} is off by {worst:.3g} times the allowed error:\n{plan}")
 
 
-def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
-    """Compute one call and compare it with float64. Raise a ViolationError or count the call."""
+def check_call(drawn: Drawn, tally: Tally, is_strict: bool, is_compared: bool = True) -> None:
+    """Compute one call and, if `is_compared`, compare it with float64. Raise a ViolationError or count the call."""
     kind = drawn.kind
     given = [x.requires_grad_() if kind.gradients else x for x in (drawn.q, drawn.k, drawn.v)]
     how: dict[str, Any] = {
@@ -290,6 +290,13 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
     out, bound = found if isinstance(found, tuple) else (found, None)
     if out.shape != (*drawn.q.shape[:-1], kind.e) or out.dtype != kind.dtype or out.device != drawn.q.device:
         raise ViolationError(f"the output is {out.dtype} {list(out.shape)} on {out.device}")
+    tally.counts[plan.path] += 1
+    tally.counts["unforced"] += drawn.force is None
+    tally.counts["gradients"] += kind.gradients
+    if not is_compared:
+        if kind.gradients:
+            torch.autograd.grad(out, given, torch.ones_like(out))
+        return
     ref = reference(drawn)
     leaves = [own_copy(x).requires_grad_(kind.gradients) for x in given]
     peer = torch_attention(drawn, *leaves)
@@ -306,10 +313,7 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool) -> None:
         # cuDNN keeps a plan for the layouts of q, k and v. A later gradient in another layout would be read wrongly.
         theirs = torch.autograd.grad(peer, leaves, torch.empty_like(peer).copy_(up))
         check_gradients(drawn, plan, torch.autograd.grad(out, given, up), ref, theirs)
-        tally.counts["gradients"] += 1
     tally.closest = max(tally.closest, ratio)
-    tally.counts[plan.path] += 1
-    tally.counts["unforced"] += drawn.force is None
 
 
 @contextmanager
@@ -340,6 +344,7 @@ class Piece:
     device: torch.device
     is_strict: bool = False
     trace: Path | None = None
+    is_compared: bool = True
 
     def run(self) -> Tally:
         """Make all calls. A ViolationError or an error of the device names the call."""
@@ -353,7 +358,7 @@ class Piece:
             if self.trace is not None:
                 self.trace.write_text(what + "\n", encoding="utf-8")
             try:
-                check_call(drawn, tally, self.is_strict)
+                check_call(drawn, tally, self.is_strict, self.is_compared)
             except Exception as error:
                 error.add_note(what)
                 raise
@@ -387,12 +392,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--attacked", action="store_true", help="draw adversarial numbers")
     parser.add_argument("--cheap", action="store_true", help="let unforced calls choose polynomials at any size")
     parser.add_argument("--strict", action="store_true", help="fail beyond the error of the plan, not of the tolerance")
+    parser.add_argument("--not-compared", action="store_true", help="make the calls only; a sanitizer checks them")
     parser.add_argument("--trace", type=Path, help="a file that always names the current call")
     options = parser.parse_args(arguments)
     device = torch.device(options.device)
     odd = ODD_WIDTHS if max(options.widths) > 32 else ()
     limits = Limits(options.largest, options.long, options.attacked, tuple(options.widths), odd)
-    piece = Piece(options.seed, options.calls, options.per_kind, limits, device, options.strict, options.trace)
+    piece = Piece(
+        options.seed, options.calls, options.per_kind, limits, device, options.strict, options.trace,
+        not options.not_compared,
+    )  # fmt: skip
     started = time.perf_counter()
     try:
         if options.cheap:
@@ -406,9 +415,9 @@ def main(arguments: list[str] | None = None) -> int:
         say("reproduce with: " + " ".join(["python", os.path.relpath(__file__), *given]))
         say(f"attention campaign: FAILED, seed {options.seed}")
         return 1
-    allocator = ", one allocation per tensor" if is_uncached(device) else ""
+    remarks = ", not compared" * options.not_compared + ", one allocation per tensor" * is_uncached(device)
     seconds = time.perf_counter() - started
-    say(f"attention campaign: seed {options.seed}, {tally.line()}{allocator}; {seconds:.0f} s")
+    say(f"attention campaign: seed {options.seed}, {tally.line()}{remarks}; {seconds:.0f} s")
     return 0
 
 
