@@ -4,8 +4,9 @@ A model calls attention with tensors that it has just computed. Every timed call
 the sizes of the scores differ by up to 30 % from call to call. The tensors are created before anything is timed. Before
 every timed call the device is idle and its L2 cache is overwritten, so neither side profits from the call before it.
 
-A turn has TURN calls. Exact attention of 131,072 tokens takes the GPU to its power limit, and the lower clock that it
-leaves behind made the next call of another contender about 10 % slower when they alternated call by call.
+Contenders alternate call by call, or in turns of TURN calls if a call of one of them takes longer than LONG_MS. Exact
+attention of 131,072 tokens takes the GPU to its power limit, and the lower clock that it leaves behind made the next
+call of another contender about 10 % slower. Short calls do not do this, and the time of the host changes between turns.
 """
 
 import math
@@ -27,6 +28,7 @@ VARIATION = 0.3
 """Score sizes are between 1 − VARIATION and 1 + VARIATION times a middle size."""
 WARM_UP = 3
 LEAST_CALLS = TURN = 10
+LONG_MS = 5.0
 L2_BYTES = 256 * 2**20
 """The memory that is overwritten before every timed call: several times the L2 cache of any GPU so far."""
 AGAIN = "SDPA again"
@@ -211,18 +213,17 @@ def compare(
     pool = [draw(factor) for factor in factors(count)]
     first = dict(_first_times(contenders, pool[0], watch))
     able = [c for c in contenders if c.name in first]
-    for call in pool[1 : WARM_UP + 1]:
-        for contender in able:
-            watch(contender, call)
+    longest = max(watch(contender, call) for call in pool[1 : WARM_UP + 1] for contender in able)
+    size = TURN if longest > LONG_MS else 1
     times: dict[str, list[float]] = {c.name: [] for c in able}
     until = time.perf_counter() + effort.seconds
     timed = pool[WARM_UP + 1 :]
-    for start in range(0, len(timed), TURN):
+    for start in range(0, len(timed), size):
         if start >= LEAST_CALLS and time.perf_counter() > until:
             break
-        turn = start // TURN % len(able)
+        turn = start // size % len(able)
         for contender in (*able[turn:], *able[:turn]):
-            times[contender.name] += [watch(contender, call) for call in timed[start : start + TURN]]
+            times[contender.name] += [watch(contender, call) for call in timed[start : start + size]]
     return {
         c.name: Times(
             first=first[c.name],

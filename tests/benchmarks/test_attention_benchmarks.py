@@ -45,8 +45,10 @@ def test_small_scores_are_inside_the_regime_and_trained_scores_are_outside() -> 
     assert dropin.path_of(fresh.trained_scores(PLACE, 300, 1.0), False) == "exact"
 
 
-def test_every_timed_call_has_its_own_tensors_and_the_order_rotates(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [1, 4])
+def test_every_timed_call_has_its_own_tensors_and_the_order_rotates(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh, "TURN", 4)
+    monkeypatch.setattr(fresh, "LONG_MS", 1e9 if size == 1 else 0.0)
     seen: dict[str, list[int]] = {"ours": [], "SDPA": [], "third": []}
     order: list[str] = []
 
@@ -75,8 +77,8 @@ def test_every_timed_call_has_its_own_tensors_and_the_order_rotates(monkeypatch:
         assert len(set(ids)) == len(fresh_ids)
         assert math.isnan(found[name].repeated) == (name != "ours")
     timed = order[3 * before :][: 3 * 12]
-    turns = ["ours", "SDPA", "third", "SDPA", "third", "ours", "third", "ours", "SDPA"]
-    assert timed == [name for name in turns for _ in range(4)]
+    turns = ["ours", "SDPA", "third", "SDPA", "third", "ours", "third", "ours", "SDPA"] * (4 // size)
+    assert timed == [name for name in turns for _ in range(size)]
     assert len(kept) == 1 + before + 12  # one more tells how large a call is
 
 

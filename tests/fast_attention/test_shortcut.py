@@ -257,7 +257,7 @@ def test_calls_that_lie_like_an_earlier_one_are_passed_on(options: dict[str, Any
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
     for tensors in (turned, turned, given):
         torch.testing.assert_close(dg.attention(*tensors, **options), wanted)
-    assert asked == ["general", "direct", "general"]
+    assert asked == ["general", "direct", "general" if "attn_mask" in options else "direct"]
     asked.clear()
     for at in range(3):
         tensors = [moved(x, at == place) for place, x in enumerate(given)]
@@ -337,3 +337,42 @@ def test_wrong_arguments_are_named_after_calls_that_were_passed_on() -> None:
         dg.attention(q, k.double(), v)
     with pytest.raises(InputError, match="same heads and tokens"):
         dg.attention(q, k, v[..., :5, :])
+
+
+@pytest.mark.parametrize("is_sliced", [False, True])
+def test_steps_of_decoding_are_one_kind(
+    is_sliced: bool, asked: list[str], kinds: CallKinds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, cache, other = draw(1, 40)
+    forbid_validation(monkeypatch)
+    for m in range(20, 40):
+        k, v = (x[..., :m, :] if is_sliced else x[..., :m, :].contiguous() for x in (cache, other))
+        assert torch.equal(dg.attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    assert asked == ["general", "general"] + ["direct"] * 18
+    assert len(kinds.exact) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, v: (q, k[0], v[0]),
+        lambda q, k, v: (q, k[:, :1], v[:, :1]),
+        lambda q, k, v: (q, k, v[..., :5, :]),
+        lambda q, k, v: (q, k[..., :8], v),
+        lambda q, k, v: (q, k.double(), v),
+        lambda q, k, v: (q[0, 0, 0], k, v),
+    ],
+)
+def test_wrong_tensors_after_steps_of_decoding_are_named(change: Any) -> None:
+    q, k, v = draw(1, 40)
+    for _ in range(4):
+        dg.attention(q, k, v)
+    with pytest.raises(InputError, match="must"):
+        dg.attention(*change(q, k, v))
+
+
+def test_choosers_belong_to_one_number_of_keys(kinds: CallKinds) -> None:
+    """Their rounding allowance depends on it."""
+    for m in (30, 4000):
+        dg.attention(*(0.01 * x for x in draw(1, m)), force="polynomial")
+    assert len(kinds._choosers) == 2

@@ -17,6 +17,7 @@ from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
 from depthgauge.fast_attention.exact_path import (
     READ_BYTES,
+    are_contiguous,
     capturable,
     direct,
     exact,
@@ -108,14 +109,18 @@ def attention(
         # Exact calls without a decision, all in line: next to torch's attention of short sequences, which takes some
         # 30 microseconds, every function of ours would be noticeable.
         try:
+            rows, keys, values = q.shape, k.shape, v.shape
+            tokens: tuple[object, ...] = keys, values
+            if rows[-2] == 1:  # a decoding step: one query is too short for a polynomial, whatever the number of keys
+                tokens = keys[:-2], keys[-1], values[:-2], values[-1], keys[-2] == values[-2]
             outline = (
-                q.shape, k.shape, v.shape, None if attn_mask is None else attn_mask.shape,
+                rows, tokens, None if attn_mask is None else attn_mask.shape,
                 None if key_padding is None else key_padding.shape,
                 q.dtype, q.is_cuda, is_grad_enabled() and (q.requires_grad or k.requires_grad),
                 dropout_p, is_causal, tolerance, scale, enable_gqa, force,
             )  # fmt: skip
             calls = _exact_calls(outline)
-        except (AttributeError, TypeError):  # an argument has a wrong type, which `checked` names
+        except (AttributeError, TypeError, IndexError):  # an argument is wrong, which `checked` names
             outline = calls = None
         if calls is not None and calls.left > 0:
             calls.left -= 1  # infinity stays infinity
@@ -123,7 +128,7 @@ def attention(
             try:
                 if (
                     attn_mask is None and known is not None
-                    and (q.stride(), k.stride(), v.stride()) == known.strides
+                    and ((q.stride(), k.stride(), v.stride()) == known.strides or are_contiguous(q, k, v))
                     and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
                 ):  # fmt: skip
                     return torch_attention(q, k, v, **known.arguments)

@@ -51,7 +51,7 @@ def exact_attention(
         is_traced = torch.compiler.is_compiling()
     if q.is_cuda:
         if not is_traced and have_addresses(q, k, v):
-            if not _are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+            if not are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
         if mask is not None and not is_paired(mask, q):
@@ -98,7 +98,7 @@ def arguments(dropout: float, is_causal: bool, scale: float | None, is_grouped: 
 class Direct(NamedTuple):
     """Calls whose tensors torch reads as they are: the strides, and the arguments besides tensors that are not default.
 
-    `mask` is the dtype of the mask, if there is one.
+    `mask` is the dtype of the mask, if there is one. Without a mask, contiguous tensors are read as they are too.
     """
 
     strides: tuple[tuple[int, ...], ...]
@@ -144,7 +144,8 @@ def _shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     return mask is None and q.shape[-1] == v.shape[-1] <= 256
 
 
-def _are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether all three are contiguous. Torch can read such tensors if their addresses are multiples of 16."""
     return q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
 
 

@@ -145,7 +145,7 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
     needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
-    return Kind(outline, (k.dtype, v.dtype, q.device, k.device, v.device, needs))
+    return Kind(outline, (k.shape, v.shape, k.dtype, v.dtype, q.device, k.device, v.device, needs))
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
