@@ -7,6 +7,7 @@ every timed call the device is idle and its L2 cache is overwritten, so neither 
 Contenders alternate call by call, or in turns of TURN calls if a call of one of them takes longer than LONG_MS. Exact
 attention of 131,072 tokens takes the GPU to its power limit, and the lower clock that it leaves behind made the next
 call of another contender about 10 % slower. Short calls do not do this, and the time of the host changes between turns.
+The longest calls have one turn, in which the first contender follows the warm-up of all others.
 """
 
 import math

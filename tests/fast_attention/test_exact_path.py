@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import depthgauge
 from depthgauge.fast_attention import exact_path
-from depthgauge.fast_attention.exact_path import READ_BYTES, direct, exact_attention, readable
+from depthgauge.fast_attention.exact_path import READ_BYTES, direct, exact_attention, is_paired, paired, readable
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -112,7 +112,7 @@ def test_a_call_is_direct_if_no_tensor_is_changed_for_it(e: int, monkeypatch: py
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("keys", [7, 8])
 @pytest.mark.parametrize("is_bool", [True, False])
-def test_masks_of_16_bit_tensors_have_room_after_an_odd_number_of_keys(
+def test_masks_have_room_after_an_odd_number_of_keys(
     dtype: torch.dtype, keys: int, is_bool: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(keys)
@@ -133,7 +133,7 @@ def test_masks_of_16_bit_tensors_have_room_after_an_odd_number_of_keys(
     found = exact_attention(q, k, v, mask)
     torch.testing.assert_close(found, wanted)
     (given,) = seen
-    is_copied = keys == 7 and dtype != torch.float32
+    is_copied = keys == 7
     assert (given is mask) == (not is_copied)
     assert (direct(q, k, v, mask, 0.0, False, None, False) is None) == is_copied
     if is_copied:
@@ -145,6 +145,53 @@ def test_masks_of_16_bit_tensors_have_room_after_an_odd_number_of_keys(
             *(torch.autograd.grad(x.float().sum(), mask, retain_graph=True)[0] for x in (found, wanted)),
             rtol=1e-2, atol=1e-2,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "is_copied"), [((7,), True), ((1, 7), True), ((5, 7), False), ((), False)])
+def test_masks_whose_rows_differ_are_not_copied(shape: tuple[int, ...], is_copied: bool) -> None:
+    mask = torch.ones(shape, dtype=torch.bool)
+    assert is_paired(mask) == (not is_copied)
+    if is_copied:
+        expanded = mask.expand(2, 3, 5, 7)
+        assert not is_paired(expanded)
+        found = paired(expanded, torch.float16)
+        assert found.shape == expanded.shape
+        assert found.untyped_storage().nbytes() == 16  # one row, as before
+
+
+@pytest.mark.parametrize("is_bool", [True, False])
+@pytest.mark.parametrize("calls", [1, 4])
+def test_masks_have_room_under_autocast_too(calls: int, is_bool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
+    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool) if is_bool else torch.zeros(1, 1, 1, 7)
+    seen: list[torch.Tensor] = []
+    original = exact_path.torch_attention
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        seen.append(mask)
+        return original(q, k, v, mask)
+
+    monkeypatch.setattr(exact_path, "torch_attention", watched)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(calls):
+            assert depthgauge.attention(q, k, v, mask).dtype == torch.bfloat16
+    assert len(seen) == calls
+    for given in seen:
+        assert given.dtype == torch.bfloat16
+        assert given.untyped_storage().nbytes() == 16
+
+
+def test_strides_of_a_single_key_are_not_taken_for_those_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = torch.zeros(1, 1, 6, 9, dtype=torch.bfloat16)
+    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    one = cache[..., :1, :8]
+    assert readable(one) is one
+    assert direct(q, one, one, None, 0.0, False, None, False) is None
+    wide = torch.zeros(1, 1, 6, 16, dtype=torch.bfloat16)[..., :1, :8]
+    assert direct(q, wide, wide, None, 0.0, False, None, False) is not None
 
 
 def test_attention_does_not_call_itself_in_place_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

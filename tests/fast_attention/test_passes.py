@@ -4,6 +4,7 @@ Compiled kernels are imitated: they get addresses, as on a GPU, and Triton's int
 """
 
 import ctypes
+import random
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -167,15 +168,14 @@ class Recorder:
 
 
 def small_pass(kernel: Recorder) -> Pass:
-    """Return a pass of two parts with early and late memory, on one given tensor and one table."""
+    """Return a pass of two parts, on one given tensor and one table, whose tensors `early` and `late` share memory."""
     step = Launch(kernel, (1, 1, 1), (5,), (True,))
     parts = [
         [Step(step, ("x", "always", "early", "table"), (0.5,))],
         [Step(step, ("x", ("x", 4), "late", ("always", 8)), "numbers")],
     ]
-    room = Room((64,), torch.float32)
-    own = Layout({"always": room}, {"early": room, "other": room}, {"late": room})
-    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, own, torch.device("cpu"))
+    rooms = {name: Room((64,), torch.float32) for name in ("always", "early", "late")}
+    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, rooms, torch.device("cpu"))
 
 
 def test_addresses_are_those_of_the_named_tensors(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_addresses_are_those_of_the_named_tensors(launched: Launched, monkeypatc
         ("addresses", x.data_ptr(), base, base + 256, table, 5, 0.5, True),
         ("addresses", x.data_ptr(), x.data_ptr() + 16, base + 256, base + 32, 5, 0.25, True),
     ]
-    assert prepared.own.size == 3 * 256
+    assert prepared.own.size == 2 * 256
     assert [name for name, *_ in kernel.seen] == ["tensors"] + ["addresses"] * 5
 
 
@@ -207,3 +207,29 @@ def test_tensors_of_other_dtypes_and_addresses_are_not_taken_by_their_address(la
     assert kinds[4:6] == ["tensors", "tensors"]  # not aligned
     assert kinds[6] == "tensors"
     assert kinds[8:] == ["addresses", "addresses"]
+
+
+def test_tensors_share_memory_only_if_no_step_lies_between_their_uses() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        names = [f"x{i}" for i in range(generator.randint(1, 12))]
+        rooms = {name: Room((generator.randint(1, 2000),), torch.float32) for name in names}
+        used: list[set[str]] = [set() for _ in range(generator.randint(1, 9))]
+        for name in names:
+            for _ in range(generator.randint(1, 3)):
+                generator.choice(used).add(name)
+        layout = Layout(rooms, used)
+        whole = torch.zeros(layout.size, dtype=torch.uint8)
+        for name, view in layout.views(whole).items():
+            assert view.data_ptr() - whole.data_ptr() == layout.places[name]
+        # Every tensor is filled at its first step and must be unchanged at its last one.
+        views, seen = layout.views(whole), set[str]()
+        for at, here in enumerate(used):
+            for name in sorted(here):
+                if name not in seen:
+                    views[name].fill_(names.index(name) + 1)
+                    seen.add(name)
+            for name in seen:
+                if any(name in later for later in used[at:]):
+                    assert bool((views[name] == names.index(name) + 1).all())
+        assert layout.size <= sum(room.size for room in rooms.values())

@@ -376,3 +376,22 @@ def test_choosers_belong_to_one_number_of_keys(kinds: CallKinds) -> None:
     for m in (30, 4000):
         dg.attention(*(0.01 * x for x in draw(1, m)), force="polynomial")
     assert len(kinds._choosers) == 2
+
+
+def test_steps_with_another_number_of_keys_are_new_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN allocates memory in its first call with new shapes, which a capture does not permit."""
+    q, k, v = draw(1, 40)
+    for m in (20, 21, 22):
+        dg.attention(q, k[..., :m, :], v[..., :m, :])
+    asked: list[bool] = []
+    original = attention_module.capturable
+
+    def watched(is_capturing: bool) -> Any:
+        asked.append(is_capturing)
+        return original(is_capturing)
+
+    monkeypatch.setattr(attention_module, "capturable", watched)
+    monkeypatch.setattr(attention_module, "_is_capturing", lambda tensor: True)
+    wanted = F.scaled_dot_product_attention(q, k, v)
+    assert torch.equal(dg.attention(q, k, v), wanted)
+    assert asked == [True]

@@ -83,7 +83,7 @@ def torch_attention(drawn: Drawn, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if is_causal:
             mask = mask & torch.ones(kind.n, kind.m, dtype=torch.bool, device=q.device).tril()
         is_causal = False
-        mask = mask if is_paired(mask, q) else paired(mask, q)
+        mask = mask if is_paired(mask) else paired(mask, q.dtype)
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale, enable_gqa=kind.groups > 1)
 
 

@@ -64,7 +64,7 @@ def _range(x: Tensor) -> tuple[int, int]:
 
 
 def checked_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """Check every address of every launch from now on."""
+    """Check every address of every launch from now on. Tensors of passes that are made from now on share no memory."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     memory = Memory()
@@ -93,4 +93,5 @@ def checked_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
     monkeypatch.setattr(Launch, "__call__", checked_launch)
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     return memory

@@ -70,7 +70,8 @@ def attention(
 
     A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
     shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
-    many, up to 1,024. Inside torch.compile and CUDA graph capture, calls are exact unless a plan is given.
+    many, up to 1,024. Calls with one query count as one kind, whatever the number of keys. Inside torch.compile and
+    CUDA graph capture, calls are exact unless a plan is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -111,7 +112,8 @@ def attention(
         try:
             rows, keys, values = q.shape, k.shape, v.shape
             tokens: tuple[object, ...] = keys, values
-            if rows[-2] == 1:  # a decoding step: one query is too short for a polynomial, whatever the number of keys
+            is_step = rows[-2] == 1
+            if is_step:  # decoding: with usual widths, one query is never worth a polynomial, for any number of keys
                 tokens = keys[:-2], keys[-1], values[:-2], values[-1], keys[-2] == values[-2]
             outline = (
                 rows, tokens, None if attn_mask is None else attn_mask.shape,
@@ -127,7 +129,7 @@ def attention(
             known = calls.direct
             try:
                 if (
-                    attn_mask is None and known is not None
+                    attn_mask is None and known is not None and not (is_step and _is_capturing(q))
                     and ((q.stride(), k.stride(), v.stride()) == known.strides or are_contiguous(q, k, v))
                     and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
                 ):  # fmt: skip
@@ -170,20 +172,25 @@ def _is_autocast(*tensors: object) -> bool:
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: ExactCalls) -> Tensor:
     """Compute exact attention of arguments that were not all validated."""
-    mask, dropout, is_causal, _, scale, padding, is_grouped, _ = options
+    mask, dropout, is_causal, tolerance, scale, padding, is_grouped, force = options
     known = calls.direct
     try:
+        if (mask is not None or padding is not None) and _is_autocast(q, k, v):
+            # Torch would cast the mask to memory that ends with its last key, see `paired`.
+            q, k, v, mask = autocast_tensors(q, k, v, mask)
+            options = mask, dropout, is_causal, tolerance, scale, padding, is_grouped, force
         if padding is not None:
             return exact(checked(q, k, v, Options(*options)))
         if mask is not None and known is not None and is_known(q, k, v, mask, known):
             return torch_attention(q, k, v, mask, **known.arguments)
         given = mask, float(dropout), bool(is_causal), None if scale is None else float(scale), bool(is_grouped)
-        if not calls.is_new:  # most calls of a growing cache have shapes that do not come back
+        if not calls.is_new:  # many shapes do not come back, for example those of masks for a growing cache
             calls.direct = direct(q, k, v, *given)
-        is_first, calls.is_new = calls.is_new, False
+        # Steps of decoding with another number of keys are new to cuDNN.
+        is_first, calls.is_new = calls.is_new or q.shape[-2] == 1, False
         with capturable(is_first and _is_capturing(q)):
             return exact_attention(q, k, v, *given, is_traced=False)
-    except (RuntimeError, TypeError, AttributeError):
+    except (RuntimeError, TypeError, AttributeError, IndexError):
         checked(q, k, v, Options(*options))  # a better message than torch's if an argument is invalid
         raise
 

@@ -9,8 +9,8 @@ Calls of torch's attention are made here, because some need other arguments:
   end of a mask that is the same for all rows.
 - On a GPU, query heads that share keys have no fast kernel with a mask. Torch would hold all scores at once.
 
-`attention` itself makes calls that need none of this because an earlier call, with the same shapes and strides, needed
-none of it; see `direct`.
+`attention` itself makes calls that need none of this because an earlier call of the same kind needed none of it; see
+`direct`.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -54,8 +54,8 @@ def exact_attention(
             if not are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
-        if mask is not None and not is_paired(mask, q):
-            mask = paired(mask, q)
+        if mask is not None and not is_paired(mask):
+            mask = paired(mask, _used_dtype(q))
         if is_grouped and not _shares_keys(q, v, mask):
             groups = q.shape[-3] // k.shape[-3]
             k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
@@ -114,7 +114,7 @@ def direct(
     given = (q, k, v) if mask is None else (q, k, v, mask)
     if not have_addresses(*given):
         return None
-    if q.is_cuda and (not all(map(is_readable, given)) or (mask is not None and not is_paired(mask, q))):
+    if q.is_cuda and (not all(map(_is_always_readable, given)) or (mask is not None and not is_paired(mask))):
         return None
     if (q.is_cuda and is_grouped and not _shares_keys(q, v, mask)) or (scale is not None and scale < 0):
         return None
@@ -168,22 +168,40 @@ def readable(x: Tensor) -> Tensor:
     return x if is_readable(x) else x.clone(memory_format=torch.contiguous_format)
 
 
-def is_paired(mask: Tensor, q: Tensor) -> bool:
-    """Return whether torch reads nothing beyond the mask: the number of keys is even, or q has no 16-bit entries."""
-    return mask.shape[-1] % 2 == 0 or q.element_size() != 2
+def _is_always_readable(x: Tensor) -> bool:
+    """Return whether torch's kernels can read tensors with the address and the strides of x, longer ones included."""
+    step = READ_BYTES // x.element_size()
+    return is_readable(x) and not any(stride % step for stride in x.stride()[:-1] if x.shape[-1] % step == 0)
 
 
-def paired(mask: Tensor, q: Tensor) -> Tensor:
-    """Return the mask as numbers that are added to the scores, with room after the last key of every row.
+def _used_dtype(q: Tensor) -> torch.dtype:
+    """Return the dtype in which torch computes attention of q: that of autocast, if it is enabled."""
+    is_cast = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+    return torch.get_autocast_dtype(q.device.type) if is_cast else q.dtype
 
-    >>> q = torch.zeros(1, 4, dtype=torch.bfloat16)
-    >>> paired(torch.tensor([[True, False, True]]), q), paired(torch.tensor([[True, False, True]]), q).stride()
-    (tensor([[0., -inf, 0.]], dtype=torch.bfloat16), (8, 1))
+
+def is_paired(mask: Tensor) -> bool:
+    """Return whether torch's kernels read nothing beyond the mask: its rows differ, or have an even number of keys."""
+    if mask.ndim == 0 or mask.shape[-1] % 2 == 0:
+        return True
+    return mask.ndim > 1 and mask.shape[-2] > 1 and mask.stride(-2) != 0
+
+
+def paired(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is the same for all rows as numbers to be added to the scores, with room after the last key.
+
+    >>> paired(torch.tensor([[True, False, True]]), torch.bfloat16).stride()
+    (8, 1)
+    >>> paired(torch.tensor([[True, False, True]]).expand(4, 3), torch.float32)[2]
+    tensor([0., -inf, 0.])
     """
+    row = mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])]
     if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        row = torch.zeros_like(row, dtype=dtype).masked_fill(~row, -torch.inf)
+    elif torch.is_autocast_enabled(mask.device.type):
+        row = row.to(dtype)  # torch would make this copy, without room
     keys = mask.shape[-1]
-    return pad(mask, (0, -keys % (READ_BYTES // 2)))[..., :keys]
+    return pad(row, (0, -keys % (READ_BYTES // 2)))[..., :keys].expand(mask.shape)
 
 
 def _has_odd_stride(x: Tensor, step: int) -> bool:

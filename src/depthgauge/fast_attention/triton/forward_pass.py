@@ -17,7 +17,7 @@ from depthgauge.fast_attention.triton.launches import (
     TransposeSizes,
     survey_blocks,
 )
-from depthgauge.fast_attention.triton.passes import Layout, Pass, Room, Step
+from depthgauge.fast_attention.triton.passes import Pass, Room, Step
 from depthgauge.fast_attention.triton.tuning import padded_length, split_length
 
 Table = Callable[..., Tensor]
@@ -109,18 +109,16 @@ class ForwardPass(Pass):
             keys = [Step(transpose, ("k", "k", "x", "k"))]
             if s.has_w:
                 keys.append(Step(transpose, ("weighted", "weighted", "y", "weighted")))
-        sums = [Step(FirstMomentSizes(*sizes, s.has_w, s.device).launch(), ("x", y, "v", w, "first"))]
-        second_sizes = SecondMomentSizes(*sizes, s.device)
+        sums = [Step(FirstMomentSizes(*sizes, s.has_w).launch(), ("x", y, "v", w, "first"))]
+        second_sizes = SecondMomentSizes(*sizes)
         if is_second:
             sums += second_moment_steps(second_sizes, "x", y, "v")
-        finish = FinishSizes(
-            s.heads, splits, s.d, s.e, is_second, is_causal, not s.is_shifted, s.is_alike, s.device
-        ).launch()
+        finish = FinishSizes(s.heads, splits, s.d, s.e, is_second, is_causal, not s.is_shifted, s.is_alike).launch()
         evaluate = RowSizes(
             row_heads=s.heads * s.groups, n=s.n, heads=s.heads, states=states,
             per_state=per_split if is_causal else 1, m=s.m if is_causal else 0, padded=padded if is_causal else 0,
             parts=parts, d=s.d, e=s.e, dtype=s.dtype, is_causal=is_causal, has_w=s.has_w and is_causal,
-            needs_z=s.is_kept, device=s.device,
+            needs_z=s.is_kept,
         ).launch()  # fmt: skip
         second, coefficients = "second" if is_second else "first", "small" if s.is_alike else "coefficients"
         rows = [
@@ -147,4 +145,4 @@ class ForwardPass(Pass):
             "programs": table(programs, s.device, s.d), "second_programs": table(second_programs, s.device, s.d),
             "slots": table(slots, s.device, s.d),
         }  # fmt: skip
-        super().__init__((keys, sums, rows), given, tables, Layout(rooms), s.device)
+        super().__init__((keys, sums, rows), given, tables, rooms, s.device)

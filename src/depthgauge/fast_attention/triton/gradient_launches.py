@@ -139,7 +139,7 @@ class GradientLaunches:
             kernels.query_moments, (blocks, self.row_heads, 1), (self.n, self.groups, per_block, *shift),
             (s.d, s.e, tokens, self.is_second, self.is_causal, precision(s.dtype)), num_warps=warps,
         )  # fmt: skip
-        self.second_sizes = SecondMomentSizes(self.row_heads, self.n, padded, per_split, s.d, s.e, s.dtype, s.device)
+        self.second_sizes = SecondMomentSizes(self.row_heads, self.n, padded, per_split, s.d, s.e, s.dtype)
         self.finish = Launch(
             kernels.finish_queries, (self.parts + 1, s.heads, 1),
             (splits, blocks, self.states, s.heads, self.groups, self.n, per_block),

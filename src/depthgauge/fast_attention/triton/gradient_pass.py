@@ -6,7 +6,7 @@ import torch
 
 from depthgauge.fast_attention.triton.forward_pass import Table, second_moment_steps
 from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes, Part
-from depthgauge.fast_attention.triton.passes import Argument, Layout, Pass, Room, Step
+from depthgauge.fast_attention.triton.passes import Argument, Pass, Room, Step
 
 
 class GradientPass(Pass):
@@ -20,52 +20,42 @@ class GradientPass(Pass):
 
     Its own tensors are ṽ (`values`) if it is not given, level and dN, the sums over queries (`first`, `second`), the
     states that keys read (`big`, `small`), turned states and, if causal, the smallest Z′ of every block (`floor`), the
-    weight of all rows after it (`after`) and the exact blocks. Turned states use the memory of the sums.
+    weight of all rows after it (`after`) and the exact blocks.
     """
 
     def __init__(self, s: GradientSizes, table: Table) -> None:
         p = self.launches = GradientLaunches(s, table)
-        given = [
-            "q",
-            "k",
-            "v",
-            "grad",
-            "out",
-            "z",
-            "key_big",
-            "key_small",
-            *["w"] * s.has_w,
-            *["middle"] * s.is_shifted,
-        ]
-        given += ["query_factor", "key_factor", "value_factor"] * (not s.is_plain)
-        given += [*["coefficients"] * (not s.is_alike), "dq", "dk", "dv", *["dw", "values"] * s.is_weighted]
+        given = (
+            ["q", "k", "v", "grad", "out", "z", "key_big", "key_small"] + ["w"] * s.has_w + ["middle"] * s.is_shifted
+        )
+        given += ["query_factor", "key_factor", "value_factor"] * (not s.is_plain) + ["coefficients"] * (not s.is_alike)
+        given += ["dq", "dk", "dv"] + ["dw", "values"] * s.is_weighted
         tables = {
             "programs": p.programs, "second_programs": p.second_programs, "slots": p.slots, "pairs": p.pairs,
             "turned_slots": p.turned_slots,
         }  # fmt: skip
         steps = (*_sums(p), *_query_rows(p), *_key_rows(p))
-        super().__init__((steps,), given, tables, _layout(p), s.device)
+        super().__init__((steps,), given, tables, _rooms(p), s.device)
 
 
-def _layout(p: GradientLaunches) -> Layout:
-    """Return the memory of the pass."""
+def _rooms(p: GradientLaunches) -> dict[str, Room]:
+    """Return the own tensors of the pass."""
     s, wide = p.sizes, torch.float32
     rooms = {
-        "level": Room((p.row_heads, p.n), wide),
-        "big": Room((p.states, s.heads, p.big_size), s.dtype),
+        "level": Room((p.row_heads, p.n), wide), "dn": Room((p.row_heads, p.n, s.e), s.dtype),
+        "first": Room(p.first_shape, wide), "big": Room((p.states, s.heads, p.big_size), s.dtype),
         "small": Room((p.states, s.heads, p.query_small_size), wide),
     }  # fmt: skip
     if not s.is_weighted:
         rooms["values"] = Room((s.heads, s.m, s.e), s.dtype)
-    early, late = {"dn": Room((p.row_heads, p.n, s.e), s.dtype), "first": Room(p.first_shape, wide)}, {}
     if p.is_second:
-        early |= {"queries": Room(p.transposed_shape, s.dtype), "second": p.second_room}
-        late["turned"] = Room(p.turned_shape, s.dtype)
+        rooms |= {"queries": Room(p.transposed_shape, s.dtype), "second": p.second_room}
+        rooms["turned"] = Room(p.turned_shape, s.dtype)
     if p.is_causal:
         rooms |= {"floor": Room(p.floor_shape, wide), "after": Room((s.heads, p.states), wide)}
-        late["exact_queries"] = Room((p.row_heads, p.n, s.d), wide)
-        late |= {"exact_keys": Room((s.heads, s.m, s.d), wide), "exact_values": Room((s.heads, s.m, s.e), wide)}
-    return Layout(rooms, early, late)
+        rooms["exact_queries"] = Room((p.row_heads, p.n, s.d), wide)
+        rooms |= {"exact_keys": Room((s.heads, s.m, s.d), wide), "exact_values": Room((s.heads, s.m, s.e), wide)}
+    return rooms
 
 
 def _sums(p: GradientLaunches) -> Iterator[Step]:

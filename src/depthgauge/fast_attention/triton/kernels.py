@@ -67,7 +67,7 @@ def kernels() -> SimpleNamespace:
         """If WRITES_OUT, compute out[head, :, t] = x[head, t, :] with zeros after the last token.
 
         If WRITES_BACK, the first program of a head writes the maxima of the six numbers of its blocks to host memory.
-        Writes to host memory are slow, so there is one per head, after the survey.
+        Writes to host memory are slow, so there are six per head, after the survey.
         """
         head = tl.program_id(1).to(tl.int64)
         if WRITES_OUT:

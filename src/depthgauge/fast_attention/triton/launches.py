@@ -68,7 +68,6 @@ class FirstMomentSizes(NamedTuple):
     e: int
     dtype: torch.dtype
     has_w: bool
-    device: torch.device
 
     def launch(self) -> Launch:
         """Prepare the launch."""
@@ -95,7 +94,6 @@ class SecondMomentSizes(NamedTuple):
     d: int
     e: int
     dtype: torch.dtype
-    device: torch.device
 
     @property
     def is_narrow(self) -> bool:
@@ -126,7 +124,6 @@ class FinishSizes(NamedTuple):
     is_causal: bool
     is_centred: bool
     is_alike: bool
-    device: torch.device
 
     def launch(self) -> Launch:
         """Prepare the launch."""
@@ -155,7 +152,6 @@ class RowSizes(NamedTuple):
     is_causal: bool
     has_w: bool
     needs_z: bool
-    device: torch.device
 
     def launch(self) -> Launch:
         """Prepare the launch."""
@@ -169,4 +165,5 @@ class RowSizes(NamedTuple):
         return Launch(kernels().evaluate, grid, sizes, constants, num_warps=tune.rows_warps, **tune.rows_limit)
 
 
-LaunchSizes = SurveySizes | TransposeSizes | FirstMomentSizes | SecondMomentSizes | FinishSizes | RowSizes
+LaunchSizes = SurveySizes | TransposeSizes
+"""Launches that are not part of a pass."""

@@ -7,7 +7,7 @@ the kernels get addresses in it.
 
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any, NamedTuple
@@ -37,6 +37,14 @@ class Step(NamedTuple):
     arguments: tuple[Argument, ...]
     floats: Floats | str = ()
 
+    def names(self) -> set[str]:
+        """Return the names of its tensors."""
+        return {_name(argument) for argument in self.arguments}
+
+
+def _name(argument: Argument) -> str:
+    return argument if isinstance(argument, str) else argument[0]
+
 
 class Room(NamedTuple):
     """The shape and the dtype of a tensor in the memory of a pass."""
@@ -52,32 +60,57 @@ class Room(NamedTuple):
 
 
 class Layout:
-    """The memory of a pass: where its own tensors start. Those of `early` are no longer used when `late` are written.
+    """The memory of a pass: where its own tensors start. Tensors whose times of use do not overlap share memory.
 
-    >>> rooms = {"x": Room((3,), torch.float32)}, {"y": Room((100,), torch.float32)}, {"z": Room((2,), torch.float32)}
-    >>> layout = Layout(*rooms)
+    A tensor is in use from the first step that names it to the last. Launches on a stream run one after the other.
+
+    >>> rooms = {name: Room((100,), torch.float32) for name in "xyz"}
+    >>> layout = Layout(rooms, [{"x", "y"}, {"y"}, {"y", "z"}])
     >>> layout.places, layout.size
-    ({'x': 0, 'y': 256, 'z': 256}, 768)
+    ({'x': 0, 'y': 512, 'z': 0}, 1024)
     """
 
-    def __init__(
-        self, rooms: Mapping[str, Room], early: Mapping[str, Room] | None = None, late: Mapping[str, Room] | None = None
-    ) -> None:
-        parts = rooms, early or {}, late or {}
-        self.rooms = {name: room for part in parts for name, room in part.items()}
-        self.places: dict[str, int] = {}
-        ends: list[int] = []
-        for part in parts:
-            at = ends[0] if ends else 0
-            for name, room in part.items():
-                self.places[name] = at
-                at += room.size
-            ends.append(at)
-        self.size = max(ends)
+    def __init__(self, rooms: Mapping[str, Room], used: Sequence[Collection[str]]) -> None:
+        """Place the rooms, the largest first, each at the lowest place that is free while it is used.
 
-    def apart(self, device: torch.device) -> list[Tensor]:
+        Args:
+            rooms: the tensors.
+            used: the names that every step uses, in the order of the steps.
+        """
+        self.rooms = dict(rooms)
+        lives = {}
+        for name in rooms:
+            steps = [at for at, names in enumerate(used) if name in names]
+            lives[name] = range(min(steps), max(steps) + 1)
+        found: dict[str, int] = {}
+        for name in sorted(rooms, key=lambda name: -rooms[name].size):
+            others = [x for x in found if lives[x].start < lives[name].stop and lives[name].start < lives[x].stop]
+            taken = sorted((found[x], found[x] + rooms[x].size) for x in others)
+            place = 0
+            for start, end in taken:
+                if place + rooms[name].size <= start:
+                    break
+                place = max(place, end)
+            found[name] = place
+        self.places = {name: found[name] for name in rooms}
+        self.size = max(found[name] + room.size for name, room in rooms.items())
+
+    def apart(self, device: torch.device) -> dict[str, Tensor]:
         """Allocate every tensor on its own."""
-        return [torch.empty(room.shape, dtype=room.dtype, device=device) for room in self.rooms.values()]
+        return {name: torch.empty(room.shape, dtype=room.dtype, device=device) for name, room in self.rooms.items()}
+
+    def whole(self, device: torch.device) -> Tensor:
+        """Allocate the memory of all tensors."""
+        return torch.empty(self.size, dtype=torch.uint8, device=device)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the tensors in their memory."""
+        found = {}
+        for name, (shape, dtype) in self.rooms.items():
+            start = self.places[name]
+            used = whole[start : start + math.prod(shape) * dtype.itemsize]
+            found[name] = used.view(dtype).view(shape)
+        return found
 
 
 class _BoundStep(NamedTuple):
@@ -145,11 +178,12 @@ class Pass:
     """
 
     def __init__(
-        self, parts: Iterable[Iterable[Step]], given: Sequence[str], tables: Mapping[str, Tensor], own: Layout,
-        device: torch.device,
+        self, parts: Iterable[Iterable[Step]], given: Sequence[str], tables: Mapping[str, Tensor],
+        rooms: Mapping[str, Room], device: torch.device,
     ) -> None:  # fmt: skip
         self.parts = tuple(tuple(part) for part in parts)
-        self.given, self.tables, self.own, self.device = tuple(given), dict(tables), own, device
+        self.given, self.tables, self.device = tuple(given), dict(tables), device
+        self.own = own = Layout(rooms, [step.names() for part in self.parts for step in part])
         self._is_pooled, self._bound = is_pooled(), dict[tuple[torch.dtype, ...], _Bound]()
         self._places = list(own.places.values())
 
@@ -159,17 +193,17 @@ class Pass:
         dtypes = tuple([x.dtype for x in given])
         bound = self._bound.get(dtypes) or self._bind(dtypes)
         if bound is None or reduce(or_, addresses) % ALIGNMENT:
-            tensors = dict(zip(self.given, given, strict=True)) | self.tables
-            tensors |= zip(self.own.rooms, self.own.apart(self.device), strict=True)
-            return Call(self.parts, None, None, [], tensors)
+            own, device = self.own, self.device
+            tensors = own.views(own.whole(device)) if self._is_pooled else own.apart(device)
+            return Call(self.parts, None, None, [], tensors | self.tables | dict(zip(self.given, given, strict=True)))
         memory: object
         if self._is_pooled:
-            whole = torch.empty(self.own.size, dtype=torch.uint8, device=self.device)
-            memory, base = whole, whole.data_ptr()
+            memory = whole = self.own.whole(self.device)
+            base = whole.data_ptr()
             addresses += [base + place for place in self._places]
         else:
             memory = apart = self.own.apart(self.device)
-            addresses += [x.data_ptr() for x in apart]
+            addresses += [x.data_ptr() for x in apart.values()]
         addresses += bound.tables
         addresses += [addresses[at] + first for at, first in bound.shifted]
         return Call(self.parts, bound, memory, addresses, {})
@@ -190,7 +224,7 @@ class Pass:
         for steps in self.parts:
             bound = []
             for launch, arguments, floats in steps:
-                names = [x if isinstance(x, str) else x[0] for x in arguments]
+                names = [_name(x) for x in arguments]
                 found = launch.compiled([dtypes[name] for name in names])
                 if found is None:
                     return None

@@ -22,7 +22,7 @@ class Readback:
 
     def __init__(self, heads: int, device: torch.device) -> None:
         self.device = device
-        self.numbers = torch.empty(6, heads, dtype=torch.float32, pin_memory=device.type == "cuda")
+        self.numbers = torch.empty(6, heads, dtype=torch.float32, device="cpu", pin_memory=device.type == "cuda")
         self._array = self.numbers.numpy()
 
     def expect(self) -> None:
@@ -59,6 +59,7 @@ class Readbacks:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, torch.device, int], Readback] = {}
+        self._abandoned: list[Readback] = []
 
     def get(self, heads: int, device: torch.device) -> Readback:
         """Return the buffer of this thread."""
@@ -76,6 +77,11 @@ class Readbacks:
             found = self._kept[key] = Readback(heads, device)
         return found
 
-    def forget(self) -> None:
-        """Drop all buffers, so that no later call reads numbers that are still on their way."""
-        self._kept.clear()
+    def abandon(self, readback: Readback) -> None:
+        """Never use a buffer again, because a kernel may still write to it: a call ended before it had read it.
+
+        The buffer is kept for good. Torch does not know of writes by our kernels, so it would give the memory of a
+        dropped one to the next that asks for some.
+        """
+        self._abandoned.append(readback)
+        self._kept = {key: kept for key, kept in self._kept.items() if kept is not readback}

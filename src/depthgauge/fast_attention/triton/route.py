@@ -62,15 +62,11 @@ class Route:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Return the output [..., heads, n, e], or None if the call has to be decided from the start."""
         is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        try:
-            if not is_trained:
-                found = self._follow(q, k, v, False)
-                return None if found is None else found.out
-            with torch.no_grad():
-                found = self._follow(q, k, v, True)
-        except BaseException:  # numbers may still be on their way: no other call may read them as its own
-            self.workspace.readbacks.forget()
-            raise
+        if not is_trained:
+            found = self._follow(q, k, v, False)
+            return None if found is None else found.out
+        with torch.no_grad():
+            found = self._follow(q, k, v, True)
         if found is None:
             return None
         out: Tensor = ComputedAttention.apply(q, k, v, found, self)  # type: ignore[no-untyped-call]
@@ -104,10 +100,15 @@ class Route:
         kept = kept_tensors(p, q) if is_trained else ()
         readback = self.workspace.readbacks.get(self.heads, self.device)
         call = p.start(q, k, v, readback.numbers, out, *kept)
-        readback.expect()
-        call.run(p.KEYS)
-        call.run(p.SUMS)
-        coefficients = self.decided(readback.read())
+        try:
+            readback.expect()
+            call.run(p.KEYS)
+            call.run(p.SUMS)
+            numbers = readback.read()
+        except BaseException:  # numbers may still be on their way: no other call may read them as its own
+            self.workspace.readbacks.abandon(readback)
+            raise
+        coefficients = self.decided(numbers)
         if coefficients is None:
             return None
         call.run(p.ROWS, {"coefficients": coefficients, "exponent": exponents(self.scale)[:1]})

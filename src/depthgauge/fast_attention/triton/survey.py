@@ -50,9 +50,13 @@ def survey(workspace: Workspace, problem: Problem) -> Survey:
     q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
     heads, device = q.shape[0], q.device
     readback = workspace.readbacks.get(heads, device)
-    readback.expect()
-    centres = _launch(workspace, q, k, v, readback.numbers)
+    try:
+        readback.expect()
+        centres = _launch(workspace, q, k, v, readback.numbers)
+        q0, k0, q1, k1, values, mean = readback.read()
+    except BaseException:
+        workspace.readbacks.abandon(readback)
+        raise
     up, lost = outward(q.shape[-1])
-    q0, k0, q1, k1, values, mean = readback.read()
     norms = [[math.sqrt(x) * up + lost for x in column] for column in (q0, k0, q1, k1, mean)]
     return summed_up(problem, [*norms, values, [1.0] * heads, values], centres[0], centres[1], None)
