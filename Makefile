@@ -65,11 +65,11 @@ types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 test: lint types $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu"
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs"
 
 # The checks of tensor shapes and other annotations double the time of the tests.
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu"
+	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs"
 
 # On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.
@@ -82,7 +82,9 @@ test-models: $(VENV)/smollm.stamp
 	$(PIN) $(BIN)/pytest -m models
 
 # The second step fails if a page would load anything from another host.
-docs: $(VENV)/docs.stamp
+# The code in the documents, the examples and the ledger are run before the site is built.
+docs: $(VENV)/docs.stamp $(VENV)/minilm.stamp
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m docs tests/test_docs.py tests/test_examples.py tests/cli/test_claims.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python scripts/check_site.py site
 

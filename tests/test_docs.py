@@ -95,6 +95,7 @@ BLOCKS = [block for path in DOCUMENTS for block in fenced_blocks(path.read_text(
 # --- code -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=str)
 def test_python_in_the_documents_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

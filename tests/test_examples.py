@@ -23,6 +23,7 @@ def test_there_are_four_examples() -> None:
     assert [path.name for path in EXAMPLES] == sorted(LAST)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}

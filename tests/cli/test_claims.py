@@ -25,6 +25,7 @@ def depthgauge(*words):
     )
 
 
+@pytest.mark.docs
 @pytest.mark.long
 def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
     """Compare verdicts, witnesses and stories. `depthgauge claims --out docs/ledger.md` writes the page anew."""
