@@ -371,6 +371,7 @@ def test_the_public_names_are_all_there_and_lazy() -> None:
 # --- as a process of its own -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_from_drawing_to_gauging_as_processes(tmp_path: Path) -> None:
     made = real("random", "--layers", "2", "--heads", "2", "--dim", "4", "--eta", "0.05", "--seed", "1",
                 "--distribution", "sign", "--norm", "pre", "--out", "n.safetensors", cwd=tmp_path)  # fmt: skip

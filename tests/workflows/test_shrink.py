@@ -372,6 +372,7 @@ def uninterrupted(llama: Path, text: Path) -> ShrinkResult:
     return quick(llama, text, remove=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["removal 2", "repair of block", "fresh process"])
 def test_a_killed_run_is_resumed_with_the_same_plan(
     phase: str, llama: Path, text: Path, uninterrupted: ShrinkResult, tmp_path: Path
