@@ -109,11 +109,25 @@ def test_a_call_is_direct_if_no_tensor_is_changed_for_it(e: int, monkeypatch: py
     assert not copies
 
 
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """The masks that torch's attention gets."""
+    found: list[torch.Tensor] = []
+    original = exact_path.torch_attention
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        found.append(mask)
+        return original(q, k, v, mask)
+
+    monkeypatch.setattr(exact_path, "torch_attention", watched)
+    return found
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("keys", [7, 8])
 @pytest.mark.parametrize("is_bool", [True, False])
 def test_masks_have_room_after_an_odd_number_of_keys(
-    dtype: torch.dtype, keys: int, is_bool: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, keys: int, is_bool: bool, seen: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generator = torch.Generator().manual_seed(keys)
     q, k, v = (torch.randn(2, 3, n, 4, generator=generator).to(dtype) for n in (5, keys, keys))
@@ -121,14 +135,6 @@ def test_masks_have_room_after_an_odd_number_of_keys(
     keep[..., 0] = True
     mask = keep if is_bool else torch.randn(2, 1, 1, keys, generator=generator).to(dtype).requires_grad_()
     wanted = F.scaled_dot_product_attention(q, k, v, mask)
-    seen: list[torch.Tensor] = []
-    original = exact_path.torch_attention
-
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        seen.append(mask)
-        return original(q, k, v, mask)
-
-    monkeypatch.setattr(exact_path, "torch_attention", watched)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     found = exact_attention(q, k, v, mask)
     torch.testing.assert_close(found, wanted)
@@ -161,17 +167,11 @@ def test_masks_whose_rows_differ_are_not_copied(shape: tuple[int, ...], is_copie
 
 @pytest.mark.parametrize("is_bool", [True, False])
 @pytest.mark.parametrize("calls", [1, 4])
-def test_masks_have_room_under_autocast_too(calls: int, is_bool: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_have_room_under_autocast_too(
+    calls: int, is_bool: bool, seen: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool) if is_bool else torch.zeros(1, 1, 1, 7)
-    seen: list[torch.Tensor] = []
-    original = exact_path.torch_attention
-
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        seen.append(mask)
-        return original(q, k, v, mask)
-
-    monkeypatch.setattr(exact_path, "torch_attention", watched)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with torch.autocast("cpu", torch.bfloat16):
