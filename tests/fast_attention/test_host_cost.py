@@ -61,7 +61,7 @@ class Kernels:
 
 
 @pytest.mark.parametrize(("n", "groups"), [(512, 1), (300, 2)])
-@pytest.mark.parametrize(("causal", "most"), [(False, 40), (True, 48)])
+@pytest.mark.parametrize(("causal", "most"), [(False, 24), (True, 26)])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_call_with_gradients_needs_few_operations(
     degree: int, causal: bool, most: int, n: int, groups: int, monkeypatch: pytest.MonkeyPatch
