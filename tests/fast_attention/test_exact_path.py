@@ -153,6 +153,24 @@ def test_masks_have_room_after_an_odd_number_of_keys(
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("keys", [7, 8])
+def test_wide_masks_of_16_bit_tensors_are_cast(
+    dtype: torch.dtype, keys: int, seen: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (torch.randn(1, 2, n, 8).to(dtype) for n in (5, keys, keys))
+    mask = torch.randn(1, 1, 5, keys)
+    mask[..., 1], mask[..., 2], mask[0, 0, 0] = -torch.inf, torch.finfo(torch.float32).min, -1e38
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    found = exact_attention(q, k, v, mask)
+    assert direct(q, k, v, mask, 0.0, False, None, False) is None
+    (given,) = seen
+    assert given.dtype == dtype
+    exact = (q.double() @ k.double().mT / 8**0.5 + given.double()).softmax(-1) @ v.double()
+    torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02)
+    assert bool(found.isfinite().all())
+
+
 @pytest.mark.parametrize(("shape", "is_copied"), [((7,), True), ((1, 7), True), ((5, 7), False), ((), False)])
 def test_masks_whose_rows_differ_are_not_copied(shape: tuple[int, ...], is_copied: bool) -> None:
     mask = torch.ones(shape, dtype=torch.bool)

@@ -7,6 +7,7 @@ Calls of torch's attention are made here, because some need other arguments:
   The result is an error or wrong numbers.
 - On a GPU, cuDNN reads the masks of 16-bit tensors two keys at a time. With an odd number of keys, it reads beyond the
   end of a mask that is the same for all rows.
+- On a GPU, cuDNN reads float32 masks of 16-bit tensors as if they had 16 bits (torch pull request 191612).
 - On a GPU, query heads that share keys have no fast kernel with a mask. Torch would hold all scores at once.
 
 `attention` itself makes calls that need none of this because an earlier call of the same kind needed none of it; see
@@ -54,8 +55,10 @@ def exact_attention(
             if not are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
-        if mask is not None and not is_paired(mask):
-            mask = paired(mask, _used_dtype(q))
+        if mask is not None:
+            dtype = _used_dtype(q)
+            mask = _cast(mask, dtype)
+            mask = mask if is_paired(mask) else paired(mask, dtype)
         if is_grouped and not _shares_keys(q, v, mask):
             groups = q.shape[-3] // k.shape[-3]
             k, v, is_grouped = k.repeat_interleave(groups, dim=-3), v.repeat_interleave(groups, dim=-3), False
@@ -115,6 +118,8 @@ def direct(
     if not have_addresses(*given):
         return None
     if q.is_cuda and (not all(map(_is_always_readable, given)) or (mask is not None and not is_paired(mask))):
+        return None
+    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
         return None
     if (q.is_cuda and is_grouped and not _shares_keys(q, v, mask)) or (scale is not None and scale < 0):
         return None
@@ -180,6 +185,18 @@ def _used_dtype(q: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(q.device.type) if is_cast else q.dtype
 
 
+def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask in a 16-bit dtype, if it has wider numbers. Those that it cannot hold become its largest ones.
+
+    >>> _cast(torch.tensor([-torch.inf, torch.finfo(torch.float32).min]), torch.float16).tolist()
+    [-inf, -65504.0]
+    """
+    if mask.dtype in (torch.bool, dtype) or dtype.itemsize != 2:
+        return mask
+    largest = torch.finfo(dtype).max
+    return mask.clamp(-largest, largest).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
+
+
 def is_paired(mask: Tensor) -> bool:
     """Return whether torch's kernels read nothing beyond the mask: its rows differ, or have an even number of keys."""
     if mask.ndim == 0 or mask.shape[-1] % 2 == 0:
@@ -198,8 +215,6 @@ def paired(mask: Tensor, dtype: torch.dtype) -> Tensor:
     row = mask[tuple(slice(1) if stride == 0 else slice(None) for stride in mask.stride()[:-1])]
     if mask.dtype == torch.bool:
         row = torch.zeros_like(row, dtype=dtype).masked_fill(~row, -torch.inf)
-    elif torch.is_autocast_enabled(mask.device.type):
-        row = row.to(dtype)  # torch would make this copy, without room
     keys = mask.shape[-1]
     return pad(row, (0, -keys % (READ_BYTES // 2)))[..., :keys].expand(mask.shape)
 
