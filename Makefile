@@ -85,8 +85,8 @@ test-gpu: $(VENV)/gpu.stamp
 test-models: $(VENV)/smollm.stamp
 	$(PIN) $(BIN)/pytest -m models
 
-# The second step fails if a page would load anything from another host.
-# The code in the documents, the examples and the ledger are run before the site is built.
+# First the code in the documents, the examples and the whole ledger are run. The last step fails if a page would load
+# anything from another host.
 docs: $(VENV)/docs.stamp $(VENV)/minilm.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m docs tests/test_docs.py tests/test_examples.py tests/cli/test_claims.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,4 +1,4 @@
-"""Run the campaigns of fast attention on a GPU: random calls under compute-sanitizer, then attacked calls without it.
+"""Run the campaigns of fast attention on a GPU: attacked calls, then random calls under compute-sanitizer.
 
     python scripts/attention_campaign.py --memcheck 2000 --attacked 20000
 

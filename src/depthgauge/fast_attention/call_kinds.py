@@ -18,10 +18,10 @@ LONGEST_WAIT = 1024
 
 @dataclass(slots=True)
 class ExactCalls:
-    """Calls of one kind that are exact without a decision.
+    """How many calls of one kind are exact without a decision.
 
-    `left` calls remain, of `wait` after the last decision. `direct` is how the last one was passed to torch; it is
-    found in the second call, when the record `is_new` no longer.
+    `left` calls remain, of `wait` after the last decision; none remain after a decision for a polynomial. `direct` is
+    how the last one was passed to torch; it is found in the second call, when the record `is_new` no longer.
     """
 
     left: float = 0.0
@@ -31,7 +31,7 @@ class ExactCalls:
 
 
 class CallKinds:
-    """What is kept by kind of call: the choosers, and in `exact` the calls that need no decision."""
+    """What is kept by kind of call: the choosers, and in `exact` how many calls need no decision."""
 
     _MOST_KINDS = 4096
 

@@ -117,12 +117,13 @@ def direct(
     given = (q, k, v) if mask is None else (q, k, v, mask)
     if not have_addresses(*given):
         return None
-    if q.is_cuda and (not all(map(_is_always_readable, given)) or (mask is not None and not is_paired(mask))):
+    if scale is not None and scale < 0:
         return None
-    if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        return None
-    if (q.is_cuda and is_grouped and not _shares_keys(q, v, mask)) or (scale is not None and scale < 0):
-        return None
+    if q.is_cuda:
+        is_masked_well = mask is None or (mask.dtype in (torch.bool, q.dtype) and is_paired(mask))
+        is_shared_well = not is_grouped or _shares_keys(q, v, mask)
+        if not (is_masked_well and is_shared_well and all(map(_is_always_readable, given))):
+            return None
     strides = tuple(x.stride() for x in given)
     return Direct(strides, None if mask is None else mask.dtype, arguments(dropout, is_causal, scale, is_grouped))
 
@@ -194,11 +195,11 @@ def _cast(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype in (torch.bool, dtype) or dtype.itemsize != 2:
         return mask
     largest = torch.finfo(dtype).max
-    return mask.clamp(-largest, largest).to(dtype).masked_fill(mask == -torch.inf, -torch.inf)
+    return torch.where(mask.isinf(), mask, mask.clamp(-largest, largest)).to(dtype)
 
 
 def is_paired(mask: Tensor) -> bool:
-    """Return whether torch's kernels read nothing beyond the mask: its rows differ, or have an even number of keys."""
+    """Return whether torch reads nothing beyond the mask: rows have their own memory, or the number of keys is even."""
     if mask.ndim == 0 or mask.shape[-1] % 2 == 0:
         return True
     return mask.ndim > 1 and mask.shape[-2] > 1 and mask.stride(-2) != 0

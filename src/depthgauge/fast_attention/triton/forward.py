@@ -56,6 +56,11 @@ def kernel_coefficients(spec: Spec, scale: float, device: torch.device) -> tuple
     return (table.to(device, non_blocking=True),), own[0]
 
 
+def exponents(scale: float) -> Coefficients:
+    """Return `exponents` of a GradientPass: the scale in base 2, which is `exponent` of a ForwardPass, and the scale."""
+    return scale * math.log2(math.e), scale
+
+
 def kept_tensors(p: ForwardPass, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate Z, big and small for a backward pass."""
     z = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -80,7 +85,7 @@ def forward(
     table, coefficients = kernel_coefficients(spec, scale, device)
     out = q.new_empty(heads, groups, n, e, dtype=torch.float32 if is_shifted else q.dtype)
     kept = kept_tensors(p, q) if needs_z else ()
-    numbers = {"coefficients": coefficients, "exponent": (scale * math.log2(math.e),)}
+    numbers = {"coefficients": coefficients, "exponent": exponents(scale)[:1]}
     p((qt, kt, shifted.contiguous(), *weighted, *table, out, *kept), numbers)
     if is_shifted:
         out = (out + spec.middle[:, None, None]).to(v.dtype)

@@ -17,13 +17,17 @@ of 1/floor. Turned states are large and are computed a few at a time. float16 gr
 because the range of the dtype is small.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton.forward import Coefficients, is_plain, kernel_coefficients, kernel_inputs
+from depthgauge.fast_attention.triton.forward import (
+    Coefficients,
+    exponents,
+    is_plain,
+    kernel_coefficients,
+    kernel_inputs,
+)
 from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
 from depthgauge.fast_attention.triton.gradient_pass import GradientPass
 from depthgauge.fast_attention.triton.workspace import Workspace
@@ -52,11 +56,6 @@ def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> tuple[Tensor
     if size is not None:
         query, share = query * size, share * size
     return query, share * key, share
-
-
-def exponents(scale: float) -> Coefficients:
-    """Return the numbers `exponents` of a GradientPass."""
-    return scale * math.log2(math.e), scale
 
 
 def plain_backward(

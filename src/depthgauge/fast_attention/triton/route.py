@@ -16,9 +16,9 @@ from torch import Tensor
 from depthgauge.fast_attention.autograd import Computed, ComputedAttention
 from depthgauge.fast_attention.decide.minimax import grid_index
 from depthgauge.fast_attention.spec import Repeatable
-from depthgauge.fast_attention.triton.forward import Coefficients, kept_tensors, scaled_coefficients
+from depthgauge.fast_attention.triton.forward import Coefficients, exponents, kept_tensors, scaled_coefficients
 from depthgauge.fast_attention.triton.forward_pass import ForwardPass, ForwardSizes
-from depthgauge.fast_attention.triton.gradient import exponents, plain_backward
+from depthgauge.fast_attention.triton.gradient import plain_backward
 from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
 from depthgauge.fast_attention.triton.gradient_pass import GradientPass
 from depthgauge.fast_attention.triton.survey import outward
