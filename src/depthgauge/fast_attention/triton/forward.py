@@ -57,7 +57,7 @@ def kernel_coefficients(spec: Spec, scale: float, device: torch.device) -> tuple
 
 
 def exponents(scale: float) -> Coefficients:
-    """Return `exponents` of a GradientPass: the scale in base 2, which is `exponent` of a ForwardPass, and the scale."""
+    """Return `exponents` of a GradientPass: the scale in base 2 (`exponent` of a ForwardPass) and the scale."""
     return scale * math.log2(math.e), scale
 
 
