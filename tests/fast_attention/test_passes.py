@@ -167,32 +167,39 @@ class Recorder:
 
 
 def small_pass(kernel: Recorder) -> Pass:
-    """Return a pass of two parts, on one given tensor and one table, whose tensors `early` and `late` share memory."""
+    """Return a pass on a given tensor, a table, two kept tensors and three of its own; two of these share memory."""
     step = Launch(kernel, (1, 1, 1), (5,), (True,))
     parts = [
         [Step(step, ("x", "always", "early", "table"), (0.5,))],
         [Step(step, ("x", ("x", 4), "late", ("always", 8)), "numbers")],
+        [Step(step, ("first", "second", "second", "always"), (0.0,))],
     ]
     rooms = {name: Room((64,), torch.float32) for name in ("always", "early", "late")}
-    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, rooms, torch.device("cpu"))
+    kept = {"first": Room((10,), torch.float32), "second": Room((70,), torch.float32)}
+    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, rooms, torch.device("cpu"), kept)
 
 
 def test_addresses_are_those_of_the_named_tensors(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Recorder()
     prepared, x = small_pass(kernel), torch.zeros(64)
-    memory = torch.zeros(4096, dtype=torch.uint8)
+    memory, kept = torch.zeros(4096, dtype=torch.uint8), prepared.keep()
     for _ in range(2):
-        prepared((x,), {"numbers": (0.25,)})
+        prepared((x,), kept, {"numbers": (0.25,)})
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", lambda *_, **__: memory)
-        prepared((x,), {"numbers": (0.25,)})
-    base, table = memory.data_ptr(), prepared.tables["table"].data_ptr()
-    assert kernel.seen[-2:] == [
+        prepared((x,), kept, {"numbers": (0.25,)})
+    base, table, held = memory.data_ptr(), prepared.tables["table"].data_ptr(), kept[0].data_ptr()
+    assert kernel.seen[-3:] == [
         ("addresses", x.data_ptr(), base, base + 256, table, 5, 0.5, True),
         ("addresses", x.data_ptr(), x.data_ptr() + 16, base + 256, base + 32, 5, 0.25, True),
+        ("addresses", held + 512, held, held, base, 5, 0.0, True),
     ]
     assert prepared.own.size == 2 * 256
-    assert [name for name, *_ in kernel.seen] == ["tensors"] + ["addresses"] * 5
+    assert [name for name, *_ in kernel.seen] == ["tensors"] + ["addresses"] * 8
+    views = prepared.kept.views(kept)
+    assert [(name, view.data_ptr() - held, view.numel()) for name, view in views.items()] == [
+        ("first", 512, 10), ("second", 0, 70),
+    ]  # fmt: skip
 
 
 def test_tensors_of_other_dtypes_and_addresses_are_not_taken_by_their_address(launched: Launched) -> None:
@@ -200,12 +207,12 @@ def test_tensors_of_other_dtypes_and_addresses_are_not_taken_by_their_address(la
     prepared, memory = small_pass(kernel), torch.zeros(128)
     shifted, half = memory[1:65], torch.zeros(64, dtype=torch.float16)
     for x in (memory[:64], memory[:64], shifted, half, memory[:64]):
-        prepared((x,), {"numbers": (0.25,)})
+        prepared((x,), prepared.keep(), {"numbers": (0.25,)})
     kinds = [name for name, *_ in kernel.seen]
-    assert kinds[:4] == ["tensors", "addresses", "addresses", "addresses"]
-    assert kinds[4:6] == ["tensors", "tensors"]  # not aligned
-    assert kinds[6] == "tensors"
-    assert kinds[8:] == ["addresses", "addresses"]
+    assert kinds[:6] == ["tensors", *["addresses"] * 5]
+    assert kinds[6:9] == ["tensors", "tensors", "addresses"]  # not aligned; the last step has no given tensor
+    assert kinds[9] == "tensors"
+    assert kinds[12:] == ["addresses"] * 3
 
 
 def test_tensors_share_memory_only_if_no_step_lies_between_their_uses() -> None:
@@ -219,10 +226,10 @@ def test_tensors_share_memory_only_if_no_step_lies_between_their_uses() -> None:
                 generator.choice(used).add(name)
         layout = Layout(rooms, used)
         whole = torch.zeros(layout.size, dtype=torch.uint8)
-        for name, view in layout.views(whole).items():
+        for name, view in layout.views((whole,)).items():
             assert view.data_ptr() - whole.data_ptr() == layout.places[name]
         # Every tensor is filled at its first step and must be unchanged at its last one.
-        views, seen = layout.views(whole), set[str]()
+        views, seen = layout.views((whole,)), set[str]()
         for at, here in enumerate(used):
             for name in sorted(here):
                 if name not in seen:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.spec import Spec, centred, weights
-from depthgauge.fast_attention.triton.forward_pass import ForwardPass, ForwardSizes
+from depthgauge.fast_attention.triton.forward_pass import ForwardSizes
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 Coefficients = tuple[float, ...]
@@ -61,12 +61,6 @@ def exponents(scale: float) -> Coefficients:
     return scale * math.log2(math.e), scale
 
 
-def kept_tensors(p: ForwardPass, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate Z, big and small for a backward pass."""
-    z = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    return z, q.new_empty(p.big_shape), z.new_empty(p.small_shape)
-
-
 def forward(
     workspace: Workspace, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
@@ -84,9 +78,9 @@ def forward(
     weighted = () if w is None else ((kt.float() * w[..., None]).to(kt.dtype), w)
     table, coefficients = kernel_coefficients(spec, scale, device)
     out = q.new_empty(heads, groups, n, e, dtype=torch.float32 if is_shifted else q.dtype)
-    kept = kept_tensors(p, q) if needs_z else ()
+    kept = p.keep() if needs_z else ()
     numbers = {"coefficients": coefficients, "exponent": exponents(scale)[:1]}
-    p((qt, kt, shifted.contiguous(), *weighted, *table, out, *kept), numbers)
+    p((qt, kt, shifted.contiguous(), *weighted, *table, out), kept, numbers)
     if is_shifted:
         out = (out + spec.middle[:, None, None]).to(v.dtype)
-    return out, kept[0] if kept else None, (out, *kept) if kept else ()
+    return (out, p.kept.view(kept, "z"), (out, *kept)) if kept else (out, None, ())

@@ -72,6 +72,21 @@ def second_moment_room(splits: int, sizes: SecondMomentSizes, is_causal: bool) -
     return Room((splits, sizes.heads, len(programs(sizes.d)), 512, sizes.e), dtype)
 
 
+def kept_rooms(
+    heads: int, groups: int, n: int, d: int, e: int, dtype: torch.dtype, degree: int, states: int
+) -> tuple[Room, Room, Room]:
+    """Return the rooms of Z, big and small, which a backward pass reads: see `ForwardPass`."""
+    parts = len(slots(d)) if degree > 1 else 0
+    big = states, heads, parts * 256 * e + 2 * d * e + d * d
+    small = states, heads, d + 2 * e + 2
+    return Room((heads, groups, n), torch.float32), Room(big, dtype), Room(small, torch.float32)
+
+
+def state_count(m: int, block: int) -> int:
+    """Return the number of states of m keys: one before every causal block and one after the last; or one in all."""
+    return math.ceil(padded_length(m) / block) + 1 if block else 1
+
+
 class ForwardPass(Pass):
     """One kind of forward pass, in three parts: KEYS, SUMS and ROWS.
 
@@ -84,8 +99,8 @@ class ForwardPass(Pass):
     the values [e], 1 / total weight.
 
     Given are q, k and v, then `weighted` (w k) and w if keys have weights, `readback` with a survey, the coefficients
-    [N, 3] if heads have different ones, the output, and Z, big and small if they are kept. Numbers of ROWS:
-    `coefficients` and `exponent`, the scale in base 2.
+    [N, 3] if heads have different ones, and the output. Z, big and small may be kept. Numbers of ROWS: `coefficients`
+    and `exponent`, the scale in base 2.
     """
 
     KEYS, SUMS, ROWS = range(3)
@@ -95,9 +110,8 @@ class ForwardPass(Pass):
         padded, blocks = padded_length(s.m), survey_blocks(s.groups * s.n, s.m)
         per_split = s.block or split_length(s.m, s.heads, len(programs(s.d)), s.device)
         splits = math.ceil(padded / per_split)
-        states, parts = splits + 1 if is_causal else 1, len(slots(s.d)) if is_second else 0
-        self.big_shape = states, s.heads, parts * 256 * s.e + 2 * s.d * s.e + s.d * s.d
-        self.small_shape = states, s.heads, s.d + 2 * s.e + 2
+        states, parts = state_count(s.m, s.block), len(slots(s.d)) if is_second else 0
+        z, big, small = kept_rooms(s.heads, s.groups, s.n, s.d, s.e, s.dtype, s.degree, states)
 
         sizes = s.heads, s.m, padded, per_split, s.d, s.e, s.dtype
         y, w = ("y", "w") if s.has_w else ("x", "v")
@@ -129,7 +143,7 @@ class ForwardPass(Pass):
         ]  # fmt: skip
 
         given = ["q", "k", "v", *["weighted", "w"] * s.has_w, *["readback"] * s.is_surveyed]
-        given += [*["coefficients"] * (not s.is_alike), "out", *["z", "big", "small"] * s.is_kept]
+        given += [*["coefficients"] * (not s.is_alike), "out"]
         rooms = {"x": Room((s.heads, s.d, padded), s.dtype)}
         rooms["first"] = Room((splits, s.heads, s.d * s.e + s.d * s.d + s.d + s.e + 1), torch.float32)
         if s.has_w:
@@ -139,10 +153,11 @@ class ForwardPass(Pass):
         if s.is_surveyed:
             rooms["centres"] = Room((2, s.heads, s.d), torch.float32)
             rooms["found"] = Room((s.heads, blocks, 6), torch.float32)
+        kept = {"z": z, "big": big, "small": small} if s.is_kept else {}
         if not s.is_kept:
-            rooms["big"], rooms["small"] = Room(self.big_shape, s.dtype), Room(self.small_shape, torch.float32)
+            rooms |= {"big": big, "small": small}
         tables = {
             "programs": table(programs, s.device, s.d), "second_programs": table(second_programs, s.device, s.d),
             "slots": table(slots, s.device, s.d),
         }  # fmt: skip
-        super().__init__((keys, sums, rows), given, tables, rooms, s.device)
+        super().__init__((keys, sums, rows), given, tables, rooms, s.device, kept)

@@ -47,10 +47,8 @@ def normalised(grad: Tensor) -> tuple[Tensor, Tensor | None]:
 def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> tuple[Tensor, ...]:
     """Return the factors of ∂q, ∂k and ∂v [N]: those of q̃ and k̃, times `size` and, for keys and values, 1 / weight.
 
-    If q and k are those of the caller, there are none: the kernels read 1 / weight in the small state.
+    They are not needed if q and k are those of the caller: the kernels then read 1 / weight in the small state.
     """
-    if is_plain(spec):
-        return ()
     query, key = (x.float() for x in spec.factors)
     share = small[0, :, -1].contiguous()
     if size is not None:
@@ -70,7 +68,8 @@ def plain_backward(
     q, k, v = (x.contiguous() for x in given)
     found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     numbers = {"coefficients": coefficients, "exponents": exponents(scale)}
-    p((q, k, v, grad.contiguous(), *saved, *found), numbers)
+    out, *kept = saved
+    p((q, k, v, grad.contiguous(), out, *found), tuple(kept), numbers)
     return found
 
 
@@ -79,7 +78,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from `grad`, the gradient of out."""
     (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
-    out, z, big, small = saved
+    out, *kept = saved
     qt, kt, w, scale = kernel_inputs(spec, q, k)
     is_shifted = workspace.centres_before(v.dtype)
     p = workspace.gradients(
@@ -98,9 +97,12 @@ def backward(
     table, coefficients = kernel_coefficients(spec, scale, q.device)
     values, dtype = v.contiguous(), torch.float32 if spec.is_weighted else q.dtype
     dq, dk, dv = torch.empty_like(qt), torch.empty_like(kt, dtype=dtype), torch.empty_like(values, dtype=dtype)
-    weighted = (z.new_empty(heads, m), torch.empty_like(values)) if spec.is_weighted else ()
-    inputs = qt, kt, values, up, out, z, big, small, *extra, *head_factors(spec, small, size), *table
-    p((*inputs, dq, dk, dv, *weighted), {"coefficients": coefficients, "exponents": exponents(scale)})
+    weighted: tuple[Tensor, ...] = ()
+    if spec.is_weighted:
+        weighted = q.new_empty(heads, m, dtype=torch.float32), torch.empty_like(values)
+    factors = () if is_plain(spec) else head_factors(spec, p.kept.view(tuple(kept), "key_small"), size)
+    given = qt, kt, values, up, out, *extra, *factors, *table, dq, dk, dv, *weighted
+    p(given, tuple(kept), {"coefficients": coefficients, "exponents": exponents(scale)})
     if weighted:  # through w_j = exp(s μ·(k_j − c))
         dw, centred_values = weighted
         through = (dv * centred_values).sum(-1) + dw

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from depthgauge.fast_attention.triton.forward_pass import Table, second_moment_room
+from depthgauge.fast_attention.triton.forward_pass import Table, second_moment_room, state_count
 from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels, pair_slots, turned_slots
 from depthgauge.fast_attention.triton.kernels import TILE, programs, second_programs, slots
 from depthgauge.fast_attention.triton.launch import Launch
@@ -114,7 +114,7 @@ class GradientLaunches:
         # `read_states` are the states of the forward pass that rows read, `states` are those that keys read.
         self.read_states = self.states = 1
         if self.is_causal:
-            existing = math.ceil(padded_length(s.m) / s.block) + 1
+            existing = state_count(s.m, s.block)
             self.read_states, self.states = min(math.ceil(s.n / s.block), existing), math.ceil(s.m / s.block)
         self._sums()
         self._rows()

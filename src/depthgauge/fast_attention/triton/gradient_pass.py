@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from depthgauge.fast_attention.triton.forward_pass import Table, second_moment_steps
+from depthgauge.fast_attention.triton.forward_pass import Table, kept_rooms, second_moment_steps, state_count
 from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes, Part
 from depthgauge.fast_attention.triton.passes import Argument, Pass, Room, Step
 
@@ -12,11 +12,11 @@ from depthgauge.fast_attention.triton.passes import Argument, Pass, Room, Step
 class GradientPass(Pass):
     """One kind of backward pass.
 
-    Given are q̃, k̃, v, ∂out, out, Z′, and the states `key_big` and `key_small` of the forward pass. Then follow, where
-    they exist: w, if keys have weights; the middle of the values, if these are centred before the sums; the factors of
-    ∂q, ∂k and ∂v [N], if q̃ and k̃ are not those of the caller; the coefficients [N, 3], if heads have different ones.
-    The results come last: ∂q, ∂k and ∂v, and w ∂w [N, m] and ṽ, if the weights depend on the keys. Numbers:
-    `coefficients`, and `exponents`, the scale in base 2 and the scale.
+    The forward pass kept Z′ and the states `key_big` and `key_small`. Given are q̃, k̃, v, ∂out and out. Then follow,
+    where they exist: w, if keys have weights; the middle of the values, if these are centred before the sums; the
+    factors of ∂q, ∂k and ∂v [N], if q̃ and k̃ are not those of the caller; the coefficients [N, 3], if heads have
+    different ones. The results come last: ∂q, ∂k and ∂v, and w ∂w [N, m] and ṽ, if the weights depend on the keys.
+    Numbers: `coefficients`, and `exponents`, the scale in base 2 and the scale.
 
     Its own tensors are ṽ (`values`) if it is not given, level and dN, the sums over queries (`first`, `second`), the
     states that keys read (`big`, `small`), turned states and, if causal, the smallest Z′ of every block (`floor`), the
@@ -25,9 +25,7 @@ class GradientPass(Pass):
 
     def __init__(self, s: GradientSizes, table: Table) -> None:
         p = self.launches = GradientLaunches(s, table)
-        given = (
-            ["q", "k", "v", "grad", "out", "z", "key_big", "key_small"] + ["w"] * s.has_w + ["middle"] * s.is_shifted
-        )
+        given = ["q", "k", "v", "grad", "out"] + ["w"] * s.has_w + ["middle"] * s.is_shifted
         given += ["query_factor", "key_factor", "value_factor"] * (not s.is_plain) + ["coefficients"] * (not s.is_alike)
         given += ["dq", "dk", "dv"] + ["dw", "values"] * s.is_weighted
         tables = {
@@ -35,7 +33,10 @@ class GradientPass(Pass):
             "turned_slots": p.turned_slots,
         }  # fmt: skip
         steps = (*_sums(p), *_query_rows(p), *_key_rows(p))
-        super().__init__((steps,), given, tables, _rooms(p), s.device)
+        states = state_count(s.m, s.block)
+        z, big, small = kept_rooms(s.heads, s.groups, s.n, s.d, s.e, s.dtype, s.degree, states)
+        kept = {"z": z, "key_big": big, "key_small": small}
+        super().__init__((steps,), given, tables, _rooms(p), s.device, kept)
 
 
 def _rooms(p: GradientLaunches) -> dict[str, Room]:

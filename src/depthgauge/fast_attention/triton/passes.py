@@ -22,7 +22,10 @@ PLACE_BYTES = 256
 Argument = str | tuple[str, int]
 """The name of a tensor, or its name and the number of its first entries that are left out."""
 Floats = tuple[float, ...]
+Memory = tuple[Tensor, ...]
+"""The memory of a `Layout`."""
 NONE: Mapping[str, Floats] = {}
+NO_ROOMS: Mapping[str, "Room"] = {}
 
 
 def is_pooled() -> bool:
@@ -62,7 +65,8 @@ class Room(NamedTuple):
 class Layout:
     """The memory of a pass: where its own tensors start. Tensors whose times of use do not overlap share memory.
 
-    A tensor is in use from the first step that names it to the last. Launches on a stream run one after the other.
+    A tensor is in use from the first step that names it to the last. Launches on a stream run one after the other. If
+    torch's pool of memory is switched off, every tensor is an allocation of its own.
 
     >>> rooms = {name: Room((100,), torch.float32) for name in "xyz"}
     >>> layout = Layout(rooms, [{"x", "y"}, {"y"}, {"y", "z"}])
@@ -93,24 +97,33 @@ class Layout:
                 place = max(place, end)
             found[name] = place
         self.places = {name: found[name] for name in rooms}
-        self.size = max(found[name] + room.size for name, room in rooms.items())
+        self.size = max((found[name] + room.size for name, room in rooms.items()), default=0)
+        self._offsets, self._is_pooled = list(self.places.values()), is_pooled()
 
-    def apart(self, device: torch.device) -> dict[str, Tensor]:
-        """Allocate every tensor on its own."""
-        return {name: torch.empty(room.shape, dtype=room.dtype, device=device) for name, room in self.rooms.items()}
+    def allocate(self, device: torch.device) -> Memory:
+        """Allocate the memory: one tensor, or all tensors if they must not share an allocation."""
+        if self._is_pooled:
+            return (torch.empty(self.size, dtype=torch.uint8, device=device),)
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.rooms.values()])
 
-    def whole(self, device: torch.device) -> Tensor:
-        """Allocate the memory of all tensors."""
-        return torch.empty(self.size, dtype=torch.uint8, device=device)
+    def addresses(self, memory: Memory) -> list[int]:
+        """Return where the tensors start."""
+        if self._is_pooled:
+            base = memory[0].data_ptr()
+            return [base + offset for offset in self._offsets]
+        return [x.data_ptr() for x in memory]
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """Return the tensors in their memory."""
-        found = {}
-        for name, (shape, dtype) in self.rooms.items():
-            start = self.places[name]
-            used = whole[start : start + math.prod(shape) * dtype.itemsize]
-            found[name] = used.view(dtype).view(shape)
-        return found
+    def view(self, memory: Memory, name: str) -> Tensor:
+        """Return one of the tensors in their memory."""
+        if not self._is_pooled:
+            return memory[list(self.rooms).index(name)]
+        (shape, dtype), start = self.rooms[name], self.places[name]
+        used: Tensor = memory[0][start : start + math.prod(shape) * dtype.itemsize]
+        return used.view(dtype).view(shape)
+
+    def views(self, memory: Memory) -> dict[str, Tensor]:
+        """Return all tensors in their memory."""
+        return {name: self.view(memory, name) for name in self.rooms}
 
 
 class _BoundStep(NamedTuple):
@@ -128,8 +141,8 @@ class _BoundStep(NamedTuple):
 class _Bound(NamedTuple):
     """A pass whose kernels are compiled.
 
-    The addresses of a call are those of the given tensors and of its own, then `tables`, then those of tensors whose
-    first bytes are left out, as the number of an address and these bytes.
+    The addresses of a call are those of the given tensors, of those that are kept and of its own, then `tables`, then
+    those of tensors whose first bytes are left out, as the number of an address and these bytes.
     """
 
     tables: list[int]
@@ -172,52 +185,53 @@ class Call:
 
 
 class Pass:
-    """Launches in a fixed order, in parts, on the tensors `given` to every call, on `tables` and on memory of its own.
+    """Launches in a fixed order, in parts, on tensors that have names.
 
-    A pass is prepared for given tensors of one shape. They must be contiguous.
+    These are the tensors `given` to every call, `tables`, tensors of its own, and those of `kept`, which the caller
+    holds as one piece of memory because a later pass reads them. A pass is prepared for given tensors of one shape.
+    They must be contiguous.
     """
 
     def __init__(
         self, parts: Iterable[Iterable[Step]], given: Sequence[str], tables: Mapping[str, Tensor],
-        rooms: Mapping[str, Room], device: torch.device,
+        rooms: Mapping[str, Room], device: torch.device, kept: Mapping[str, Room] = NO_ROOMS,
     ) -> None:  # fmt: skip
         self.parts = tuple(tuple(part) for part in parts)
         self.given, self.tables, self.device = tuple(given), dict(tables), device
-        self.own = own = Layout(rooms, [step.names() for part in self.parts for step in part])
-        self._is_pooled, self._bound = is_pooled(), dict[tuple[torch.dtype, ...], _Bound]()
-        self._places = list(own.places.values())
+        self.own = Layout(rooms, [step.names() for part in self.parts for step in part])
+        self.kept = Layout(kept, [kept.keys()])
+        self._bound = dict[tuple[torch.dtype, ...], _Bound]()
 
-    def start(self, *given: Tensor) -> Call:
-        """Allocate the memory of a call."""
+    def keep(self) -> Memory:
+        """Allocate the memory of the tensors that the caller holds."""
+        return self.kept.allocate(self.device)
+
+    def start(self, given: Sequence[Tensor], kept: Memory = ()) -> Call:
+        """Allocate the memory of a call. `kept` comes from `keep`, of this pass or of one that keeps the same."""
         addresses = [x.data_ptr() for x in given]
         dtypes = tuple([x.dtype for x in given])
-        bound = self._bound.get(dtypes) or self._bind(dtypes)
+        bound, memory = self._bound.get(dtypes) or self._bind(dtypes), self.own.allocate(self.device)
         if bound is None or reduce(or_, addresses) % ALIGNMENT:
-            own, device = self.own, self.device
-            tensors = own.views(own.whole(device)) if self._is_pooled else own.apart(device)
-            return Call(self.parts, None, None, [], tensors | self.tables | dict(zip(self.given, given, strict=True)))
-        memory: object
-        if self._is_pooled:
-            memory = whole = self.own.whole(self.device)
-            base = whole.data_ptr()
-            addresses += [base + place for place in self._places]
-        else:
-            memory = apart = self.own.apart(self.device)
-            addresses += [x.data_ptr() for x in apart.values()]
+            tensors = self.own.views(memory) | self.tables | dict(zip(self.given, given, strict=True))
+            return Call(self.parts, None, memory, [], tensors | (self.kept.views(kept) if kept else {}))
+        if kept:
+            addresses += self.kept.addresses(kept)
+        addresses += self.own.addresses(memory)
         addresses += bound.tables
         addresses += [addresses[at] + first for at, first in bound.shifted]
         return Call(self.parts, bound, memory, addresses, {})
 
-    def __call__(self, given: Sequence[Tensor], numbers: Mapping[str, Floats]) -> None:
+    def __call__(self, given: Sequence[Tensor], kept: Memory, numbers: Mapping[str, Floats]) -> None:
         """Make all launches."""
-        call = self.start(*given)
+        call = self.start(given, kept)
         for part in range(len(self.parts)):
             call.run(part, numbers)
 
     def _bind(self, given: tuple[torch.dtype, ...]) -> _Bound | None:
         """Return the pass by addresses, or None if a kernel is not compiled for given tensors of these dtypes yet."""
         dtypes = dict(zip(self.given, given, strict=True))
-        dtypes |= {name: room.dtype for name, room in self.own.rooms.items()}
+        for rooms in (self.kept.rooms, self.own.rooms):
+            dtypes |= {name: room.dtype for name, room in rooms.items()}
         dtypes |= {name: x.dtype for name, x in self.tables.items()}
         order: list[Argument] = list(dtypes)
         shifted, parts, found = [], [], None

@@ -16,7 +16,7 @@ from torch import Tensor
 from depthgauge.fast_attention.autograd import Computed, ComputedAttention
 from depthgauge.fast_attention.decide.minimax import grid_index
 from depthgauge.fast_attention.spec import Repeatable
-from depthgauge.fast_attention.triton.forward import Coefficients, exponents, kept_tensors, scaled_coefficients
+from depthgauge.fast_attention.triton.forward import Coefficients, exponents, scaled_coefficients
 from depthgauge.fast_attention.triton.forward_pass import ForwardPass, ForwardSizes
 from depthgauge.fast_attention.triton.gradient import plain_backward
 from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
@@ -62,13 +62,9 @@ class Route:
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Return the output [..., heads, n, e], or None if the call has to be decided from the start."""
         is_trained = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        if not is_trained:
-            found = self._follow(q, k, v, False)
+        found = self._follow(q, k, v, is_trained)
+        if found is None or not is_trained:
             return None if found is None else found.out
-        with torch.no_grad():
-            found = self._follow(q, k, v, True)
-        if found is None:
-            return None
         out: Tensor = ComputedAttention.apply(q, k, v, found, self)  # type: ignore[no-untyped-call]
         return out
 
@@ -97,9 +93,9 @@ class Route:
         p = self.trained if is_trained else self.forward
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         out = q.new_empty(*q.shape[:-1], self.e)
-        kept = kept_tensors(p, q) if is_trained else ()
+        kept = p.keep() if is_trained else ()
         readback = self.workspace.readbacks.get(self.heads, self.device)
-        call = p.start(q, k, v, readback.numbers, out, *kept)
+        call = p.start((q, k, v, readback.numbers, out), kept)
         try:
             readback.expect()
             call.run(p.KEYS)
