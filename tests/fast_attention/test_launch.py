@@ -11,7 +11,7 @@ import torch
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.problem import Options, checked
 from depthgauge.fast_attention.triton import launch as launch_module
-from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch, shortened
+from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
 from depthgauge.fast_attention.triton.launches import SurveySizes, TransposeSizes
 from depthgauge.fast_attention.triton.readback import Readback, Readbacks
 from depthgauge.fast_attention.triton.survey import survey
@@ -69,44 +69,6 @@ def test_a_launch_with_the_same_dtypes_reuses_the_compiled_kernel() -> None:
     assert kernel.launched[0] == ("triton", (2, 3, 1), (x, y, 7, 16, 0.5, 64, True), {"num_warps": 4})
     addresses = y.data_ptr(), x.data_ptr()
     assert kernel.launched[1] == ("compiled", (2, 3, 1), (*addresses, 7, 16, 0.25, 64, True), {})
-
-
-class Launcher:
-    """A stand-in for Triton's launcher of a compiled kernel. `form` is how it passes on its arguments."""
-
-    global_scratch_size = profile_scratch_size = 0
-
-    def __init__(self, form: str) -> None:
-        self.form, self.launched = form, list[tuple[object, ...]]()
-        self.launch = lambda *given: self.launched.append(given)
-
-    def __call__(self, x: int, y: int, z: int, stream: object, function: object, *rest: object) -> None:
-        if self.form == "flat":
-            self.launch(x, y, z, stream, function, False, True, None, *rest)
-        elif self.form == "packed":
-            self.launch(x, y, z, stream, function, rest)
-        elif self.form == "stream last":
-            self.launch(x, y, z, function, stream, *rest)
-
-
-def test_the_function_behind_a_launcher_is_called_directly() -> None:
-    launcher = Launcher("flat")
-    run, fixed = shortened(launcher, (4711, (4, 1, 0), None))
-    run(7, 8, 9, STREAM, *fixed, 1, 2, 0.5)
-    assert run is launcher.launch
-    launcher(7, 8, 9, STREAM, 4711, (4, 1, 0), None, 1, 2, 0.5)
-    assert len(launcher.launched) == 2
-    assert launcher.launched[0] == launcher.launched[1]
-
-
-@pytest.mark.parametrize("form", ["packed", "stream last", "nothing", "scratch", "no function behind it"])
-def test_other_launchers_are_called_as_they_are(form: str) -> None:
-    launcher = Launcher(form if form != "scratch" else "flat")
-    if form == "scratch":
-        launcher.global_scratch_size = 128
-    given = Compiled(Kernel()).run if form == "no function behind it" else launcher
-    assert shortened(given, (4711, None)) == (given, (4711, None))
-    assert launcher.launched == []
 
 
 def test_other_dtypes_and_addresses_go_through_triton() -> None:

@@ -9,7 +9,6 @@ it is. Hooks around launches, which only profilers of Triton set, are called for
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import reduce
 from operator import or_
 from typing import Any, NamedTuple
@@ -17,8 +16,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, dtype
 
 ALIGNMENT = 16
-SCRATCH_SIZES = "global_scratch_size", "profile_scratch_size"
-"""Attributes of Triton's launcher: the scratch memory that a kernel needs."""
 
 
 def current_streams() -> Callable[[int], int]:
@@ -30,31 +27,12 @@ def current_streams() -> Callable[[int], int]:
 
 
 class CompiledLaunch(NamedTuple):
-    """A compiled kernel: `run` takes a grid, a stream, `fixed` and the arguments of the kernel."""
+    """A compiled kernel with its grid: `run` takes the grid, a stream, `fixed` and the arguments of the kernel."""
 
     run: Callable[..., object]
     fixed: tuple[object, ...]
     stream: Callable[[int], int]
     device: int
-
-
-def shortened(run: Any, fixed: tuple[object, ...]) -> tuple[Callable[..., object], tuple[object, ...]]:
-    """Return the function that Triton's launcher `run` passes its arguments to, and its `fixed`.
-
-    The launcher is written in Python. It allocates scratch memory, which our kernels do not need, and passes everything
-    on to its attribute `launch`, a compiled function. What it passes is found by a call of a copy of the launcher that
-    records it. If the call does not have the expected form, `run` and `fixed` are returned.
-    """
-    if not hasattr(run, "launch") or any(getattr(run, size, 1) for size in SCRATCH_SIZES):
-        return run, fixed
-    seen: list[tuple[object, ...]] = []
-    recording, grid, stream, arguments = copy(run), (2, 3, 5), object(), (object(), object())
-    recording.launch = lambda *given: seen.append(given)
-    recording(*grid, stream, *fixed, *arguments)
-    for given in seen[:1]:
-        if given[:4] == (*grid, stream) and given[-2:] == arguments:
-            return run.launch, given[4:-2]
-    return run, fixed
 
 
 class Launch:
@@ -91,4 +69,4 @@ class Launch:
             # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
             fixed = compiled.function, compiled.packed_metadata, None, None, None
             device = tensors[0].device.index or 0
-            self._compiled[dtypes] = CompiledLaunch(*shortened(compiled.run, fixed), current_streams(), device)
+            self._compiled[dtypes] = CompiledLaunch(compiled.run, fixed, current_streams(), device)
