@@ -206,9 +206,10 @@ class Effort:
 def compare(
     contenders: Sequence[Contender], draw: Callable[[float], Call], effort: Effort, watch: Stopwatch
 ) -> dict[str, Times]:
-    """Time all contenders on the same fresh tensors, in turns whose order rotates.
+    """Time all contenders on the same fresh tensors, in turns of random order.
 
-    Contenders other than the first that cannot compute the call are left out. `draw` takes the factor of the scores.
+    A call finds the code of the one before it in the caches, so no contender may always follow the same one. Contenders
+    other than the first that cannot compute the call are left out. `draw` takes the factor of the scores.
     """
     count = effort.affordable(draw(1.0).size()) + WARM_UP + 1
     pool = [draw(factor) for factor in factors(count)]
@@ -218,12 +219,11 @@ def compare(
     size = TURN if longest > LONG_MS else 1
     times: dict[str, list[float]] = {c.name: [] for c in able}
     until = time.perf_counter() + effort.seconds
-    timed = pool[WARM_UP + 1 :]
+    timed, order = pool[WARM_UP + 1 :], random.Random(0)
     for start in range(0, len(timed), size):
         if start >= LEAST_CALLS and time.perf_counter() > until:
             break
-        turn = start // size % len(able)
-        for contender in (*able[turn:], *able[:turn]):
+        for contender in order.sample(able, len(able)):
             times[contender.name] += [watch(contender, call) for call in timed[start : start + size]]
     return {
         c.name: Times(

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import depthgauge
+from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import exact_path
 from depthgauge.fast_attention.exact_path import READ_BYTES, direct, exact_attention, is_paired, paired, readable
 
@@ -210,6 +211,33 @@ def test_strides_of_a_single_key_are_not_taken_for_those_of_several(monkeypatch:
     assert direct(q, one, one, None, 0.0, False, None, False) is None
     wide = torch.zeros(1, 1, 6, 16, dtype=torch.bfloat16)[..., :1, :8]
     assert direct(q, wide, wide, None, 0.0, False, None, False) is not None
+
+
+@pytest.mark.parametrize(("width", "is_direct"), [(16, True), (9, False)])
+def test_slices_of_caches_of_any_length_are_passed_to_torch_as_they_are(
+    width: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, passed = torch.randn(2, 3, 1, 8), list[torch.Tensor]()
+    attend = attention_module.torch_attention
+
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: object) -> torch.Tensor:
+        passed.append(k)
+        return attend(q, k, v)
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for module in (attention_module, exact_path):
+        monkeypatch.setattr(module, "torch_attention", watched)
+    first = torch.randn(2, 3, 9, 8)
+    for _ in range(2):
+        depthgauge.attention(q, first, first)
+    for m in range(5, 12):
+        k = torch.randn(2, 3, m + 4, width)[:, :, :m, :8]
+        passed.clear()
+        found = depthgauge.attention(q, k, k)
+        (given,) = passed
+        assert (given is k) == is_direct
+        torch.testing.assert_close(found, attend(q, k.contiguous(), k.contiguous()))
 
 
 def test_attention_does_not_call_itself_in_place_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

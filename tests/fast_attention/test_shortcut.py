@@ -255,9 +255,12 @@ def test_calls_that_lie_like_an_earlier_one_are_passed_on(options: dict[str, Any
     assert asked == ["general", "general", "direct", "direct"]
     asked.clear()
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in given]
-    for tensors in (turned, turned, given):
+    apart = [torch.cat([x, x[..., :1]], -1)[..., :-1] for x in given]  # rows are 17 entries apart
+    for tensors in (turned, turned, apart, apart, given):
         torch.testing.assert_close(dg.attention(*tensors, **options), wanted)
-    assert asked == ["general", "direct", "general" if "attn_mask" in options else "direct"]
+    is_masked = "attn_mask" in options
+    first = "general" if is_masked else "direct"  # with a mask, only the strides of the call before are known
+    assert asked == [first, "direct", "general", "direct", first]
     asked.clear()
     for at in range(3):
         tensors = [moved(x, at == place) for place, x in enumerate(given)]

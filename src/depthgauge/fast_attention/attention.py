@@ -17,7 +17,6 @@ from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
 from depthgauge.fast_attention.exact_path import (
     READ_BYTES,
-    are_contiguous,
     capturable,
     direct,
     exact,
@@ -26,6 +25,7 @@ from depthgauge.fast_attention.exact_path import (
     exact_reason,
     exact_rows,
     have_addresses,
+    have_even_strides,
     is_known,
 )
 from depthgauge.fast_attention.following import fixed, followed
@@ -70,8 +70,8 @@ def attention(
 
     A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
     shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
-    many, up to 1,024. Calls with one query count as one kind, whatever the number of keys. Inside torch.compile and
-    CUDA graph capture, calls are exact unless a plan is given.
+    many, up to 1,024. For this, q [batch, heads, 1, d] is the same shape with any number of keys. Inside torch.compile
+    and CUDA graph capture, calls are exact unless a plan is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -112,9 +112,10 @@ def attention(
         try:
             rows, keys, values = q.shape, k.shape, v.shape
             tokens: tuple[object, ...] = keys, values
-            is_step = rows[-2] == 1
+            is_step = rows[-2] == 1 and len(rows) == 4
             if is_step:  # decoding: with usual widths, one query is never worth a polynomial, for any number of keys
-                tokens = keys[:-2], keys[-1], values[:-2], values[-1], keys[-2] == values[-2]
+                (key_batch, key_heads, m, d), (value_batch, value_heads, own_m, e) = keys, values
+                tokens = key_batch, key_heads, d, value_batch, value_heads, e, m == own_m
             outline = (
                 rows, tokens, None if attn_mask is None else attn_mask.shape,
                 None if key_padding is None else key_padding.shape,
@@ -122,7 +123,7 @@ def attention(
                 dropout_p, is_causal, tolerance, scale, enable_gqa, force,
             )  # fmt: skip
             calls = _exact_calls(outline)
-        except (AttributeError, TypeError, IndexError):  # an argument is wrong, which `checked` names
+        except (AttributeError, TypeError, IndexError, ValueError):  # an argument is wrong, which `checked` names
             outline = calls = None
         if calls is not None and calls.left > 0:
             calls.left -= 1  # infinity stays infinity
@@ -130,7 +131,11 @@ def attention(
             try:
                 if (
                     attn_mask is None and known is not None and not (is_step and _is_capturing(q))
-                    and ((q.stride(), k.stride(), v.stride()) == known.strides or are_contiguous(q, k, v))
+                    and (
+                        (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
+                        or (not is_step and (q.stride(), k.stride(), v.stride()) == known.strides)
+                        or have_even_strides(q, k, v)
+                    )
                     and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
                 ):  # fmt: skip
                     return torch_attention(q, k, v, **known.arguments)

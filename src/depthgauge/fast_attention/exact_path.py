@@ -52,7 +52,8 @@ def exact_attention(
         is_traced = torch.compiler.is_compiling()
     if q.is_cuda:
         if not is_traced and have_addresses(q, k, v):
-            if not are_contiguous(q, k, v) or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+            is_even = (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or have_even_strides(q, k, v)
+            if not is_even or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
             mask = None if mask is None else readable(mask)
         if mask is not None:
@@ -101,7 +102,8 @@ def arguments(dropout: float, is_causal: bool, scale: float | None, is_grouped: 
 class Direct(NamedTuple):
     """Calls whose tensors torch reads as they are: the strides, and the arguments besides tensors that are not default.
 
-    `mask` is the dtype of the mask, if there is one. Without a mask, contiguous tensors are read as they are too.
+    `mask` is the dtype of the mask, if there is one. Without a mask, contiguous tensors and those that
+    `have_even_strides` are read as they are too.
     """
 
     strides: tuple[tuple[int, ...], ...]
@@ -150,9 +152,21 @@ def _shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     return mask is None and q.shape[-1] == v.shape[-1] <= 256
 
 
-def are_contiguous(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether all three are contiguous. Torch can read such tensors if their addresses are multiples of 16."""
-    return q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+def have_even_strides(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the entries of a row are neighbours and rows are multiples of READ_BYTES apart, in four axes.
+
+    Torch can read tensors with these strides if their addresses are multiples of READ_BYTES.
+
+    >>> x = torch.zeros(1, 2, 3, 8)
+    >>> have_even_strides(x[..., :2, :], x, x), have_even_strides(x[..., :4], x, x)
+    (True, True)
+    >>> have_even_strides(x.mT, x, x), have_even_strides(torch.zeros(1, 2, 3, 9)[..., :8], x, x)
+    (False, False)
+    """
+    if not q.ndim == k.ndim == v.ndim == 4:
+        return False
+    (a, b, c, x), (d, e, f, y), (g, h, i, z) = q.stride(), k.stride(), v.stride()
+    return x == y == z == 1 and not (a | b | c | d | e | f | g | h | i) % (READ_BYTES // 2)  # no dtype is shorter
 
 
 def is_readable(x: Tensor) -> bool:
