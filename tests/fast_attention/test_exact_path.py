@@ -189,10 +189,12 @@ def test_masks_whose_rows_differ_are_not_copied(shape: tuple[int, ...], is_copie
 def test_masks_have_room_under_autocast_too(
     calls: int, is_bool: bool, seen: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    enabled = torch.is_autocast_enabled
     q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool) if is_bool else torch.zeros(1, 1, 1, 7)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: enabled("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(calls):
             assert depthgauge.attention(q, k, v, mask).dtype == torch.bfloat16

@@ -384,17 +384,22 @@ def test_choosers_belong_to_one_number_of_keys(kinds: CallKinds) -> None:
 def test_steps_with_another_number_of_keys_are_new_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN allocates memory in its first call with new shapes, which a capture does not permit."""
     q, k, v = draw(1, 40)
+    is_capturing = [False]
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     for m in (20, 21, 22):
         dg.attention(q, k[..., :m, :], v[..., :m, :])
     asked: list[bool] = []
     original = attention_module.capturable
 
-    def watched(is_capturing: bool) -> Any:
-        asked.append(is_capturing)
-        return original(is_capturing)
+    def watched(is_new: bool) -> Any:
+        asked.append(is_new)
+        return original(is_new)
 
     monkeypatch.setattr(attention_module, "capturable", watched)
-    monkeypatch.setattr(attention_module, "_is_capturing", lambda tensor: True)
+    dg.attention(q, k[..., :23, :], v[..., :23, :])
+    assert asked == []
+    is_capturing[0] = True
     wanted = F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(dg.attention(q, k, v), wanted)
     assert asked == [True]

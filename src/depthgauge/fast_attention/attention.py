@@ -9,7 +9,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
+from depthgauge.fast_attention.autograd import PolynomialAttention, is_autocast, without_autocast
 from depthgauge.fast_attention.backends import notes, repeated, survey_of
 from depthgauge.fast_attention.call_kinds import CallKinds, ExactCalls
 from depthgauge.fast_attention.decide.chooser import Chooser, is_never_worth_it
@@ -128,19 +128,20 @@ def attention(
         if calls is not None and calls.left > 0:
             calls.left -= 1  # infinity stays infinity
             known = calls.direct
-            try:
-                if (
-                    attn_mask is None and known is not None and not (is_step and _is_capturing(q))
-                    and (
+            # A step of decoding in a capture may have a number of keys that cuDNN has not seen.
+            if known is not None and not (is_step and q.is_cuda and torch.cuda.is_current_stream_capturing()):
+                try:
+                    if attn_mask is not None:
+                        if is_known(q, k, v, attn_mask, known) and not is_autocast(q):
+                            return torch_attention(q, k, v, attn_mask, **known.arguments)
+                    elif (
                         (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
                         or (not is_step and (q.stride(), k.stride(), v.stride()) == known.strides)
                         or have_even_strides(q, k, v)
-                    )
-                    and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES
-                ):  # fmt: skip
-                    return torch_attention(q, k, v, **known.arguments)
-            except RuntimeError:
-                pass  # below, it is raised again or replaced by one that names the wrong argument
+                    ) and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+                        return torch_attention(q, k, v, **known.arguments)
+                except RuntimeError:
+                    pass  # below, it is raised again or replaced by one that names the wrong argument
             return _by_torch(
                 q, k, v, (attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force), calls
             )
@@ -152,7 +153,7 @@ def attention(
         return _undecided(checked(q, k, v, Options(*options)), plan, return_bound)
     if _is_autocast(q, k, v):
         q, k, v, mask = autocast_tensors(q, k, v, attn_mask)
-        with without_autocast(q.device):
+        with without_autocast(q):
             return attention(
                 q, k, v, mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
                 enable_gqa=enable_gqa, force=force, return_bound=return_bound,
@@ -170,15 +171,14 @@ _exact_calls = _kinds.exact.get
 """Returns the record of an outline, or None; bound once, because looking it up at every call takes time."""
 
 
-def _is_autocast(*tensors: object) -> bool:
+def _is_autocast(q: object, k: object, v: object) -> bool:
     """Return whether these are tensors that torch's attention would cast before it uses them."""
-    return all(isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type) for x in tensors)
+    return isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and is_autocast(q)
 
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: ExactCalls) -> Tensor:
     """Compute exact attention of arguments that were not all validated."""
     mask, dropout, is_causal, tolerance, scale, padding, is_grouped, force = options
-    known = calls.direct
     try:
         if (mask is not None or padding is not None) and _is_autocast(q, k, v):
             # Torch would cast the mask to memory that ends with its last key, see `paired`.
@@ -186,8 +186,6 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
             options = mask, dropout, is_causal, tolerance, scale, padding, is_grouped, force
         if padding is not None:
             return exact(checked(q, k, v, Options(*options)))
-        if mask is not None and known is not None and is_known(q, k, v, mask, known):
-            return torch_attention(q, k, v, mask, **known.arguments)
         given = mask, float(dropout), bool(is_causal), None if scale is None else float(scale), bool(is_grouped)
         if not calls.is_new:  # many shapes do not come back, for example those of masks for a growing cache
             calls.direct = direct(q, k, v, *given)
@@ -264,7 +262,7 @@ def _is_capturing(tensor: Tensor) -> bool:
 
 def on_device(tensor: object) -> AbstractContextManager[object]:
     """Return a context in which kernels are launched on the GPU of this tensor."""
-    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+    if isinstance(tensor, Tensor) and tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return nullcontext()
 
@@ -315,7 +313,7 @@ def attention_plan(
     if reason is not None:
         return exact_plan(request, reason)
     problem = request.flat()
-    with on_device(q), without_autocast(problem.q.device):
+    with on_device(q), without_autocast(problem.q):
         decision = decide(request, problem)
         return decision.plan(request, notes(problem.q.device), fixed(decision, request))
 

@@ -41,14 +41,17 @@ class Computed(NamedTuple):
     spec: Any
 
 
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which products keep the dtype of their operands.
+def is_autocast(x: Tensor) -> bool:
+    """Return whether torch casts x in products. Reading the type of its device would take microseconds."""
+    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which products on the device of x keep the dtype of their operands.
 
     Autocast would round the operands, which the rounding allowance does not count.
     """
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
 
 
 class PolynomialAttention(torch.autograd.Function):
@@ -72,7 +75,7 @@ class PolynomialAttention(torch.autograd.Function):
         if grad is None:
             return (None,) * 5
         q, k, v, *saved = ctx.saved_tensors
-        with without_autocast(q.device):
+        with without_autocast(q):
             if torch.is_grad_enabled():  # create_graph: differentiating the gradients raises an error
                 gradients = _Gradient.apply(q, k, v, grad, ctx.spec, ctx.backend, *saved)  # type: ignore[no-untyped-call]
             else:

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.errors import InputError
+from depthgauge.fast_attention.autograd import is_autocast
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.problem import Problem, Request, is_dual
 
@@ -163,9 +164,10 @@ def have_even_strides(q: Tensor, k: Tensor, v: Tensor) -> bool:
     >>> have_even_strides(x.mT, x, x), have_even_strides(torch.zeros(1, 2, 3, 9)[..., :8], x, x)
     (False, False)
     """
-    if not q.ndim == k.ndim == v.ndim == 4:
+    try:
+        (a, b, c, x), (d, e, f, y), (g, h, i, z) = q.stride(), k.stride(), v.stride()
+    except ValueError:  # not four axes
         return False
-    (a, b, c, x), (d, e, f, y), (g, h, i, z) = q.stride(), k.stride(), v.stride()
     return x == y == z == 1 and not (a | b | c | d | e | f | g | h | i) % (READ_BYTES // 2)  # no dtype is shorter
 
 
@@ -196,7 +198,7 @@ def _is_always_readable(x: Tensor) -> bool:
 
 def _used_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype in which torch computes attention of q: that of autocast, if it is enabled."""
-    is_cast = torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64
+    is_cast = is_autocast(q) and q.dtype != torch.float64
     return torch.get_autocast_dtype(q.device.type) if is_cast else q.dtype
 
 

@@ -104,7 +104,7 @@ def _computed(
 ) -> Tensor:
     """Compute attention by one polynomial and add 1 to `violations` if the scores may exceed `bound`."""
     problem = request.flat()
-    with without_autocast(problem.q.device):
+    with without_autocast(problem.q):
         with torch.no_grad():
             detached = problem.detach()
             spec = _spec(detached, tuple(coefficients), list(query), list(key))

@@ -145,7 +145,9 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
         return None
     needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
-    return Kind(outline, (k.shape, v.shape, k.dtype, v.dtype, q.device, k.device, v.device, needs))
+    # The outline says whether q is on a GPU.
+    devices = q.get_device(), k.get_device(), v.get_device(), k.is_cuda, v.is_cuda
+    return Kind(outline, (k.shape, v.shape, k.dtype, v.dtype, devices, needs))
 
 
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
