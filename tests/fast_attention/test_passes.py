@@ -141,6 +141,34 @@ def test_later_calls_use_addresses_and_agree(
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+def displaced(x: Tensor) -> Tensor:
+    """Return a copy of x whose address is not a multiple of 16."""
+    memory = x.new_empty(x.numel() + 1)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+def test_hooks_of_autograd_may_move_what_is_saved(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, **AFTER)
+    options: dict[str, Any] = {"scale": 1.0, "tolerance": 0.03, "force": "polynomial", "is_causal": True}
+    leaves = [x.requires_grad_() for x in draw(140, 140, 1, (0.01, 0.01))]
+    moved: list[torch.dtype] = []
+
+    def unpack(x: Tensor) -> Tensor:
+        moved.append(x.dtype)
+        return displaced(x)
+
+    found = []
+    for hooks in (False, False, True, True):
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack if hooks else lambda x: x):
+            out = attention(*leaves, **options)
+            assert isinstance(out, Tensor)
+            found.append(torch.autograd.grad(out.square().sum(), leaves))
+    assert torch.uint8 in moved
+    for later in found[1:]:
+        for one, other in zip(later, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def test_a_forward_pass_of_degree_1_agrees(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = use(monkeypatch, highest=1, **AFTER)
     tensors = draw(65, 40, 3, (0.004, 0.004))

@@ -68,7 +68,7 @@ def plain_backward(
     q, k, v = (x.contiguous() for x in given)
     found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     numbers = {"coefficients": coefficients, "exponents": exponents(scale)}
-    out, *kept = saved
+    out, *kept = (x.contiguous() for x in saved)
     p((q, k, v, grad.contiguous(), out, *found), tuple(kept), numbers)
     return found
 
@@ -78,7 +78,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from `grad`, the gradient of out."""
     (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
-    out, *kept = saved
+    out, *kept = (x.contiguous() for x in saved)
     qt, kt, w, scale = kernel_inputs(spec, q, k)
     is_shifted = workspace.centres_before(v.dtype)
     p = workspace.gradients(

@@ -209,13 +209,15 @@ class Pass:
     def start(self, given: Sequence[Tensor], kept: Memory = ()) -> Call:
         """Allocate the memory of a call. `kept` comes from `keep`, of this pass or of one that keeps the same."""
         addresses = [x.data_ptr() for x in given]
+        if kept:
+            addresses += self.kept.addresses(kept)
         dtypes = tuple([x.dtype for x in given])
         bound, memory = self._bound.get(dtypes) or self._bind(dtypes), self.own.allocate(self.device)
         if bound is None or reduce(or_, addresses) % ALIGNMENT:
             tensors = self.own.views(memory) | self.tables | dict(zip(self.given, given, strict=True))
-            return Call(self.parts, None, memory, [], tensors | (self.kept.views(kept) if kept else {}))
-        if kept:
-            addresses += self.kept.addresses(kept)
+            if kept:  # hooks of autograd may have moved what an earlier pass kept
+                tensors |= self.kept.views(tuple(x.clone() if x.data_ptr() % ALIGNMENT else x for x in kept))
+            return Call(self.parts, None, memory, [], tensors)
         addresses += self.own.addresses(memory)
         addresses += bound.tables
         addresses += [addresses[at] + first for at, first in bound.shifted]
