@@ -36,8 +36,9 @@ from fresh_tensors import (
     small_scores,
 )
 
-from depthgauge.fast_attention.attention import attention, decide, make_spec
+from depthgauge.fast_attention.attention import attention, decide
 from depthgauge.fast_attention.backends import TORCH_GPU
+from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import Options, checked
 
 CLAIMS = {"forward": 40.0, "causal": 15.0, "forward and backward": 25.0, "causal forward and backward": 13.0}

@@ -206,7 +206,7 @@ class Effort:
 def compare(
     contenders: Sequence[Contender], draw: Callable[[float], Call], effort: Effort, watch: Stopwatch
 ) -> dict[str, Times]:
-    """Time all contenders on the same fresh tensors, in turns of random order.
+    """Time all contenders on the same fresh tensors, in turns of random order after the first one.
 
     A call finds the code of the one before it in the caches, so no contender may always follow the same one. Contenders
     other than the first that cannot compute the call are left out. `draw` takes the factor of the scores.
@@ -223,7 +223,7 @@ def compare(
     for start in range(0, len(timed), size):
         if start >= LEAST_CALLS and time.perf_counter() > until:
             break
-        for contender in order.sample(able, len(able)):
+        for contender in able if start == 0 else order.sample(able, len(able)):
             times[contender.name] += [watch(contender, call) for call in timed[start : start + size]]
     return {
         c.name: Times(

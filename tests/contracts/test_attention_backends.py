@@ -11,12 +11,13 @@ import torch
 from kernel_settings import DEVICE, on_device
 from torch import Tensor
 
-from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.attention import decide
 from depthgauge.fast_attention.backends import TORCH_CPU, TORCH_GPU, TRITON, Backend
 from depthgauge.fast_attention.decide.cost import CPU
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
+from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import Kind, Options, Problem, checked
 from depthgauge.fast_attention.spec import Repeatable, SharedPolynomial, Spec
 from depthgauge.fast_attention.torch.backend import TorchBackend

@@ -13,7 +13,7 @@ from torch import Tensor
 import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention import backends
+from depthgauge.fast_attention import backends, polynomial_path
 from depthgauge.fast_attention import exact_path as exact_module
 from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.decide.chooser import is_never_worth_it
@@ -303,13 +303,13 @@ def test_centred_heads_are_computed_apart_from_others(monkeypatch: pytest.Monkey
     q, k, v = draw(n=300, d=8, size=0.02)
     q[:, 1] += 1.0
     done: list[list[int]] = []
-    original = attention_module.polynomial_heads
+    original = polynomial_path.polynomial_heads
 
     def watched(problem: Problem, decision: Decision, members: list[int], *others: Any) -> tuple[Tensor, Tensor | None]:
         done.append([decision.choices[head].centring for head in members])
         return original(problem, decision, members, *others)
 
-    monkeypatch.setattr(attention_module, "polynomial_heads", watched)
+    monkeypatch.setattr(polynomial_path, "polynomial_heads", watched)
     out = dg.attention(q, k, v, scale=1.0, force="polynomial")
     assert len({tuple(centrings) for centrings in done}) > 1
     assert all(len(set(centrings)) == 1 for centrings in done)

@@ -6,11 +6,12 @@ from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected
 
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.attention import decide
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.decide.bounds import survey
 from depthgauge.fast_attention.decide.minimax import minimax, output_error
 from depthgauge.fast_attention.naive import softmax_attention
+from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import GuaranteeError, Options, checked
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.kernels import programs, slots

@@ -403,3 +403,14 @@ def test_steps_with_another_number_of_keys_are_new_in_a_capture(monkeypatch: pyt
     wanted = F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(dg.attention(q, k, v), wanted)
     assert asked == [True]
+    # So do tensors that lie in another way.
+    several = draw(9, 9)
+    is_capturing[0] = False
+    for _ in range(3):
+        dg.attention(*several)
+    is_capturing[0] = True
+    asked.clear()
+    dg.attention(*several)
+    assert asked == []
+    dg.attention(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in several))
+    assert asked == [True]

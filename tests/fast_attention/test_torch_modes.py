@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import depthgauge as dg
 from depthgauge.errors import InputError
@@ -62,6 +63,44 @@ def test_transforms_of_functions_use_the_exact_path(size: float) -> None:
         dg.attention(q, k, v, force="exact")
     with pytest.raises(InputError, match="vmap"):
         torch.vmap(lambda *x: dg.attention(*x, force="polynomial"))(*many)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no rule for its own attention
+def test_a_mask_may_have_no_address_while_the_tensors_have_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = draw(n=6, d=8)
+    masks = torch.randn(3, 1, 1, 6, 6)
+    wanted = torch.stack([F.scaled_dot_product_attention(q, k, v, mask) for mask in masks])
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for _ in range(3):
+        torch.testing.assert_close(torch.vmap(lambda mask: dg.attention(q, k, v, mask))(masks), wanted)
+
+
+@pytest.mark.parametrize("force", [None, "polynomial"])
+def test_a_recomputation_takes_the_same_path(force: str | None) -> None:
+    """torch.utils.checkpoint compares what the two computations save for the gradient."""
+    small = [x.requires_grad_() for x in draw(n=6000, d=8, heads=1)]
+    large = [x.detach() * 100 for x in small]
+    dg.attention(large[0].requires_grad_(), *large[1:])  # refused, so the next call would be exact without a decision
+    wanted = torch.autograd.grad(F.scaled_dot_product_attention(*small).square().sum(), small)
+    for _ in range(4):
+        out = checkpoint(lambda *x: dg.attention(*x, force=force, tolerance=0.01), *small, use_reentrant=False)
+        found = torch.autograd.grad(out.square().sum(), small)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.05, atol=1e-2 * float(other.abs().max()))
+    assert dg.attention_plan(*small, tolerance=0.01, force=force).path == "polynomial"
+
+
+def test_hooks_on_saved_tensors_select_the_exact_path() -> None:
+    small = [x.requires_grad_() for x in draw(n=6000, d=8, heads=1)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        plan = dg.attention_plan(*small, tolerance=0.01)
+        assert plan.path == "exact"
+        assert "torch.utils.checkpoint" in str(plan)
+        torch.testing.assert_close(dg.attention(*small, tolerance=0.01), F.scaled_dot_product_attention(*small))
+        assert dg.attention_plan(*small, tolerance=0.01, force="polynomial").path == "polynomial"
+        with torch.no_grad():
+            assert dg.attention_plan(*small, tolerance=0.01).path == "polynomial"
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # used by torch for tangents

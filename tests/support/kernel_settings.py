@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.attention import decide, make_spec
+from depthgauge.fast_attention.attention import decide
 from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.naive import polynomial_attention
+from depthgauge.fast_attention.polynomial_path import make_spec
 from depthgauge.fast_attention.problem import Options, Problem, checked
 from depthgauge.fast_attention.spec import Spec
 

@@ -9,27 +9,26 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.autograd import PolynomialAttention, is_autocast, without_autocast
+from depthgauge.fast_attention.autograd import is_autocast, without_autocast
 from depthgauge.fast_attention.backends import notes, repeated, survey_of
 from depthgauge.fast_attention.call_kinds import CallKinds, ExactCalls
 from depthgauge.fast_attention.decide.chooser import Chooser, is_never_worth_it
 from depthgauge.fast_attention.decide.decision import Decision
-from depthgauge.fast_attention.decide.row_bounds import row_certificate
 from depthgauge.fast_attention.exact_path import (
     READ_BYTES,
+    WATCHED,
     capturable,
     direct,
     exact,
     exact_attention,
-    exact_heads,
     exact_reason,
-    exact_rows,
     have_addresses,
     have_even_strides,
     is_known,
 )
 from depthgauge.fast_attention.following import fixed, followed
 from depthgauge.fast_attention.plan import Plan, exact_plan
+from depthgauge.fast_attention.polynomial_path import run
 from depthgauge.fast_attention.problem import (
     Kind,
     Options,
@@ -41,7 +40,6 @@ from depthgauge.fast_attention.problem import (
     kind_of,
 )
 from depthgauge.fast_attention.shortcut import is_always_exact
-from depthgauge.fast_attention.spec import Spec
 
 Output = Tensor | tuple[Tensor, Tensor]
 
@@ -71,7 +69,8 @@ def attention(
     A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
     shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
     many, up to 1,024. For this, q [batch, heads, 1, d] is the same shape with any number of keys. Inside torch.compile
-    and CUDA graph capture, calls are exact unless a plan is given.
+    and CUDA graph capture, calls are exact unless a plan is given. Under torch.utils.checkpoint, calls with gradients
+    are exact unless a plan or `force` is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -128,20 +127,22 @@ def attention(
         if calls is not None and calls.left > 0:
             calls.left -= 1  # infinity stays infinity
             known = calls.direct
-            # A step of decoding in a capture may have a number of keys that cuDNN has not seen.
-            if known is not None and not (is_step and q.is_cuda and torch.cuda.is_current_stream_capturing()):
-                try:
-                    if attn_mask is not None:
-                        if is_known(q, k, v, attn_mask, known) and not is_autocast(q):
-                            return torch_attention(q, k, v, attn_mask, **known.arguments)
-                    elif (
-                        (q.is_contiguous() and k.is_contiguous() and v.is_contiguous())
-                        or (not is_step and (q.stride(), k.stride(), v.stride()) == known.strides)
-                        or have_even_strides(q, k, v)
-                    ) and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+            try:
+                if attn_mask is not None:
+                    if known is not None and is_known(q, k, v, attn_mask, known) and not is_autocast(q):
+                        return torch_attention(q, k, v, attn_mask, **known.arguments)
+                elif known is not None and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
+                    is_whole = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+                    if (
+                        not is_step
+                        and (known.is_contiguous if is_whole else (q.stride(), k.stride(), v.stride()) == known.strides)
+                    ) or (
+                        (is_whole or have_even_strides(q, k, v))
+                        and not (q.is_cuda and torch.cuda.is_current_stream_capturing())  # cuDNN may not have seen it
+                    ):
                         return torch_attention(q, k, v, **known.arguments)
-                except RuntimeError:
-                    pass  # below, it is raised again or replaced by one that names the wrong argument
+            except RuntimeError:
+                pass  # below, it is raised again or replaced by one that names the wrong argument
             return _by_torch(
                 q, k, v, (attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force), calls
             )
@@ -187,10 +188,11 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
         if padding is not None:
             return exact(checked(q, k, v, Options(*options)))
         given = mask, float(dropout), bool(is_causal), None if scale is None else float(scale), bool(is_grouped)
-        if not calls.is_new:  # many shapes do not come back, for example those of masks for a growing cache
+        # New to cuDNN may be: steps of decoding with another number of keys, and tensors that lie in another way.
+        is_new, calls.is_new = calls.is_new, False
+        is_first = is_new or calls.direct is not None or q.shape[-2] == 1
+        if not is_new:  # many shapes do not come back, for example those of masks for a growing cache
             calls.direct = direct(q, k, v, *given)
-        # Steps of decoding with another number of keys are new to cuDNN.
-        is_first, calls.is_new = calls.is_new or q.shape[-2] == 1, False
         with capturable(is_first and _is_capturing(q)):
             return exact_attention(q, k, v, *given, is_traced=False)
     except (RuntimeError, TypeError, AttributeError, IndexError):
@@ -221,7 +223,11 @@ def _decided(request: Request, outline: Outline | None, kind: Kind | None, retur
     flat = bound = None
     is_forced = request.options.force == "polynomial"
     # In a capture, numbers cannot be read, not even those of the padding.
-    if (is_forced or not _is_capturing(request.q)) and exact_reason(request) is None:
+    is_open = is_forced or not _is_capturing(request.q)
+    reason = exact_reason(request) if is_open else None
+    if reason == WATCHED and outline is not None:
+        _kinds.refused(outline)
+    elif is_open and reason is None:
         problem = request.flat()
         if not is_forced and is_never_worth_it(problem, needs_gradients(request)):
             if outline is not None:
@@ -333,74 +339,3 @@ def decide(request: Request, problem: Problem, kind: Kind | None = None) -> Deci
 def needs_gradients(request: Request) -> bool:
     """Return whether the tolerance must hold for the gradients of q and k as well."""
     return torch.is_grad_enabled() and (request.q.requires_grad or request.k.requires_grad)
-
-
-def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tensor, Tensor | None]:
-    """Return out [N, G, n, e] and, with `return_bound`, the bounds of the rows [N, G, n].
-
-    Heads of the same degree are computed together, except that heads whose q or k are changed first form a batch of
-    their own.
-    """
-    batches = [c.batch() for c in decision.choices]
-    distinct = sorted(set(batches))
-    parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
-    for batch in distinct:
-        members = [head for head, own in enumerate(batches) if own == batch]
-        degree, _ = batch
-        if len(distinct) == 1 and degree >= 0:
-            return polynomial_heads(problem, decision, members, degree, return_bound)
-        at = torch.tensor(members, device=problem.q.device)
-        part = problem.select(at)
-        if degree < 0:
-            out = exact_heads(part)
-            parts.append((at, out, out.new_zeros(out.shape[:-1], dtype=torch.float64)))
-        else:
-            parts.append((at, *polynomial_heads(part, decision, members, degree, return_bound)))
-    order = torch.cat([at for at, _, _ in parts]).argsort()
-    out = torch.cat([part for _, part, _ in parts])[order]
-    bounds = [bound for _, _, bound in parts if bound is not None]
-    return out, torch.cat(bounds)[order] if return_bound else None
-
-
-def polynomial_heads(
-    problem: Problem, decision: Decision, members: list[int], degree: int, return_bound: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the polynomial path for heads of one degree, and the bounds of their rows if requested."""
-    backend = decision.backend(degree)
-    with torch.no_grad():
-        spec = make_spec(problem, decision, members, degree)
-    given = problem.q, problem.k, problem.v
-    normaliser: Tensor | None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        out, normaliser = PolynomialAttention.apply(*given, spec, backend)  # type: ignore[no-untyped-call]
-    else:
-        out, normaliser, _ = backend.forward(spec, *given, return_bound)
-    if spec.exact_rows is not None:
-        out = exact_rows(problem, out, spec.exact_rows)
-    if not return_bound or normaliser is None:
-        return out, None
-    with torch.no_grad():
-        return out, row_certificate(problem.detach(), spec, decision, members, normaliser)
-
-
-def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
-    """Return the description of the polynomial path for heads of one degree."""
-    choices = [decision.choices[head] for head in members]
-    polynomials = [choice.polynomial for choice in choices if choice.polynomial is not None]
-    rows = None
-    if any(choice.exact_rows for choice in choices):
-        none = torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=problem.q.device)
-        rows = torch.stack([
-            ~(decision.row_bounds(head, choice.centring) <= choice.bound) if choice.exact_rows else none
-            for head, choice in zip(members, choices, strict=True)
-        ])  # fmt: skip
-    return Spec(
-        degree=degree,
-        coefficients=tuple(p.coefficients for p in polynomials),
-        members=tuple(members),
-        centrings=tuple(choice.centring for choice in choices),
-        exact_rows=rows,
-        survey=decision.survey,
-        problem=decision.problem,
-        keep=problem.keep,
-    )

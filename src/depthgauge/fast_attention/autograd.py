@@ -43,7 +43,9 @@ class Computed(NamedTuple):
 
 def is_autocast(x: Tensor) -> bool:
     """Return whether torch casts x in products. Reading the type of its device would take microseconds."""
-    return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type)
+    if x.is_cuda or x.is_cpu:
+        return torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
@@ -52,6 +54,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     Autocast would round the operands, which the rounding allowance does not count.
     """
     return torch.autocast(x.device.type, enabled=False) if is_autocast(x) else nullcontext()
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Return whether hooks see what a function of the tensors saves for its gradient, as in torch.utils.checkpoint.
+
+    Torch has no public function for this. Without the private one, the answer is no.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return False
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return hooks is not None and hooks(True) is not None
 
 
 class PolynomialAttention(torch.autograd.Function):

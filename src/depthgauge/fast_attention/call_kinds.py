@@ -21,7 +21,7 @@ class ExactCalls:
     """How many calls of one kind are exact without a decision.
 
     `left` calls remain, of `wait` after the last decision; none remain after a decision for a polynomial. `direct` is
-    how the last one was passed to torch; it is found in the second call, when the record `is_new` no longer.
+    how such a call can be passed to torch; it is found in the second call, when the record `is_new` no longer.
     """
 
     left: float = 0.0

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.autograd import is_autocast
+from depthgauge.fast_attention.autograd import is_autocast, is_watched
 from depthgauge.fast_attention.naive import visible
 from depthgauge.fast_attention.problem import Problem, Request, is_dual
 
@@ -32,6 +32,10 @@ MASK_ENTRIES = 2**27
 """The largest number of mask entries that are created at once."""
 READ_BYTES = 16
 """What torch's GPU kernels read at once."""
+WATCHED = (
+    "hooks see what is saved for gradients, as in torch.utils.checkpoint: a recomputation must take the same path, "
+    "which only a path that is given with force or plan is certain to do"
+)
 
 
 def exact_attention(
@@ -52,7 +56,7 @@ def exact_attention(
     if is_traced is None:
         is_traced = torch.compiler.is_compiling()
     if q.is_cuda:
-        if not is_traced and have_addresses(q, k, v):
+        if not is_traced and have_addresses(q, k, v, *(() if mask is None else (mask,))):
             is_even = (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or have_even_strides(q, k, v)
             if not is_even or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % READ_BYTES:
                 q, k, v = readable(q), readable(k), readable(v)
@@ -108,6 +112,7 @@ class Direct(NamedTuple):
     """
 
     strides: tuple[tuple[int, ...], ...]
+    is_contiguous: bool
     mask: torch.dtype | None
     arguments: dict[str, Any]
 
@@ -127,8 +132,9 @@ def direct(
         is_shared_well = not is_grouped or _shares_keys(q, v, mask)
         if not (is_masked_well and is_shared_well and all(map(_is_always_readable, given))):
             return None
-    strides = tuple(x.stride() for x in given)
-    return Direct(strides, None if mask is None else mask.dtype, arguments(dropout, is_causal, scale, is_grouped))
+    strides, is_contiguous = tuple(x.stride() for x in given), all(x.is_contiguous() for x in given)
+    named = arguments(dropout, is_causal, scale, is_grouped)
+    return Direct(strides, is_contiguous, None if mask is None else mask.dtype, named)
 
 
 def is_known(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, known: Direct) -> bool:
@@ -154,9 +160,10 @@ def _shares_keys(q: Tensor, v: Tensor, mask: Tensor | None) -> bool:
 
 
 def have_even_strides(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the entries of a row are neighbours and rows are multiples of READ_BYTES apart, in four axes.
+    """Return whether the entries of a row are neighbours and rows are a multiple of 8 entries apart, in four axes.
 
-    Torch can read tensors with these strides if their addresses are multiples of READ_BYTES.
+    Torch can read tensors with these strides if their addresses are multiples of READ_BYTES. No dtype has less than two
+    bytes.
 
     >>> x = torch.zeros(1, 2, 3, 8)
     >>> have_even_strides(x[..., :2, :], x, x), have_even_strides(x[..., :4], x, x)
@@ -168,7 +175,7 @@ def have_even_strides(q: Tensor, k: Tensor, v: Tensor) -> bool:
         (a, b, c, x), (d, e, f, y), (g, h, i, z) = q.stride(), k.stride(), v.stride()
     except ValueError:  # not four axes
         return False
-    return x == y == z == 1 and not (a | b | c | d | e | f | g | h | i) % (READ_BYTES // 2)  # no dtype is shorter
+    return x == y == z == 1 and not (a | b | c | d | e | f | g | h | i) % (READ_BYTES // 2)
 
 
 def is_readable(x: Tensor) -> bool:
@@ -264,6 +271,8 @@ def exact_reason(request: Request) -> str | None:
         reason = "the polynomial path does not support torch.vmap and torch.func"
     elif options.is_causal and options.key_padding is not None and bool(options.key_padding[..., 0].any()):
         reason = "the first key is padding, so the first causal row has no key"
+    elif options.force is None and is_watched(request.q, request.k, request.v):
+        return WATCHED
     if reason is not None and options.force == "polynomial":
         raise InputError(f'force="polynomial" is not possible: {reason}; leave force unset')
     return 'force="exact" was given' if reason is None and options.force == "exact" else reason

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from depthgauge.errors import InputError, require_positive, unknown_name
+from depthgauge.fast_attention.autograd import is_watched
 
 FORCES = ("exact", "polynomial")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -141,8 +142,11 @@ def autocast_tensors(*tensors: Tensor | None) -> list[Any]:
 
 
 def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
-    """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision."""
-    if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v):
+    """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision.
+
+    Where hooks see what is saved for gradients, a repeated call would differ from its first computation.
+    """
+    if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v) or is_watched(q, k, v):
         return None
     needs = (q.requires_grad, k.requires_grad, v.requires_grad) if torch.is_grad_enabled() else None
     # The outline says whether q is on a GPU.

@@ -30,6 +30,7 @@ from depthgauge.fast_attention.triton.forward import (
 )
 from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
 from depthgauge.fast_attention.triton.gradient_pass import GradientPass
+from depthgauge.fast_attention.triton.passes import aligned
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 Saved = tuple[Tensor, ...]
@@ -68,7 +69,7 @@ def plain_backward(
     q, k, v = (x.contiguous() for x in given)
     found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     numbers = {"coefficients": coefficients, "exponents": exponents(scale)}
-    out, *kept = (x.contiguous() for x in saved)
+    out, *kept = map(aligned, saved)  # hooks of autograd may have moved them
     p((q, k, v, grad.contiguous(), out, *found), tuple(kept), numbers)
     return found
 
@@ -78,7 +79,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from `grad`, the gradient of out."""
     (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
-    out, *kept = (x.contiguous() for x in saved)
+    out, *kept = map(aligned, saved)  # hooks of autograd may have moved them
     qt, kt, w, scale = kernel_inputs(spec, q, k)
     is_shifted = workspace.centres_before(v.dtype)
     p = workspace.gradients(

@@ -49,6 +49,12 @@ def _name(argument: Argument) -> str:
     return argument if isinstance(argument, str) else argument[0]
 
 
+def aligned(x: Tensor) -> Tensor:
+    """Return x, or a contiguous copy whose address is a multiple of ALIGNMENT."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
 class Room(NamedTuple):
     """The shape and the dtype of a tensor in the memory of a pass."""
 
@@ -63,7 +69,7 @@ class Room(NamedTuple):
 
 
 class Layout:
-    """The memory of a pass: where its own tensors start. Tensors whose times of use do not overlap share memory.
+    """The memory of a pass: where tensors start. Tensors whose times of use do not overlap share memory.
 
     A tensor is in use from the first step that names it to the last. Launches on a stream run one after the other. If
     torch's pool of memory is switched off, every tensor is an allocation of its own.
@@ -187,9 +193,9 @@ class Call:
 class Pass:
     """Launches in a fixed order, in parts, on tensors that have names.
 
-    These are the tensors `given` to every call, `tables`, tensors of its own, and those of `kept`, which the caller
-    holds as one piece of memory because a later pass reads them. A pass is prepared for given tensors of one shape.
-    They must be contiguous.
+    These are the tensors `given` to every call, `tables`, tensors of its own, and those of `kept`, whose memory the
+    caller holds because a later pass reads them. A pass is prepared for given tensors of one shape. They must be
+    contiguous.
     """
 
     def __init__(
@@ -207,17 +213,18 @@ class Pass:
         return self.kept.allocate(self.device)
 
     def start(self, given: Sequence[Tensor], kept: Memory = ()) -> Call:
-        """Allocate the memory of a call. `kept` comes from `keep`, of this pass or of one that keeps the same."""
+        """Allocate the memory of a call. `kept` comes from `keep`, of this pass or of one that keeps the same.
+
+        Its address is a multiple of ALIGNMENT.
+        """
         addresses = [x.data_ptr() for x in given]
-        if kept:
-            addresses += self.kept.addresses(kept)
         dtypes = tuple([x.dtype for x in given])
         bound, memory = self._bound.get(dtypes) or self._bind(dtypes), self.own.allocate(self.device)
         if bound is None or reduce(or_, addresses) % ALIGNMENT:
             tensors = self.own.views(memory) | self.tables | dict(zip(self.given, given, strict=True))
-            if kept:  # hooks of autograd may have moved what an earlier pass kept
-                tensors |= self.kept.views(tuple(x.clone() if x.data_ptr() % ALIGNMENT else x for x in kept))
-            return Call(self.parts, None, memory, [], tensors)
+            return Call(self.parts, None, memory, [], tensors | self.kept.views(kept))
+        if self.kept.rooms:
+            addresses += self.kept.addresses(kept)
         addresses += self.own.addresses(memory)
         addresses += bound.tables
         addresses += [addresses[at] + first for at, first in bound.shifted]
