@@ -77,7 +77,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
 
 @pytest.mark.long
 def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=3, repetitions=20, seed=1)
+    kill_and_resume(tmp_path, kills=3, repetitions=15, seed=1)
 
 
 @pytest.mark.soak
@@ -88,7 +88,7 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
-    grid, store, total = write_grid(tmp_path, 25), tmp_path / "s.db", 150
+    grid, store, total = write_grid(tmp_path, 16), tmp_path / "s.db", 96
     process = sweep(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
     os.kill(process.pid, signal.SIGSTOP)  # the stopped process keeps the lock
