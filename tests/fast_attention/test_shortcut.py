@@ -403,7 +403,7 @@ def test_steps_with_another_number_of_keys_are_new_in_a_capture(monkeypatch: pyt
     wanted = F.scaled_dot_product_attention(q, k, v)
     assert torch.equal(dg.attention(q, k, v), wanted)
     assert asked == [True]
-    # So do tensors that lie in another way.
+    # Tensors with other strides are new as well.
     several = draw(9, 9)
     is_capturing[0] = False
     for _ in range(3):

@@ -68,9 +68,9 @@ def attention(
 
     A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
     shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
-    many, up to 1,024. For this, q [batch, heads, 1, d] is the same shape with any number of keys. Inside torch.compile
-    and CUDA graph capture, calls are exact unless a plan is given. Under torch.utils.checkpoint, calls with gradients
-    are exact unless a plan or `force` is given.
+    many, up to 1,024. For decoding steps, with q [batch, heads, 1, d], the number of keys does not matter here. Inside
+    torch.compile and CUDA graph capture, calls are exact unless a plan is given. Under torch.utils.checkpoint, calls
+    with gradients are exact unless a plan or `force` is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -188,7 +188,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
         if padding is not None:
             return exact(checked(q, k, v, Options(*options)))
         given = mask, float(dropout), bool(is_causal), None if scale is None else float(scale), bool(is_grouped)
-        # New to cuDNN may be: steps of decoding with another number of keys, and tensors that lie in another way.
+        # cuDNN may not have seen a decoding step with this number of keys, or tensors with these strides.
         is_new, calls.is_new = calls.is_new, False
         is_first = is_new or calls.direct is not None or q.shape[-2] == 1
         if not is_new:  # many shapes do not come back, for example those of masks for a growing cache
@@ -223,11 +223,11 @@ def _decided(request: Request, outline: Outline | None, kind: Kind | None, retur
     flat = bound = None
     is_forced = request.options.force == "polynomial"
     # In a capture, numbers cannot be read, not even those of the padding.
-    is_open = is_forced or not _is_capturing(request.q)
-    reason = exact_reason(request) if is_open else None
+    can_decide = is_forced or not _is_capturing(request.q)
+    reason = exact_reason(request) if can_decide else None
     if reason == WATCHED and outline is not None:
         _kinds.refused(outline)
-    elif is_open and reason is None:
+    elif can_decide and reason is None:
         problem = request.flat()
         if not is_forced and is_never_worth_it(problem, needs_gradients(request)):
             if outline is not None:

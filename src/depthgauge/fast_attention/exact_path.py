@@ -33,8 +33,8 @@ MASK_ENTRIES = 2**27
 READ_BYTES = 16
 """What torch's GPU kernels read at once."""
 WATCHED = (
-    "hooks see what is saved for gradients, as in torch.utils.checkpoint: a recomputation must take the same path, "
-    "which only a path that is given with force or plan is certain to do"
+    "hooks see what is saved for gradients, as in torch.utils.checkpoint, where a recomputation must take the same "
+    "path; give force or plan to use a polynomial"
 )
 
 

@@ -144,7 +144,7 @@ def autocast_tensors(*tensors: Tensor | None) -> list[Any]:
 def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
     """Return what calls of the same kind have in common, or None if this call cannot repeat an earlier decision.
 
-    Where hooks see what is saved for gradients, a repeated call would differ from its first computation.
+    Where hooks see what is saved for gradients, no call repeats one: it would save tensors of other shapes.
     """
     if not type(q) is type(k) is type(v) is Tensor or is_dual(q, k, v) or is_watched(q, k, v):
         return None
