@@ -37,7 +37,8 @@ from shrink_peers import CHOICES, REPAIRS, Dense, observe, shrunk_losses
 from shrink_texts import require_windows, windows_of_file, windows_of_texts, write_debian_texts
 from torch import Tensor
 
-from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, wrap
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.effort import EFFORT

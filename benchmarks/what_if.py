@@ -22,7 +22,8 @@ import torch
 
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack, changed
-from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, wrap
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, passes, what_if
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
 

@@ -13,7 +13,7 @@ SRC = ROOT / "src"
 
 # Packages by level, as CONTRIBUTING.md lists them. A package imports lower levels only.
 LEVELS: list[set[str]] = [
-    {"errors", "progress", "_io", "_format", "_frames", "_records", "_version"},
+    {"errors", "progress", "_io", "_lock", "_journal", "_format", "_frames", "_records", "_version"},
     {"results", "linalg", "fast_attention"},
     {"network", "separation"},
     {"measures", "surrogates"},

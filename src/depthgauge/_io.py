@@ -5,6 +5,7 @@
 - Devices and named pipes are written to; they are never replaced by a regular file.
 """
 
+import errno
 import os
 import secrets
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 from depthgauge.errors import InputError, OutputError
 
 
-def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
     """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
 
     If anything fails, the temporary file is deleted and `path` is left as it was.
@@ -24,9 +25,10 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
     Args:
         path: the file to write; see the module docstring for links and special files.
         write: writes the content to the path it is given.
+        replace: whether a file that exists may be replaced; another process may have created it during the work.
     """
     target = _target(path)
-    special = _is_special(target)
+    special = is_special(target)
     folder = Path(tempfile.gettempdir()) if special else target.parent
     temporary = folder / f".{secrets.token_hex(8)}.partial"
     try:
@@ -40,7 +42,10 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
         os.chmod(temporary, mode)  # some writers restrict the permissions; restore the default
         with open(temporary, "rb") as handle:
             os.fsync(handle.fileno())
-        os.replace(temporary, target)
+        if replace:
+            os.replace(temporary, target)
+        else:
+            _rename_new(temporary, target)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
@@ -48,13 +53,26 @@ def write_atomically(path: str | Path, write: Callable[[Path], None]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write `text` to `path` as UTF-8, atomically."""
+def _rename_new(temporary: Path, target: Path) -> None:
+    """Rename a file to a name that must not exist yet."""
+    exists = FileExistsError(errno.EEXIST, "another process has created it meanwhile; give another name")
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise exists from None
+    except OSError:  # this file system has no hard links
+        if target.exists():
+            raise exists from None
+        os.replace(temporary, target)
+
+
+def write_text(path: str | Path, text: str, replace: bool = True) -> None:
+    """Write `text` to `path` as UTF-8, atomically; with `replace=False`, a file that exists is an error."""
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
-    write_atomically(path, write)
+    write_atomically(path, write, replace)
 
 
 def check_outputs(
@@ -62,13 +80,16 @@ def check_outputs(
     inputs: Mapping[str, str | Path | None],
     *,
     overwrite: bool = False,
+    is_own: Callable[[str | Path], bool] = lambda path: False,
 ) -> None:
     """Check that all outputs of a command can be written, before any long work.
 
     Args:
         outputs: option → path of each output; None is an output that was not requested.
-        inputs: option → path of each input, which no output may replace.
+        inputs: option → path of each input, which no output may replace. No file in a directory of inputs may be
+            replaced either.
         overwrite: allow outputs that exist.
+        is_own: returns whether the run that is resumed has written a file; such a file may be replaced.
 
     Raises:
         InputError: two outputs, or an input and an output, are the same file; an output exists or is a directory; its
@@ -81,12 +102,15 @@ def check_outputs(
             continue
         require_folder(path)
         target = _target(path)
-        if _is_special(target):
+        if is_special(target):
             continue
         other = seen.setdefault(_identity(path), option)
         if other != option:
             raise InputError(f"{option} and {other} are the same file, {path}; give another {option}")
-        if target.exists() and not overwrite:
+        for name, given in inputs.items():
+            if given is not None and target.exists() and Path(_identity(given)) in Path(_identity(path)).parents:
+                raise InputError(f"{path} is a file of {name} {given}, which is only read; give another {option}")
+        if target.exists() and not overwrite and not is_own(path):
             raise InputError(f"{path} exists; use --overwrite to replace it, or give another {option}")
         _check_writable(path, target)
 
@@ -122,8 +146,10 @@ def _target(path: str | Path) -> Path:
     return target
 
 
-def _is_special(target: Path) -> bool:
-    return target.exists() and not target.is_file()
+def is_special(path: str | Path) -> bool:
+    """Return whether a path is a device or a named pipe."""
+    path = Path(path)
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _identity(path: str | Path) -> str:

@@ -40,6 +40,10 @@ class OutputError(DepthgaugeError):
     """A result could not be written."""
 
 
+class InterruptedRunError(DepthgaugeError):
+    """A run was interrupted from the keyboard. Its finished steps are kept, and the message says how to resume it."""
+
+
 class VerificationError(DepthgaugeError):
     """The upper bound of a certificate could not be verified. The message names the step that failed."""
 

@@ -11,5 +11,9 @@ class Step(Protocol):
         """Report that `done` of `total` units are finished; `label` describes the current unit."""
 
 
+def no_message(sentence: str) -> None:
+    """Ignore a sentence. This is the default callback for messages."""
+
+
 def silent(done: int, total: int, label: str) -> None:
     """Ignore the report. This is the default callback."""

@@ -10,7 +10,8 @@ from benchmark_files import benchmark
 from layered_models import layered_model
 from tiny_checkpoints import save_checkpoint, text_of
 
-from depthgauge.checkpoints.load import Placement, find, load_config, load_model, wrap
+from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
 from depthgauge.surgery.block_runner import BlockRunner
 

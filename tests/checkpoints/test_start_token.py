@@ -10,15 +10,8 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import BOS, write_gguf
 
 import depthgauge as dg
-from depthgauge.checkpoints.load import (
-    Checkpoint,
-    Placement,
-    find,
-    gguf_metadata,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.source import find, gguf_metadata
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.windows import read_windows, special_tokens
 from depthgauge.errors import InputError

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 from tiny_checkpoints import save_checkpoint, text_of
 
+from depthgauge._journal import journal_folder
 from depthgauge.cli.main import main
-from depthgauge.workflows.partial import partial_path
 
 
 class Outcome(NamedTuple):
@@ -74,7 +74,7 @@ def test_json_is_one_document(run: Run) -> None:
     assert document["schema"] == "depthgauge.gauge/1"
     assert document["settings"]["what_if"] == "none"
     assert document["settings"]["target"] == "llama"
-    assert not partial_path("r.json").exists()
+    assert not journal_folder("r.json").exists()
 
 
 def test_weights_only(run: Run) -> None:
@@ -142,7 +142,7 @@ def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
         stderr=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
     )
-    partial = partial_path(place / "killed.json")
+    partial = journal_folder(place / "killed.json") / "journal.json"
     deadline = time.monotonic() + 120
     while not partial.exists() and process.poll() is None:
         assert time.monotonic() < deadline
@@ -151,7 +151,7 @@ def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
     process.wait()
     assert partial.exists()  # it was in the middle
     assert run(*arguments, "--resume").code == 0
-    assert not partial.exists()
+    assert not partial.parent.exists()
     assert run(*[*arguments[:-1], "whole.json"]).code == 0
     killed, whole = (json.loads((place / name).read_text()) for name in ("killed.json", "whole.json"))
     assert killed["subjects"] == whole["subjects"]

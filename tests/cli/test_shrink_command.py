@@ -131,7 +131,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
         seed=4, no_repair=True, objective="kl", bos="no", device_map="auto", allow_pickle=True,
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
-    assert given == {"plan": None, "out": Path("smaller"), "resume": True, "overwrite": True}
+    assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}
 
 
 def test_what_is_not_given_is_none(run: Run, workflow: Workflow) -> None:
@@ -150,7 +150,7 @@ def test_a_limit_and_its_guarantee(run: Run, workflow: Workflow) -> None:
 def test_a_plan_is_read_and_passed_on(run: Run, workflow: Workflow, tmp_path: Path, document: dict[str, Any]) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(document))
     assert run("model", "--from-plan", "plan.json", "--out", "smaller", "--device", "cpu").code == 0
-    assert workflow.given["plan"] == read_plan(tmp_path / "plan.json")
+    assert read_plan(workflow.given["plan"]) == read_plan(tmp_path / "plan.json")
     assert workflow.positional[1] == ShrinkOptions(device="cpu")
 
 
@@ -171,7 +171,7 @@ def test_plan_only_searches_and_writes_the_plan(run: Run, workflow: Workflow, tm
 
 def test_json_has_the_keys_that_programs_rely_on(run: Run) -> None:
     outcome = run(*SHORT, "--json")
-    assert outcome.err == "about 5 minutes\nmodel written to smaller\n"
+    assert outcome.err == "about 5 minutes\n"
     document = json.loads(outcome.out)
     assert document["schema"] == "depthgauge.shrink/1"
     types = {
@@ -224,14 +224,12 @@ def test_without_a_guarantee_none_is_claimed(run: Run, workflow: Workflow) -> No
 def test_a_limit_that_is_not_reached_prints_the_result_and_fails(run: Run, workflow: Workflow, tmp_path: Path) -> None:
     workflow.document = limit_not_reached()
     for arguments in ((), ("--json",)):
-        outcome = run("m", "--max-increase", "0.1", "--out", "s", "--report", "page.html", "--overwrite", *arguments)
+        outcome = run("m", "--max-increase", "0.1", "--out", "s", "--overwrite", *arguments)
         assert outcome.code == 1
         assert outcome.err.splitlines()[-1] == (
             "error: no model was written: for no tested size is it guaranteed, with confidence 95 %, that the loss "
             "grows by at most 0.1 nats per token; closest was removing 1 layer, with a bound of 0.143"
         )
-        assert "model written" not in outcome.err
-        assert (tmp_path / "page.html").exists()
     assert json.loads(outcome.out)["out"] is None
 
 
@@ -271,31 +269,6 @@ def test_names_cannot_change_the_terminal(run: Run, workflow: Workflow) -> None:
     assert "[i]�" in out
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_is_written_after_the_model(run: Run, tmp_path: Path) -> None:
-    outcome = run(*SHORT, "--report", "page.html")
-    assert outcome.code == 0
-    assert outcome.err.endswith("model written to smaller\npage written to page.html\n")
-    assert "23 of 30 layers are kept" in (tmp_path / "page.html").read_text(encoding="utf-8")
-
-
-def test_without_the_extra_the_result_is_kept(
-    run: Run, workflow: Workflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    outcome = run(*SHORT, "--report", "page.html")
-    assert outcome.code == 0
-    assert "then `depthgauge report smaller/depthgauge.json --out page.html`" in outcome.err
-    workflow.document = limit_not_reached()
-    outcome = run("m", "--max-increase", "0.1", "--out", "s", "--report", "page.html")
-    assert outcome.code == 1
-    assert "The result is in page.html.json" in outcome.err
-    assert check_shrink(json.loads((tmp_path / "page.html.json").read_text())).out is None
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -310,16 +283,6 @@ def test_without_the_extra_the_result_is_kept(
         ("m --remove 7 --plan-only p.json --out s", "there is nothing for --out"),
         ("m --remove 7 --plan-only p.json --report r.html", "there is nothing for --report"),
         ("m --from-plan b.txt --plan-only p.json", "--plan-only makes a plan and --from-plan uses one"),
-        ("m --from-plan b.txt --out s", "b.txt is not a result document: it is not JSON"),
-        ("m --from-plan none.json --out s", "cannot read none.json: No such file"),
-        ("m --remove 7 --out s --report s/page.html", "--report s/page.html is inside --out"),
-        ("m --remove 7 --out s --report corpus.txt", "corpus.txt exists; use --overwrite"),
-        (
-            "m --remove 7 --text corpus.txt --out s --report corpus.txt --overwrite",
-            "--report and --text corpus.txt are the same file",
-        ),
-        ("m --remove 7 --plan-only corpus.txt", "corpus.txt exists; use --overwrite"),
-        ("m --remove 7 --plan-only no/plan.json", "there is no folder no"),
         ("m --remove 7 --out s --heal many", "Invalid value for '--heal'"),
         ("m --remove", "--remove"),
         ("--remove 7 --out s", "Missing argument 'MODEL'"),
@@ -331,6 +294,37 @@ def test_bad_requests_end_with_one_sentence(run: Run, workflow: Workflow, argume
     assert words in outcome.err
     assert outcome.err.startswith("error: ")
     assert outcome.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("m --from-plan b.txt --out s", "b.txt is not a result document: it is not JSON"),
+        ("m --from-plan none.json --out s", "cannot read none.json: No such file"),
+        ("m --remove 7 --out s --report s/page.html", "--report s/page.html is inside --out"),
+        ("m --remove 7 --out s --report corpus.txt", "corpus.txt exists; use --overwrite"),
+        ("m --remove 7 --out s --report corpus.txt --resume", "corpus.txt exists; use --overwrite"),
+        (
+            "m --remove 7 --text corpus.txt --out s --report corpus.txt --overwrite",
+            "--report and --text corpus.txt are the same file",
+        ),
+        ("b.txt --remove 7 --out s --report b.txt --overwrite", "--report and MODEL are the same file"),
+        ("m --remove 7 --plan-only corpus.txt", "corpus.txt exists; use --overwrite"),
+        ("m --remove 7 --plan-only corpus.txt --resume", "corpus.txt exists; use --overwrite"),
+        ("m --remove 7 --plan-only no/plan.json", "there is no directory no"),
+        ("m --remove 7 --out no/s", "there is no directory no"),
+    ],
+)
+def test_files_are_checked_before_the_model_is_read(
+    run: Run, arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "depthgauge.workflows.shrink")  # the real one
+    before = {path.name for path in tmp_path.iterdir()}
+    outcome = run(*arguments.split())
+    assert (outcome.code, outcome.out) == (2, "")
+    assert words in outcome.err.splitlines()[-1]
+    assert {path.name for path in tmp_path.iterdir()} == before
+    assert (tmp_path / "corpus.txt").read_text() == "text"
 
 
 def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -> None:

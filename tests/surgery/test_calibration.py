@@ -12,7 +12,8 @@ from tiny_checkpoints import WORDS, save_tokenizer, text_of
 from tiny_models import tiny_model
 
 from depthgauge.checkpoints import windows as reading
-from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_tokenizer, wrap
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.surgery import calibration as parts

@@ -14,7 +14,8 @@ from tiny_models import MODELS, OTHERS, tiny_model, tokens
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import Placement, find, load_config, load_model, wrap
+from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
 from depthgauge.surgery.extract import _places, extract, require_supported
 from depthgauge.surgery.shrunk_config import shrunk_config

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from tiny_models import DECODERS, MODELS, tokens
 
 from depthgauge.checkpoints.layers import find_blocks
-from depthgauge.checkpoints.load import find, wrap
+from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.surgery import verify

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -18,7 +19,8 @@ from tiny_checkpoints import save_checkpoint, save_tokenizer
 from tiny_gguf import write_gguf
 from tiny_models import tokens
 
-from depthgauge.checkpoints.load import Placement, Source, find, load_config, load_model, load_tokenizer, wrap
+from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer, wrap
+from depthgauge.checkpoints.source import Source, find
 from depthgauge.errors import InputError, OutputError
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
@@ -185,14 +187,81 @@ def test_only_checkpoints_are_replaced(tmp_path: Path, shrunk: Any) -> None:
     out = tmp_path / "out"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(InputError, match="a directory with other files, not a checkpoint"):
+    with pytest.raises(InputError, match=r"do not belong to a checkpoint, thesis\.tex; --overwrite replaces"):
         write_model(shrunk, None, None, out, {}, overwrite=True)
     assert (out / "thesis.tex").read_text() == "years of work"
-    (out / "config.json").write_text("{}")
-    (out / "pytorch_model.bin").touch()
+    (out / "thesis.tex").unlink()
+    old_checkpoint(out)
     write_model(shrunk, None, None, out, {}, overwrite=True)
     assert names(out) == {"config.json", "generation_config.json", "model.safetensors"}
     assert names(tmp_path) == {"out"}
+
+
+def old_checkpoint(out: Path) -> None:
+    """Make the directory of a checkpoint without its content."""
+    out.mkdir(exist_ok=True)
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    (out / "model.safetensors").write_bytes(b"old")
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [".git/HEAD", "notes.txt", "1_Pooling/config.json", "tokenizer/notes.txt", "model.ckpt", "vocab_of_my_thesis.txt"],
+)
+def test_a_checkpoint_with_another_file_is_not_replaced(tmp_path: Path, shrunk: Any, foreign: str) -> None:
+    out = tmp_path / "out"
+    old_checkpoint(out)
+    (out / foreign).parent.mkdir(exist_ok=True)
+    (out / foreign).write_text("mine")
+    with pytest.raises(InputError, match=rf"do not belong to a checkpoint, {re.escape(foreign)}; "):
+        write_model(shrunk, None, None, out, {}, overwrite=True)
+    assert (out / foreign).read_text() == "mine"
+    assert (out / "model.safetensors").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("config", ['{"editor.fontSize": 12}', "not JSON", "[1]"])
+def test_a_config_of_something_else_is_no_checkpoint(tmp_path: Path, shrunk: Any, config: str) -> None:
+    out = tmp_path / "out"
+    old_checkpoint(out)
+    (out / "config.json").write_text(config)
+    with pytest.raises(InputError, match="is not a checkpoint"):
+        write_model(shrunk, None, None, out, {}, overwrite=True)
+    (out / "config.json").write_text('{"model_type": "llama"}')
+    (out / "model.safetensors").unlink()
+    with pytest.raises(InputError, match="is not a checkpoint: it has no weights"):
+        write_model(shrunk, None, None, out, {}, overwrite=True)
+    assert names(out) == {"config.json"}
+
+
+def test_a_file_that_appears_during_the_work_is_kept(tmp_path: Path, shrunk: Any) -> None:
+    out = tmp_path / "out"
+    old_checkpoint(out)
+
+    def verify(folder: Path) -> dict[str, str]:
+        (out / "notes.txt").write_text("mine")
+        return {}
+
+    with pytest.raises(InputError, match=r"notes\.txt"):
+        write_model(shrunk, None, None, out, {}, overwrite=True, verify=verify)
+    assert names(out) == {"config.json", "model.safetensors", "notes.txt"}
+    assert names(tmp_path) == {"out"}
+
+
+def test_everything_that_is_copied_may_be_replaced(tmp_path: Path, shrunk: Any) -> None:
+    """A model that was written with all its companions is a checkpoint for `--overwrite`."""
+    folder, out = tmp_path / "model", tmp_path / "out"
+    save_checkpoint(folder, "bert")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text("{}")
+    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
+    (folder / "LICENSE.txt").write_text("x")
+    checkpoint = loaded(folder)
+    documents = {"README.md": "x", "depthgauge.json": "{}", "plan.mergekit.yaml": "x"}
+    for _ in range(2):
+        write_model(extract(checkpoint, (1,)), checkpoint.source, None, out, documents, overwrite=True)
+    assert {"1_Pooling", "additional_chat_templates", "LICENSE.txt", *documents} <= names(out)
 
 
 def test_a_folder_that_cannot_be_written_is_reported_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +299,7 @@ def test_a_failure_leaves_the_old_checkpoint(
     step: str, failure: BaseException, tmp_path: Path, shrunk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("old")
+    old_checkpoint(out)
 
     def fail(*args: Any) -> None:
         raise failure
@@ -242,15 +310,14 @@ def test_a_failure_leaves_the_old_checkpoint(
     if isinstance(failure, OSError):
         assert str(caught.value) == f"cannot write {out}: No space left on device"
     assert names(tmp_path) == {"out"}
-    assert (out / "config.json").read_text() == "old"
+    assert (out / "model.safetensors").read_bytes() == b"old"
 
 
 def test_a_failed_replacement_restores_the_old_checkpoint(
     tmp_path: Path, shrunk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    out.mkdir()
-    (out / "config.json").write_text("old")
+    old_checkpoint(out)
     rename, calls = os.rename, []
 
     def second_fails(start: Path, end: Path) -> None:
@@ -263,7 +330,7 @@ def test_a_failed_replacement_restores_the_old_checkpoint(
     with pytest.raises(OutputError, match="Input/output error"):
         write_model(shrunk, None, None, out, {}, overwrite=True)
     assert names(tmp_path) == {"out"}
-    assert (out / "config.json").read_text() == "old"
+    assert (out / "model.safetensors").read_bytes() == b"old"
 
 
 KILLED = """

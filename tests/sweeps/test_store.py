@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from depthgauge._lock import Holder, holder_of
 from depthgauge.errors import InputError, OutputError
 from depthgauge.sweeps.cells import Cell, Outcome
-from depthgauge.sweeps.lock import Holder, holder_of, lock_path, run_lock
-from depthgauge.sweeps.store import Count, Store
+from depthgauge.sweeps.store import Count, Store, lock_path, run_lock
 
 
 def cells(count: int, task: str = "t") -> list[Cell]:
@@ -182,7 +182,7 @@ def test_a_truncated_log_leaves_a_prefix_of_the_rows(path: Path, tmp_path: Path)
 HOLD = """
 import sys, time
 from pathlib import Path
-from depthgauge.sweeps.lock import run_lock
+from depthgauge.sweeps.store import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -201,7 +201,7 @@ def hold(path: Path) -> subprocess.Popen[str]:
 def test_the_lock_names_its_holder_and_is_released_with_it(path: Path) -> None:
     for ending in ("kill", "communicate"):
         process = hold(path)
-        holder = holder_of(path)
+        holder = holder_of(lock_path(path))
         assert holder is not None
         assert holder.pid == process.pid
         assert holder.host == Holder.me().host
@@ -209,20 +209,20 @@ def test_the_lock_names_its_holder_and_is_released_with_it(path: Path) -> None:
             pass
         getattr(process, ending)()
         process.communicate()
-        assert holder_of(path) is None
+        assert holder_of(lock_path(path)) is None
         with run_lock(path):
-            assert holder_of(path) is not None
+            assert holder_of(lock_path(path)) is not None
         assert not lock_path(path).exists()
 
 
 def test_holder_of_does_not_disturb_a_run(path: Path) -> None:
-    assert holder_of(path) is None
+    assert holder_of(lock_path(path)) is None
     assert list(path.parent.iterdir()) == []
     with run_lock(path):
         for _ in range(50):
-            assert holder_of(path) is not None
-    lock_path(path).write_text("half a docu", encoding="utf-8")  # as a killed process leaves it
-    assert holder_of(path) is None
+            assert holder_of(lock_path(path)) is not None
+    lock_path(path).write_text('{"pid": 1', encoding="utf-8")  # as a killed process leaves it
+    assert holder_of(lock_path(path)) is None
     with run_lock(path):
         assert json.loads(lock_path(path).read_text(encoding="utf-8"))["pid"] > 0
 

@@ -13,15 +13,16 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
 
 import depthgauge as dg
+from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Placement, find, load_tokenizer, wrap
+from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import objective, what_if
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
-from depthgauge.workflows.partial import partial_path
 
 SMALL = {"window": 16, "device": "cpu"}
 
@@ -187,28 +188,31 @@ def test_an_interrupted_gauging_goes_on(
     monkeypatch.setattr(gauge_checkpoint, "what_if", counted)
     with pytest.raises(StoppedError):
         subject_of(folders["llama"], corpus, out=out, **options)
-    assert partial_path(out).is_file()
-    kept = [len(kinds) for kinds in json.loads(partial_path(out).read_text())["windows"].values()]
+    kept = [len(kinds) for kinds in json.loads((journal_folder(out) / "journal.json").read_text())["entries"].values()]
     assert kept == [6, 2]  # the first window, and of the second what was whole
     again = subject_of(folders["llama"], corpus, out=out, resume=True, **options)
     assert again == whole
     assert len(calls) == 20 + 2 * 14 - 3
-    result = dg.gauge(folders["llama"], text=corpus, tokens=48, out=out, **SMALL, **options)
-    result.save(out)
-    assert not partial_path(out).exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+    assert json.loads(out.read_text())["subjects"][0] == whole
 
 
-def test_resuming_something_else_is_refused(folders: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+def test_resuming_something_else_is_refused(
+    folders: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "r.json"
-    with pytest.raises(InputError, match="--resume needs the file of the interrupted result; give the same --out"):
+    with pytest.raises(InputError, match="--resume needs the output of the interrupted run; give the same --out"):
         subject_of(folders["llama"], corpus, resume=True)
-    subject_of(folders["llama"], corpus, out=out, what_if="none")
+    with monkeypatch.context() as patch:
+        patch.setattr(gauge_checkpoint, "subject_record", lambda findings: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            subject_of(folders["llama"], corpus, out=out, what_if="none")
     with pytest.raises(InputError, match="was started with what_if 'none', now it is 'block'"):
         subject_of(folders["llama"], corpus, out=out, what_if="block", resume=True)
     with pytest.raises(InputError, match="was started with target"):
         subject_of(folders["bert"], corpus, out=out, what_if="none", resume=True)
-    partial_path(out).write_text("{")
-    with pytest.raises(InputError, match="is not a partial result"):
+    (journal_folder(out) / "journal.json").write_text("{")
+    with pytest.raises(InputError, match="is not a journal"):
         subject_of(folders["llama"], corpus, out=out, what_if="none", resume=True)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_tokenizer, wrap
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import InputError

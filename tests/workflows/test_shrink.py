@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import DECODERS, ENCODERS, tiny_model
 
+from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.library import quiet
-from depthgauge.errors import DepthgaugeError, InputError
+from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError
 from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.surgery.journal import journal_folder
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
 from depthgauge.workflows.shrink_subject import parse_remove
 
@@ -204,14 +204,14 @@ def test_another_text_is_not_mixed_into_a_resumed_run(llama: Path, text: Path, t
             raise KeyboardInterrupt
 
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(InterruptedRunError, match="add --resume to the same command"):
         quick(llama, own, remove=2, out=out, progress=interrupt)
     words = own.read_text().split()
     own.write_text(" ".join(words[7:] + words[:7]))
     with pytest.raises(InputError, match="was started with digest of the calibration windows"):
         quick(llama, own, remove=2, out=out, resume=True)
     (out.with_name("out.partial") / "mine.txt").write_text("mine")
-    with pytest.raises(InputError, match="has files that no interrupted run left there"):
+    with pytest.raises(InputError, match=r"mine\.txt was not left there by an interrupted run"):
         quick(llama, own, remove=2, out=out, overwrite=True)
     assert (out.with_name("out.partial") / "mine.txt").read_text() == "mine"
 

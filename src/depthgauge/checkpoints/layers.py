@@ -104,7 +104,7 @@ class Stack:
         return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
 
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
-        out = self.checkpoint.model(input_ids=ids.to(self.checkpoint.device), **_no_cache(self.checkpoint))
+        out = self.checkpoint.measured(input_ids=ids.to(self.checkpoint.device), **_no_cache(self.checkpoint))
         made: Tensor = out.logits if self.checkpoint.objective == "loss" else out.last_hidden_state
         return made
 
@@ -218,5 +218,5 @@ def changed(module: nn.Module, change: Change) -> Iterator[None]:
 
 
 def _no_cache(checkpoint: Checkpoint) -> dict[str, Any]:
-    takes = inspect.signature(checkpoint.model.forward).parameters
+    takes = inspect.signature(checkpoint.measured.forward).parameters
     return {"use_cache": False} if "use_cache" in takes else {}

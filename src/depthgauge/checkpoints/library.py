@@ -1,10 +1,11 @@
-"""Access to the optional transformers library: a lazy import, an error that names the extra, and silenced output."""
+"""Access to the optional transformers library: a lazy import, an error that names the extra, silenced output."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from depthgauge.errors import InputError, MissingPackageError
@@ -54,3 +55,30 @@ def _without_gguf_progress_bar() -> Iterator[None]:
         yield
     finally:
         loader.tqdm = bar
+
+
+def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
+    """Run a loader and turn every exception into a `CheckpointError` of one sentence.
+
+    Args:
+        path: the checkpoint, as the user calls it.
+        what: what is loaded, such as `weights`.
+        load: the loader.
+    """
+    try:
+        with quiet():
+            return load()
+    except CheckpointError:
+        raise
+    except MemoryError as error:
+        raise CheckpointError(
+            f"{path} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
+        ) from error
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
+        raise CheckpointError(f"cannot load the {what} of {path}: {short(error)}") from error
+
+
+def short(error: BaseException) -> str:
+    """Return an error message on one line, cut to 200 characters."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) < 200 else text[:200] + "…"

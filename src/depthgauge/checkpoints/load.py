@@ -1,24 +1,25 @@
-"""Load checkpoints from disk, offline: directories with safetensors files, or GGUF files."""
+"""Load checkpoints from disk, offline, with the class that the configuration names."""
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.families import Family, family_of
-from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
+from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
+from depthgauge.checkpoints.source import Source, count_parameters
 from depthgauge.errors import unknown_name
 
-PICKLED = "pytorch_model*.bin"
-"""The files in which older checkpoints keep their weights."""
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
+_COMPUTED = ("inv_freq", "position_ids")
+"""Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model",
 )  # fmt: skip
@@ -34,12 +35,14 @@ class Placement:
         device: device name such as `cuda:1`; by default a GPU if there is one, else the CPU.
         device_map: how accelerate distributes the model over several devices, such as `auto`; replaces `device`.
         trust_remote_code: whether Python code in the checkpoint's directory may run.
+        ignore_unused: accept weights that no module of the model takes.
     """
 
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
     trust_remote_code: bool = False
+    ignore_unused: bool = False
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
@@ -57,32 +60,9 @@ class Placement:
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise CheckpointError(
-                f"device {self.device!r} cannot be used: {_short(error)}; choose a device of this machine, such as cpu"
+                f"device {self.device!r} cannot be used: {short(error)}; choose a device of this machine, such as cpu"
             ) from error
         return device
-
-
-@dataclass(frozen=True)
-class Source:
-    """A checkpoint on disk.
-
-    - `folder`: its directory
-    - `gguf`: the name of the GGUF file in `folder`, or None for other files
-    - `pickled`: whether the weights are in `pytorch_model*.bin` files instead of safetensors
-    """
-
-    folder: Path
-    gguf: str | None = None
-    pickled: bool = False
-
-    @property
-    def path(self) -> Path:
-        """The path the user gave."""
-        return self.folder if self.gguf is None else self.folder / self.gguf
-
-    def keywords(self) -> dict[str, Any]:
-        """Return the keyword arguments common to all calls of `from_pretrained`."""
-        return {"local_files_only": True} | ({} if self.gguf is None else {"gguf_file": self.gguf})
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +70,7 @@ class Checkpoint:
     """A loaded model.
 
     - `name`: name shown to the user
-    - `model`: the transformers model, in evaluation mode
+    - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
     - `objective`: how a change is measured, by the `loss` or by the final `states`
     - `family`: paths of its modules, or None if the architecture is not in `FAMILIES`
@@ -106,6 +86,11 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {self.layers} layers, {self.objective!r})"
+
+    @property
+    def measured(self) -> Any:
+        """The part of the model whose output is measured; see `measured_part`."""
+        return measured_part(self.model, self.objective == "loss")
 
     @property
     def layers(self) -> int:
@@ -144,6 +129,11 @@ class Checkpoint:
         }
 
 
+def measured_part(model: Any, loss: bool) -> Any:
+    """Return the whole model if its loss is measured; otherwise the model without its head, which returns states."""
+    return model if loss else model.base_model
+
+
 def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
     """Wrap a transformers model that is already in memory.
 
@@ -160,51 +150,13 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
 
 
-def find(target: str | Path, allow_pickle: bool = False) -> Source:
-    """Return the checkpoint at a path.
-
-    Args:
-        target: a directory or a `.gguf` file.
-        allow_pickle: accept weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
-            which does not run code from the file.
-
-    Raises:
-        CheckpointError: There is no checkpoint; the message names what is missing.
-    """
-    path = Path(target)
-    if path.suffix.lower() == ".gguf" and not path.is_dir():
-        if not path.is_file():
-            raise CheckpointError(f"cannot read {path}: no such file")
-        with open(path, "rb") as handle:
-            if handle.read(4) != b"GGUF":
-                raise CheckpointError(
-                    f"{path} is not a GGUF file: it does not start with the bytes GGUF; download it again"
-                )
-        return Source(path.parent, path.name)
-    if not path.is_dir():
-        raise CheckpointError(f"cannot read {path}: no such directory")
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
-        )
-    if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob(PICKLED))
-        if pickled and allow_pickle:
-            return Source(path, pickled=True)
-        hint = "download the complete checkpoint"
-        if pickled:
-            hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
-        raise CheckpointError(f"{path} contains no weights in *.safetensors files; {hint}")
-    return Source(path)
-
-
 def load_config(source: Source, placement: Placement) -> Any:
     """Load the configuration, without the weights, and refuse encoder–decoder models."""
     library = transformers()
     if source.gguf is None and not placement.trust_remote_code:
         _refuse_remote_code(library, source)
-    config = _attempt(
-        source,
+    config = attempt(
+        source.path,
         "configuration",
         lambda: library.AutoConfig.from_pretrained(
             source.folder, trust_remote_code=placement.trust_remote_code, **source.keywords()
@@ -212,32 +164,58 @@ def load_config(source: Source, placement: Placement) -> Any:
     )
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.path} is an encoder–decoder model; only encoders and decoders can be gauged")
-    if not getattr(config.get_text_config(), "num_hidden_layers", 0):
-        raise CheckpointError(
-            f"{source.path} is not a transformer: its configuration has no num_hidden_layers; give another checkpoint"
-        )
+    for key in ("num_hidden_layers", "num_attention_heads"):
+        if not getattr(config.get_text_config(), key, 0):
+            raise CheckpointError(
+                f"{source.path} is a {config.model_type} model without attention: its configuration has no {key}; "
+                "give a transformer"
+            )
+    loader, _ = loader_of(config)
+    reads = getattr(loader, "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise CheckpointError(f"{source.path} is a {loader.__name__}, which reads {reads}; give a model of text")
     return config
+
+
+def loader_of(config: Any) -> tuple[Any, str]:
+    """Return the class that loads a checkpoint with its head, and how a change is measured: `loss` or `states`.
+
+    The class is the one that the configuration names. Causal language models are measured by their loss, all other
+    models, such as classifiers, masked language models and bare decoders, by the states before their head.
+
+    Args:
+        config: the configuration of the checkpoint.
+    """
+    library = transformers()
+    auto = library.models.auto.modeling_auto
+    named = (getattr(config, "architectures", None) or [""])[0]
+    own_code = getattr(config, "auto_map", None) or {}  # a checkpoint that brings its own code declares its classes
+    is_causal = named in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if not named:
+        kind = config.model_type
+        masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        is_causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
+    if is_causal or "AutoModelForCausalLM" in own_code:
+        return library.AutoModelForCausalLM, "loss"
+    if not named or own_code:
+        return library.AutoModel, "states"
+    found = getattr(library, named, None)
+    if found is None:
+        raise CheckpointError(
+            f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
+            "that does"
+        )
+    return found, "states"
 
 
 def _refuse_remote_code(library: Any, source: Source) -> None:
     """Raise if the architecture is defined by Python code in the checkpoint's directory."""
-    raw = _attempt(source, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8")))
+    raw = attempt(source.path, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8")))
     if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
         raise CheckpointError(
             f"{source.path} needs to run the Python code in its directory; if you have read and trust that code, use "
             "--trust-remote-code"
         )
-
-
-def gguf_metadata(source: Source | None) -> dict[str, Any]:
-    """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints and models in memory."""
-    if source is None or source.gguf is None:
-        return {}
-    import gguf
-
-    fields = _attempt(source, "metadata", lambda: gguf.GGUFReader(source.path)).fields
-    array = gguf.GGUFValueType.ARRAY
-    return {name: field.contents() for name, field in fields.items() if field.types and field.types[0] != array}
 
 
 def load_tokenizer(source: Source, placement: Placement) -> Any:
@@ -246,10 +224,10 @@ def load_tokenizer(source: Source, placement: Placement) -> Any:
     if source.gguf is None and not any((source.folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(
             f"{source.path} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with "
-            "the model, or use --weights-only"
+            "the model"
         )
-    return _attempt(
-        source,
+    return attempt(
+        source.path,
         "tokenizer",
         lambda: library.AutoTokenizer.from_pretrained(
             source.folder, trust_remote_code=placement.trust_remote_code, **source.keywords()
@@ -264,12 +242,13 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         source: the checkpoint.
         config: its configuration, from `load_config`.
         placement: dtype and device.
+
+    Raises:
+        CheckpointError: the weights do not fit into memory, a weight is missing, not used or not finite.
     """
-    library = transformers()
     if placement.device_map is None:
         check_memory(source, placement)
-    decoder = is_decoder(config)
-    chosen = library.AutoModelForCausalLM if decoder else library.AutoModel
+    chosen, objective = loader_of(config)
     keywords: dict[str, Any] = source.keywords() | {
         "dtype": placement.torch_dtype(),
         "trust_remote_code": placement.trust_remote_code,
@@ -279,19 +258,49 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         keywords |= {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
-    model, found = _attempt(source, "weights", lambda: chosen.from_pretrained(source.folder, **keywords))
-    missing = [name for name in found["missing_keys"] if "pooler" not in name]
-    output = model.get_output_embeddings() if decoder else None
-    head = [] if output is None else [name for name, module in model.named_modules() if module is output]
-    others = [name for name in missing if name.rsplit(".", 1)[0] not in head]
-    if others:
-        raise CheckpointError(f"{source.path} lacks {len(others)} weights, such as {others[0]}; download it again")
-    if missing:  # a decoder saved without its output head
-        model = model.base_model
+    model, found = attempt(source.path, "weights", lambda: chosen.from_pretrained(source.folder, **keywords))
+    _refuse_misfits(source, config, model, found, placement.ignore_unused)
+    refuse_infinite(model, str(source.path))
     if placement.device_map is None:
         model.to(placement.torch_device())
     name = source.path.name if source.gguf else source.folder.resolve().name
-    return wrap(model, name, source, "loss" if decoder and not missing else "states")
+    return wrap(model, name, source, objective)
+
+
+def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
+    """Raise if a module has no weights, or if there are weights that no module takes."""
+    # transformers gives a bare encoder a pooler, whose output is not measured.
+    bare = model.base_model is model
+    missing = sorted(name for name in found["missing_keys"] if not (bare and "pooler" in name))
+    if missing:
+        raise CheckpointError(
+            f"{source.path} lacks {counted(len(missing), 'weight')} of a {type(model).__name__}, such as {missing[0]}; "
+            "download it again, or correct its config.json"
+        )
+    unused = sorted(name for name in found["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
+    if unused and not ignore_unused:
+        layers = config.get_text_config().num_hidden_layers
+        raise CheckpointError(
+            f"{source.path} has {counted(len(unused), 'weight')} that a {type(model).__name__} with "
+            f"{counted(layers, 'layer')} does not use, such as {unused[0]}; correct its config.json, or use "
+            "--ignore-unused if this is intended"
+        )
+
+
+def refuse_infinite(model: Any, name: str) -> None:
+    """Raise if a weight is NaN or infinite; the message names its tensor. Offloaded weights are not read.
+
+    Args:
+        model: the model.
+        name: what the user calls it.
+    """
+    for key, weight in model.named_parameters():
+        if weight.is_meta or not weight.is_floating_point() or not weight.numel():
+            continue
+        if not all(bool(end.isfinite()) for end in torch.aminmax(weight.detach())):
+            raise CheckpointError(
+                f"the weight {key} of {name} has entries that are NaN or infinite; repair it, or download it again"
+            )
 
 
 def check_memory(source: Source, placement: Placement) -> None:
@@ -306,43 +315,6 @@ def check_memory(source: Source, placement: Placement) -> None:
             f"{source.path} is too large: {parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB, but "
             f"{free / 1e9:.1f} GB are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
-
-
-def count_parameters(source: Source) -> tuple[int, int]:
-    """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
-    if source.gguf is not None:
-        import gguf
-
-        tensors = _attempt(source, "weights", lambda: gguf.GGUFReader(source.path)).tensors
-        parameters = sum(int(tensor.n_elements) for tensor in tensors)
-        return parameters, 4 * parameters  # the loader unpacks to float32
-    parameters = stored = 0
-    if source.pickled:
-        for path in source.folder.glob(PICKLED):
-            tensors = _attempt(source, "weights", partial(torch.load, path, map_location="meta", weights_only=True))
-            parameters += sum(tensor.numel() for tensor in tensors.values())
-            stored += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        return parameters, stored
-    for path in source.folder.glob("*.safetensors"):
-        for shape, width in _headers(source, path):
-            count = int(torch.tensor(shape).prod()) if shape else 1
-            parameters, stored = parameters + count, stored + count * width
-    return parameters, stored
-
-
-def _headers(source: Source, path: Path) -> Iterable[tuple[list[int], int]]:
-    from safetensors import safe_open
-
-    def read() -> list[tuple[list[int], int]]:
-        with safe_open(path, framework="pt") as handle:
-            slices = [handle.get_slice(key) for key in handle.keys()]  # noqa: SIM118
-            return [(part.get_shape(), _WIDTH.get(part.get_dtype(), 4)) for part in slices]
-
-    found: list[tuple[list[int], int]] = _attempt(source, "weights", read)
-    return found
-
-
-_WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 def free_memory() -> int:
@@ -369,37 +341,3 @@ def context_length(config: Any) -> int | None:
     # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.
     offset = (text.pad_token_id or 0) + 1 if text.model_type in ("roberta", "xlm-roberta", "camembert") else 0
     return int(longest) - offset
-
-
-def is_decoder(config: Any) -> bool:
-    """Return whether a configuration is that of a causal language model."""
-    auto = transformers().models.auto.modeling_auto
-    kind = config.model_type
-    names = getattr(config, "architectures", None) or [""]
-    causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    # A checkpoint that brings its own code declares its classes in `auto_map`.
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
-        return True
-    return causal and (not masked or names[0] == auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-
-
-def _attempt(source: Source, what: str, load: Any) -> Any:
-    """Run a loader and turn every exception into a `CheckpointError` of one sentence."""
-    try:
-        with quiet():
-            return load()
-    except CheckpointError:
-        raise
-    except MemoryError as error:
-        raise CheckpointError(
-            f"{source.path} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
-        ) from error
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
-        raise CheckpointError(f"cannot load the {what} of {source.path}: {_short(error)}") from error
-
-
-def _short(error: BaseException) -> str:
-    """Return an error message on one line, cut to 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) < 200 else text[:200] + "…"

@@ -49,8 +49,8 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         if seen > checkpoint.layers or off > _tolerance(stock.dtype):
             raise CheckpointError(
                 f"{name} uses an unsupported form of attention: expected {checkpoint.layers} attention calls that "
-                f"reproduce the stock output, got {seen} calls and a relative error of {number(off, 1)}; "
-                "--weights-only works without observing the attention"
+                f"reproduce the stock output, got {seen} calls and a relative error of {number(off, 1)}"
+                + ("; --weights-only works without observing the attention" if checkpoint.family else "")
             )
         if not len(stack):
             return "its blocks are not kept in one list"

@@ -14,7 +14,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import number
-from depthgauge.checkpoints.load import Checkpoint, Source, gguf_metadata
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.source import Source, gguf_metadata
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.checkpoints.windows import special_tokens
 from depthgauge.errors import InputError, unknown_name

@@ -80,7 +80,7 @@ def command(
     shown = Findings(found for found in findings if verdict in (None, found.verdict))
     with printing_even_if_writing_fails(lambda: _print(shown, as_json, one=id is not None)):
         if out is not None:
-            write_text(out, page(findings))
+            write_text(out, page(findings), replace=overwrite)
     if out is not None:
         note(f"ledger written to {out}")
 

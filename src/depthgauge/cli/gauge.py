@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthgauge.cli.options import with_options
-from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.results.gauge_options import GaugeOptions
 
 if TYPE_CHECKING:
@@ -56,44 +56,29 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work."""
-    from depthgauge._io import check_outputs
     from depthgauge.workflows.gauge import gauge
-    from depthgauge.workflows.partial import check_partial
 
-    inputs = {"TARGET": target, "--input": options.input, "--text": options.text}
-    check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite or resume)
-    check_partial(out, resume=resume, overwrite=overwrite)
     extra = {}
     if no_what_if:
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         extra["what_if"] = "none"
     with progress_bar("measuring") as progress:
-        result = gauge(target, options, out=out, resume=resume, progress=progress, message=note, **extra)
-    with printing_even_if_writing_fails(lambda: _print(result, as_json)):
-        if out is not None:
-            result.save(out)
-    if out is not None:
-        note(f"result written to {out}")
-    if report is not None:
-        _write_page(result, report, out)
+        result = gauge(
+            target,
+            options,
+            out=out,
+            report=report,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+            message=note,
+            **extra,
+        )
+    _print(result, as_json)
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
-
-
-def _write_page(result: "GaugeResult", page: Path, saved: Path | None) -> None:
-    """Write the page. If its extra is missing, save the result and print how to make the page from it."""
-    from depthgauge.errors import MissingPackageError
-
-    try:
-        result.report(page)
-        note(f"page written to {page}")
-    except MissingPackageError as error:
-        if saved is None:
-            saved = Path(f"{page}.json")
-            result.save(saved)
-        note(f"no page was written: {error}, then `depthgauge report {saved} --out {page}`. The result is in {saved}")
 
 
 def _print(result: "GaugeResult", as_json: bool) -> None:

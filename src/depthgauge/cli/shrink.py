@@ -13,7 +13,6 @@ from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 
 if TYPE_CHECKING:
     from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
-    from depthgauge.workflows.shrink import ShrinkResult
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
@@ -71,13 +70,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs."""
-    from depthgauge._io import check_outputs
-    from depthgauge.results.shrink_record import read_plan
-
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
-    inputs = {"MODEL": model, "--from-plan": from_plan, **{f"--text {path}": path for path in options.text or ()}}
-    check_outputs({"--report": report, "--plan-only": plan_only}, inputs, overwrite=overwrite or resume)
-    plan = None if from_plan is None else read_plan(from_plan)
     if plan_only is not None:
         _print_plan(_search(model, options, plan_only, resume, overwrite), as_json)
         note(f"plan written to {plan_only}; use it with --from-plan")
@@ -86,13 +79,17 @@ def command(
 
     with progress_bar("shrinking") as progress:
         result = shrink(
-            model, options, plan=plan, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note
+            model,
+            options,
+            plan=from_plan,
+            out=out,
+            report=report,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+            message=note,
         )
     _print(result.record, as_json)
-    if result.record.out is not None:
-        note(f"model written to {result.record.out}")
-    if report is not None:
-        _write_page(result, report)
     _fail_without_model(result.record)
 
 
@@ -106,7 +103,7 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
         options: the options.
         files: flag → path of `--out`, `--report`, `--plan-only` and `--from-plan`.
     """
-    out, report, plan_only = files["--out"], files["--report"], files["--plan-only"]
+    out, plan_only = files["--out"], files["--plan-only"]
     sizes = {
         "--remove": options.remove,
         "--max-increase": options.max_increase,
@@ -124,8 +121,6 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
                 raise InputError(f"--plan-only stops after the search, so there is nothing for {flag}; leave it out")
     elif out is None:
         raise InputError("--out is missing; give the directory to create, or --plan-only to search only")
-    if out is not None and report is not None and out.resolve() in report.resolve().parents:
-        raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
 
 
 def _search(model: Path, options: ShrinkOptions, out: Path, resume: bool, overwrite: bool) -> "PlanRecord":
@@ -141,23 +136,6 @@ def _fail_without_model(record: "ShrinkRecord") -> None:
 
     if record.guarantee is not None and limit_failed(record.guarantee):
         raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
-
-
-def _write_page(result: "ShrinkResult", page: Path) -> None:
-    """Write the page. If its extra is missing, keep the result and print how to make the page from it."""
-    from depthgauge._io import write_text
-    from depthgauge.errors import MissingPackageError
-
-    try:
-        result.report(page)
-        note(f"page written to {page}")
-    except MissingPackageError as error:
-        saved = Path(f"{page}.json")
-        if result.record.out is not None:
-            saved = Path(result.record.out) / "depthgauge.json"
-        else:
-            write_text(saved, result.record.dump())
-        note(f"no page was written: {error}, then `depthgauge report {saved} --out {page}`. The result is in {saved}")
 
 
 def _print(record: "ShrinkRecord", as_json: bool) -> None:

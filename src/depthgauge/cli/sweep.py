@@ -57,7 +57,7 @@ def command(
     if grid is not None:
         _run(grid, path, engine, scheduler, jobs, retry_failed)
     if export is not None:
-        rows = export_rows(path, export)
+        rows = export_rows(path, export, replace=overwrite)
         note(f"{rows} rows written to {export}")
     if as_json:
         print_json(sweep_status(path).to_json())

@@ -42,8 +42,17 @@ def write_report(
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
         record = _check(result, "the result") if isinstance(result, dict) else result
-    write_text(out, render(record, _plotly()))
+    write_text(out, page_of(record))
     return Path(out)
+
+
+def page_of(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
+    """Return the page of a record.
+
+    Raises:
+        MissingPackageError: plotly is not installed.
+    """
+    return render(record, plotly_code())
 
 
 def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:
@@ -57,7 +66,7 @@ def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:
     return check_result(document, name)
 
 
-def _plotly() -> str:
+def plotly_code() -> str:
     """Return the source code of plotly.js, which the page contains."""
     try:
         from plotly.offline import get_plotlyjs

@@ -37,6 +37,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         device_map: spread the model over devices, as in transformers; for example `auto`.
         trust_remote_code: run Python code that comes with the checkpoint.
         allow_pickle: read weights from `pytorch_model*.bin` files, with `torch.load(weights_only=True)`.
+        ignore_unused: accept weights that no module of the model takes.
     """
 
     samples: Annotated[int | None, _option("Number of random inputs  [default: 4].", NETWORKS)] = None
@@ -83,6 +84,9 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     allow_pickle: Annotated[
         bool | None, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", CHECKPOINTS)
     ] = None
+    ignore_unused: Annotated[bool | None, _option("Accept weights that no module of the model takes.", CHECKPOINTS)] = (
+        None
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""

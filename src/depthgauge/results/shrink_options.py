@@ -41,6 +41,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         device_map: spread the model over devices, as in transformers; for example `auto`.
         trust_remote_code: run Python code that comes with the checkpoint.
         allow_pickle: read weights from `pytorch_model*.bin` files, with `torch.load(weights_only=True)`.
+        ignore_unused: accept weights that no module of the model takes.
     """
 
     remove: Annotated[
@@ -85,6 +86,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     allow_pickle: Annotated[
         bool | None, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", MODEL)
     ] = None
+    ignore_unused: Annotated[bool | None, _option("Accept weights that no module of the model takes.", MODEL)] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""

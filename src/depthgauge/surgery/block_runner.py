@@ -119,7 +119,7 @@ class BlockRunner:
         return made
 
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Any:
-        model = self.checkpoint.model
+        model = self.checkpoint.measured
         cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         return model(input_ids=ids.to(self.device), **cache)
 

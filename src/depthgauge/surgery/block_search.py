@@ -7,10 +7,10 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._journal import Journal
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import SearchStep
 from depthgauge.surgery.effort import Effort
-from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.repair import Change
 from depthgauge.surgery.repair_block import repair_block

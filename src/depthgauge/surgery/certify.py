@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.bootstrap import bootstrap
+from depthgauge.checkpoints.load import measured_part
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
@@ -90,7 +91,7 @@ def measure_windows(
             losses.append(tokens.double().mean(dim=1).cpu())
             mixed.append(mixed_loss(-tokens, vocabulary).mean(dim=1).cpu())
         else:
-            states.append(model(input_ids=part).last_hidden_state.float().cpu())
+            states.append(measured_part(model, decoder)(input_ids=part).last_hidden_state.float().cpu())
     if decoder:
         return Measured(torch.cat(losses), torch.cat(mixed), vocabulary)
     final = torch.cat(states)

@@ -16,7 +16,8 @@ from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet
-from depthgauge.checkpoints.load import PICKLED, Checkpoint, Source
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.surgery.shrunk_config import require_layers, shrunk_config
 
 
@@ -140,7 +141,7 @@ def _is_tied(model: Any) -> bool:
 def _has_random_pooler(checkpoint: Checkpoint) -> bool:
     """Return whether the model has a pooler that its files do not contain, which transformers fills at random."""
     source = checkpoint.source
-    if getattr(checkpoint.model, "pooler", None) is None or source is None or source.gguf is not None:
+    if getattr(checkpoint.measured, "pooler", None) is None or source is None or source.gguf is not None:
         return False
     return not any("pooler" in name for name in _stored_names(source))
 
@@ -150,10 +151,10 @@ def _stored_names(source: Source) -> Iterator[str]:
     from safetensors import safe_open
 
     if source.pickled:
-        for path in source.folder.glob(PICKLED):
+        for path in weight_files(source):
             yield from torch.load(path, map_location="meta", weights_only=True)
         return
-    for path in source.folder.glob("*.safetensors"):
+    for path in weight_files(source):
         with safe_open(path, framework="pt") as handle:
             yield from handle.keys()
 

@@ -40,7 +40,8 @@ def main(exchange: Path) -> None:
     transformers.utils.logging.disable_progress_bar()
     given = load_file(exchange / "windows.safetensors")
     is_loss = request["objective"] == "loss"
-    loader = transformers.AutoModelForCausalLM if is_loss else transformers.AutoModel
+    # A head of another kind than a language model's, such as a classifier's, is loaded by the class of the model.
+    loader = transformers.AutoModelForCausalLM if is_loss else getattr(transformers, request["class"])
     started = time.perf_counter()
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
     if request["dtype"] is not None:
@@ -64,7 +65,7 @@ def main(exchange: Path) -> None:
     with torch.no_grad():
         for index, window in enumerate(given["ids"]):
             ids = window[None].to(device)
-            out = model(input_ids=ids, **request["call"])
+            out = (model if is_loss else model.base_model)(input_ids=ids, **request["call"])
             made = out.logits[0] if is_loss else out.last_hidden_state[0]
             if is_loss:
                 rows = made[:-1].split(256)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge._io import write_atomically
+from depthgauge.checkpoints.load import measured_part
 from depthgauge.progress import Step, silent
 
 RATE = 0.012
@@ -112,7 +113,7 @@ def _order(windows: int, count: int, seed: int) -> Int[Tensor, " count"]:
 
 
 def _output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Tensor:
-    out = model(input_ids=ids, use_cache=False) if loss else model(input_ids=ids)
+    out = measured_part(model, loss)(input_ids=ids, **({"use_cache": False} if loss else {}))
     made: Tensor = out.logits if loss else out.last_hidden_state
     return made
 

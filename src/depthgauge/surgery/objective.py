@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthgauge.checkpoints.load import measured_part
 from depthgauge.errors import unknown_name
 from depthgauge.surgery.block_runner import BlockRunner
 
@@ -72,7 +73,8 @@ class Objective:
             ids = self.ids[start : start + self.runner.batch].to(self.runner.device)
             dense = self.dense[start : start + len(ids)].to(self.runner.device, self.runner.checkpoint.model.dtype)
             reference = self.runner.output(dense) if self.kind != "loss" else None
-            output = model(input_ids=ids).last_hidden_state if self.kind == "states" else model(input_ids=ids).logits
+            made = measured_part(model, self.kind != "states")(input_ids=ids)
+            output = made.last_hidden_state if self.kind == "states" else made.logits
             measure = _MEASURES[self.kind]
             found.append(measure(output, output if reference is None else reference, ids.to(output.device)).cpu())
         return float(torch.cat(found).mean())

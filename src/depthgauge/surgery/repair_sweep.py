@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from depthgauge._journal import Journal
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import RepairStep
 from depthgauge.surgery.effort import Effort
-from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.repair_block import repair_block
 from depthgauge.surgery.states import DenseStates

@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
@@ -13,7 +14,6 @@ from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.block_search import Search, exchange
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.extract import extract, require_supported
-from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.repair_sweep import repair_all
@@ -56,7 +56,7 @@ class Shrinker:
         """
         require_supported(checkpoint)
         self.checkpoint, self.effort, self.repairs = checkpoint, effort, repair
-        self.journal, self.progress = journal or Journal(None, {}), progress
+        self.journal, self.progress = journal or Journal(), progress
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)

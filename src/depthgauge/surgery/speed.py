@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge.checkpoints.load import PICKLED, Checkpoint, Source, context_length, wrap
+from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.errors import require_count
 
 
@@ -115,7 +116,7 @@ def weight_bytes(source: Source) -> int:
     """
     if source.gguf is not None:
         return source.path.stat().st_size
-    return sum(path.stat().st_size for path in source.folder.glob(PICKLED if source.pickled else "*.safetensors"))
+    return sum(path.stat().st_size for path in weight_files(source))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from depthgauge.checkpoints.load import PICKLED, Source
+from depthgauge.checkpoints.source import Source, weight_files
 
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Names of dtypes in safetensors files."""
@@ -14,10 +14,8 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 def file_digests(source: Source) -> dict[str, str]:
     """Return the SHA-256 of every weight file, by name."""
-    pattern = PICKLED if source.pickled else "*.safetensors"
-    paths = sorted(source.folder.glob(pattern)) if source.gguf is None else [source.path]
     found = {}
-    for path in paths:
+    for path in weight_files(source):
         with open(path, "rb") as handle:
             found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return found
@@ -51,7 +49,7 @@ def _largest_tensor_dtype(source: Source) -> torch.dtype | None:
     from safetensors import safe_open
 
     largest, name = 0, ""
-    for path in sorted(source.folder.glob("*.safetensors")):
+    for path in weight_files(source):
         with safe_open(path, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118  # not a dict
                 part = handle.get_slice(key)

@@ -107,7 +107,7 @@ def verify_reload(
     tolerance = tolerance_of(model.dtype)
     differences = []
     for index, window in enumerate(ids[:compared]):
-        reply = model(input_ids=window[None].to(checkpoint.device), **_call(model))
+        reply = checkpoint.measured(input_ids=window[None].to(checkpoint.device), **_call(checkpoint.measured))
         ours = (reply.logits if checkpoint.objective == "loss" else reply.last_hidden_state)[0].cpu()
         differences.append(_relative(outputs[str(index)], ours))
     difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
@@ -157,7 +157,7 @@ def _run(
     request = {
         "out": str(out.resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
         "threads": torch.get_num_threads(), "path": [path for path in sys.path if path], "prompt": prompt,
-        "new_tokens": new_tokens, "call": _call(checkpoint.model),
+        "new_tokens": new_tokens, "call": _call(checkpoint.measured), "class": type(checkpoint.model).__name__,
         "dtype": None if compute is None else str(compute).removeprefix("torch."),
     }  # fmt: skip
     script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")

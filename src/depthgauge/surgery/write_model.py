@@ -17,20 +17,30 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from depthgauge._journal import RECORD
 from depthgauge.checkpoints.library import quiet, transformers
-from depthgauge.checkpoints.load import Source
+from depthgauge.checkpoints.source import PICKLED, Source
 from depthgauge.errors import InputError, OutputError
 
 _TOKENIZER = (
-    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json", "chat_template*", "additional_chat_templates",
+    "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "chat_template.*", "additional_chat_templates",
 )  # fmt: skip
 """Files of a tokenizer and of its chat templates."""
 _COMPANIONS = (
-    "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*", "modules.json", "sentence_bert_config.json",
+    "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "USE_POLICY*",
+    "modules.json", "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )  # fmt: skip
 """Files that remain valid for the shrunk model: licences, and the pipeline of a sentence-transformers model."""
+_WEIGHTS = ("model*.safetensors", "consolidated*.safetensors", PICKLED)
+"""Files of weights."""
+_TEXTS = (
+    "config.json", "generation_config.json", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+    "README.md", ".gitattributes", RECORD, "plan.mergekit.yaml",
+)  # fmt: skip
+"""Further files of a checkpoint, or of a model that depthgauge wrote."""
 
 
 def check_output_directory(out: str | Path, source: Source | None, overwrite: bool, needed: int = 0) -> None:
@@ -39,7 +49,7 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
     Args:
         out: the directory to create.
         source: the checkpoint that is read, which the output may not replace; None for a model from memory.
-        overwrite: allow a directory that exists. Only a checkpoint or an empty directory is ever replaced.
+        overwrite: allow a directory that exists; see `refuse_other_files` for those that are never replaced.
         needed: the size of the output in bytes; 0 if unknown.
 
     Raises:
@@ -58,8 +68,7 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
     if target.is_dir():
         if not overwrite:
             raise InputError(f"{out} exists; use --overwrite to replace it, or give another --out")
-        if any(target.iterdir()) and not (target / "config.json").is_file():
-            raise InputError(f"{out} is a directory with other files, not a checkpoint; give another --out")
+        refuse_other_files(target, out)
         if os.path.ismount(target):
             raise InputError(f"{out} is a mount point and cannot be replaced; give a directory inside it")
     trial = target.parent / _hidden_name()
@@ -76,6 +85,53 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
             f"cannot write {out}: it needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free; free some space or "
             "give another --out"
         )
+
+
+def refuse_other_files(folder: Path, out: str | Path) -> None:
+    """Raise unless a directory is empty, or a checkpoint all of whose files have names that checkpoints use.
+
+    Args:
+        folder: the directory.
+        out: what the user calls it.
+    """
+    files = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
+    advice = "--overwrite replaces checkpoints only; give another --out"
+    if others := sorted(str(path.relative_to(folder)) for path in files if not _is_of_checkpoint(path, folder)):
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise InputError(f"{out} has files that do not belong to a checkpoint, {others[0]}{more}; {advice}")
+    if files and not (_names_model(folder / "config.json") and any(_matches(path, _WEIGHTS) for path in files)):
+        raise InputError(f"{out} is not a checkpoint: it has no weights with a config.json of transformers; {advice}")
+
+
+def _is_of_checkpoint(path: Path, folder: Path) -> bool:
+    """Return whether a file of a directory has a name that checkpoints use."""
+    if path.parent == folder:
+        return _matches(path, (*_WEIGHTS, *_TEXTS, *_TOKENIZER, *_COMPANIONS))
+    module = path.relative_to(folder).parts[0]
+    if module == "additional_chat_templates":
+        return path.suffix == ".jinja"
+    return module in _modules(folder) and path.name in ("config.json", "model.safetensors", "pytorch_model.bin")
+
+
+def _matches(path: Path, patterns: tuple[str, ...]) -> bool:
+    return any(path.match(pattern) for pattern in patterns)
+
+
+def _names_model(config: Path) -> bool:
+    """Return whether a file is the configuration of a transformers model."""
+    try:
+        return "model_type" in json.loads(config.read_text("utf-8"))
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _modules(folder: Path) -> list[str]:
+    """Return the directories of the modules that follow the transformer in a sentence-transformers model."""
+    try:
+        paths = [module.get("path") for module in json.loads((folder / "modules.json").read_text("utf-8"))]
+    except (OSError, ValueError, TypeError, AttributeError):
+        return []
+    return [path for path in paths if path and Path(path).name == path]
 
 
 def write_model(
@@ -209,11 +265,9 @@ def _copy_companions(source: Path, folder: Path) -> bool:
         Whether there was a tokenizer.
     """
     _copy(source, folder, _COMPANIONS)
-    pipeline = source / "modules.json"
-    for module in json.loads(pipeline.read_text("utf-8")) if pipeline.is_file() else []:
-        path = module.get("path")
-        if path and Path(path).name == path and (source / path).is_dir():
-            shutil.copytree(source / path, folder / path, copy_function=shutil.copyfile)
+    for module in _modules(source):
+        if (source / module).is_dir():
+            shutil.copytree(source / module, folder / module, copy_function=shutil.copyfile)
     return _copy(source, folder, _TOKENIZER) > 0
 
 
@@ -239,13 +293,17 @@ def _flush(path: Path) -> None:
 
 
 def _move(temporary: Path, target: Path, overwrite: bool) -> None:
-    """Rename a complete directory to its final name; a directory that is replaced is deleted afterwards."""
+    """Rename a complete directory to its final name; a directory that is replaced is deleted afterwards.
+
+    The replaced directory is called `NAME.replaced-…` meanwhile, so that it is found if the process is killed here.
+    """
     if not target.exists():
         os.rename(temporary, target)
     elif not overwrite:
         raise FileExistsError(17, "the directory was created in the meantime")
     else:
-        aside = target.parent / _hidden_name()
+        refuse_other_files(target, target)  # somebody may have put a file there during the work
+        aside = target.with_name(f"{target.name}.replaced-{secrets.token_hex(4)}")
         os.rename(target, aside)
         try:
             os.rename(temporary, target)

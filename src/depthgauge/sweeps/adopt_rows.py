@@ -9,8 +9,7 @@ from typing import IO, Any
 
 from depthgauge.errors import InputError
 from depthgauge.sweeps.cells import Cell, Outcome
-from depthgauge.sweeps.lock import run_lock
-from depthgauge.sweeps.store import Store
+from depthgauge.sweeps.store import Store, run_lock
 
 _HEAD = ("identity", "task", "version", "repetition", "error_text")
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from depthgauge._io import write_text
-from depthgauge.sweeps.lock import holder_of
-from depthgauge.sweeps.store import Store
+from depthgauge._lock import holder_of
+from depthgauge.sweeps.store import Store, lock_path
 from depthgauge.sweeps.sweep_records import FailedCell, GridProgress, SweepRows, SweepStatus
 
 
@@ -18,7 +18,7 @@ def read_status(path: str | Path) -> SweepStatus:
             count=store.count(),
             rows_sha256=store.rows_sha256(),
             seconds=store.seconds(),
-            running=holder_of(store.path),
+            running=holder_of(lock_path(store.path)),
             grids=tuple(GridProgress(name, document, count) for name, document, count in store.grids()),
             errors=tuple(FailedCell(row.cell.task, row.cell.parameters, row.error or "") for row in failures),
         )
@@ -33,8 +33,11 @@ def read_rows(path: str | Path, identities: Iterable[str] | None = None) -> Swee
     return SweepRows(tuple(row for row in rows if row.result is not None or row.error is not None))
 
 
-def export_rows(path: str | Path, target: str | Path) -> int:
-    """Write all rows of a store to a CSV file and return their number; computing times are not written."""
+def export_rows(path: str | Path, target: str | Path, replace: bool = True) -> int:
+    """Write all rows of a store to a CSV file and return their number; computing times are not written.
+
+    With `replace=False`, a file that exists is an error.
+    """
     rows = read_rows(path)
-    write_text(target, rows.to_csv())
+    write_text(target, rows.to_csv(), replace)
     return len(rows)

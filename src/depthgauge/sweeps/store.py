@@ -9,13 +9,14 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from depthgauge._io import write_atomically
+from depthgauge._io import require_folder, write_atomically
+from depthgauge._lock import file_lock
 from depthgauge.errors import InputError, OutputError
 from depthgauge.sweeps.cells import Cell, Outcome, canonical_json
 
@@ -55,8 +56,19 @@ class Count:
         return f"{self.done} done, {self.failed} failed, {self.missing} missing"
 
 
+def lock_path(store: Path) -> Path:
+    """Return the path of the lock file, beside the store."""
+    return store.with_name(store.name + ".lock")
+
+
+def run_lock(store: Path) -> AbstractContextManager[None]:
+    """Return the lock of a store. The store may be missing; its folder must exist."""
+    require_folder(store)
+    return file_lock(lock_path(store), str(store), f" (`depthgauge sweep --status {store}` works while it runs)")
+
+
 class Store:
-    """An open store, used as `with Store.open(path) as store`. Only the holder of the lock may write (see `lock`)."""
+    """An open store, used as `with Store.open(path) as store`. Only the holder of `run_lock` may write."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self.path = connection, path

@@ -11,8 +11,8 @@ from html import escape
 from typing import Any
 
 from depthgauge._frames import frame, html_table
+from depthgauge._lock import Holder
 from depthgauge.sweeps.cells import canonical_json
-from depthgauge.sweeps.lock import Holder
 from depthgauge.sweeps.store import Count, Row
 
 SCHEMA = "depthgauge.sweep/1"

@@ -4,16 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import write_text
+from depthgauge._io import check_outputs, write_text
+from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.progress import Step, silent
-from depthgauge.report.write import write_report
+from depthgauge.progress import Step, no_message, silent
+from depthgauge.report.write import page_of, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint
 from depthgauge.workflows.gauge_network import gauge_networks
-from depthgauge.workflows.partial import delete_partial, no_message
 from depthgauge.workflows.target import resolve_target
 
 
@@ -21,13 +20,12 @@ class GaugeResult(GaugeRecord, frozen=True, kw_only=True):
     """The result of `gauge`: a record of subjects that can be saved, tabulated and drawn."""
 
     def save(self, path: str | Path) -> None:
-        """Write the result document to a JSON file, atomically.
+        """Write the result document to a JSON file, atomically; a file that exists is replaced.
 
         Args:
-            path: the file. A partial result next to it, left by an interrupted run, is deleted.
+            path: the file.
         """
         write_text(path, self.dump())
-        delete_partial(path)
 
     def report(self, path: str | Path) -> Path:
         """Write the result as one self-contained HTML page (extra `report`).
@@ -42,11 +40,14 @@ class GaugeResult(GaugeRecord, frozen=True, kw_only=True):
 
 
 def gauge(
-    target: str | Path | SelfAttentionNetwork | None = None,
+    target: Any = None,
     options: GaugeOptions | None = None,
     *,
+    tokenizer: Any = None,
     out: str | Path | None = None,
+    report: str | Path | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     progress: Step = silent,
     message: Callable[[str], None] = no_message,
     **fields: Any,
@@ -57,11 +58,15 @@ def gauge(
     checkpoint is measured on text: what each head does, and what the model loses without each layer.
 
     Args:
-        target: a network, a network file, a checkpoint (directory or GGUF file), or None for a built-in pair.
+        target: a network, a network file, a checkpoint (directory or GGUF file), a transformers model in memory, or
+            None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
-        out: where `save` will write the result. A checkpoint's partial results are kept next to it, so that an
+        tokenizer: the tokenizer of a model in memory; not needed with `weights_only`.
+        out: a file to write the result document to. The finished steps of a checkpoint are kept next to it, so that an
             interrupted run can be resumed.
-        resume: continue the interrupted run whose partial result is next to `out`.
+        report: a file to write a page with charts to (extra `report`).
+        resume: continue the interrupted run with the same `out`.
+        overwrite: replace files at `out` and `report`, and start again where an interrupted run has stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the expected duration.
         **fields: any option of `GaugeOptions` by name, such as `text="corpus.txt"`; overrides `options`.
@@ -79,11 +84,24 @@ def gauge(
     """
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
-    if found.kind == CHECKPOINTS:
-        settings, subject = gauge_checkpoint(found, asked, out=out, resume=resume, progress=progress, message=message)
-        return GaugeResult(version=__version__, settings=settings, subjects=(subject,))
-    settings, subjects = gauge_networks(found, asked, progress, message)
-    return GaugeResult(version=__version__, settings=settings, subjects=subjects)
+    if report is not None:
+        plotly_code()  # raises now if the extra is missing
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+        inputs = {"TARGET": found.path, "--input": asked.input, "--text": asked.text}
+        check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        if found.kind == CHECKPOINTS:
+            settings, subject = gauge_checkpoint(found, asked, tokenizer, journal, progress, message)
+            subjects: tuple[Any, ...] = (subject,)
+        else:
+            settings, subjects = gauge_networks(found, asked, progress, message)
+        result = GaugeResult(version=__version__, settings=settings, subjects=subjects)
+        if out is not None:
+            journal.write(out, result.dump(), overwrite)
+            message(f"result written to {out}")
+        if report is not None:
+            journal.write(report, page_of(result), overwrite)
+            message(f"page written to {report}")
+    return result
 
 
 def load_result(path: str | Path) -> GaugeResult:

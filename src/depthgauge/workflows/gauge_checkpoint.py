@@ -2,10 +2,10 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,26 +13,29 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import duration, number
+from depthgauge._journal import Journal
 from depthgauge.checkpoints import removal
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import HeadWatch
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
-    PICKLED,
     Checkpoint,
     Placement,
-    Source,
     context_length,
-    find,
     load_config,
     load_model,
     load_tokenizer,
+    refuse_infinite,
+    wrap,
 )
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.registered_attention import LayerPlan, layer_plan
 from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedily
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
+from depthgauge.checkpoints.source import Source, find, weight_files
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.what_if import (
     available,
@@ -49,8 +52,10 @@ from depthgauge.measures.residuals import residual_sizes
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import CheckpointSubject
 from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
+from depthgauge.surgery.stored_weights import weights_digest
+from depthgauge.training.monitor.undisturbed import undisturbed
 from depthgauge.workflows.checkpoint_records import Findings, subject_record
-from depthgauge.workflows.partial import Partial, open_partial
+from depthgauge.workflows.shrink_subject import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
 TOKENS = 2048
@@ -60,35 +65,47 @@ TOKENS = 2048
 def gauge_checkpoint(
     target: Target,
     options: GaugeOptions,
-    *,
-    out: str | Path | None,
-    resume: bool,
+    tokenizer: Any,
+    journal: Journal,
     progress: Step,
     message: Callable[[str], None],
 ) -> tuple[GaugeSettings, CheckpointSubject]:
-    """Gauge a directory or a GGUF file. Every option and file is checked before the weights are read.
+    """Gauge a directory, a GGUF file or a model in memory. Every option and file is checked before weights are read.
 
     Args:
         target: a checkpoint.
         options: what to measure, and on which text.
-        out: where the result will be written; partial results are kept next to it.
-        resume: continue from the partial result next to `out`.
+        tokenizer: the tokenizer of a model in memory.
+        journal: keeps every finished step; the steps of an interrupted run are not measured again.
         progress: called as the work advances.
         message: called with sentences such as the expected duration.
 
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    assert target.path is not None
     check_options(options)
     placement = _placement(options)
     kinds = () if options.weights_only else chosen_kinds(options.what_if or "default")
     tokens, seed = options.tokens or TOKENS, require_seed(options.seed or 0)
-    source = find(target.path, bool(options.allow_pickle))
-    config = load_config(source, placement)
+    source = None
+    if target.model is None:
+        assert target.path is not None
+        source = find(target.path, bool(options.allow_pickle))
+        config = load_config(source, placement)
+    else:
+        _refuse_options_about_files(options)
+        config = target.model.config
     windows = None
-    if not options.weights_only:
-        tokenizer = load_tokenizer(source, placement)
+    if options.weights_only:
+        if family_of(config) is None:
+            raise CheckpointError(
+                f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
+                f"{config.model_type} model keeps its weights; gauge it on text"
+            )
+    else:
+        tokenizer = tokenizer if source is None else load_tokenizer(source, placement)
+        if tokenizer is None:
+            raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
         start = plan_start(options.bos or "auto", source, tokenizer)
         cut = partial(
             read_windows,
@@ -101,18 +118,29 @@ def gauge_checkpoint(
         )
         windows = cut(special=(start.before, start.after))
     settings = _settings(target, options, seed, kinds, windows)
-    about = settings.to_json() | {"files": _files(source), "sha256": None if windows is None else windows.digest}
-    del about["in_memory"]  # always false here
-    found = open_partial(out, resume, about)
-    message(f"loading {source.path}")
-    checkpoint = load_model(source, config, placement)
-    run = _Run(checkpoint, settings, found, progress, message)
-    if windows is None:
-        return settings, subject_record(run.weights_only())
-    decided = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in windows.ids])
-    if decided.before != start.before:
-        windows = cut(special=(decided.before, decided.after))
-    return settings, subject_record(run.on_text(windows, kinds, decided))
+    files = weights_digest(target.model) if source is None else _files(source)
+    journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
+    with nullcontext() if target.model is None else undisturbed(target.model):
+        if source is None:
+            checkpoint = wrap(target.model, str(target.name))
+            refuse_infinite(target.model, checkpoint.name)
+        else:
+            message(f"loading {source.path}")
+            checkpoint = load_model(source, config, placement)
+        run = _Run(checkpoint, settings, journal, progress, message)
+        if windows is None:
+            return settings, subject_record(run.weights_only())
+        decided = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in windows.ids])
+        if decided.before != start.before:
+            windows = cut(special=(decided.before, decided.after))
+        return settings, subject_record(run.on_text(windows, kinds, decided))
+
+
+def _refuse_options_about_files(options: GaugeOptions) -> None:
+    """Raise for options that say how a model is loaded; the model is in memory."""
+    for name in ABOUT_FILES:
+        if name in options.given():
+            raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
 
 
 def check_options(options: GaugeOptions) -> None:
@@ -134,6 +162,7 @@ def _placement(options: GaugeOptions) -> Placement:
         device=options.device,
         device_map=options.device_map,
         trust_remote_code=bool(options.trust_remote_code),
+        ignore_unused=bool(options.ignore_unused),
     )
 
 
@@ -143,7 +172,7 @@ class _Run:
 
     checkpoint: Checkpoint
     settings: GaugeSettings
-    partial: Partial
+    journal: Journal
     progress: Step
     message: Callable[[str], None]
     estimated: bool = False
@@ -172,7 +201,7 @@ class _Run:
             measured = None
             if self.settings.depth is not None:
                 measured = self._depth(stack, texts)
-        found = [self.partial.windows[str(index)] for index in range(len(texts))]
+        found = [self._known(index) for index in range(len(texts))]
         return Findings(
             checkpoint,
             self.settings.seed or 0,
@@ -202,8 +231,9 @@ class _Run:
     def _window(self, stack: Stack, index: int, ids: Int[Tensor, "1 n"], kinds: tuple[str, ...], windows: int) -> None:
         """Observe one window, then measure every what-if on it. Each part is saved as soon as it is known."""
         L = self.checkpoint.layers
-        wanted = [kind for kind in kinds if not self.partial.has(index, kind)]
-        if self.partial.has(index, "observed") and not wanted:
+        known = self._known(index)
+        wanted = [kind for kind in kinds if kind not in known]
+        if "observed" in known and not wanted:
             return
         started = time.perf_counter()
         base = stack.full(ids)
@@ -212,9 +242,9 @@ class _Run:
         lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
         loss = cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None
         del base  # frees the logits, the largest tensor
-        if not self.partial.has(index, "observed"):
+        if "observed" not in known:
             self.progress(0, 1, f"heads, window {index}")
-            self.partial.put(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
+            self._keep(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
         total = sum(len(layers_of(kind, L)) for kind in wanted)
         done = 0
         for kind in wanted:
@@ -223,7 +253,16 @@ class _Run:
                 self.progress(done, total, f"what if, window {index}, {kind} {layer}")
                 losses.append(lost(what_if(stack, ids, states, kind, layer)))
                 done += 1
-            self.partial.put(index, kind, losses)
+            self._keep(index, kind, losses)
+
+    def _known(self, index: int) -> dict[str, Any]:
+        """Return what was found on a window: what was observed, and the losses of every what-if."""
+        found: dict[str, Any] = self.journal.get(f"window {index}", {})
+        return found
+
+    def _keep(self, index: int, part: str, found: Any) -> None:
+        """Add a part of a window to the journal."""
+        self.journal.put(f"window {index}", {**self._known(index), part: found})
 
     def _observe(
         self, stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
@@ -277,15 +316,15 @@ class _Run:
         """Remove layers greedily. Each step is saved as soon as it is known."""
         increase = self.settings.depth
         assert increase is not None
-        known = [Removal(step["layer"], tuple(step["losses"])) for step in self.partial.steps]
-        if not known and all(self.partial.has(index, "block") for index in range(len(texts))):
-            losses = [self.partial.get(index, "block") for index in range(len(texts))]
+        known = [Removal(step["layer"], tuple(step["losses"])) for step in self.journal.get("removals", [])]
+        windows = [self._known(index) for index in range(len(texts))]
+        if not known and all("block" in found for found in windows):
+            losses = [found["block"] for found in windows]
             known = [least_missed({layer: [window[layer] for window in losses] for layer in range(len(stack))})]
         tried = []
         for step in remove_greedily(stack, texts, increase, self.settings.max_removed, known, self.progress):
             tried.append(step)
-            self.partial.steps = [{"layer": one.layer, "losses": list(one.losses)} for one in tried]
-            self.partial.save()
+            self.journal.put("removals", [{"layer": one.layer, "losses": list(one.losses)} for one in tried])
         return removal.measured_depth(tried, len(stack), increase)
 
 
@@ -299,14 +338,14 @@ def _settings(
         "what_if": ",".join(kinds) or "none",
         "dtype": options.dtype or "auto",
     }
-    return msgspec.convert({**options.given(), **filled, "target": target.name}, GaugeSettings)
+    return msgspec.convert(
+        {**options.given(), **filled, "target": target.name, "in_memory": target.model is not None}, GaugeSettings
+    )
 
 
 def _files(source: Source) -> list[list[Any]]:
     """Return names and sizes of the weight files, to notice that a checkpoint was replaced between two runs."""
-    pattern = PICKLED if source.pickled else "*.safetensors"
-    paths = sorted(source.folder.glob(pattern)) if source.gguf is None else [source.path]
-    return [[path.name, path.stat().st_size] for path in paths]
+    return [[path.name, path.stat().st_size] for path in weight_files(source)]
 
 
 def _cost(what: str, count: float, seconds_per_pass: float, tokens: int) -> str:

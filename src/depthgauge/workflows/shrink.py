@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge._io import write_text
+from depthgauge._io import check_outputs
+from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.source import Source
 from depthgauge.errors import InputError
-from depthgauge.progress import Step, silent
-from depthgauge.report.write import write_report
+from depthgauge.progress import Step, no_message, silent
+from depthgauge.report.write import page_of, plotly_code, write_report
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
-from depthgauge.surgery.journal import Journal, journal_folder
 from depthgauge.surgery.speed import weight_bytes
 from depthgauge.surgery.stored_weights import weights_digest
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.workflows.partial import no_message
 from depthgauge.workflows.shrink_output import Finished, finish, unreached, write_result
 from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, with_plan
 from depthgauge.workflows.shrink_work import Work
@@ -82,6 +82,7 @@ def shrink(
     tokenizer: Any = None,
     plan: PlanRecord | str | Path | None = None,
     out: str | Path | None = None,
+    report: str | Path | None = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Step = silent,
@@ -96,8 +97,10 @@ def shrink(
         tokenizer: the tokenizer of a model in memory.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
         out: the directory to write the smaller model to; None keeps it in memory.
+        report: a file to write a page with charts to (extra `report`).
         resume: continue an interrupted run with the same `out`.
-        overwrite: replace a checkpoint at `out`.
+        overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
+            stopped. A directory with any file that does not belong to a checkpoint is never replaced.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell, such as the expected duration.
         **fields: any option of `ShrinkOptions` by name, such as `remove=7`; overrides `options`.
@@ -109,15 +112,39 @@ def shrink(
         InputError: the model or an option cannot be used.
     """
     started = time.perf_counter()
-    work = _prepare(model, options, fields, tokenizer, plan, out, resume, overwrite, progress, message)
-    with work.shrinker() as shrinker:
-        made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
-    if made.model is None:
-        work.journal.delete()
-        return ShrinkResult(unreached(work.subject, made, work.calibration, started), None, None)
-    finished = finish(work.subject, made, work.calibration, started, progress)
-    record = finished.record(finished.measured(), None) if out is None else write_result(finished, out, overwrite)
-    work.journal.delete()
+    settings, followed = _settings(options, fields, plan)
+    if report is not None:
+        plotly_code()  # raises now if the extra is missing
+        if out is not None and Path(out).resolve() in Path(report).resolve().parents:
+            raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+        inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
+        check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
+
+        def check(source: Source | None) -> None:
+            if out is not None:
+                # A GGUF file is quantized, so the size of what is written is not known yet.
+                needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
+                check_output_directory(out, source, overwrite or journal.has_written(out), needed)
+                if resume:
+                    remove_unfinished(out)
+
+        work = _prepare(model, settings, followed, tokenizer, journal, progress, message, check)
+        with work.shrinker() as shrinker:
+            made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
+        finished = None
+        if made.model is None:
+            record = unreached(work.subject, made, work.calibration, started)
+        else:
+            finished = finish(work.subject, made, work.calibration, started, progress)
+            if out is None:
+                record = finished.record(finished.measured(), None)
+            else:
+                record = write_result(finished, out, overwrite or journal.has_written(out), journal)
+                message(f"model written to {out}")
+        if report is not None:
+            journal.write(report, page_of(record), overwrite)
+            message(f"page written to {report}")
     return ShrinkResult(record, made.model, finished)
 
 
@@ -141,7 +168,7 @@ def plan_shrink(
         tokenizer: the tokenizer of a model in memory.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
-        overwrite: start again where an interrupted search left its steps.
+        overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
         progress: called with (done, total, label) as the work advances.
         message: called with a sentence where there is something to tell.
         **fields: any option of `ShrinkOptions` by name.
@@ -149,56 +176,51 @@ def plan_shrink(
     Returns:
         The plan; `shrink(model, plan=plan)` follows it.
     """
-    asked = make_shrink_options(options, fields)
-    if asked.max_increase is not None:
+    settings, _ = _settings(options, fields, None)
+    if settings.max_increase is not None:
         raise InputError("a plan needs the number of blocks: --max-increase finds it by testing; use --remove")
-    work = _prepare(model, asked, {}, tokenizer, None, None, resume, overwrite, progress, message, journal_at=out)
-    with work.shrinker() as shrinker:
-        removed = work.search(shrinker)
-        found = work.plan_record(shrinker, removed)
-    if out is not None:
-        write_text(Path(out), found.dump())
-    work.journal.delete()
+    with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
+        inputs = _inputs(model, settings)
+        check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
+        work = _prepare(model, settings, None, tokenizer, journal, progress, message)
+        with work.shrinker() as shrinker:
+            removed = work.search(shrinker)
+            found = work.plan_record(shrinker, removed)
+        if out is not None:
+            journal.write(out, found.dump(), overwrite)
     return found
 
 
-def _prepare(
-    model: Any,
-    options: ShrinkOptions | None,
-    fields: dict[str, Any],
-    tokenizer: Any,
-    plan: PlanRecord | str | Path | None,
-    out: str | Path | None,
-    resume: bool,
-    overwrite: bool,
-    progress: Step,
-    message: Callable[[str], None],
-    journal_at: str | Path | None = None,
-) -> Work:
-    """Check everything, load the model and prepare the calibration windows."""
+def _settings(
+    options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | str | Path | None
+) -> tuple[ShrinkOptions, PlanRecord | None]:
+    """Return the checked options, and the plan that is followed, if any."""
     asked = make_shrink_options(options, fields)
     followed = read_plan(plan) if isinstance(plan, str | Path) else plan
     settings = asked if followed is None else with_plan(followed, asked)
     check_shrink_options(settings)
     if settings.remove is None and settings.max_increase is None:
         raise InputError("say how much to remove: a number or a share with --remove, or a limit with --max-increase")
-    place = out if journal_at is None else journal_at
-    if resume and place is None:
-        raise InputError("--resume needs the output of the interrupted run; give the same --out as before")
+    return settings, followed
 
-    def check(source: Any) -> None:
-        if out is not None:
-            # A GGUF file is quantized, so the size of what is written is not known yet.
-            needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
-            check_output_directory(out, source, overwrite, needed)
-            if resume:
-                remove_unfinished(out)
-        if place is not None and journal_folder(place).exists() and not resume and not overwrite:
-            raise InputError(
-                f"{journal_folder(place)} belongs to an interrupted run; continue it with --resume, or use --overwrite "
-                "to start again"
-            )
 
+def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
+    """Return option → path of everything that is read and that no output may replace."""
+    path = model if isinstance(model, str | Path) else None
+    return {"MODEL": path, **{f"--text {text}": text for text in settings.text or ()}}
+
+
+def _prepare(
+    model: Any,
+    settings: ShrinkOptions,
+    followed: PlanRecord | None,
+    tokenizer: Any,
+    journal: Journal,
+    progress: Step,
+    message: Callable[[str], None],
+    check: Callable[[Source | None], None] = lambda source: None,
+) -> Work:
+    """Load the model and prepare the calibration windows; `check` is called before the weights are read."""
     subject = open_subject(model, settings, tokenizer, followed, message, check)
     about = {
         "version": __version__,
@@ -210,7 +232,7 @@ def _prepare(
     }
     if not subject.files:
         about["digest of the weights"] = weights_digest(subject.checkpoint.model)
-    journal = Journal(None if place is None else journal_folder(place), about, resume)
+    journal.begin(about)
     calibration = subject.calibrate(progress, message)
     journal.describe("digest of the calibration windows", calibration.digest())
     if followed is not None and followed.calibration.sha256 != calibration.digest():

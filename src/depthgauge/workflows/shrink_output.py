@@ -8,9 +8,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import Source
+from depthgauge.checkpoints.source import Source
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     BeforeAfter,
@@ -31,9 +32,6 @@ from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import write_model
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject
 from depthgauge.workflows.shrink_work import QUANTILE, Made, certifier_of, computed_like
-
-RECORD = "depthgauge.json"
-"""The file next to a shrunk model that holds its record."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,12 +121,14 @@ class Finished:
             notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
         if not subject.decoder:
             notes.append(
-                "the model is an encoder: the numbers are relative distances of its final states from the dense "
-                "model's, and no perplexity is claimed"
+                "the model is not a causal language model: the numbers are relative distances of its final states from "
+                "the dense model's, and no perplexity is claimed"
             )
-            named = (getattr(subject.checkpoint.config, "architectures", None) or [""])[0]
-            if source is not None and named and not named.endswith("Model"):
-                notes.append(f"the source is a {named}; its encoder was shrunk, and its head was left out")
+            if subject.checkpoint.measured is not subject.checkpoint.model:
+                notes.append(
+                    f"the head of the {type(subject.checkpoint.model).__name__} was kept unchanged; its own loss was "
+                    "not measured"
+                )
         if self.made.repair and not any(step.step for step in self.made.repair):
             notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
         if self.made.healed is not None and not self.made.healed.kept:
@@ -189,13 +189,14 @@ def finish(subject: Subject, made: Made, calibration: Calibration, started: floa
     return Finished(subject, calibration, made, speed, started, progress)
 
 
-def write_result(finished: Finished, out: str | Path, overwrite: bool) -> ShrinkRecord:
+def write_result(finished: Finished, out: str | Path, overwrite: bool, journal: Journal | None = None) -> ShrinkRecord:
     """Write the model, load it in a fresh process, compare, and describe it with the reloaded model's losses.
 
     Args:
         finished: the model and its measurements.
         out: the directory to create.
         overwrite: replace a checkpoint that exists.
+        journal: notes the directory before it gets its final name.
 
     Raises:
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
@@ -207,7 +208,10 @@ def write_result(finished: Finished, out: str | Path, overwrite: bool) -> Shrink
         finished.progress(0, 1, "loading the result in a fresh process")
         record = _verified(finished, folder, str(out))
         found.append(record)
-        return {RECORD: msgspec.json.format(msgspec.json.encode(record)).decode() + "\n", "README.md": _card(record)}
+        text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"
+        if journal is not None:
+            journal.claim(out, text)
+        return {RECORD: text, "README.md": _card(record)}
 
     documents = {}
     if not any(step.step for step in made.repair) and not (made.healed and made.healed.kept):

@@ -10,19 +10,18 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
-    Source,
     context_length,
-    find,
-    is_decoder,
     load_config,
     load_model,
     load_tokenizer,
+    loader_of,
+    refuse_infinite,
     wrap,
 )
+from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
 from depthgauge.progress import Step
@@ -33,14 +32,14 @@ from depthgauge.surgery.effort import Effort, effort
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.guarantee import windows_needed
 from depthgauge.surgery.stored_weights import file_digests, stored_dtype
-from depthgauge.workflows.target import resolve_target
+from depthgauge.workflows.target import is_transformers_model, resolve_target
 
 CONFIDENCE = 0.95
 """Default confidence of the guarantee."""
 SAMPLED = 0.5
 """Default share of calibration windows that are sampled from the model."""
-_WITH_PLAN = ("dtype", "device", "device_map", "trust_remote_code", "allow_pickle")
-"""Options that may differ from those of the plan: they say where the model runs."""
+ABOUT_FILES = ("dtype", "device", "device_map", "trust_remote_code", "allow_pickle", "ignore_unused")
+"""Options about how a model is loaded; they may differ from those of the plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,12 +174,12 @@ def parse_remove(remove: str, layers: int, name: str) -> int:
 def with_plan(plan: PlanRecord, asked: ShrinkOptions) -> ShrinkOptions:
     """Return the settings of a plan, with the options that say where the model runs."""
     for name in asked.given():
-        if name not in _WITH_PLAN:
+        if name not in ABOUT_FILES:
             raise InputError(
                 f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; leave "
                 "it out, or make a new plan"
             )
-    placed = {name: getattr(asked, name) for name in _WITH_PLAN if getattr(asked, name) is not None}
+    placed = {name: getattr(asked, name) for name in ABOUT_FILES if getattr(asked, name) is not None}
     return msgspec.structs.replace(plan.settings, **placed)
 
 
@@ -217,10 +216,11 @@ def open_subject(
         device=settings.device,
         device_map=settings.device_map,
         trust_remote_code=bool(settings.trust_remote_code),
+        ignore_unused=bool(settings.ignore_unused),
     )
     source = find(target.path, bool(settings.allow_pickle))
     config = load_config(source, placement)
-    decoder = is_decoder(config)
+    decoder = loader_of(config)[1] == "loss"
     _check_kind(settings, decoder, str(model))
     if settings.remove is not None:
         parse_remove(settings.remove, int(config.get_text_config().num_hidden_layers), str(model))
@@ -234,8 +234,6 @@ def open_subject(
     message(f"loading {source.path}")
     checkpoint = load_model(source, config, placement)
     require_supported(checkpoint)
-    if decoder and checkpoint.objective != "loss":
-        raise CheckpointError(f"{model} is a decoder without its output head, so its loss cannot be measured")
     _require_in_memory(checkpoint.model, settings, str(model))
     stored = None if settings.dtype or source.gguf else stored_dtype(config, source)
     subject = Subject(checkpoint, tokenizer, settings, files, stored, start)
@@ -249,30 +247,20 @@ def _from_memory(
     plan: PlanRecord | None,
     check: Callable[[Source | None], None],
 ) -> Subject:
-    if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
+    if not is_transformers_model(model):
         raise InputError(
             f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
         )
     if tokenizer is None:
         raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
-    for name in _WITH_PLAN:
+    for name in ABOUT_FILES:
         if getattr(settings, name) is not None:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
-    checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
+    checkpoint = wrap(model, resolve_target(model).name or "")
     require_supported(checkpoint)
-    if checkpoint.objective != "loss":
-        if is_decoder(checkpoint.config):
-            raise CheckpointError(
-                f"{checkpoint.name} is a decoder without its output head, so its loss cannot be measured; load it with "
-                "AutoModelForCausalLM"
-            )
-        if model.base_model is not model:
-            raise InputError(
-                f"{type(model).__name__} has a head that shrink cannot carry over; give the encoder alone, "
-                "model.base_model"
-            )
+    refuse_infinite(model, checkpoint.name)
     _require_in_memory(model, settings, checkpoint.name)
     if plan is not None and (plan.layers, plan.family) != (checkpoint.layers, str(checkpoint.config.model_type)):
         raise InputError(
@@ -289,10 +277,10 @@ def _from_memory(
 
 
 def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
-    """Raise for options that do not apply to an encoder."""
+    """Raise for options that do not apply to models that are not causal language models."""
     if decoder:
         if settings.objective == "states":
-            raise InputError("objective states is for encoders; use loss or kl")
+            raise InputError("objective states is for models that are not causal language models; use loss or kl")
         if settings.sampled is not None and settings.sampled != 1 and not settings.text:
             raise InputError(
                 f"--sampled {settings.sampled:g} needs --text: without text, all windows are sampled from the model; "
@@ -301,11 +289,11 @@ def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
         return
     if settings.max_increase is not None:
         raise InputError(
-            f"--max-increase limits the loss, and {name} is an encoder, which has none; use --remove, the result shows "
+            f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result shows "
             "how far its final states move"
         )
     if settings.objective in ("loss", "kl"):
-        raise InputError(f"objective {settings.objective} needs a decoder, and {name} is an encoder; use states")
+        raise InputError(f"objective {settings.objective} needs a language model, and {name} is none; use states")
 
 
 def _check_texts(tokenizer: Any, settings: ShrinkOptions, config: Any, start: Start, decoder: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthgauge._format import duration
+from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.progress import Step
 from depthgauge.results.shrink_record import CurvePoint, HealRecord, PlanRecord, RepairStep, TestedSize
@@ -14,7 +15,6 @@ from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import Certifier, Measured, measure_windows
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.heal import heal
-from depthgauge.surgery.journal import Journal
 from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject, parse_remove

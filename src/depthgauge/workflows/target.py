@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from depthgauge.errors import InputError
 from depthgauge.network.files import load_network
@@ -23,12 +24,14 @@ class Target:
     - `name`: the path, or the name of a network object; None for the built-in pair
     - `path`: the file or directory, if there is one
     - `network`: the network object, if one was given
+    - `model`: the transformers model, if one was given
     """
 
     kind: str
     name: str | None = None
     path: Path | None = None
     network: SelfAttentionNetwork | None = field(default=None, repr=False)
+    model: Any = field(default=None, repr=False)
 
     @property
     def description(self) -> str:
@@ -42,18 +45,33 @@ class Target:
         return built_in_pair() if self.path is None else (load_network(self.path),)
 
 
-def resolve_target(target: str | Path | SelfAttentionNetwork | None) -> Target:
+def is_transformers_model(value: object) -> bool:
+    """Return whether a value is a transformers model in memory."""
+    return hasattr(value, "config") and hasattr(value, "get_input_embeddings")
+
+
+def resolve_target(target: Any) -> Target:
     """Decide what a target is. This is the only place that decides it.
 
     Directories and `.gguf` files are checkpoints; every other path is a network file.
 
     Args:
-        target: a network, a path, or None for the built-in pair.
+        target: a network, a transformers model, a path, or None for the built-in pair.
+
+    Raises:
+        InputError: it is something else, or the name of a model on a hub.
     """
     if target is None:
         return Target(NETWORKS)
     if isinstance(target, SelfAttentionNetwork):
         return Target(NETWORKS, target.name, network=target)
+    if is_transformers_model(target):
+        return Target(CHECKPOINTS, getattr(target, "name_or_path", "") or type(target).__name__, model=target)
+    if not isinstance(target, str | Path):
+        raise InputError(
+            f"the target must be a path, a SelfAttentionNetwork or a transformers model, got {type(target).__name__}; "
+            "leave it out to gauge a built-in pair of networks"
+        )
     path = Path(target)
     if not path.exists() and _HUB_NAME.fullmatch(str(target)):
         raise InputError(

@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.checkpoints.library import quiet, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, find, load_config, load_model, load_tokenizer, wrap
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, wrap
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import MissingPackageError

@@ -1,4 +1,4 @@
-"""The lock of a store: at most one run writes to it, and the system releases it when that process ends."""
+"""Locks: at most one process writes an output, and the system releases the lock when that process ends."""
 
 import json
 import os
@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from depthgauge._io import require_folder
 from depthgauge.errors import InputError, OutputError
 
 PATIENCE = 0.5
-"""Seconds for which a run retries to lock; `holder_of` holds the lock for much less than that."""
+"""Seconds for which a process retries to lock; `holder_of` holds the lock for much less than that."""
+_BEGINS = b'{"pid": '
+"""How the content of every lock file begins; a file with other content is not a lock and is never changed."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds the lock of a store: process id, host name, start time (UTC)."""
+    """The process that holds a lock: process id, host name, start time (UTC)."""
 
     pid: int
     host: str
@@ -34,28 +35,23 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
-def lock_path(store: Path) -> Path:
-    """Return the path of the lock file, beside the store."""
-    return store.with_name(store.name + ".lock")
-
-
 @contextmanager
-def run_lock(store: Path) -> Iterator[None]:
-    """Hold the lock of a store during a run.
+def file_lock(path: Path, what: str, hint: str = "") -> Iterator[None]:
+    """Hold a lock file; create its folder if that is missing.
 
     Args:
-        store: the file of the store. It may be missing; its folder must exist.
+        path: the lock file. It is deleted when the lock is released.
+        what: what the lock protects, for error messages.
+        hint: what else to do while another process holds the lock, appended to the error message.
 
     Raises:
-        InputError: there is no such folder, or another process holds the lock; the message names the process.
+        InputError: another process holds the lock (the message names it), or the file at `path` is not a lock.
         OutputError: the lock file cannot be created.
     """
-    require_folder(store)
-    path = lock_path(store)
     try:
-        handle = _acquire(path, store)
+        handle = _acquire(path, what, hint)
     except OSError as error:
-        raise OutputError(f"cannot lock {store}: {error.strerror or error}") from error
+        raise OutputError(f"cannot lock {what}: {error.strerror or error}") from error
     try:
         with suppress(OSError):  # if the disk is full, the run itself reports it
             os.truncate(handle, 0)
@@ -67,20 +63,32 @@ def run_lock(store: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _acquire(path: Path, store: Path) -> int:
+def is_lock(path: Path) -> bool:
+    """Return whether a file is a lock file: it is empty or begins as every lock file does."""
+    with open(path, "rb") as handle:
+        return _BEGINS.startswith(handle.read(len(_BEGINS)))
+
+
+def _acquire(path: Path, what: str, hint: str) -> int:
     deadline = time.monotonic() + PATIENCE
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        path.parent.mkdir(exist_ok=True)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except FileNotFoundError:  # another process has just deleted the folder
+            if time.monotonic() > deadline:
+                raise
+            continue
         if _try_lock(handle) and _is_file(handle, path):
+            if not is_lock(path):
+                os.close(handle)
+                raise InputError(f"{path} is not a lock file of depthgauge; move it, or give another output")
             return handle
         holder = _read(handle)
         os.close(handle)
         if time.monotonic() > deadline:
             who = str(holder) if holder is not None else "another process"
-            raise InputError(
-                f"{store} is in use by {who}; wait until it ends or stop it "
-                f"(`depthgauge sweep --status {store}` works while it runs)"
-            )
+            raise InputError(f"{what} is in use by {who}; wait until it ends or stop it{hint}")
         time.sleep(0.02)
 
 
@@ -109,10 +117,10 @@ def _read(handle: int) -> Holder | None:
         return None
 
 
-def holder_of(store: Path) -> Holder | None:
-    """Return the process that is running on a store now, or None."""
+def holder_of(path: Path) -> Holder | None:
+    """Return the process that holds a lock file now, or None."""
     try:
-        handle = os.open(lock_path(store), os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     try:

@@ -1,0 +1,152 @@
+"""Checkpoints on disk: which files they consist of, and what these say without being loaded."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgauge.checkpoints.library import CheckpointError, attempt
+
+PICKLED = "pytorch_model*.bin"
+"""The files in which older checkpoints keep their weights."""
+_SAFETENSORS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint on disk.
+
+    - `folder`: its directory
+    - `gguf`: the name of the GGUF file in `folder`, or None for other files
+    - `pickled`: whether the weights are in `pytorch_model*.bin` files instead of safetensors
+    """
+
+    folder: Path
+    gguf: str | None = None
+    pickled: bool = False
+
+    @property
+    def path(self) -> Path:
+        """The path the user gave."""
+        return self.folder if self.gguf is None else self.folder / self.gguf
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keyword arguments common to all calls of `from_pretrained`."""
+        return {"local_files_only": True} | ({} if self.gguf is None else {"gguf_file": self.gguf})
+
+
+def find(target: str | Path, allow_pickle: bool = False) -> Source:
+    """Return the checkpoint at a path.
+
+    Args:
+        target: a directory or a `.gguf` file.
+        allow_pickle: accept weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
+            which does not run code from the file.
+
+    Raises:
+        CheckpointError: There is no checkpoint; the message names what is missing.
+    """
+    path = Path(target)
+    if path.suffix.lower() == ".gguf" and not path.is_dir():
+        source = Source(path.parent, path.name)
+        if not weight_files(source):
+            raise CheckpointError(f"cannot read {path}: no such file")
+        with open(path, "rb") as handle:
+            if handle.read(4) != b"GGUF":
+                raise CheckpointError(
+                    f"{path} is not a GGUF file: it does not start with the bytes GGUF; download it again"
+                )
+        return source
+    if not path.is_dir():
+        raise CheckpointError(f"cannot read {path}: no such directory")
+    if not (path / "config.json").is_file():
+        raise CheckpointError(
+            f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
+        )
+    source, pickled = Source(path), Source(path, pickled=True)
+    if weight_files(source):
+        return source
+    hint = "download the complete checkpoint"
+    if weight_files(pickled):
+        if allow_pickle:
+            return pickled
+        hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
+    raise CheckpointError(
+        f"{path} contains no weights that transformers reads: neither model.safetensors nor "
+        f"model.safetensors.index.json; {hint}"
+    )
+
+
+def weight_files(source: Source) -> list[Path]:
+    """Return the files that transformers reads the weights from; other weight files in the directory do not count.
+
+    Raises:
+        CheckpointError: the index of the files is damaged or names a file that is missing, or a file cannot be read.
+    """
+    single = source.path if source.gguf else source.folder / ("pytorch_model.bin" if source.pickled else _SAFETENSORS)
+    index = source.folder / f"{single.name}.index.json"
+    paths = [single] if single.is_file() else []
+    if not paths and source.gguf is None and index.is_file():
+        names = attempt(source.path, "index of the weights", lambda: json.loads(index.read_text("utf-8"))["weight_map"])
+        paths = sorted({source.folder / name for name in names.values()})
+    for path in paths:
+        try:
+            with open(path, "rb"):
+                pass
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{source.path} lacks the file {path.name}; download it again") from error
+        except OSError as error:
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
+    return paths
+
+
+def gguf_metadata(source: Source | None) -> dict[str, Any]:
+    """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints and models in memory."""
+    if source is None or source.gguf is None:
+        return {}
+    import gguf
+
+    fields = attempt(source.path, "metadata", lambda: gguf.GGUFReader(source.path)).fields
+    array = gguf.GGUFValueType.ARRAY
+    return {name: field.contents() for name, field in fields.items() if field.types and field.types[0] != array}
+
+
+def count_parameters(source: Source) -> tuple[int, int]:
+    """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
+    if source.gguf is not None:
+        import gguf
+
+        tensors = attempt(source.path, "weights", lambda: gguf.GGUFReader(source.path)).tensors
+        parameters = sum(int(tensor.n_elements) for tensor in tensors)
+        return parameters, 4 * parameters  # the loader unpacks to float32
+    parameters = stored = 0
+    if source.pickled:
+        for path in weight_files(source):
+            tensors = attempt(source.path, "weights", partial(torch.load, path, map_location="meta", weights_only=True))
+            parameters += sum(tensor.numel() for tensor in tensors.values())
+            stored += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+        return parameters, stored
+    for path in weight_files(source):
+        for shape, width in _headers(source, path):
+            count = int(torch.tensor(shape).prod()) if shape else 1
+            parameters, stored = parameters + count, stored + count * width
+    return parameters, stored
+
+
+def _headers(source: Source, path: Path) -> Iterable[tuple[list[int], int]]:
+    from safetensors import safe_open
+
+    def read() -> list[tuple[list[int], int]]:
+        with safe_open(path, framework="pt") as handle:
+            slices = [handle.get_slice(key) for key in handle.keys()]  # noqa: SIM118
+            return [(part.get_shape(), _WIDTH.get(part.get_dtype(), 4)) for part in slices]
+
+    found: list[tuple[list[int], int]] = attempt(source.path, "weights", read)
+    return found
+
+
+_WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
