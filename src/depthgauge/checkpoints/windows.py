@@ -17,6 +17,12 @@ from depthgauge.errors import InputError, require_count, require_seed
 
 WHOLE_BYTES = 4 * 2**20
 """Texts up to this size are read completely; of a larger text only pieces are read."""
+WINDOW = 512
+"""The longest window by default."""
+WINDOWS = 8
+"""The least number of windows by default: an interval over that many windows covers as often as it says."""
+SHORT_WINDOW = 64
+"""Windows are not made shorter than this in order to have more of them."""
 _PIECE_BYTES = 64
 """Bytes read per token of a window when only pieces are read; tokens are much shorter."""
 
@@ -101,7 +107,7 @@ def read_windows(
         tokenizer: the model's tokenizer.
         text: path of a UTF-8 file; None means the built-in text.
         tokens: total number of tokens to use; at least one window is used.
-        window: tokens per window, special tokens included; by default 512, or fewer if `context` or `tokens` is less.
+        window: tokens per window, special tokens included; by default `usual_window`.
         context: the longest window the model accepts, or None if unknown.
         seed: chooses the windows if the text has more than needed.
         special: token ids before and after every window; by default those that the tokenizer adds.
@@ -109,7 +115,7 @@ def read_windows(
     require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
     if window is None:
-        window = min(512, context or 512, tokens)
+        window = usual_window(tokens, context)
     before, after = special_tokens(tokenizer) if special is None else special
     length = body_length(window, context, len(before) + len(after))
     wanted = max(1, tokens // window)
@@ -123,6 +129,19 @@ def read_windows(
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
     return Windows(surround(chosen, before, after), found.source, found.digest)
+
+
+def usual_window(tokens: int, context: int | None) -> int:
+    """Return the tokens per window where none is requested: `WINDOW`, or fewer so that there are `WINDOWS` windows.
+
+    Args:
+        tokens: total number of tokens to use.
+        context: the longest window the model accepts, or None if unknown.
+
+    >>> [usual_window(tokens, 8192) for tokens in (2**20, 2048, 256, 32)]
+    [512, 256, 64, 32]
+    """
+    return min(WINDOW, context or WINDOW, max(tokens // WINDOWS, SHORT_WINDOW), tokens)
 
 
 def body_length(window: int, context: int | None, around: int) -> int:

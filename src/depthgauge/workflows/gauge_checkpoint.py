@@ -151,7 +151,7 @@ class _Run:
     def weights_only(self) -> Findings:
         """Read the weights and no text."""
         weights, notes = self._weights()
-        return Findings(self.checkpoint, self.settings.seed or 0, weights, notes=notes)
+        return Findings(self.checkpoint, weights, notes=notes)
 
     def on_text(self, windows: Windows, kinds: tuple[str, ...], start: Start) -> Findings:
         """Observe every window, measure the what-ifs, and remove layers if requested."""
@@ -175,7 +175,6 @@ class _Run:
         found = [self.partial.windows[str(index)] for index in range(len(texts))]
         return Findings(
             checkpoint,
-            self.settings.seed or 0,
             weights,
             notes,
             windows=windows,
