@@ -11,7 +11,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import OTHERS, tiny_model, tokens
 
 from depthgauge.checkpoints import load
-from depthgauge.checkpoints import windows as text
+from depthgauge.checkpoints import text_files as text
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import (

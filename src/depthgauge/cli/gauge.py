@@ -57,10 +57,12 @@ def command(
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work."""
     from depthgauge._io import check_outputs
+    from depthgauge.checkpoints.text_files import split_field
     from depthgauge.workflows.gauge import gauge
     from depthgauge.workflows.partial import check_partial
 
-    inputs = {"TARGET": target, "--input": options.input, "--text": options.text}
+    text = None if options.text is None else split_field(options.text)[0]
+    inputs = {"TARGET": target, "--input": options.input, "--text": text}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite or resume)
     check_partial(out, resume=resume, overwrite=overwrite)
     extra = {}

@@ -72,10 +72,15 @@ def command(
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs."""
     from depthgauge._io import check_outputs
+    from depthgauge.checkpoints.text_files import split_field
     from depthgauge.results.shrink_record import read_plan
 
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
-    inputs = {"MODEL": model, "--from-plan": from_plan, **{f"--text {path}": path for path in options.text or ()}}
+    inputs = {
+        "MODEL": model,
+        "--from-plan": from_plan,
+        **{f"--text {text}": split_field(text)[0] for text in options.text or ()},
+    }
     check_outputs({"--report": report, "--plan-only": plan_only}, inputs, overwrite=overwrite or resume)
     plan = None if from_plan is None else read_plan(from_plan)
     if plan_only is not None:

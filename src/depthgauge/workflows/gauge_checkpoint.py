@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from depthgauge.checkpoints.registered_attention import LayerPlan, layer_plan
 from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedily
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
     available,
     chosen_kinds,
@@ -43,7 +44,7 @@ from depthgauge.checkpoints.what_if import (
     passes,
     what_if,
 )
-from depthgauge.checkpoints.windows import Windows, read_windows
+from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.measures.residuals import residual_sizes
 from depthgauge.progress import Step
@@ -90,16 +91,15 @@ def gauge_checkpoint(
     if not options.weights_only:
         tokenizer = load_tokenizer(source, placement)
         start = plan_start(options.bos or "auto", source, tokenizer)
-        cut = partial(
-            read_windows,
+        windows = read_windows(
             tokenizer,
-            options.text,
+            find_text(options.text, bool(options.as_is)),
             tokens=tokens,
             window=options.window,
             context=context_length(config),
             seed=seed,
+            special=(start.before, start.after),
         )
-        windows = cut(special=(start.before, start.after))
     settings = _settings(target, options, seed, kinds, windows)
     about = settings.to_json() | {"files": _files(source), "sha256": None if windows is None else windows.digest}
     del about["in_memory"]  # always false here
@@ -109,9 +109,11 @@ def gauge_checkpoint(
     run = _Run(checkpoint, settings, found, progress, message)
     if windows is None:
         return settings, subject_record(run.weights_only())
-    decided = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in windows.ids])
+    require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+    n = windows.ids.shape[1]
+    decided = measure_start(start, checkpoint, list(windows.ids[:, len(start.before) : n - len(start.after)]))
     if decided.before != start.before:
-        windows = cut(special=(decided.before, decided.after))
+        windows = windows.with_first(decided.before[0], len(start.after))
     return settings, subject_record(run.on_text(windows, kinds, decided))
 
 
