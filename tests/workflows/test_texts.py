@@ -13,6 +13,8 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.start_token import MEASURED_WINDOWS
+from depthgauge.checkpoints.windows import Windows
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
@@ -84,14 +86,14 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
     measured: list[Any] = []
 
     def decide(start: Any, checkpoint: Any, bodies: Any) -> Any:
-        measured.extend(body.tolist() for body in bodies)
+        measured.extend(body.tolist() for body in bodies[:MEASURED_WINDOWS])
         return (start.with_bos if better else start.without_bos)(start.candidate, "measured")
 
     monkeypatch.setattr(shrink_subject, "measure_start", decide)
     chosen = {"text": text} if given_text else {}
     subject = opened(tiny_model("llama"), Letters(), window=32, sampled=sampled, **chosen)
     made = subject.calibrate(lambda *step: None, lambda sentence: None)
-    assert len(measured) == 3
+    assert len(measured) == MEASURED_WINDOWS
     assert all(len(body) > 24 for body in measured)
     assert not runs(measured, 24) & runs(made.certify.ids.tolist(), 24)
     assert {tuple(window.shape) for window in made.certify.ids} == {(32,)}
@@ -110,10 +112,8 @@ def test_windows_as_long_as_the_context_are_measured(gpt2: Path, text: Path) -> 
     assert subject.start.reason.startswith("measured on 3 windows: loss ")
 
 
-def test_the_bos_token_replaces_the_last_token_of_a_window(gpt2: Path, text: Path) -> None:
+def test_the_bos_token_replaces_the_last_token_of_a_window() -> None:
     """With a measured BOS token the windows are those without it, shifted by one."""
-    from depthgauge.checkpoints.windows import Windows
-
     ids = torch.arange(12).view(2, 6)
     moved = Windows(ids, "t", "d").with_first(40, after=2)
     assert moved.ids.tolist() == [[40, 0, 1, 2, 4, 5], [40, 6, 7, 8, 10, 11]]
