@@ -92,8 +92,9 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     Returns:
         Method (`OURS` and, with healing, `HEALED`) → number of removed blocks → losses of the evaluation windows.
     """
-    from depthgauge.surgery.heal import heal as train
     from depthgauge.surgery.journal import Journal
+
+    from depthgauge.surgery.heal import heal as train
     from depthgauge.surgery.model_samples import sample_windows
     from depthgauge.surgery.shrinker import Shrinker
 

@@ -61,10 +61,10 @@ def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequenc
 def certify(plan: Plan, folder: Path, store: Path, jobs: int) -> None:
     """Commit a row for every cell whose models `train` has finished."""
     import joblib
+    from depthgauge.sweeps.lock import run_lock
 
     from depthgauge.sweeps.cells import Outcome
     from depthgauge.sweeps.grid import Grid
-    from depthgauge.sweeps.lock import run_lock
     from depthgauge.sweeps.store import Store
 
     lists = [*plan.depth_grids(), *plan.variant_grids()]

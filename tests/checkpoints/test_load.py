@@ -11,7 +11,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import OTHERS, tiny_model, tokens
 
 from depthgauge.checkpoints import load
-from depthgauge.checkpoints import windows as text
+from depthgauge.checkpoints import text_files as text
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import (
@@ -265,8 +265,10 @@ def test_windows_are_pieces_of_the_text(llama: Path, bert: Path, tmp_path: Path)
 
 
 def test_windows_by_default(llama: Path) -> None:
-    assert windows_of(llama, None, tokens=2048, window=None, context=2048).shape[1] == 512
+    assert windows_of(llama, None, tokens=2048, window=None, context=2048).shape == (8, 256)
+    assert windows_of(llama, None, tokens=10**6, window=None, context=2048).shape[1] == 512
     assert windows_of(llama, None, tokens=2048, window=None, context=64).shape == (32, 64)
+    assert windows_of(llama, None, tokens=256, window=None).shape == (4, 64)
     assert windows_of(llama, None, tokens=32, window=None).shape == (1, 32)
 
 

@@ -1,7 +1,6 @@
-"""Layer scores against their definitions, rank correlation, and bootstrap intervals from few windows."""
+"""Layer scores against their definitions, and rank correlation."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import MODELS, tiny_model, tokens
 
-from depthgauge.checkpoints.bootstrap import LEVEL, RESAMPLES, bootstrap
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
@@ -98,64 +96,3 @@ def test_rank_correlation_is_its_definition(pairs: list[tuple[int, int]]) -> Non
         assert found is None
     else:
         assert found == pytest.approx(covariance / math.sqrt(variance), abs=1e-12)
-
-
-def integral(density: Callable[[float], float], low: float, high: float, steps: int = 2000) -> float:
-    """Integrate by Simpson's rule."""
-    width = (high - low) / steps
-    inner = sum((4 if i % 2 else 2) * density(low + i * width) for i in range(1, steps))
-    return (density(low) + inner + density(high)) * width / 3
-
-
-def student_cdf(t: float, freedom: int) -> float:
-    """P(T ≤ t), by integrating the density of Student's t from 0 to t."""
-    log_factor = math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2) - math.log(freedom * math.pi) / 2
-    return 0.5 + integral(lambda x: math.exp(log_factor - (freedom + 1) / 2 * math.log1p(x**2 / freedom)), 0.0, t)
-
-
-def student_quantile(probability: float, freedom: int) -> float:
-    """Invert `student_cdf` by bisection."""
-    low, high = 0.0, 20.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_cdf(middle, freedom) < probability else (low, middle)
-    return low
-
-
-def test_the_oracle_agrees_with_printed_tables() -> None:
-    tables = {1: 12.706205, 2: 4.302653, 3: 3.182446, 4: 2.776445, 30: 2.042272}
-    for freedom, quantile in tables.items():
-        assert student_quantile(0.975, freedom) == pytest.approx(quantile, rel=1e-6)
-
-
-@pytest.mark.parametrize("m", [2, 3, 5, 8, 31])
-def test_interval_ends_are_the_corrected_percentiles(m: int) -> None:
-    """The tail probability is Φ(−√(m/(m−1))·t), with Φ and t computed independently of scipy."""
-    values = torch.randn(m, generator=torch.Generator().manual_seed(m), dtype=torch.float64)
-    found = bootstrap(values.tolist(), seed=4)
-    z = math.sqrt(m / (m - 1)) * student_quantile((1 + LEVEL) / 2, m - 1)
-    tail = math.erfc(z / math.sqrt(2)) / 2
-    draws = torch.randint(m, (RESAMPLES, m), generator=torch.Generator().manual_seed(4))
-    means = sorted(values[draws].mean(dim=1).tolist())
-    for end, place in ((found.low, tail * (RESAMPLES - 1)), (found.high, (1 - tail) * (RESAMPLES - 1))):
-        below = math.floor(place)
-        above = min(below + 1, RESAMPLES - 1)
-        expected = means[below] + (place - below) * (means[above] - means[below])
-        assert end == pytest.approx(expected, rel=1e-6, abs=1e-9)
-
-
-def test_intervals_cover_as_often_as_stated() -> None:
-    """Means of eight normal values; plain percentile intervals would cover about 88 %."""
-    values = torch.randn(400, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = [bootstrap(row.tolist(), seed=i) for i, row in enumerate(values)]
-    covered = sum(one.low <= 0 <= one.high for one in found) / 400  # type: ignore[operator]
-    assert 0.92 <= covered <= 0.99
-    assert all(one.low <= one.mean <= one.high for one in found)  # type: ignore[operator]
-
-
-def test_intervals_are_reproducible_and_one_window_has_none() -> None:
-    assert bootstrap([1.0, 2.0, 4.0], seed=3) == bootstrap([1.0, 2.0, 4.0], seed=3)
-    alone = bootstrap([2.5])
-    assert (alone.mean, alone.low, alone.high) == (2.5, None, None)
-    pair = bootstrap([1.0, 2.0])
-    assert (pair.low, pair.high) == (1.0, 2.0)

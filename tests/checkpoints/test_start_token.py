@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import BOS, write_gguf
+from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
@@ -93,7 +94,7 @@ class Repeats:
 def test_the_smaller_loss_wins(ggufs: dict[bool | None, Path], wants_bos: bool) -> None:
     undecided = plan(ggufs[None])
     undecided = type(undecided)((), (), False, "", candidate=0)
-    checkpoint = Checkpoint("m", Repeats(wants_bos), None, "loss", None)
+    checkpoint = Checkpoint("m", Repeats(wants_bos), tiny_model("llama").config, "loss", None)
     decided = measure_start(undecided, checkpoint, [torch.arange(1, 8), torch.arange(2, 9)])
     assert (decided.bos, decided.before) == (wants_bos, (0,) if wants_bos else ())
     assert decided.reason.startswith("measured on 2 windows: loss ")

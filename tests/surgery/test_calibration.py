@@ -11,13 +11,16 @@ import torch
 from tiny_checkpoints import WORDS, save_tokenizer, text_of
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints import windows as reading
+from depthgauge.checkpoints import text_files as reading
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.surgery import calibration as parts
-from depthgauge.surgery.calibration import Calibration, CalibrationSizes, check_texts, prepare_calibration
+from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 
 SIZES = CalibrationSizes(fit=10, select=6, certify=12)
 BOS = ((1,), ())
@@ -56,8 +59,12 @@ def prepare(checkpoint: Checkpoint, tokenizer: Any, texts: list[Path], **changes
     said: list[str] = []
     settings = {
         "sizes": SIZES, "sampled": 0.5, "window": 16, "context": 64, "special": BOS, "seed": 0, "message": said.append,
-    }  # fmt: skip
-    return prepare_calibration(checkpoint, tokenizer, texts, **(settings | changes))
+        "decoder": checkpoint.objective == "loss",
+    } | changes  # fmt: skip
+    message, special = settings.pop("message"), settings.pop("special")
+    start = Start(*special, True, "")
+    cut = cut_texts(tokenizer, CalibrationRequest(tuple(map(find_text, texts)), start=start, **settings))
+    return prepare_calibration(checkpoint, tokenizer, cut, special, message=message)
 
 
 def contents(part: parts.Part) -> list[tuple[int, ...]]:
@@ -339,13 +346,18 @@ def test_large_texts_are_read_in_pieces(
 
 
 def test_texts_are_checked_without_the_model(tokenizer: Any, write: Any) -> None:
-    settings: dict[str, Any] = {"sizes": SIZES, "window": 16, "context": 64, "special": BOS, "decoder": True}
-    check_texts(tokenizer, [write("t", text_of(300))], **settings)
-    check_texts(tokenizer, [], **settings)
+    def cut(*texts: Path) -> CutTexts:
+        files = tuple(map(find_text, texts))
+        return cut_texts(
+            tokenizer, CalibrationRequest(files, SIZES, window=16, context=64, start=Start(*BOS, True, ""))
+        )
+
+    assert [len(part) for part in cut(write("t", text_of(300))).sources[0].parts] == [5, 3, 12]
+    assert cut().sources == ()
     with pytest.raises(InputError, match="t has 299 tokens"):
-        check_texts(tokenizer, [write("t", text_of(299))], **settings)
+        cut(write("t", text_of(299)))
     with pytest.raises(InputError, match="cannot read text"):
-        check_texts(tokenizer, [Path("/nowhere/at/all")], **settings)
+        cut(Path("/nowhere/at/all"))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import number
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.source import Source, gguf_metadata
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.checkpoints.windows import special_tokens
@@ -90,7 +90,8 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
 def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]]) -> Start:
     """Measure the loss with and without the BOS token where that is undecided, and choose the smaller one.
 
-    Both losses are means over the same predicted tokens: those after the first token of each body.
+    Both losses are means over the same predicted tokens: those after the first token of each body. Bodies are shortened
+    so that they fit the context with the token.
 
     Args:
         start: an undecided start; a decided one is returned unchanged.
@@ -99,8 +100,13 @@ def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Ten
     """
     if start.candidate is None or checkpoint.objective != "loss":
         return Start(start.before, start.after, start.bos, start.reason)
+    longest = context_length(checkpoint.config)
+    room = None if longest is None else max(0, longest - 1 - len(start.before) - len(start.after))
+    bodies = [body[:room] for body in bodies[:MEASURED_WINDOWS] if len(body[:room]) > 1]
+    if not bodies:
+        return start.without_bos(start.candidate, "the windows are too short to measure which is better")
     losses: dict[bool, list[float]] = {True: [], False: []}
-    for body in bodies[:MEASURED_WINDOWS]:
+    for body in bodies:
         for bos in losses:
             prefix = [*([start.candidate] if bos else []), *start.before]
             ids = torch.tensor([[*prefix, *body.tolist(), *start.after]])

@@ -1,9 +1,7 @@
 """Cut a text into windows of equal length; if it has more windows than needed, draw some of them by a seed."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.tensor_record import TensorRecord
+from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
 from depthgauge.errors import InputError, require_count, require_seed
 
-WHOLE_BYTES = 4 * 2**20
-"""Texts up to this size are read completely; of a larger text only pieces are read."""
-_PIECE_BYTES = 64
-"""Bytes read per token of a window when only pieces are read; tokens are much shorter."""
+WINDOW = 512
+"""The longest window by default."""
+WINDOWS = 8
+"""The least number of windows by default: an interval over that many windows covers as often as it says."""
+SHORT_WINDOW = 64
+"""Windows are not made shorter than this in order to have more of them."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -26,7 +28,7 @@ class Windows(TensorRecord):
     """Windows of token ids and their origin.
 
     - `ids`: token ids, special tokens included
-    - `source`: path of the text, or `the built-in text`
+    - `source`: name of the text: its path, `path:field`, or `the built-in text`
     - `digest`: SHA-256 of the bytes that were read
     """
 
@@ -39,14 +41,25 @@ class Windows(TensorRecord):
         windows, n = self.ids.shape
         return {"source": self.source, "sha256": self.digest, "windows": windows, "window": n, "tokens": windows * n}
 
+    def with_first(self, token: int, after: int) -> "Windows":
+        """Return the windows with a token added at the start, and the last token of their text removed.
+
+        Args:
+            token: the token id to add.
+            after: number of special tokens at the end of every window, which stay.
+        """
+        n = self.ids.shape[1] - after
+        first = self.ids.new_full((len(self.ids), 1), token)
+        return Windows(torch.cat([first, self.ids[:, : n - 1], self.ids[:, n:]], dim=1), self.source, self.digest)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenizedText(TensorRecord):
     """The token ids of a text, or of pieces of a large text.
 
-    - `source`: path of the text, or `the built-in text`
+    - `source`: name of the text: its path, `path:field`, or `the built-in text`
     - `digest`: SHA-256 of the bytes that were read
-    - `pieces`: token ids of each piece, in the order of the text; one piece if the text was read at once
+    - `pieces`: token ids of each piece; one piece if the text was read at once
     - `complete`: whether the whole text was read
     """
 
@@ -69,25 +82,42 @@ class TokenizedText(TensorRecord):
         return torch.cat([piece[: len(piece) // length * length].view(-1, length)[:most] for piece in self.pieces])
 
 
-def tokenize_text(tokenizer: Any, text: str | Path | None, *, wanted: int, length: int, seed: int) -> TokenizedText:
-    """Read a text and convert it to token ids; of a text above `WHOLE_BYTES`, read about as much as is needed.
+def tokenize_text(
+    tokenizer: Any, text: str | Path | TextFile | None, *, wanted: int, length: int, seed: int
+) -> TokenizedText:
+    """Read a text and convert it to token ids; of a large text, read about as much as is needed.
 
     Args:
         tokenizer: the model's tokenizer.
-        text: path of a UTF-8 file; None means the built-in text.
+        text: the text, or what stands for it (see `find_text`); None means the built-in text.
         wanted: number of windows that will be cut; one piece per window is read from a large text.
         length: tokens per window without special tokens.
         seed: chooses the pieces.
     """
-    name, content, digest, complete = _read(text, wanted, length, seed)
+    found = find_text(text)
+    content = read_text(found, lambda chat: _chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed)
     with quiet():
-        pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content]
-    return TokenizedText(name, digest, tuple(torch.tensor(ids, dtype=torch.int64) for ids in pieces), complete)
+        pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content.pieces]
+    ids = tuple(torch.tensor(one, dtype=torch.int64) for one in pieces)
+    return TokenizedText(found.name, content.digest, ids, content.complete)
+
+
+def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
+    """Convert the messages of a chat to text by the tokenizer's chat template."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            "the tokenizer has no chat template; use the tokenizer of a chat model, or name a field with plain text"
+        )
+    try:
+        with quiet():
+            return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # templates raise errors of jinja2, KeyError, TypeError and others
+        raise InputError(f"the chat template failed: {' '.join(str(error).split())[:200]}") from error
 
 
 def read_windows(
     tokenizer: Any,
-    text: str | Path | None,
+    text: str | Path | TextFile | None,
     *,
     tokens: int,
     window: int | None,
@@ -99,9 +129,9 @@ def read_windows(
 
     Args:
         tokenizer: the model's tokenizer.
-        text: path of a UTF-8 file; None means the built-in text.
+        text: the text, or what stands for it (see `find_text`); None means the built-in text.
         tokens: total number of tokens to use; at least one window is used.
-        window: tokens per window, special tokens included; by default 512, or fewer if `context` or `tokens` is less.
+        window: tokens per window, special tokens included; by default `usual_window`.
         context: the longest window the model accepts, or None if unknown.
         seed: chooses the windows if the text has more than needed.
         special: token ids before and after every window; by default those that the tokenizer adds.
@@ -109,7 +139,7 @@ def read_windows(
     require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)
     if window is None:
-        window = min(512, context or 512, tokens)
+        window = usual_window(tokens, context)
     before, after = special_tokens(tokenizer) if special is None else special
     length = body_length(window, context, len(before) + len(after))
     wanted = max(1, tokens // window)
@@ -123,6 +153,19 @@ def read_windows(
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
     return Windows(surround(chosen, before, after), found.source, found.digest)
+
+
+def usual_window(tokens: int, context: int | None) -> int:
+    """Return the tokens per window where none is requested: `WINDOW`, or fewer so that there are `WINDOWS` windows.
+
+    Args:
+        tokens: total number of tokens to use.
+        context: the longest window the model accepts, or None if unknown.
+
+    >>> [usual_window(tokens, 8192) for tokens in (2**20, 2048, 256, 32)]
+    [512, 256, 64, 32]
+    """
+    return min(WINDOW, context or WINDOW, max(tokens // WINDOWS, SHORT_WINDOW), tokens)
 
 
 def body_length(window: int, context: int | None, around: int) -> int:
@@ -159,18 +202,33 @@ def surround(
 
 
 def drawn_windows(
-    tokenizer: Any, text: str | Path | None, *, windows: int, window: int, seed: int
+    tokenizer: Any, text: str | Path | TextFile | None, *, windows: int, window: int, seed: int
 ) -> Int[Tensor, "windows n"]:
     """Draw windows with random starts from a text; they may overlap, so a short text gives many samples."""
     before, after = special_tokens(tokenizer)
     length = window - len(before) - len(after)
-    name, content, *_ = _read(text, windows, length, seed)
-    with quiet():
-        ids = tokenizer(content[0], add_special_tokens=False)["input_ids"]
+    found = tokenize_text(tokenizer, text, wanted=windows, length=length, seed=seed)
+    ids = found.pieces[0]
     if len(ids) < length:
-        raise InputError(f"{name} has {len(ids)} tokens, but one window needs {length}; use a longer text")
+        raise InputError(f"{found.source} has {len(ids)} tokens, but one window needs {length}; use a longer text")
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return torch.tensor([[*before, *ids[start : start + length], *after] for start in starts])
+    return surround(torch.stack([ids[start : start + length] for start in starts]), before, after)
+
+
+def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:
+    """Raise if a token id has no row in the model's embedding.
+
+    Args:
+        checkpoint: the model.
+        ids: all token ids that it will read: windows of text, special tokens.
+    """
+    rows = int(checkpoint.model.get_input_embeddings().weight.shape[0])
+    largest = max((int(one.max()) for one in ids if one.numel()), default=0)
+    if largest >= rows:
+        raise CheckpointError(
+            f"the tokenizer of {checkpoint.name} gives token ids up to {largest}, but the embedding of the model has "
+            f"{rows} rows, for ids up to {rows - 1}; use the tokenizer that belongs to the model"
+        )
 
 
 def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -182,53 +240,3 @@ def special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
         if full[start : start + len(bare)] == bare:
             return full[:start], full[start + len(bare) :]
     return [], []
-
-
-def _read(text: str | Path | None, wanted: int, length: int, seed: int) -> tuple[str, list[str], str, bool]:
-    """Return the name of a text, its content, the digest of the bytes read, and whether the whole text was read.
-
-    The content is one string, or pieces of a large text.
-
-    Args:
-        text: path of the text; None means the built-in text.
-        wanted: number of pieces to read from a large text, one per window.
-        length: tokens per window without special tokens.
-        seed: chooses the pieces.
-    """
-    if text is None:
-        default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
-        return "the built-in text", [default.decode("utf-8")], hashlib.sha256(default).hexdigest(), True
-    path = Path(text)
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as handle:
-            complete = whole = size <= WHOLE_BYTES
-            if whole:
-                raw = [handle.read()]
-            else:
-                step = length * _PIECE_BYTES
-                places = torch.randperm(max(size // step, 1), generator=torch.Generator().manual_seed(seed))
-                complete = wanted > len(places)
-                raw = []
-                for place in sorted(places[:wanted].tolist()):
-                    handle.seek(place * step)
-                    raw.append(handle.read(step))
-    except OSError as error:
-        raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
-    digest = hashlib.sha256(b"".join(raw)).hexdigest()
-    return str(path), [_decode(piece, path, whole) for piece in raw], digest, complete
-
-
-def _decode(piece: bytes, path: Path, whole: bool) -> str:
-    """Decode UTF-8; from a piece, remove incomplete characters at both ends and the incomplete word at the start."""
-    try:
-        if whole:
-            return piece.decode("utf-8")
-        start = next((i for i in range(4) if piece[i : i + 1] and piece[i] & 0xC0 != 0x80), 0)
-        stop = max((i for i in range(1, 5) if len(piece) >= i and piece[-i] & 0xC0 == 0xC0), default=0)
-        text = piece[start : len(piece) - stop].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; convert it to UTF-8"
-        ) from error
-    return text.split(maxsplit=1)[-1] if text.split() else ""

@@ -19,6 +19,7 @@ from depthgauge.results.checkpoint_subject import (
 )
 from depthgauge.results.labels import SCORES, STOPPED, WHAT_IFS, unit
 from depthgauge.results.network_subject import Residual
+from depthgauge.results.verdicts import mean_caption
 
 _Value = Callable[[CheckpointHead], float | None]
 
@@ -100,15 +101,12 @@ def what_if_tables(subject: CheckpointSubject, width: int) -> Iterator[Renderabl
     title = f"What if: {unit(subject.model.objective)}"
     if subject.baseline is not None:
         title += f" (intact: {number(subject.baseline.loss)})"
-    text = subject.text
-    assert text is not None
     key = Column("layer", [str(layer.index) for layer in subject.layers])
     columns = [
         Column(WHAT_IFS[kind].label, [escape(_interval(layer.what_if.get(kind))) for layer in subject.layers])
         for kind in kinds
     ]
-    caption = f"Mean over {counted(text.windows, 'window')} of {text.window} tokens, with the 95 % bootstrap interval."
-    yield from stacked(title, key, columns, width, caption=caption)
+    yield from stacked(title, key, columns, width, caption=mean_caption(subject))
 
 
 def trust_tables(scores: Sequence[ScoreTrust], width: int) -> Iterator[RenderableType]:

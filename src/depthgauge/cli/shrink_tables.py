@@ -84,7 +84,7 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     increases = [escape(increase_text(text.increase, text.low, text.high)) for text in record.texts]
     columns.append(Column("increase" if record.objective == "loss" else "value", increases))
     caption = (
-        "On windows that nothing was fitted or selected on, with the 95 % bootstrap interval of the mean. Text of "
+        "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
         "another kind can lose more."
     )
     title = label.title[:1].upper() + label.title[1:]

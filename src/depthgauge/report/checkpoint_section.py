@@ -8,6 +8,7 @@ from depthgauge.report.markup import Table
 from depthgauge.report.page_parts import Part, head_part, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
+from depthgauge.results.verdicts import mean_caption
 
 
 def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
@@ -59,7 +60,7 @@ def what_if_part(subject: CheckpointSubject) -> Part | None:
     choices = tuple(_bars(layers, kind, measured) for kind in kinds)
     columns = ("layer", *(f"{WHAT_IFS[kind].label}{end}" for kind in kinds for end in ("", ", low", ", high")))
     rows = tuple((layer.index, *(end for kind in kinds for end in _ends(layer.what_if.get(kind)))) for layer in layers)
-    caption = "Mean over windows of text, with the 95 % bootstrap interval; layers are counted from 0."
+    caption = f"{mean_caption(subject)} Layers are counted from 0."
     table = Table(f"What if: {measured}", columns, rows)
     return Part("what-if", "What each layer is worth", caption, Chart(choices, 340, "What if"), table)
 

@@ -107,7 +107,7 @@ def text_part(record: ShrinkRecord) -> Part | None:
     )  # fmt: skip
     words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
     caption = (
-        "On windows that nothing was fitted or selected on, with the 95 % bootstrap interval of the mean. Text of "
+        "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
         "another kind can lose more."
     )
     table = Table(

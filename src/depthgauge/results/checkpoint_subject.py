@@ -38,8 +38,12 @@ class TextWindows(Record, frozen=True, kw_only=True):
     bos_reason: str | None = None
 
 
+LEAST_WINDOWS = 4
+"""A mean over fewer windows has no interval."""
+
+
 class Interval(Record, frozen=True, kw_only=True):
-    """A mean over windows and its 95 % bootstrap interval; a single window has no interval."""
+    """A mean over windows and its 95 % confidence interval; None if there are fewer than `LEAST_WINDOWS`."""
 
     loss: Number
     low: Measured

@@ -22,10 +22,12 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         samples: number of random inputs for a network (default 4).
         tokens: tokens per input of a network (default 128), or of text in total for a checkpoint (default 2048).
         radius: φ, the largest |entry| of a network's inputs (default 1); they are uniform in this box.
-        seed: seed of random inputs, of the choice of text windows and of bootstrap intervals (default 0).
+        seed: seed of random inputs and of the choice of text windows (default 0).
         input: safetensors file with a network's inputs (tensor `x`) instead of random ones.
-        text: text file to gauge a checkpoint on (default: a built-in text).
-        window: tokens per text window (default 512, or the model's context if that is shorter).
+        text: text file to gauge a checkpoint on (default: a built-in text); `data.jsonl:field` reads a field of a JSONL
+            file (default field: `text`, or `messages` for chats).
+        as_is: read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
+        window: tokens per text window (default: an eighth of `tokens`, from 64 to 512, at most the model's context).
         what_if: what-ifs to measure: `default`, `all`, `none`, or names separated by commas.
         bos: start every window with the BOS token: `yes`, `no` or `auto` (default), which does what the tokenizer or
             the GGUF metadata says and otherwise measures which is better.
@@ -52,8 +54,16 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     input: Annotated[
         str | None, _option("Read the inputs from this safetensors file instead (tensor `x`).", NETWORKS)
     ] = None
-    text: Annotated[str | None, _option("Text file to gauge on  [default: a built-in text].", CHECKPOINTS)] = None
-    window: Annotated[int | None, _option("Tokens per window of text  [default: 512].", CHECKPOINTS)] = None
+    text: Annotated[
+        str | None,
+        _option("Text file, or FILE.jsonl:FIELD, to gauge on  [default: a built-in text].", CHECKPOINTS),
+    ] = None
+    as_is: Annotated[
+        bool | None, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", CHECKPOINTS)
+    ] = None
+    window: Annotated[
+        int | None, _option("Tokens per window of text  [default: for 8 windows, from 64 to 512].", CHECKPOINTS)
+    ] = None
     what_if: Annotated[
         str | None,
         _option(

@@ -18,7 +18,7 @@ TERMS: Mapping[str, str] = {
     "refuted": "for every shallower network tried, an input was found on which it exceeds the tolerance",
     "undecided": "neither proved nor refuted; for statements: hidden constants, or no time left",
     "fold": "a run of layers replaced by one averaging layer",
-    "what-if": "the loss added when a part of one layer is skipped, with a 95 % bootstrap interval",
+    "what-if": "the loss added when a part of one layer is skipped, with its 95 % interval",
     "static error": "relative error of a head's output with the best fixed attention pattern",
     "repair": "refit of the weights that write into the residual stream, after blocks were removed",
     "certify windows": "text that nothing was fitted or selected on; the numbers of shrink are measured on it",

@@ -31,7 +31,9 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             `states` (distance of the final states, the only choice for encoders).
         no_repair: remove blocks without changing any weights.
         heal: after the repair, train this many steps towards the dense model's predictions.
-        text: text files to calibrate on; without one, text sampled from the model itself is used.
+        text: text files to calibrate on; `data.jsonl:field` reads a field of a JSONL file (default field: `text`, or
+            `messages` for chats). Without a text, text sampled from the model itself is used.
+        as_is: read the text files as plain text, even if they are JSONL, JSON, CSV or HTML.
         sampled: share of the calibration windows that are sampled from the model itself (default 0.5).
         window: tokens per window (default 512, with effort `quick` 256, or the model's context if that is shorter).
         bos: start every window with the BOS token: `yes`, `no` or `auto` (default).
@@ -65,8 +67,13 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     ] = None
     text: Annotated[
         tuple[str, ...] | None,
-        _option("Text file to calibrate on; repeat it for several  [default: text sampled from the model].", TEXT),
+        _option(
+            "Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the "
+            "model].",
+            TEXT,
+        ),
     ] = None
+    as_is: Annotated[bool | None, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", TEXT)] = None
     sampled: Annotated[
         float | None, _option("Share of calibration windows sampled from the model  [default: 0.5].", TEXT)
     ] = None

@@ -92,7 +92,7 @@ class PlanRecord(Record, frozen=True, kw_only=True):
 class LossRecord(Record, frozen=True, kw_only=True):
     """The objective of the dense and the shrunk model on the certify windows of the user's text (or the samples).
 
-    `low` and `high` are the ends of the 95 % bootstrap interval of `shrunk`.
+    `low` and `high` are the ends of the 95 % confidence interval of `shrunk`; None with fewer than 4 windows.
     """
 
     dense: Measured
@@ -104,7 +104,7 @@ class LossRecord(Record, frozen=True, kw_only=True):
 class TextRecord(Record, frozen=True, kw_only=True):
     """The objective on one kind of text, on windows that nothing was fitted or selected on.
 
-    `low` and `high` are the ends of the 95 % bootstrap interval of `increase`.
+    `low` and `high` are the ends of the 95 % confidence interval of `increase`; None with fewer than 4 windows.
     """
 
     kind: str

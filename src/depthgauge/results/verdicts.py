@@ -2,8 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from depthgauge._format import number
-from depthgauge.results.checkpoint_subject import Interval, MeasuredRemoval, RegimeDistance, ScoreTrust
+from depthgauge._format import counted, number
+from depthgauge.results.checkpoint_subject import (
+    LEAST_WINDOWS,
+    CheckpointSubject,
+    Interval,
+    MeasuredRemoval,
+    RegimeDistance,
+    ScoreTrust,
+)
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
 
@@ -79,6 +86,16 @@ def checkpoint_verdict(
             f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"
         )
     return "; ".join([f"{layers} layers", *parts])
+
+
+def mean_caption(subject: CheckpointSubject) -> str:
+    """Say over how many windows the what-ifs are means, and whether they have intervals."""
+    mean, text = "Mean over windows of text", subject.text
+    if text is not None:
+        mean = f"Mean over {counted(text.windows, 'window')} of {text.window} tokens"
+    if any(found.low is not None for layer in subject.layers for found in layer.what_if.values()):
+        return f"{mean}, with its 95 % confidence interval."
+    return f"{mean}; an interval needs {LEAST_WINDOWS} windows."
 
 
 def violates_printed_theorem(row: Sandwich, printed: PrintedTheorem) -> bool:

@@ -11,9 +11,7 @@ another part, even if a text repeats itself or two files are equal.
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -21,44 +19,18 @@ from torch import Tensor
 
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.tensor_record import TensorRecord
-from depthgauge.checkpoints.windows import body_length, surround, tokenize_text
-from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.checkpoints.windows import surround
+from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
-from depthgauge.surgery.distinct_windows import distinct_windows, drop_repeated
+from depthgauge.surgery.cut_texts import PARTS, CalibrationSizes, CutTexts, Kind
+from depthgauge.surgery.distinct_windows import drop_repeated
 from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
-Kind = Literal["text", "sampled", "built-in"]
 KINDS: tuple[Kind, ...] = ("text", "sampled", "built-in")
-PARTS = ("fit", "select", "certify")
-WINDOW = 512
-"""Tokens per window by default."""
-SHOWN_WINDOWS = 24
-"""The most sampled windows in the certify part where the guarantee is about the user's text."""
-SHOWN_SHARE = 5
-"""One sampled window for this many certify windows of text, at most `SHOWN_WINDOWS`."""
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
 SAMPLING_ROUNDS = 8
 """How often samples are drawn until enough of them are different."""
-
-
-@dataclass(frozen=True)
-class CalibrationSizes:
-    """Numbers of windows in the three parts."""
-
-    fit: int
-    select: int
-    certify: int
-
-    @property
-    def total(self) -> int:
-        """The number of windows in all parts."""
-        return self.fit + self.select + self.certify
-
-    def cut(self, windows: Int[Tensor, "windows n"]) -> list[Int[Tensor, "_ n"]]:
-        """Return the first `fit`, the next `select` and the next `certify` windows."""
-        ends = accumulate((self.fit, self.select, self.certify), initial=0)
-        return [windows[first:last] for first, last in pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -149,18 +121,13 @@ class Calibration(TensorRecord):
 def prepare_calibration(
     checkpoint: Checkpoint,
     tokenizer: Any,
-    texts: Sequence[Path],
-    *,
-    sizes: CalibrationSizes,
-    sampled: float = 0.5,
-    window: int | None = None,
-    context: int | None,
+    texts: CutTexts,
     special: tuple[Sequence[int], Sequence[int]],
-    seed: int = 0,
+    *,
     progress: Step = silent,
     message: Callable[[str], None],
 ) -> Calibration:
-    """Read and sample the windows of a shrink and split them at random into three disjoint parts.
+    """Sample the windows that do not come from texts, add the special tokens, and mix the windows of every part.
 
     - With texts, a share `sampled` of the fit and select windows is sampled from the model, and the rest is divided
       equally among the texts. The certify part has `sizes.certify` windows of the texts, divided equally, and up to
@@ -172,136 +139,54 @@ def prepare_calibration(
     Args:
         checkpoint: the dense model.
         tokenizer: its tokenizer.
-        texts: paths of UTF-8 files.
-        sizes: windows in each part.
-        sampled: share of sampled windows, from 0 to 1.
-        window: n, tokens per window, special tokens included; by default 512, or the context if that is shorter.
-        context: the longest window the model accepts, or None if unknown.
-        special: token ids before and after every window of a text; samples start with the first of the two.
-        seed: the same seed gives the same split and, on the same device, the same samples.
+        texts: the windows of the texts, already in three parts.
+        special: token ids before and after every window of a text, as decided; samples start with the first of the two.
         progress: called while windows are sampled.
         message: called with a sentence for each thing that differs from the request.
 
     Raises:
-        InputError: A text cannot be read or is too short for three parts, or a number is out of range.
+        InputError: The model repeats itself, so that there are not enough different samples.
     """
-    decoder = checkpoint.objective == "loss"
-    if not decoder and sampled > 0:
-        used = "the text alone is used" if texts else "the built-in text is used"
+    request = texts.request
+    if not request.decoder and request.sampled > 0:
+        used = "the text alone is used" if request.texts else "the built-in text is used"
         message(f"{checkpoint.name} is not a causal language model, so it cannot be sampled: {used}")
-    request = _Request(tuple(texts), sizes, sampled if decoder else 0.0, window, context, special, seed, decoder)
-    found = _read_texts(tokenizer, request, message)
+    if texts.window < request.usual_window:
+        message(
+            f"the built-in text is too short for windows of {request.usual_window} tokens, so they have "
+            f"{texts.window}; give a longer text with --text"
+        )
+    found = _Found(texts, special, set(texts.seen))
+    for source in texts.sources:
+        found.add(source.kind, source.name, source.digest, [found.surrounded(part) for part in source.parts])
     if request.samples.total:
         found.add_samples(checkpoint, ordinary_tokens(checkpoint, tokenizer), progress)
-    if texts or decoder:
-        found.add_built_in(tokenizer, message)
+    if request.texts or request.decoder:
+        found.add_built_in(message)
     return found.calibration()
-
-
-def check_texts(
-    tokenizer: Any,
-    texts: Sequence[Path],
-    *,
-    sizes: CalibrationSizes,
-    sampled: float = 0.5,
-    window: int | None = None,
-    context: int | None,
-    special: tuple[Sequence[int], Sequence[int]],
-    seed: int = 0,
-    decoder: bool,
-) -> None:
-    """Raise the errors about texts and numbers that `prepare_calibration` would raise, before the weights are loaded.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        texts: as in `prepare_calibration`, like all arguments that are not explained here.
-        sizes: windows in each part.
-        sampled: share of sampled windows.
-        window: tokens per window.
-        context: the longest window the model accepts.
-        special: token ids before and after every window.
-        seed: the seed of the split.
-        decoder: whether the model is a causal language model.
-    """
-    request = _Request(tuple(texts), sizes, sampled if decoder else 0.0, window, context, special, seed, decoder)
-    _read_texts(tokenizer, request, lambda sentence: None)
-
-
-@dataclass(frozen=True)
-class _Request:
-    """The checked arguments of `prepare_calibration`."""
-
-    texts: tuple[Path, ...]
-    sizes: CalibrationSizes
-    sampled: float
-    window: int | None
-    context: int | None
-    special: tuple[Sequence[int], Sequence[int]]
-    seed: int
-    decoder: bool
-
-    def __post_init__(self) -> None:
-        require_seed(self.seed)
-        for part in PARTS:
-            require_count(part, getattr(self.sizes, part), f"the number of windows in the {part} part")
-        if not 0 <= self.sampled <= 1:
-            raise InputError(
-                f"sampled must be a number from 0 to 1, got {self.sampled}; it is the share of windows that are "
-                "sampled from the model"
-            )
-        if self.decoder and not self.texts and self.sampled == 0:
-            raise InputError("sampled is 0 and there is no text; give a text with --text or leave --sampled out")
-        resolved = [text.resolve() for text in self.texts]
-        for text, path in zip(self.texts, resolved, strict=True):
-            if resolved.count(path) > 1:
-                raise InputError(f"the text {text} is given twice; give every file once")
-        mixed = len(self.texts) * (self.sampled < 1) + (self.sampled > 0)
-        for part, least in zip(PARTS, (mixed, mixed, len(self.texts)), strict=True):
-            if getattr(self.sizes, part) < least:
-                raise InputError(
-                    f"{part} must be at least {least}, got {getattr(self.sizes, part)}; the {part} part has a window "
-                    "of every source"
-                )
-
-    @property
-    def samples(self) -> CalibrationSizes:
-        """The number of sampled windows in each part."""
-        if not self.decoder:
-            return CalibrationSizes(0, 0, 0)
-        if not self.texts:
-            return self.sizes
-        shown = min(SHOWN_WINDOWS, -(-self.sizes.certify // SHOWN_SHARE))
-        return CalibrationSizes(self._sampled_of(self.sizes.fit), self._sampled_of(self.sizes.select), shown)
-
-    def _sampled_of(self, windows: int) -> int:
-        """Return how many of these windows are sampled: one at least, and one at least of each text, if not 0 or 1."""
-        if self.sampled in (0, 1):
-            return int(self.sampled * windows)
-        return min(max(1, round(self.sampled * windows)), windows - len(self.texts))
-
-    def of_text(self, index: int) -> CalibrationSizes:
-        """Return the number of windows of a text in each part; the first texts get the remainder of the division."""
-        count = len(self.texts)
-        fit, select = (windows - self._sampled_of(windows) for windows in (self.sizes.fit, self.sizes.select))
-        return CalibrationSizes(*((all_ + count - 1 - index) // count for all_ in (fit, select, self.sizes.certify)))
 
 
 @dataclass
 class _Found:
     """The windows found so far.
 
-    - `request`: what was asked
-    - `window`: n, tokens per window
+    - `texts`: the windows of the texts, without special tokens
+    - `special`: token ids before and after every window
     - `seen`: the contents of the windows of all sources
     - `sources`: the sources so far
     - `windows`: per source, its windows in each part
     """
 
-    request: _Request
-    window: int
+    texts: CutTexts
+    special: tuple[Sequence[int], Sequence[int]]
     seen: set[bytes]
     sources: list[SourceInfo] = field(default_factory=list)
     windows: list[list[Tensor]] = field(default_factory=list)
+
+    def surrounded(self, bodies: Int[Tensor, "windows length"]) -> Int[Tensor, "windows n"]:
+        """Add the special tokens; the ends of the windows make room for them."""
+        before, after = self.special
+        return surround(bodies[:, : self.texts.window - len(before) - len(after)], before, after)
 
     def add(self, kind: Kind, name: str, digest: str, parts: list[Tensor]) -> None:
         """Add a source with its windows in each part."""
@@ -311,40 +196,41 @@ class _Found:
 
     def add_samples(self, checkpoint: Checkpoint, starts: list[int], progress: Step) -> None:
         """Sample windows from the model; draw again in place of windows that repeat."""
-        sizes, before = self.request.samples, self.request.special[0]
-        made = torch.empty(0, self.window, dtype=torch.int64)
+        request, window, before = self.texts.request, self.texts.window, self.special[0]
+        sizes = request.samples
+        made = torch.empty(0, window, dtype=torch.int64)
         for turn in range(SAMPLING_ROUNDS):
             drawn = sample_windows(
                 checkpoint,
                 windows=sizes.total - len(made),
-                window=self.window,
+                window=window,
                 before=before,
-                seed=_derived_seed(self.request.seed, f"samples {turn}"),
+                seed=_derived_seed(request.seed, f"samples {turn}"),
                 starts=starts,
                 progress=progress,
             )
-            fresh = drop_repeated(drawn[:, len(before) :], self.seen)
+            fresh = drop_repeated(drawn[:, len(before) :], self.seen, self.texts.compared)
             made = torch.cat([made, surround(fresh, before, ())])
             if len(made) == sizes.total:
                 digest = hashlib.sha256(made.numpy().tobytes()).hexdigest()
                 self.add("sampled", f"sampled from {checkpoint.name}", digest, sizes.cut(made))
                 return
         raise InputError(
-            f"{sizes.total} different windows of {self.window} tokens are needed, but {checkpoint.name} repeats itself "
+            f"{sizes.total} different windows of {window} tokens are needed, but {checkpoint.name} repeats itself "
             f"and gave {len(made)}; use a larger --window or a text with --text and --sampled 0"
         )
 
-    def add_built_in(self, tokenizer: Any, message: Callable[[str], None]) -> None:
+    def add_built_in(self, message: Callable[[str], None]) -> None:
         """Add windows of the built-in text to the certify part."""
-        before, after = self.request.special
-        length = self.window - len(before) - len(after)
-        text = tokenize_text(tokenizer, None, wanted=BUILT_IN_WINDOWS, length=length, seed=self.request.seed)
-        bodies = drop_repeated(text.bodies(length), self.seen)[:BUILT_IN_WINDOWS]
+        source = self.texts.built_in
+        bodies = drop_repeated(source.parts[-1], self.seen, self.texts.compared)[:BUILT_IN_WINDOWS]
         if not len(bodies):
-            message(f"the built-in text is left out: it has no window of {self.window} tokens beyond the other texts")
+            message(
+                f"the built-in text is left out: it has no window of {self.texts.window} tokens beyond the other texts"
+            )
             return
-        ids = surround(bodies, before, after)
-        self.add("built-in", text.source, text.digest, CalibrationSizes(0, 0, len(ids)).cut(ids))
+        parts = CalibrationSizes(0, 0, len(bodies)).cut(self.surrounded(bodies))
+        self.add(source.kind, source.name, source.digest, parts)
 
     def calibration(self) -> Calibration:
         """Mix the sources in every part, in random order."""
@@ -353,45 +239,11 @@ class _Found:
         for index, name in enumerate(PARTS):
             ids = [windows[index] for windows in self.windows]
             source = torch.cat([torch.full((len(one),), number) for number, one in enumerate(ids)])
-            generator = torch.Generator().manual_seed(_derived_seed(self.request.seed, name))
+            generator = torch.Generator().manual_seed(_derived_seed(self.texts.request.seed, name))
             order = torch.randperm(len(source), generator=generator)
             parts.append(Part(torch.cat(ids)[order], source[order], kinds))
         fit, select, certify = parts
-        return Calibration(tuple(self.sources), fit, select, certify, self.window, self.request.seed)
-
-
-def _read_texts(tokenizer: Any, request: _Request, message: Callable[[str], None]) -> _Found:
-    """Read the windows of the user's texts, or of the built-in text for a model that has no other."""
-    window = min(WINDOW, request.context or WINDOW) if request.window is None else request.window
-    before, after = request.special
-    around = len(before) + len(after)
-    length = body_length(window, request.context, around)
-    seen: set[bytes] = set()
-    built_in = not request.texts and not request.decoder
-    if not request.texts and not built_in:
-        return _Found(request, window, seen)
-    sizes = [request.sizes] if built_in else [request.of_text(index) for index in range(len(request.texts))]
-    drawn = distinct_windows(
-        tokenizer,
-        [None] if built_in else request.texts,
-        [one.total for one in sizes],
-        length=length,
-        around=around,
-        seed=request.seed,
-        seen=seen,
-        may_shorten=built_in,
-    )
-    used = drawn[0].bodies.shape[1] + around
-    if used < window:
-        message(
-            f"the built-in text is too short for windows of {window} tokens, so they have {used}; give a longer text "
-            "with --text"
-        )
-    found = _Found(request, used, seen)
-    for text, one in zip(drawn, sizes, strict=True):
-        parts = one.cut(surround(text.bodies, before, after))
-        found.add("built-in" if built_in else "text", text.source, text.digest, parts)
-    return found
+        return Calibration(tuple(self.sources), fit, select, certify, self.texts.window, self.texts.request.seed)
 
 
 def _derived_seed(seed: int, purpose: str) -> int:

@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.bootstrap import bootstrap
 from depthgauge.checkpoints.load import measured_part
+from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
@@ -104,15 +104,15 @@ def measure_windows(
     return Measured(distance, distance, None, final)
 
 
-def text_records(calibration: Calibration, dense: Measured, shrunk: Measured, seed: int) -> tuple[TextRecord, ...]:
-    """Return the increase on every source of text, with 95 % bootstrap intervals."""
+def text_records(calibration: Calibration, dense: Measured, shrunk: Measured) -> tuple[TextRecord, ...]:
+    """Return the increase on every source of text, with 95 % intervals."""
     found = []
     for index, source in enumerate(calibration.sources):
         chosen = calibration.certify.source == index
         if not bool(chosen.any()):
             continue
         before, after = dense.losses[chosen], shrunk.losses[chosen]
-        interval = bootstrap((after - before).tolist(), seed)
+        interval = mean_interval((after - before).tolist())
         found.append(
             TextRecord(
                 kind=source.kind,
@@ -120,7 +120,7 @@ def text_records(calibration: Calibration, dense: Measured, shrunk: Measured, se
                 windows=len(before),
                 dense=float(before.mean()),
                 shrunk=float(after.mean()),
-                increase=interval.mean,
+                increase=interval.loss,
                 low=interval.low,
                 high=interval.high,
             )
@@ -134,12 +134,12 @@ def guaranteed(calibration: Calibration) -> Tensor:
     return torch.tensor(kinds)[calibration.certify.source]
 
 
-def loss_record(calibration: Calibration, dense: Measured, shrunk: Measured, seed: int) -> LossRecord:
+def loss_record(calibration: Calibration, dense: Measured, shrunk: Measured) -> LossRecord:
     """Return the mean losses on the windows that the guarantee is about."""
     chosen = guaranteed(calibration)
-    interval = bootstrap(shrunk.losses[chosen].tolist(), seed)
+    interval = mean_interval(shrunk.losses[chosen].tolist())
     return LossRecord(
-        dense=float(dense.losses[chosen].mean()), shrunk=interval.mean, low=interval.low, high=interval.high
+        dense=float(dense.losses[chosen].mean()), shrunk=interval.loss, low=interval.low, high=interval.high
     )
 
 

@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge.checkpoints.tensor_record import TensorRecord
+from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import TokenizedText, tokenize_text
 from depthgauge.errors import InputError
 
@@ -24,7 +24,7 @@ _REREADS = (1, 4, 16)
 class DistinctWindows(TensorRecord):
     """Windows of one text, without special tokens, in random order.
 
-    - `source`: path of the text, or `the built-in text`
+    - `source`: name of the text
     - `digest`: SHA-256 of the bytes that were read
     - `bodies`: token ids
     """
@@ -36,11 +36,12 @@ class DistinctWindows(TensorRecord):
 
 def distinct_windows(
     tokenizer: Any,
-    texts: Sequence[Path | None],
+    texts: Sequence[TextFile],
     needed: Sequence[int],
     *,
     length: int,
     around: int,
+    spare: int = 0,
     seed: int,
     seen: set[bytes],
     may_shorten: bool = False,
@@ -49,10 +50,11 @@ def distinct_windows(
 
     Args:
         tokenizer: the model's tokenizer.
-        texts: paths of UTF-8 files; None means the built-in text.
+        texts: the texts.
         needed: number of windows of each text.
         length: tokens per window without special tokens.
         around: special tokens per window, for the error message.
+        spare: number of tokens at the end of a window that are not compared.
         seed: chooses the windows.
         seen: contents that may not be used; the contents of all windows of the texts are added.
         may_shorten: if a text is too short, use the longest windows that give enough of them.
@@ -60,16 +62,18 @@ def distinct_windows(
     Raises:
         InputError: A text is too short; the message gives the longest window that would work.
     """
-    found = [_read(tokenizer, text, count, length, seed, seen) for text, count in zip(texts, needed, strict=True)]
-    fresh = _fresh(found, length, set(seen))
+    found = [
+        _read(tokenizer, text, count, length, seed, seen, spare) for text, count in zip(texts, needed, strict=True)
+    ]
+    fresh = _fresh(found, length, set(seen), spare)
     short = [index for index, (bodies, count) in enumerate(zip(fresh, needed, strict=True)) if len(bodies) < count]
     if short:
-        longest = _longest(found, needed, length, seen)
+        longest = _longest(found, needed, length, seen, spare)
         if longest is None or not may_shorten:
             index = short[0]
             raise _too_short(found[index], len(fresh[index]), needed[index], length, around, longest)
         length = longest
-    fresh = _fresh(found, length, seen)
+    fresh = _fresh(found, length, seen, spare)
     chosen = [
         bodies[torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))[:count]]
         for bodies, count in zip(fresh, needed, strict=True)
@@ -77,10 +81,16 @@ def distinct_windows(
     return [DistinctWindows(text.source, text.digest, bodies) for text, bodies in zip(found, chosen, strict=True)]
 
 
-def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes]) -> Int[Tensor, "kept n"]:
-    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`."""
+def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
+    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
+
+    Args:
+        windows: token ids.
+        seen: contents that were used before.
+        compared: number of tokens of a window, from its start, that are its content.
+    """
     kept = []
-    for index, row in enumerate(windows.contiguous().numpy()):
+    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
         content = hashlib.sha256(row.tobytes()).digest()
         if content not in seen:
             seen.add(content)
@@ -88,21 +98,25 @@ def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes]) -> Int[Te
     return windows[kept]
 
 
-def _read(tokenizer: Any, text: Path | None, needed: int, length: int, seed: int, seen: set[bytes]) -> TokenizedText:
+def _read(
+    tokenizer: Any, text: TextFile, needed: int, length: int, seed: int, seen: set[bytes], spare: int
+) -> TokenizedText:
     """Tokenize a text; if the windows of a large text repeat, read more of it."""
     for factor in _REREADS:
         found = tokenize_text(tokenizer, text, wanted=factor * needed, length=length, seed=seed)
-        if found.complete or len(drop_repeated(found.bodies(length), set(seen))) >= needed:
+        if found.complete or len(drop_repeated(found.bodies(length), set(seen), length - spare)) >= needed:
             break
     return found
 
 
-def _fresh(texts: Sequence[TokenizedText], length: int, seen: set[bytes]) -> list[Tensor]:
+def _fresh(texts: Sequence[TokenizedText], length: int, seen: set[bytes], spare: int) -> list[Tensor]:
     """Return the windows of each text that occur neither in `seen` nor before in the texts."""
-    return [drop_repeated(text.bodies(length), seen) for text in texts]
+    return [drop_repeated(text.bodies(length), seen, length - spare) for text in texts]
 
 
-def _longest(texts: Sequence[TokenizedText], needed: Sequence[int], length: int, seen: set[bytes]) -> int | None:
+def _longest(
+    texts: Sequence[TokenizedText], needed: Sequence[int], length: int, seen: set[bytes], spare: int
+) -> int | None:
     """Return the greatest length below `length` at which every text has enough windows, or None if there is none.
 
     Where windows do not repeat, ⌊tokens/needed⌋ is the answer. Where they repeat, shorter lengths are tried in steps of
@@ -110,7 +124,7 @@ def _longest(texts: Sequence[TokenizedText], needed: Sequence[int], length: int,
     """
     trial = min(length - 1, *(text.tokens // count for text, count in zip(texts, needed, strict=True)))
     while trial >= LEAST_BODY:
-        fresh = _fresh(texts, trial, set(seen))
+        fresh = _fresh(texts, trial, set(seen), spare)
         if all(len(bodies) >= count for bodies, count in zip(fresh, needed, strict=True)):
             return trial
         trial -= max(1, trial // 50)

@@ -1,6 +1,6 @@
 """Combine what was found about a checkpoint, window by window, into the record of the result.
 
-Every statistic of the result, bootstrap intervals and rank correlations included, is computed here and only here.
+Every statistic of the result, intervals and rank correlations included, is computed here and only here.
 """
 
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge.checkpoints.bootstrap import bootstrap
 from depthgauge.checkpoints.circuits import CircuitSizes
 from depthgauge.checkpoints.head_statistics import STATIC, HeadStatistics, combine
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.removal import MeasuredDepth
 from depthgauge.checkpoints.scores import spearman
@@ -53,7 +53,6 @@ class Findings:
     """
 
     checkpoint: Checkpoint
-    seed: int
     weights: Sequence[Sequence[CircuitSizes]]
     notes: Sequence[str] = field(default_factory=list)
     windows: Windows | None = None
@@ -69,7 +68,7 @@ def subject_record(findings: Findings) -> CheckpointSubject:
     what_ifs = {kind: _what_ifs(findings, kind) for kind in findings.kinds}
     scores = _scores(findings)
     trust = _trust(scores, what_ifs, L)
-    removal = None if findings.measured is None else _removal(findings.measured, findings.seed)
+    removal = None if findings.measured is None else _removal(findings.measured)
     distance = None
     if findings.weights:
         distance = msgspec.convert(regime(findings.weights).to_json(), RegimeDistance)
@@ -96,23 +95,16 @@ def _text(findings: Findings) -> TextWindows | None:
     return msgspec.convert(document, TextWindows)
 
 
-def _interval(values: Sequence[float], seed: int) -> Interval:
-    found = bootstrap(values, seed)
-    return Interval(loss=found.mean, low=found.low, high=found.high)
-
-
 def _baseline(findings: Findings) -> Interval | None:
     """Return the loss of the intact model; an encoder has none."""
     losses = [window["observed"]["loss"] for window in findings.found]
-    return None if not losses or losses[0] is None else _interval(losses, findings.seed)
+    return None if not losses or losses[0] is None else mean_interval(losses)
 
 
 def _what_ifs(findings: Findings, kind: str) -> dict[int, Interval]:
     """Return the cost of one what-if by layer."""
     layers = len(findings.found[0][kind])
-    return {
-        layer: _interval([window[kind][layer] for window in findings.found], findings.seed) for layer in range(layers)
-    }
+    return {layer: mean_interval([window[kind][layer] for window in findings.found]) for layer in range(layers)}
 
 
 def _scores(findings: Findings) -> dict[str, list[float]]:
@@ -137,10 +129,10 @@ def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interva
     return rows
 
 
-def _removal(measured: MeasuredDepth, seed: int) -> MeasuredRemoval:
+def _removal(measured: MeasuredDepth) -> MeasuredRemoval:
     steps = []
     for step in measured.steps:
-        found = _interval(step.losses, seed)
+        found = mean_interval(step.losses)
         steps.append(RemovalStep(removed=step.layer, loss=found.loss, low=found.low, high=found.high))
     last = {"loss": steps[-1].loss, "low": steps[-1].low, "high": steps[-1].high} if steps else {}
     return MeasuredRemoval(

@@ -7,6 +7,7 @@ from typing import Any
 from depthgauge._io import check_outputs, write_text
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.text_files import split_field
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
@@ -87,7 +88,8 @@ def gauge(
     if report is not None:
         plotly_code()  # raises now if the extra is missing
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
-        inputs = {"TARGET": found.path, "--input": asked.input, "--text": asked.text}
+        text = None if asked.text is None else split_field(asked.text)[0]
+        inputs = {"TARGET": found.path, "--input": asked.input, "--text": text}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             settings, subject = gauge_checkpoint(found, asked, tokenizer, journal, progress, message)

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import msgspec
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -37,6 +37,7 @@ from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedil
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.source import Source, find, weight_files
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
     available,
     chosen_kinds,
@@ -46,7 +47,7 @@ from depthgauge.checkpoints.what_if import (
     passes,
     what_if,
 )
-from depthgauge.checkpoints.windows import Windows, read_windows
+from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.measures.residuals import residual_sizes
 from depthgauge.progress import Step
@@ -107,16 +108,15 @@ def gauge_checkpoint(
         if tokenizer is None:
             raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
         start = plan_start(options.bos or "auto", source, tokenizer)
-        cut = partial(
-            read_windows,
+        windows = read_windows(
             tokenizer,
-            options.text,
+            find_text(options.text, bool(options.as_is)),
             tokens=tokens,
             window=options.window,
             context=context_length(config),
             seed=seed,
+            special=(start.before, start.after),
         )
-        windows = cut(special=(start.before, start.after))
     settings = _settings(target, options, seed, kinds, windows)
     files = weights_digest(target.model) if source is None else _files(source)
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
@@ -130,9 +130,11 @@ def gauge_checkpoint(
         run = _Run(checkpoint, settings, journal, progress, message)
         if windows is None:
             return settings, subject_record(run.weights_only())
-        decided = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in windows.ids])
+        require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+        n = windows.ids.shape[1]
+        decided = measure_start(start, checkpoint, list(windows.ids[:, len(start.before) : n - len(start.after)]))
         if decided.before != start.before:
-            windows = cut(special=(decided.before, decided.after))
+            windows = windows.with_first(decided.before[0], len(start.after))
         return settings, subject_record(run.on_text(windows, kinds, decided))
 
 
@@ -180,7 +182,7 @@ class _Run:
     def weights_only(self) -> Findings:
         """Read the weights and no text."""
         weights, notes = self._weights()
-        return Findings(self.checkpoint, self.settings.seed or 0, weights, notes=notes)
+        return Findings(self.checkpoint, weights, notes=notes)
 
     def on_text(self, windows: Windows, kinds: tuple[str, ...], start: Start) -> Findings:
         """Observe every window, measure the what-ifs, and remove layers if requested."""
@@ -204,7 +206,6 @@ class _Run:
         found = [self._known(index) for index in range(len(texts))]
         return Findings(
             checkpoint,
-            self.settings.seed or 0,
             weights,
             notes,
             windows=windows,

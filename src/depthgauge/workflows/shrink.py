@@ -10,6 +10,7 @@ from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
@@ -207,7 +208,7 @@ def _settings(
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
     """Return option → path of everything that is read and that no output may replace."""
     path = model if isinstance(model, str | Path) else None
-    return {"MODEL": path, **{f"--text {text}": text for text in settings.text or ()}}
+    return {"MODEL": path, **{f"--text {text}": split_field(text)[0] for text in settings.text or ()}}
 
 
 def _prepare(

@@ -69,7 +69,7 @@ class Finished:
             shrunk: the shrunk model on the certify windows.
             out: where it was written, or None.
         """
-        subject, made, seed = self.subject, self.made, self.subject.settings.seed or 0
+        subject, made = self.subject, self.made
         checkpoint, source = subject.checkpoint, subject.checkpoint.source
         limit, kind = subject.settings.max_increase, subject.settings.guarantee or QUANTILE
         certifier = certifier_of(subject, self.calibration, made.dense)
@@ -83,8 +83,8 @@ class Finished:
             layers_after=checkpoint.layers - len(made.plan.removed),
             removed=made.plan.removed,
             repaired=any(step.step for step in made.repair),
-            loss=loss_record(self.calibration, made.dense, shrunk, seed),
-            texts=text_records(self.calibration, made.dense, shrunk, seed),
+            loss=loss_record(self.calibration, made.dense, shrunk),
+            texts=text_records(self.calibration, made.dense, shrunk),
             guarantee=guarantee,
             speed=SpeedRecord(
                 prefill=speed.prefill,

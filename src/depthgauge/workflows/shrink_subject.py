@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,14 @@ from depthgauge.checkpoints.load import (
 )
 from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.text_files import find_text
+from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
 from depthgauge.progress import Step
 from depthgauge.results.shrink_options import EFFORTS, GUARANTEES, OBJECTIVES, ShrinkOptions
 from depthgauge.results.shrink_record import CalibrationRecord, PlanRecord, SourceRecord
-from depthgauge.surgery.calibration import Calibration, CalibrationSizes, check_texts, prepare_calibration
+from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.effort import Effort, effort
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.guarantee import windows_needed
@@ -51,6 +54,7 @@ class Subject:
     - `files`: SHA-256 of the weight files by name; empty for a model from memory
     - `stored`: dtype of the stored weights, in which the result is written; None keeps the dtype of the loaded ones
     - `start`: the special tokens around every window
+    - `texts`: the windows of the texts, without special tokens
     """
 
     checkpoint: Checkpoint
@@ -59,6 +63,7 @@ class Subject:
     files: dict[str, str]
     stored: torch.dtype | None
     start: Start
+    texts: CutTexts
 
     @property
     def decoder(self) -> bool:
@@ -71,20 +76,10 @@ class Subject:
         return effort_of(self.settings)
 
     def calibrate(self, progress: Step, message: Callable[[str], None]) -> Calibration:
-        """Read and sample the calibration windows."""
-        settings, sizes = self.settings, self.effort
+        """Sample calibration windows, and add those of the texts."""
+        special = (self.start.before, self.start.after)
         return prepare_calibration(
-            self.checkpoint,
-            self.tokenizer,
-            [Path(text) for text in settings.text or ()],
-            sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
-            sampled=SAMPLED if settings.sampled is None else settings.sampled,
-            window=window_of(settings, self.checkpoint.config),
-            context=context_length(self.checkpoint.config),
-            special=(self.start.before, self.start.after),
-            seed=settings.seed or 0,
-            progress=progress,
-            message=message,
+            self.checkpoint, self.tokenizer, self.texts, special, progress=progress, message=message
         )
 
     def calibration_record(self, calibration: Calibration) -> CalibrationRecord:
@@ -227,7 +222,7 @@ def open_subject(
     check(source)
     tokenizer = load_tokenizer(source, placement)
     start = plan_start(settings.bos or "auto", source, tokenizer)
-    _check_texts(tokenizer, settings, config, start, decoder)
+    texts = _cut_texts(tokenizer, settings, config, start, decoder)
     files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {model}; make a new plan")
@@ -236,7 +231,7 @@ def open_subject(
     require_supported(checkpoint)
     _require_in_memory(checkpoint.model, settings, str(model))
     stored = None if settings.dtype or source.gguf else stored_dtype(config, source)
-    subject = Subject(checkpoint, tokenizer, settings, files, stored, start)
+    subject = Subject(checkpoint, tokenizer, settings, files, stored, start, texts)
     return _decided(subject, message)
 
 
@@ -272,8 +267,8 @@ def _from_memory(
         parse_remove(settings.remove, checkpoint.layers, checkpoint.name)
     check(None)
     start = plan_start(settings.bos or "auto", None, tokenizer)
-    _check_texts(tokenizer, settings, checkpoint.config, start, checkpoint.objective == "loss")
-    return _decided(Subject(checkpoint, tokenizer, settings, {}, None, start), lambda sentence: None)
+    texts = _cut_texts(tokenizer, settings, checkpoint.config, start, checkpoint.objective == "loss")
+    return _decided(Subject(checkpoint, tokenizer, settings, {}, None, start, texts), lambda sentence: None)
 
 
 def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
@@ -296,43 +291,29 @@ def _check_kind(settings: ShrinkOptions, decoder: bool, name: str) -> None:
         raise InputError(f"objective {settings.objective} needs a language model, and {name} is none; use states")
 
 
-def _check_texts(tokenizer: Any, settings: ShrinkOptions, config: Any, start: Start, decoder: bool) -> None:
+def _cut_texts(tokenizer: Any, settings: ShrinkOptions, config: Any, start: Start, decoder: bool) -> CutTexts:
+    """Read the texts and cut them into windows; nothing here needs the weights."""
     sizes = effort_of(settings)
-    check_texts(
-        tokenizer,
-        [Path(text) for text in settings.text or ()],
-        sizes=CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
+    request = CalibrationRequest(
+        tuple(find_text(text, bool(settings.as_is)) for text in settings.text or ()),
+        CalibrationSizes(sizes.fit, sizes.select, sizes.certify),
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=window_of(settings, config),
         context=context_length(config),
-        special=(start.before, start.after),
+        start=start,
         seed=settings.seed or 0,
         decoder=decoder,
     )
+    return cut_texts(tokenizer, request)
 
 
 def _decided(subject: Subject, message: Callable[[str], None]) -> Subject:
-    """Decide about the BOS token where it must be measured: on samples of the user's text or the built-in text."""
-    start = subject.start
-    if start.candidate is not None and subject.decoder:
-        from depthgauge.checkpoints.windows import read_windows
-
-        texts = subject.settings.text or (None,)
-        windows = read_windows(
-            subject.tokenizer,
-            texts[0],
-            tokens=3 * 256,
-            window=256 if (context_length(subject.checkpoint.config) or 256) >= 256 else None,
-            context=context_length(subject.checkpoint.config),
-            seed=subject.settings.seed or 0,
-            special=(start.before, start.after),
-        )
-        bodies = [ids[len(start.before) :] for ids in windows.ids]
-        start = measure_start(start, subject.checkpoint, bodies)
+    """Decide about the BOS token where it must be measured: on windows that are not in the certify part."""
+    require_rows(subject.checkpoint, subject.texts.ids)
+    start = measure_start(subject.start, subject.checkpoint, subject.texts.measured)
+    if subject.start.candidate is not None and subject.decoder:
         message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-    else:
-        start = Start(start.before, start.after, start.bos, start.reason)
-    return Subject(subject.checkpoint, subject.tokenizer, subject.settings, subject.files, subject.stored, start)
+    return replace(subject, start=start)
 
 
 def _require_in_memory(model: Any, settings: ShrinkOptions, name: str) -> None:

@@ -1,0 +1,255 @@
+"""Find and read texts: plain text, one field of a JSONL file, or the built-in text.
+
+A file whose markup would be measured as text (JSON, CSV, HTML) is refused, unless it is requested as it is.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from depthgauge.checkpoints.json_lines import default_field, document_of, lines_between, parse_line
+from depthgauge.errors import InputError
+
+WHOLE_BYTES = 4 * 2**20
+"""Texts up to this size are read completely; of a larger text only pieces are read."""
+_PIECE_BYTES = 64
+"""Bytes read per token of a window when only pieces are read; tokens are much shorter."""
+_ENOUGH = 16
+"""Characters per token of a window that the documents of a piece of a JSONL file have at least."""
+JSONL = (".jsonl", ".ndjson")
+"""Endings of files with one JSON object per line."""
+_TABLES = {".csv": "comma-separated values", ".tsv": "tab-separated values"}
+_HEAD_BYTES = 2**16
+_OBJECT = re.compile(r'(?:\[\s*)*\{\s*"(?:[^"\\\n]|\\.)*"\s*:')
+_HTML = re.compile(r"(?:<\?xml[^>]*>\s*|<!--.*?-->\s*)*<(?:!doctype\s+html|html)\b", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A text that can be read.
+
+    - `path`: the file; None means the built-in text
+    - `field`: the field of a JSONL file that holds the text; None for plain text
+    """
+
+    path: Path | None = None
+    field: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in results: the path, with the field of a JSONL file."""
+        if self.path is None:
+            return "the built-in text"
+        return str(self.path) if self.field is None else f"{self.path}:{self.field}"
+
+
+@dataclass(frozen=True)
+class TextContent:
+    """What was read of a text.
+
+    - `pieces`: the text, or pieces of a large text
+    - `digest`: SHA-256 of the bytes that were read
+    - `complete`: whether the whole text was read
+    """
+
+    pieces: tuple[str, ...]
+    digest: str
+    complete: bool
+
+
+def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFile:
+    """Return the text that a path, or `path:field` for a JSONL file, stands for.
+
+    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`.
+
+    Args:
+        text: what the user gave; None means the built-in text.
+        as_is: read any file as plain text.
+
+    Raises:
+        InputError: the file cannot be read, or it is not plain text and no field is given.
+    """
+    if text is None:
+        return TextFile()
+    if isinstance(text, TextFile):
+        return text
+    path, field = split_field(text)
+    if as_is:
+        if field is not None:
+            raise InputError(
+                f"--as-is reads {path} as plain text, and {text} names its field {field!r}; leave one of them out"
+            )
+        return TextFile(path)
+    if field is not None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return TextFile(path, field)  # a pipe can be read only once
+    try:
+        with open(path, "rb") as handle:
+            if path.suffix.lower() in JSONL:
+                return TextFile(path, default_field(handle, path))
+            _refuse_markup(handle, path)
+    except OSError as error:
+        raise InputError(f"cannot read text {path}: {error.strerror or error}") from error
+    return TextFile(path)
+
+
+def split_field(text: str | Path) -> tuple[Path, str | None]:
+    """Return the path and the field of `path:field`; a file that exists under the whole name has no field.
+
+    Args:
+        text: a path or `path:field`. The path may contain colons, as in `C:/data.jsonl:text`.
+    """
+    given = str(text)
+    if not Path(given).exists():
+        for colon in re.finditer(":", given):
+            path, field = Path(given[: colon.start()]), given[colon.end() :]
+            if field and (path.is_file() or path.suffix.lower() in JSONL):
+                return path, field
+    return Path(given), None
+
+
+def read_text(
+    text: TextFile, render: Callable[[list[Any]], str], *, wanted: int, length: int, seed: int
+) -> TextContent:
+    """Read a text; of a text above `WHOLE_BYTES`, read about as much as is needed.
+
+    The documents of a JSONL file are separated by an empty line. Chats are not separated, because the chat template
+    marks where they start and end. The pieces of a large JSONL file consist of whole lines.
+
+    Args:
+        text: the text.
+        render: converts the messages of a chat to text.
+        wanted: number of pieces to read from a large text, one per window.
+        length: tokens per window without special tokens.
+        seed: chooses the pieces.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, or a line has no text in the field.
+    """
+    if text.path is None:
+        default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
+        return TextContent((default.decode("utf-8"),), hashlib.sha256(default).hexdigest(), True)
+    try:
+        size = text.path.stat().st_size
+        with open(text.path, "rb") as handle:
+            if text.field is not None:
+                documents = _Documents(handle, text, render)
+                return documents.all() if size <= WHOLE_BYTES else documents.drawn(size, wanted, length, seed)
+            if size <= WHOLE_BYTES:
+                raw = handle.read()
+                return TextContent((_decode(raw, text.path, True),), hashlib.sha256(raw).hexdigest(), True)
+            return _plain_pieces(handle, text.path, size, wanted, length, seed)
+    except OSError as error:
+        raise InputError(f"cannot read text {text.path}: {error.strerror or error}") from error
+
+
+def _places(size: int, step: int, seed: int) -> list[int]:
+    """Return the numbers of the blocks of `step` bytes in random order."""
+    return torch.randperm(max(size // step, 1), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _plain_pieces(handle: BinaryIO, path: Path, size: int, wanted: int, length: int, seed: int) -> TextContent:
+    step = length * _PIECE_BYTES
+    places = _places(size, step, seed)
+    raw = []
+    for place in sorted(places[:wanted]):
+        handle.seek(place * step)
+        raw.append(handle.read(step))
+    digest = hashlib.sha256(b"".join(raw)).hexdigest()
+    return TextContent(tuple(_decode(piece, path, False) for piece in raw), digest, wanted > len(places))
+
+
+def _decode(piece: bytes, path: Path, whole: bool) -> str:
+    """Decode UTF-8; from a piece, remove incomplete characters at both ends and the incomplete word at the start."""
+    try:
+        if whole:
+            return piece.decode("utf-8")
+        start = next((i for i in range(4) if piece[i : i + 1] and piece[i] & 0xC0 != 0x80), 0)
+        stop = max((i for i in range(1, 5) if len(piece) >= i and piece[-i] & 0xC0 == 0xC0), default=0)
+        text = piece[start : len(piece) - stop].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}; convert it to UTF-8"
+        ) from error
+    return text.split(maxsplit=1)[-1] if text.split() else ""
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """The documents of an open JSONL file."""
+
+    handle: BinaryIO
+    text: TextFile
+    render: Callable[[list[Any]], str]
+
+    def all(self) -> TextContent:
+        """Read all documents."""
+        raw = self.handle.read()
+        lines = raw.split(b"\n")
+        found = [self._document(line, f"line {number}") for number, line in enumerate(lines, start=1)]
+        return TextContent(("".join(found),), hashlib.sha256(raw).hexdigest(), True)
+
+    def drawn(self, size: int, wanted: int, length: int, seed: int) -> TextContent:
+        """Read the documents that start in blocks of the file, drawn at random, until there are enough pieces."""
+        step, digest = length * _PIECE_BYTES, hashlib.sha256()
+        pieces: list[str] = []
+        current = ""
+        for place in _places(size + step - 1, step, seed):
+            for offset, line in lines_between(self.handle, place * step, (place + 1) * step):
+                digest.update(line)
+                current += self._document(line, f"the line at byte {offset}")
+            if len(current) >= length * _ENOUGH:
+                pieces.append(current)
+                current = ""
+                if len(pieces) == wanted:
+                    return TextContent(tuple(pieces), digest.hexdigest(), False)
+        return TextContent((*pieces, current), digest.hexdigest(), True)
+
+    def _document(self, line: bytes, place: str) -> str:
+        assert self.text.field is not None
+        where = f"{place} of {self.text.path}"
+        record = parse_line(line, where)
+        return "" if record is None else document_of(record, self.text.field, where, self.render)
+
+
+def _refuse_markup(handle: BinaryIO, path: Path) -> None:
+    """Raise if a file is a table, an HTML page or JSON: its markup would be measured as if it were text."""
+    table = _TABLES.get(path.suffix.lower())
+    if table is not None:
+        raise _markup(path, table, "write the column with the text to a text file or to a JSONL file")
+    start = handle.read(_HEAD_BYTES)
+    head = start.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+    if path.suffix.lower() in (".html", ".htm") or _HTML.match(head):
+        raise _markup(path, "an HTML page", "convert it to plain text")
+    if head[:1] in ("{", "[") and (_OBJECT.match(head) or _parses(start, handle)):
+        advice = "write one JSON object per line to a .jsonl file, and name the field with the text: --text FILE:FIELD"
+        if _parses_alone(head.split("\n", 1)[0]):
+            advice = f"name the field with the text, --text {path}:FIELD, if the file has one JSON object per line"
+        raise _markup(path, "JSON", advice)
+
+
+def _parses(start: bytes, handle: BinaryIO) -> bool:
+    """Return whether a file of at most `WHOLE_BYTES` is one JSON document."""
+    rest = handle.read(WHOLE_BYTES)
+    return len(rest) < WHOLE_BYTES and _parses_alone((start + rest).decode("utf-8-sig", errors="replace"))
+
+
+def _parses_alone(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _markup(path: Path, kind: str, advice: str) -> InputError:
+    return InputError(
+        f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or use --as-is to read "
+        "the file as it is"
+    )

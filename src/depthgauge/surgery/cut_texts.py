@@ -1,0 +1,240 @@
+"""Read the texts of a shrink and cut them into windows, before the special tokens are known.
+
+Whether windows start with the BOS token is measured on windows of the fit part. The windows are therefore cut first and
+get their special tokens afterwards. If the BOS token is added, the last token of every window makes room for it.
+Windows are then compared without their last token, so that they are different in both cases.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
+from depthgauge.checkpoints.tensor_record import TensorRecord
+from depthgauge.checkpoints.text_files import TextFile
+from depthgauge.checkpoints.windows import WINDOW, body_length, tokenize_text
+from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.surgery.distinct_windows import distinct_windows
+
+Kind = Literal["text", "sampled", "built-in"]
+PARTS = ("fit", "select", "certify")
+SHOWN_WINDOWS = 24
+"""The most sampled windows in the certify part where the guarantee is about the user's text."""
+SHOWN_SHARE = 5
+"""One sampled window for this many certify windows of text, at most `SHOWN_WINDOWS`."""
+_MEASURED_SHARE = 4
+"""One part of this many of the built-in text decides about the BOS token where there is no other text."""
+
+
+@dataclass(frozen=True)
+class CalibrationSizes:
+    """Numbers of windows in the three parts."""
+
+    fit: int
+    select: int
+    certify: int
+
+    @property
+    def total(self) -> int:
+        """The number of windows in all parts."""
+        return self.fit + self.select + self.certify
+
+    def cut(self, windows: Int[Tensor, "windows n"]) -> list[Int[Tensor, "_ n"]]:
+        """Return the first `fit`, the next `select` and the next `certify` windows."""
+        ends = accumulate((self.fit, self.select, self.certify), initial=0)
+        return [windows[first:last] for first, last in pairwise(ends)]
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """Which windows a shrink needs.
+
+    - `texts`: the user's texts
+    - `sizes`: windows in each part
+    - `sampled`: share of sampled windows, from 0 to 1; not used for a model that cannot be sampled
+    - `window`: n, tokens per window, special tokens included; by default 512, or the context if that is shorter
+    - `context`: the longest window the model accepts, or None if unknown
+    - `start`: the special tokens; it may be undecided whether the BOS token is one of them
+    - `seed`: the same seed gives the same split and, on the same device, the same samples
+    - `decoder`: whether the model is a causal language model, which can be sampled
+
+    Raises:
+        InputError: A number is out of range, or a text is given twice.
+    """
+
+    texts: tuple[TextFile, ...]
+    sizes: CalibrationSizes
+    sampled: float = 0.5
+    window: int | None = None
+    context: int | None = None
+    start: Start = field(default_factory=lambda: Start((), (), None, ""))
+    seed: int = 0
+    decoder: bool = True
+
+    def __post_init__(self) -> None:
+        require_seed(self.seed)
+        for part in PARTS:
+            require_count(part, getattr(self.sizes, part), f"the number of windows in the {part} part")
+        if not 0 <= self.sampled <= 1:
+            raise InputError(
+                f"sampled must be a number from 0 to 1, got {self.sampled}; it is the share of windows that are "
+                "sampled from the model"
+            )
+        if self.decoder and not self.texts and self.sampled == 0:
+            raise InputError("sampled is 0 and there is no text; give a text with --text or leave --sampled out")
+        resolved = [None if text.path is None else (text.path.resolve(), text.field) for text in self.texts]
+        for text, identity in zip(self.texts, resolved, strict=True):
+            if resolved.count(identity) > 1:
+                raise InputError(f"the text {text.name} is given twice; give every file once")
+        sampled = self.sampled if self.decoder else 0
+        mixed = len(self.texts) * (sampled < 1) + (sampled > 0)
+        for part, least in zip(PARTS, (mixed, mixed, len(self.texts)), strict=True):
+            if getattr(self.sizes, part) < least:
+                raise InputError(
+                    f"{part} must be at least {least}, got {getattr(self.sizes, part)}; the {part} part has a window "
+                    "of every source"
+                )
+
+    @property
+    def usual_window(self) -> int:
+        """The requested tokens per window, or the default."""
+        return min(WINDOW, self.context or WINDOW) if self.window is None else self.window
+
+    @property
+    def around(self) -> int:
+        """The number of special tokens per window that are decided."""
+        return len(self.start.before) + len(self.start.after)
+
+    @property
+    def spare(self) -> int:
+        """The number of tokens at the end of a window that may have to make room for the BOS token."""
+        return int(self.decoder and self.start.candidate is not None)
+
+    @property
+    def samples(self) -> CalibrationSizes:
+        """The number of sampled windows in each part."""
+        if not self.decoder:
+            return CalibrationSizes(0, 0, 0)
+        if not self.texts:
+            return self.sizes
+        shown = min(SHOWN_WINDOWS, -(-self.sizes.certify // SHOWN_SHARE))
+        return CalibrationSizes(self._sampled_of(self.sizes.fit), self._sampled_of(self.sizes.select), shown)
+
+    def _sampled_of(self, windows: int) -> int:
+        """Return how many of these windows are sampled: one at least, and one at least of each text, if not 0 or 1."""
+        if not self.decoder:
+            return 0
+        if self.sampled in (0, 1):
+            return int(self.sampled * windows)
+        return min(max(1, round(self.sampled * windows)), windows - len(self.texts))
+
+    def of_text(self, index: int) -> CalibrationSizes:
+        """Return the number of windows of a text in each part; the first texts get the remainder of the division."""
+        count = len(self.texts)
+        fit, select = (windows - self._sampled_of(windows) for windows in (self.sizes.fit, self.sizes.select))
+        return CalibrationSizes(*((all_ + count - 1 - index) // count for all_ in (fit, select, self.sizes.certify)))
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CutSource(TensorRecord):
+    """The windows of one text, without special tokens.
+
+    - `kind`: the user's `text`, or the `built-in` text
+    - `name`: name of the text
+    - `digest`: SHA-256 of the bytes that were read
+    - `parts`: token ids of the windows in each part
+    """
+
+    kind: Kind
+    name: str
+    digest: str
+    parts: tuple[Int[Tensor, "_ length"], ...]
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class CutTexts(TensorRecord):
+    """The windows of all texts, without special tokens.
+
+    - `request`: what was asked
+    - `window`: n, tokens per window, special tokens included
+    - `sources`: the windows of each text
+    - `built_in`: all windows of the built-in text, which is evaluated beside the texts
+    - `measured`: windows on which the BOS token is decided; none of them is in the certify part
+    - `seen`: the contents of the windows of `sources`
+    """
+
+    request: CalibrationRequest
+    window: int
+    sources: tuple[CutSource, ...]
+    built_in: CutSource
+    measured: tuple[Int[Tensor, " _"], ...]
+    seen: set[bytes]
+
+    @property
+    def compared(self) -> int:
+        """How many tokens of a window decide whether it repeats another one."""
+        return self.window - self.request.around - self.request.spare
+
+    @property
+    def ids(self) -> list[Int[Tensor, "..."]]:
+        """All token ids that the model will read, except those that it samples itself."""
+        start = self.request.start
+        special = [*start.before, *start.after, *([] if start.candidate is None else [start.candidate])]
+        parts = [part for source in (*self.sources, self.built_in) for part in source.parts]
+        return [*parts, *self.measured, torch.tensor(special, dtype=torch.int64)]
+
+
+def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
+    """Read the user's texts, or the built-in text for an encoder that has no other, and cut them into windows.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        request: which windows are needed.
+
+    Raises:
+        InputError: A text cannot be read or is too short for three parts, or the window does not fit the model.
+    """
+    length = body_length(request.usual_window, request.context, request.around)
+    alone = not request.texts and not request.decoder
+    texts = (TextFile(),) if alone else request.texts
+    sizes = [request.sizes] if alone else [request.of_text(index) for index in range(len(request.texts))]
+    seen: set[bytes] = set()
+    drawn = distinct_windows(
+        tokenizer,
+        texts,
+        [one.total for one in sizes],
+        length=length,
+        around=request.around,
+        spare=request.spare,
+        seed=request.seed,
+        seen=seen,
+        may_shorten=alone,
+    )
+    if drawn:
+        length = drawn[0].bodies.shape[1]
+    sources = tuple(
+        CutSource("built-in" if alone else "text", text.source, text.digest, tuple(one.cut(text.bodies)))
+        for text, one in zip(drawn, sizes, strict=True)
+    )
+    measured = _first_of_each([source.parts[0] for source in sources])
+    default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
+    ids = default.pieces[0]
+    if request.spare and not measured:
+        kept = len(ids) // _MEASURED_SHARE
+        size = min(length, kept // MEASURED_WINDOWS)
+        measured = tuple(ids[: MEASURED_WINDOWS * size].view(MEASURED_WINDOWS, size))
+        ids = ids[kept:]
+    bodies = ids[: len(ids) // length * length].view(-1, length)
+    built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
+    return CutTexts(request, length + request.around, sources, built_in, measured, seen)
+
+
+def _first_of_each(parts: Sequence[Int[Tensor, "_ length"]]) -> tuple[Int[Tensor, " length"], ...]:
+    """Return up to `MEASURED_WINDOWS` windows, one of each text in turn."""
+    turns = (part[turn] for turn in range(MEASURED_WINDOWS) for part in parts if turn < len(part))
+    return tuple(window for _, window in zip(range(MEASURED_WINDOWS), turns, strict=False))

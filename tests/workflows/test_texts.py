@@ -1,0 +1,219 @@
+"""The text of `gauge` and `shrink`: JSONL files, the BOS token, and token ids that the model does not have."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import save_checkpoint, text_of
+from tiny_models import tiny_model
+
+import depthgauge as dg
+from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.start_token import MEASURED_WINDOWS
+from depthgauge.checkpoints.windows import Windows
+from depthgauge.cli.main import main
+from depthgauge.errors import InputError
+from depthgauge.results.shrink_options import make_shrink_options
+from depthgauge.workflows import shrink_subject
+from depthgauge.workflows.shrink_subject import Subject, open_subject
+
+SMALL = {"tokens": 64, "window": 16, "device": "cpu", "what_if": "none"}
+BOS = 1
+
+
+def with_bos(folder: Path, token: str = "[CLS]", words: int = 0) -> Any:
+    """Give a saved tokenizer a BOS token that it does not add, and more words than the model has."""
+    from transformers import AutoTokenizer
+
+    with quiet():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([f"more{number}" for number in range(words)])
+    tokenizer.add_special_tokens({"bos_token": token})
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 64 learned positions."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_checkpoint(folder, "gpt2")
+    with_bos(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.txt"
+    path.write_text(text_of(9000))
+    return path
+
+
+def opened(model: Any, tokenizer: Any = None, **fields: Any) -> Subject:
+    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, **fields})
+    return open_subject(model, options, tokenizer, None, lambda sentence: None, lambda source: None)
+
+
+class Letters:
+    """One token per letter and a BOS token that is not added; the built-in text hardly repeats 24 letters."""
+
+    all_special_ids = (0, 1, 2, 3)
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+    bos_token_id = BOS
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": [4 + ord(letter) % 36 for letter in text]}
+
+    def __len__(self) -> int:
+        return 40
+
+
+def runs(windows: Any, length: int) -> set[tuple[int, ...]]:
+    """All runs of tokens of a length that occur in windows."""
+    return {tuple(row[i : i + length]) for row in windows for i in range(len(row) - length + 1)}
+
+
+@pytest.mark.parametrize(("given_text", "sampled"), [(True, 0.5), (True, 0.0), (True, 1.0), (False, None)])
+@pytest.mark.parametrize("better", [True, False])
+def test_the_bos_token_is_not_decided_on_certify_windows(
+    text: Path, monkeypatch: pytest.MonkeyPatch, sampled: float | None, given_text: bool, better: bool
+) -> None:
+    """No run of tokens that was measured occurs in a certify window, whichever way the decision goes."""
+    measured: list[Any] = []
+
+    def decide(start: Any, checkpoint: Any, bodies: Any) -> Any:
+        measured.extend(body.tolist() for body in bodies[:MEASURED_WINDOWS])
+        return (start.with_bos if better else start.without_bos)(start.candidate, "measured")
+
+    monkeypatch.setattr(shrink_subject, "measure_start", decide)
+    chosen = {"text": text} if given_text else {}
+    subject = opened(tiny_model("llama"), Letters(), window=32, sampled=sampled, **chosen)
+    made = subject.calibrate(lambda *step: None, lambda sentence: None)
+    assert len(measured) == MEASURED_WINDOWS
+    assert all(len(body) > 24 for body in measured)
+    assert not runs(measured, 24) & runs(made.certify.ids.tolist(), 24)
+    assert {tuple(window.shape) for window in made.certify.ids} == {(32,)}
+    assert bool((made.certify.ids[:, 0] == BOS).all()) == better
+    every = [tuple(row) for part in (made.fit, made.select, made.certify) for row in part.ids.tolist()]
+    assert len(set(every)) == len(every)
+
+
+def test_windows_as_long_as_the_context_are_measured(gpt2: Path, text: Path) -> None:
+    """The BOS token does not fit in front of a full window, so the window is measured without its last token."""
+    result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256}))
+    found = result.subjects[0].text
+    assert found.bos_reason.startswith("measured on 3 windows: loss ")
+    assert (found.windows, found.window) == (4, 64)
+    subject = opened(gpt2, text=text, window=64)
+    assert subject.start.reason.startswith("measured on 3 windows: loss ")
+
+
+def test_the_bos_token_replaces_the_last_token_of_a_window() -> None:
+    """With a measured BOS token the windows are those without it, shifted by one."""
+    ids = torch.arange(12).view(2, 6)
+    moved = Windows(ids, "t", "d").with_first(40, after=2)
+    assert moved.ids.tolist() == [[40, 0, 1, 2, 4, 5], [40, 6, 7, 8, 10, 11]]
+    assert (moved.source, moved.digest) == ("t", "d")
+
+
+@pytest.mark.parametrize("where", ["text", "bos"])
+def test_unknown_token_ids_are_refused_before_the_model_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The tokenizer has entries that the embedding of 40 rows does not have, in the text or as BOS token."""
+    model, text = tmp_path / "model", tmp_path / "t.txt"
+    save_checkpoint(model, "llama")
+    tokenizer = with_bos(model, "more0" if where == "bos" else "[CLS]", words=3)
+    largest = tokenizer.convert_tokens_to_ids("more0" if where == "bos" else "more2")
+    text.write_text(text_of(4000).replace("w7", "more2" if where == "text" else "w7"))
+    ran: list[Any] = []
+    monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *args, **given: ran.append(args))
+    expected = f"gives token ids up to {largest}, but the embedding of the model has 40 rows, for ids up to 39; use the"
+    with pytest.raises(CheckpointError, match=expected):
+        dg.gauge(model, text=text, **(SMALL | {"tokens": 8000}))
+    with pytest.raises(CheckpointError, match=expected):
+        dg.shrink(model, text=text, window=16, effort="quick", remove=1, sampled=0.0)
+    with pytest.raises(CheckpointError, match=expected):
+        dg.shrink(tiny_model("llama"), tokenizer=tokenizer, text=text, window=16, effort="quick", remove=1, sampled=0.0)
+    assert ran == []
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    records = [{"id": n, "text": text_of(40, seed=n), "body": text_of(40, seed=n + 1000)} for n in range(400)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_field_is_measured_as_its_text_alone(gpt2: Path, jsonl: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain.txt"
+    bodies = [json.loads(line)["body"] for line in jsonl.read_text().splitlines()]
+    plain.write_text("".join(f"{body}\n\n" for body in bodies))
+    by_field, by_text = (dg.gauge(gpt2, text=text, **SMALL) for text in (f"{jsonl}:body", plain))
+    assert by_field.subjects[0].baseline == by_text.subjects[0].baseline
+    assert by_field.subjects[0].text.source == f"{jsonl}:body"
+    assert by_field.subjects[0].text.sha256 == hashlib.sha256(jsonl.read_bytes()).hexdigest()
+    assert by_field.settings.text == f"{jsonl}:body"
+    usual = dg.gauge(gpt2, text=jsonl, **SMALL).subjects[0]
+    assert usual.text.source == f"{jsonl}:text"
+    assert usual.baseline != by_field.subjects[0].baseline
+    raw = dg.gauge(gpt2, text=jsonl, as_is=True, **SMALL)
+    assert raw.subjects[0].text.source == str(jsonl)
+    assert raw.settings.as_is
+    assert raw.subjects[0].baseline != usual.baseline
+
+
+def test_shrink_reads_fields(gpt2: Path, jsonl: Path) -> None:
+    subject = opened(gpt2, text=[f"{jsonl}:body", jsonl])
+    assert [source.name for source in subject.texts.sources] == [f"{jsonl}:body", f"{jsonl}:text"]
+    with pytest.raises(InputError, match=r"data\.jsonl:text is given twice"):
+        opened(gpt2, text=[f"{jsonl}:text", jsonl])
+    with pytest.raises(InputError, match=r"line 1 of .* has no field 'title'; its fields are: 'id', 'text', 'body'"):
+        opened(gpt2, text=f"{jsonl}:title")
+    unk = opened(gpt2, text=jsonl, as_is=True).texts.sources[0]
+    assert unk.name == str(jsonl)
+
+
+def test_the_command_line_reads_fields(
+    gpt2: Path, jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["depthgauge", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    flags = ["--tokens", "64", "--window", "16", "--device", "cpu", "--no-what-if", "--json"]
+    assert run("gauge", str(gpt2), "--text", f"{jsonl}:body", *flags) == 0
+    assert json.loads(capsys.readouterr().out)["subjects"][0]["text"]["source"] == f"{jsonl}:body"
+    # The file of a field is an input that no output may replace.
+    for command in (
+        ["gauge", str(gpt2), "--text", f"{jsonl}:body", "--out", str(jsonl), "--overwrite"],
+        ["shrink", str(gpt2), "--text", f"{jsonl}:body", "--remove", "1", "--plan-only", str(jsonl), "--overwrite"],
+    ):
+        before = jsonl.read_bytes()
+        assert run(*command) == 2
+        assert "are the same file" in capsys.readouterr().err
+        assert jsonl.read_bytes() == before
+    table = tmp_path / "data.csv"
+    table.write_text(f"id,text\n1,{text_of(200)}\n")
+    for command in (["gauge", str(gpt2), *flags], ["shrink", str(gpt2), "--remove", "1", "--out", str(tmp_path / "o")]):
+        assert run(*command, "--text", str(table)) == 2
+        assert "is not plain text but comma-separated values" in capsys.readouterr().err
+    assert run("gauge", str(gpt2), "--text", str(table), "--as-is", *flags) == 0
+
+
+def test_another_file_or_field_is_not_resumed(gpt2: Path, jsonl: Path, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    dg.gauge(gpt2, text=f"{jsonl}:body", out=out, **SMALL)
+    dg.gauge(gpt2, text=f"{jsonl}:body", out=out, resume=True, **SMALL)
+    with pytest.raises(InputError, match=r"was started with text '.*:body', now it is '.*:text'"):
+        dg.gauge(gpt2, text=f"{jsonl}:text", out=out, resume=True, **SMALL)
+    jsonl.write_text(jsonl.read_text() + json.dumps({"text": "w1", "body": "w1"}) + "\n")
+    with pytest.raises(InputError, match="was started with sha256"):
+        dg.gauge(gpt2, text=f"{jsonl}:body", out=out, resume=True, **SMALL)
