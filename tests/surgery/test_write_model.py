@@ -3,11 +3,13 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,8 +207,14 @@ def test_a_folder_that_cannot_be_written_is_reported_first(tmp_path: Path, monke
 
 
 def test_a_disk_without_room_is_reported_first(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"it needs 1000000000\.00 GB, but .* GB are free"):
+    with pytest.raises(OutputError, match=r"it needs 1e6 TB, and .* of the disk are free"):
         check_output_directory(tmp_path / "out", None, overwrite=False, needed=10**18)
+
+
+def test_small_sizes_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(OutputError, match=r"it needs 4\.12 MB, and 4\.1 kB of the disk are free; free some space"):
+        check_output_directory(tmp_path / "out", None, overwrite=False, needed=4_120_000)
 
 
 # --- failures in the middle -------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     assert process.returncode == 1
     kept = rows_done(store)
     assert 5 < kept < total
-    expected = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
+    expected = f"error: interrupted: {kept} of {total} cells done and kept in {store}; "
     # Progress comes first, as standard error is not a terminal.
     assert err.splitlines()[-1] == expected + "run the same command again to resume"
     code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)

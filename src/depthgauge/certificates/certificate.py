@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import BoxBounds
@@ -39,7 +39,7 @@ class LowerBound:
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        return f"LowerBound({number(self.value)}, witness of {len(self.witness)} tokens)"
+        return f"LowerBound({number(self.value)}, witness of {counted(len(self.witness), 'token')})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,7 +169,7 @@ class Certificate:
 
     def __repr__(self) -> str:
         lower, upper = number(self.lower), number(self.upper)
-        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {self.tokens} tokens"
+        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {counted(self.tokens, 'token')}"
         if self.upper is None:
             return f"Certificate({lower} ≤ sup|S−S'|, no finite upper bound (lost at layer {self.lost_at}), {where})"
         return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
 from depthgauge.errors import unknown_name
@@ -105,7 +107,8 @@ class Checkpoint:
     source: Source | None = None
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {self.layers} layers, {self.objective!r})"
+        layers = counted(self.layers, "layer")
+        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {layers}, {self.objective!r})"
 
     @property
     def layers(self) -> int:
@@ -274,18 +277,26 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         "dtype": placement.torch_dtype(),
         "trust_remote_code": placement.trust_remote_code,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # checked below, with the name of the weight
     }
     if source.gguf is None:
         keywords |= {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
     model, found = _attempt(source, "weights", lambda: chosen.from_pretrained(source.folder, **keywords))
+    for weight, stored, expected in sorted(found["mismatched_keys"]):
+        raise CheckpointError(
+            f"{source.path} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
+            f"configuration asks for {list(expected)}; download it again"
+        )
     missing = [name for name in found["missing_keys"] if "pooler" not in name]
     output = model.get_output_embeddings() if decoder else None
     head = [] if output is None else [name for name, module in model.named_modules() if module is output]
     others = [name for name in missing if name.rsplit(".", 1)[0] not in head]
     if others:
-        raise CheckpointError(f"{source.path} lacks {len(others)} weights, such as {others[0]}; download it again")
+        raise CheckpointError(
+            f"{source.path} lacks {counted(len(others), 'weight')}, such as {others[0]}; download it again"
+        )
     if missing:  # a decoder saved without its output head
         model = model.base_model
     if placement.device_map is None:
@@ -303,8 +314,8 @@ def check_memory(source: Source, placement: Placement) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if needed > free:
         raise CheckpointError(
-            f"{source.path} is too large: {parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB, but "
-            f"{free / 1e9:.1f} GB are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
+            f"{source.path} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
+            f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
 
 
@@ -400,6 +411,6 @@ def _attempt(source: Source, what: str, load: Any) -> Any:
 
 
 def _short(error: BaseException) -> str:
-    """Return an error message on one line, cut to 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Return an error message on one line, cut to 200 characters, without references to a log that is not shown."""
+    text = re.sub(r" ?For details look at [^!]*above report!", "", " ".join(str(error).split())) or type(error).__name__
     return text if len(text) < 200 else text[:200] + "…"

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.errors import InputError, require_count, require_seed
@@ -117,8 +118,8 @@ def read_windows(
     bodies = found.bodies(length)
     if not len(bodies):
         raise InputError(
-            f"{found.source} has {found.tokens} tokens, but one window needs {length}; use a longer text or a smaller "
-            "--window"
+            f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; use a longer text or "
+            "a smaller --window"
         )
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
@@ -145,7 +146,7 @@ def body_length(window: int, context: int | None, around: int) -> int:
     if window <= around:
         raise InputError(
             f"window must be at least {around + 1} for this model, got {window}; "
-            f"{around} tokens of each window are special tokens"
+            f"each window has {counted(around, 'special token')}"
         )
     return window - around
 
@@ -168,7 +169,7 @@ def drawn_windows(
     with quiet():
         ids = tokenizer(content[0], add_special_tokens=False)["input_ids"]
     if len(ids) < length:
-        raise InputError(f"{name} has {len(ids)} tokens, but one window needs {length}; use a longer text")
+        raise InputError(f"{name} has {counted(len(ids), 'token')}, but one window needs {length}; use a longer text")
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     return torch.tensor([[*before, *ids[start : start + length], *after] for start in starts])
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from depthgauge._format import size_text
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.load import Source
 from depthgauge.errors import InputError, OutputError
@@ -73,8 +74,8 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
             trial.rmdir()
     if needed > free:
         raise OutputError(
-            f"cannot write {out}: it needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free; free some space or "
-            "give another --out"
+            f"cannot write {out}: it needs {size_text(needed)}, and {size_text(free)} of the disk are free; free some "
+            "space or give another --out"
         )
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge._io import write_atomically
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.progress import Step, silent
@@ -124,8 +125,8 @@ class TrainedModel:
 
     def __repr__(self) -> str:
         bound = "no bound" if self.eta is None else f"η = {self.eta:g}"
-        layers = len(self.model.network)
-        return f"TrainedModel({self.task.name}, {layers} layers, {bound}, accuracy {self.accuracy:.3f})"
+        layers = counted(len(self.model.network), "layer")
+        return f"TrainedModel({self.task.name}, {layers}, {bound}, accuracy {self.accuracy:.3f})"
 
 
 def rate_at(step: int, options: TrainingOptions) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from depthgauge._format import counted
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Source
@@ -95,7 +96,8 @@ class Finished:
                 prefill_after=speed.after.prefill,
                 decode_before=speed.before.decode,
                 decode_after=speed.after.decode,
-                what=f"{speed.window} tokens, then {speed.new_tokens} new tokens, on {speed.device}",
+                what=f"{counted(speed.window, 'token')}, then {counted(speed.new_tokens, 'new token')}, "
+                f"on {speed.device}",
             ),
             parameters=BeforeAfter(before=speed.before.parameters, after=speed.after.parameters),
             bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
