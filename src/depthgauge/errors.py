@@ -36,6 +36,12 @@ class MissingPackageError(InputError, ImportError):
     """An optional package is needed and not installed. The message contains the `pip install` command."""
 
 
+class InterruptedRunError(DepthgaugeError):
+    """A run was interrupted from the keyboard. The message says what was kept and how to resume."""
+
+    exit_code: ClassVar[int] = 130
+
+
 class OutputError(DepthgaugeError):
     """A result could not be written."""
 

@@ -33,6 +33,7 @@ from depthgauge.errors import InputError
 from depthgauge.report.write import write_report
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
+from depthgauge.surgery.journal import journal_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ class Workflow(ModuleType):
     def __init__(self) -> None:
         super().__init__("depthgauge.workflows.shrink")
         self.document: dict[str, Any] = copy.deepcopy(DOCUMENT)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.called, self.positional, self.given = "", (), {}
 
     def _call(self, name: str, *args: Any, **given: Any) -> None:
@@ -99,6 +100,21 @@ def run(
 
 Run = Callable[..., Outcome]
 SHORT = ("./model", "--remove", "7", "--out", "smaller")
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("last", [("--out", "smaller"), ("--plan-only", "smaller")])
+def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, workflow: Workflow, last: tuple[str, str]) -> None:
+    workflow.error = KeyboardInterrupt()
+    assert run("./model", "--remove", "7", *last) == Outcome(130, "", "error: interrupted\n")
+    journal_folder("smaller").mkdir()
+    code, _, err = run("./model", "--remove", "7", *last)
+    assert code == 130
+    assert err.splitlines()[-1] == (
+        "error: interrupted: finished steps are kept in smaller.partial; run the same command with --resume to continue"
+    )
 
 
 # --- from options to the call -----------------------------------------------------------------------------------------

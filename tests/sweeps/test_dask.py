@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from sweeping import rows_sha256, undisturbed, write_grid
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.sweeps import engines, tasks
 from depthgauge.sweeps.engines import Dask, EngineError
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED
 from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.run import InterruptedRunError, run_grid
+from depthgauge.sweeps.run import run_grid
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")

@@ -11,14 +11,14 @@ import torch
 from joblib.externals.loky import reusable_executor
 from sweeping import rows_sha256, undisturbed, write_grid
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.sweeps import engines, tasks
 from depthgauge.sweeps.cells import Cell, Outcome
 from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine, compute, one_thread
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
 from depthgauge.sweeps.read import export_rows, read_status
-from depthgauge.sweeps.run import InterruptedRunError, run_grid
+from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.store import Count
 
 

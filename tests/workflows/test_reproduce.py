@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge.errors import DepthgaugeError, InputError, OutputError
+from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, OutputError
 from depthgauge.separation.montecarlo import estimate
 from depthgauge.separation.panels import SHEETS
 from depthgauge.separation.probability import separate_setting
@@ -16,7 +16,6 @@ from depthgauge.sweeps import tasks
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.run import InterruptedRunError
 from depthgauge.workflows.reproduce import draw
 from depthgauge.workflows.reproduce.catalog import FIGURES
 from depthgauge.workflows.reproduce.draw import find_study

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from depthgauge.errors import MissingPackageError
+from depthgauge.errors import InterruptedRunError, MissingPackageError
 from depthgauge.sweeps import tasks
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
-from depthgauge.sweeps.run import InterruptedRunError
 from depthgauge.sweeps.store import Count
 from depthgauge.workflows.sweep import sweep, sweep_status
 

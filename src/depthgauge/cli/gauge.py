@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthgauge.cli.options import with_options
-from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar, resumable
 from depthgauge.results.gauge_options import GaugeOptions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def command(
     """Measure how much of a network's or a checkpoint's depth does useful work."""
     from depthgauge._io import check_outputs
     from depthgauge.workflows.gauge import gauge
-    from depthgauge.workflows.partial import check_partial
+    from depthgauge.workflows.partial import check_partial, partial_path
 
     inputs = {"TARGET": target, "--input": options.input, "--text": options.text}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite or resume)
@@ -68,7 +68,7 @@ def command(
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         extra["what_if"] = "none"
-    with progress_bar("measuring") as progress:
+    with resumable(None if out is None else partial_path(out)), progress_bar("measuring") as progress:
         result = gauge(target, options, out=out, resume=resume, progress=progress, message=note, **extra)
     with printing_even_if_writing_fails(lambda: _print(result, as_json)):
         if out is not None:

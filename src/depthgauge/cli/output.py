@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from depthgauge.errors import OutputError
+from depthgauge.errors import InterruptedRunError, OutputError
 from depthgauge.progress import Step
 
 stderr = Console(stderr=True)
@@ -45,6 +46,23 @@ def printing_even_if_writing_fails(show: Callable[[], None]) -> Iterator[None]:
     show()
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def resumable(kept: Path | None) -> Iterator[None]:
+    """Run the block. If it is interrupted from the keyboard and has kept finished steps, say how to resume.
+
+    Args:
+        kept: where it keeps finished steps; None if it keeps none.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if kept is None or not kept.exists():
+            raise
+        raise InterruptedRunError(
+            f"interrupted: finished steps are kept in {kept}; run the same command with --resume to continue"
+        ) from error
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthgauge.cli.options import with_options
-from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, progress_bar, resumable
 from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
 
@@ -82,9 +82,10 @@ def command(
         _print_plan(_search(model, options, plan_only, resume, overwrite), as_json)
         note(f"plan written to {plan_only}; use it with --from-plan")
         return
+    from depthgauge.surgery.journal import journal_folder
     from depthgauge.workflows.shrink import shrink
 
-    with progress_bar("shrinking") as progress:
+    with resumable(None if out is None else journal_folder(out)), progress_bar("shrinking") as progress:
         result = shrink(
             model, options, plan=plan, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note
         )
@@ -129,9 +130,10 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
 
 
 def _search(model: Path, options: ShrinkOptions, out: Path, resume: bool, overwrite: bool) -> "PlanRecord":
+    from depthgauge.surgery.journal import journal_folder
     from depthgauge.workflows.shrink import plan_shrink
 
-    with progress_bar("searching") as progress:
+    with resumable(journal_folder(out)), progress_bar("searching") as progress:
         return plan_shrink(model, options, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._format import counted
-from depthgauge.errors import DepthgaugeError
+from depthgauge.errors import InterruptedRunError
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine, EngineError, Local
@@ -15,10 +15,6 @@ from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.lock import run_lock
 from depthgauge.sweeps.store import Store
 from depthgauge.sweeps.sweep_records import RunSummary
-
-
-class InterruptedRunError(DepthgaugeError):
-    """A run was interrupted from the keyboard; committed rows are kept."""
 
 
 def run_grid(

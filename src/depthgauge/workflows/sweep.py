@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import choose_engine
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
 from depthgauge.sweeps.read import read_rows, read_status
-from depthgauge.sweeps.run import InterruptedRunError, run_grid
+from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.sweep_records import SweepResult, SweepStatus
 
 
