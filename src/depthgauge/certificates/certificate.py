@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.upper import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
-from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
+from depthgauge.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
 from depthgauge.linalg.threads import threads_for
 from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
@@ -235,6 +236,8 @@ def certify(
         True
     """
     inputs = check_request(network, surrogate, radius, ball, tokens, effort)
+    require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
+    require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
     comparison = Comparison(_plain(network), _plain(surrogate), inputs, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")

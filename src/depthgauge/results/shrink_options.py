@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import InputError, require_options, unknown_name
 from depthgauge.results.record import Record
 
 EFFORTS = ("quick", "default", "high")
@@ -103,6 +103,7 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     Raises:
         InputError: names an option that does not exist or whose type does not fit.
     """
+    require_options(options, ShrinkOptions, "shrink")
     known = ShrinkOptions.__struct_fields__
     for name in fields:
         if name not in known:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, OutputError, require_path
 
 SCHEMA = "depthgauge.shrink-partial/1"
 
 
 def journal_folder(out: str | Path) -> Path:
     """Return the folder that keeps the steps of an interrupted run that writes `out`."""
-    path = Path(out)
+    path = require_path("out", out)
     if path.name in ("", ".."):
         path = Path(os.path.abspath(path))
     if not path.name:

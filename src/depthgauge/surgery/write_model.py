@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from depthgauge._format import size_text
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.load import Source
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, OutputError, require_path
 
 _TOKENIZER = (
     "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
@@ -139,7 +139,7 @@ def write_model(
 
 def _target(out: str | Path) -> Path:
     """Return the directory that a write to `out` creates or replaces, with symbolic links followed."""
-    given = Path(out)
+    given = require_path("out", out)
     try:
         target = Path(os.path.realpath(given))
         if target.exists() and not target.is_dir():

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_path
 
 SCHEMA = "depthgauge.partial/1"
 
 
 def partial_path(out: str | Path) -> Path:
     """Return the path of the partial result that belongs to `out`."""
-    path = Path(out)
+    path = require_path("out", out)
     return path.with_name(path.name + ".partial")
 
 

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_type
 from depthgauge.network.files import load_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
@@ -54,6 +54,7 @@ def resolve_target(target: str | Path | SelfAttentionNetwork | None) -> Target:
         return Target(NETWORKS)
     if isinstance(target, SelfAttentionNetwork):
         return Target(NETWORKS, target.name, network=target)
+    require_type("target", target, (str, Path), "a path, a SelfAttentionNetwork, or None for the built-in pair")
     path = Path(target)
     if not path.exists() and _HUB_NAME.fullmatch(str(target)):
         raise InputError(
