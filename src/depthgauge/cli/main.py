@@ -9,6 +9,7 @@ import typer
 
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, shrink, sweep
+from depthgauge.cli.output import print_terms
 from depthgauge.errors import DepthgaugeError, InterruptedRunError
 from depthgauge.results.glossary import TERMS
 
@@ -53,9 +54,7 @@ def _print_version(asked: bool) -> bool:
 
 def _print_glossary(asked: bool) -> bool:
     if asked:
-        width = max(map(len, TERMS))
-        for term, meaning in TERMS.items():
-            typer.echo(f"{term:{width}}  {meaning}")
+        print_terms(TERMS)
         raise typer.Exit
     return asked
 
