@@ -24,7 +24,7 @@ from depthgauge.checkpoints.load import Placement, Source, find, load_config, lo
 from depthgauge.errors import InputError, OutputError
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import CardFacts, contiguous, mergekit_plan, model_card, ranges
+from depthgauge.surgery.model_card import CardFacts, contiguous, hub_name, mergekit_plan, model_card, ranges
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished, write_model
 
 HERE = Placement(device="cpu")
@@ -315,7 +315,7 @@ def test_the_model_card_says_what_was_done() -> None:
     import yaml
 
     facts = CardFacts(
-        base="./Smol: 'one'", layers=30, removed=(3, 7, 8, 9), repaired="least squares at every interface",
+        name="Smol: 'one'", layers=30, base_model="org/Smol: 'one'", removed=(3, 7, 8, 9), repaired="least squares at every interface",
         objective="loss", before=2.5, after=2.75, texts=(("corpus.txt", 0.25), ("samples", 0.125)),
         guarantees=("On 95 % of windows the loss grows by at most 0.4.",), parameters=(100_000, 80_000),
         speed=(0.875, 0.75), dequantized=True, command="depthgauge shrink ./Smol --remove 4 --out small",
@@ -323,7 +323,7 @@ def test_the_model_card_says_what_was_done() -> None:
     card = model_card(facts)
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
-        "base_model": "./Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
+        "base_model": "org/Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
     for part in ("removed 4 of the 30 layers", "3, 7–9 (counted from 0)", "least squares", "2.5 before, 2.75 after",
                  "| corpus.txt | 0.25 |", "grows by at most 0.4.", "80,000 parameters instead of 100,000",
@@ -334,6 +334,21 @@ def test_the_model_card_says_what_was_done() -> None:
     assert "Relative change of the final states" in plain
     assert "## Guarantee" not in plain
     assert "None" not in plain
+    assert "base_model" not in plain
+
+
+def test_the_base_model_is_a_name_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "local").mkdir(parents=True)
+    names = {"org/name": "org/name", "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M"}
+    paths = ("models/local", "./models/local", "../name", "/home/me/model", "a/b/c", "name", "", None)
+    for recorded in (*names, *paths):
+        config = SimpleNamespace(_name_or_path=recorded)
+        assert hub_name(config, None) == names.get(str(recorded))
+        (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": recorded}))
+        loaded = SimpleNamespace(_name_or_path=str(tmp_path))  # as transformers leaves it
+        assert hub_name(loaded, Source(tmp_path)) == names.get(str(recorded))
+    assert hub_name(SimpleNamespace(_name_or_path="org/name"), Source(tmp_path, "model.gguf")) is None
 
 
 def test_the_plan_for_mergekit_keeps_the_same_layers() -> None:
