@@ -42,3 +42,16 @@ def duration(seconds: float) -> str:
         if seconds >= 1.5 * size:
             return counted(round(seconds / size), name)
     return counted(max(1, round(seconds)), "second")
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes with its unit.
+
+    >>> size_text(538090408), size_text(7), size_text(2048), size_text(2e15)
+    ('538 MB', '7 B', '2.05 kB', '2000 TB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{number(float(count))} {unit}"
+        count /= 1000
+    return f"{number(count)} TB"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, OutputError, require_path
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
@@ -129,7 +129,7 @@ def require_folder(path: str | Path) -> None:
 
 def _target(path: str | Path) -> Path:
     """Return the file that a write to `path` changes, with symbolic links followed; raise if there can be none."""
-    given = Path(path)
+    given = require_path("path", path)
     try:
         given.lstat()
     except FileNotFoundError:

@@ -16,7 +16,7 @@ from typing import Any
 
 from depthgauge._io import is_special, write_text
 from depthgauge._lock import file_lock, is_lock
-from depthgauge.errors import InputError, InterruptedRunError
+from depthgauge.errors import InputError, InterruptedRunError, require_path
 from depthgauge.progress import no_message
 
 SCHEMA = "depthgauge.partial/2"
@@ -29,6 +29,7 @@ _OWN_NAMES = re.compile(r"heal-[0-9-]+\.pt|\.[0-9a-f]{16}\.partial")
 
 def journal_folder(out: str | Path) -> Path:
     """Return the folder of the journal of a run that writes `out`; symbolic links are followed."""
+    require_path("out", out)
     path, parent = Path(os.path.realpath(out)), Path(out).parent
     if not path.name:
         raise InputError(f"cannot write {out}: give the name of a new file or directory")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import reprlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import ClassVar
 
 
@@ -36,12 +38,14 @@ class MissingPackageError(InputError, ImportError):
     """An optional package is needed and not installed. The message contains the `pip install` command."""
 
 
+class InterruptedRunError(DepthgaugeError):
+    """A run was interrupted from the keyboard. The message says what was kept and how to resume."""
+
+    exit_code: ClassVar[int] = 130
+
+
 class OutputError(DepthgaugeError):
     """A result could not be written."""
-
-
-class InterruptedRunError(DepthgaugeError):
-    """A run was interrupted from the keyboard. Its finished steps are kept, and the message says how to resume it."""
 
 
 class VerificationError(DepthgaugeError):
@@ -54,6 +58,34 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(str(given), names, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return InputError(f"{what} must be one of {', '.join(names)}, got {given!r}{hint}")
+
+
+def require_type(name: str, value: object, kind: type | tuple[type, ...], expected: str, hint: str = "") -> None:
+    """Raise `InputError` unless `value` has one of these types.
+
+    Args:
+        name: the name of the argument.
+        value: what was given.
+        kind: the type or types that can be used.
+        expected: what can be used, in words.
+        hint: what to do.
+    """
+    if not isinstance(value, kind):
+        given = "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
+        raise InputError(f"{name} must be {expected}, got {given}{hint and f'; {hint}'}")
+
+
+def require_path(name: str, value: object) -> Path:
+    """Return `value` as a path if it can name a file or directory; raise `InputError` otherwise."""
+    require_type(name, value, (str, Path), "the path of a file or directory, as a string or a Path")
+    return Path(value)  # type: ignore[arg-type]
+
+
+def require_options(options: object, kind: type, function: str) -> None:
+    """Raise `InputError` unless `options` is None or a record of this type."""
+    if options is not None:
+        hint = f"single options can be given by name: {function}(…, **options)"
+        require_type("options", options, kind, f"{kind.__name__} or None", hint)
 
 
 def require_positive(name: str, value: float, meaning: str) -> float:

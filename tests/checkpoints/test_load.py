@@ -1,6 +1,7 @@
 """Loading checkpoints: what loads, what is refused with which message, the probe, and windows of text."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,30 @@ def test_missing_weights_are_noticed(tmp_path: Path) -> None:
         loaded(tmp_path)
 
 
+def test_a_weight_of_another_shape_is_named(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama", tokenizer=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    stored = config["intermediate_size"]
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": stored + 8}))
+    with pytest.raises(InputError) as caught:
+        loaded(tmp_path)
+    wide = config["hidden_size"]
+    assert f"down_proj.weight has the shape [{wide}, {stored}]" in str(caught.value)
+    assert f"the configuration asks for [{wide}, {stored + 8}]" in str(caught.value)
+    assert "report" not in str(caught.value)
+
+
+def test_no_error_points_to_a_report_that_is_not_shown() -> None:
+    from transformers.utils import loading_report
+
+    said = re.findall(r'"([^"]*)"\s+"(the above report!)"', Path(loading_report.__file__).read_text("utf-8"))
+    assert said, "transformers has changed these sentences"
+    for sentence in map("".join, said):
+        assert "report" in sentence
+        assert "report" not in load._short(RuntimeError(sentence))
+    assert load._short(RuntimeError("For details look at the above report!")) == "RuntimeError"
+
+
 def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such directory"):
         find(tmp_path / "nowhere")
@@ -192,7 +217,9 @@ def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch
     assert stored == 4 * count
     check_memory(source, HERE)
     monkeypatch.setattr(load, "free_memory", lambda: 4 * count)
-    with pytest.raises(InputError, match=r"is too large: 0\.0 billion parameters need .* use --dtype bfloat16"):
+    with pytest.raises(
+        InputError, match=rf"is too large: {count:,} parameters need .* kB, and .* kB are free on cpu; use"
+    ):
         load_model(source, load_config(source, HERE), HERE)
     check_memory(source, Placement("bfloat16", "cpu"))
 

@@ -1,13 +1,20 @@
 """`depthgauge claims` as typed."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.cells import cell_len
+
+from depthgauge.cli.main import main
+from depthgauge.cli.output import print_terms
+from depthgauge.ledger import registry
+from depthgauge.ledger.finding import Findings
+from depthgauge.ledger.registry import finding, judge, select
+from depthgauge.results.glossary import TERMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"
 
@@ -19,23 +26,31 @@ def settled(text):
     return re.sub(r"\(largest ratio seen [^)]*\)", "", text)
 
 
-def depthgauge(*words):
-    return subprocess.run(
-        [sys.executable, "-m", "depthgauge", "claims", *words], capture_output=True, encoding="utf-8", check=False
-    )
+@pytest.fixture
+def depthgauge(capsys, monkeypatch):
+    """Run `depthgauge claims` with some words, in a terminal of some width."""
+
+    def run(*words, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys, "argv", ["depthgauge", "claims", *words])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return SimpleNamespace(returncode=ended.value.code or 0, **capsys.readouterr()._asdict())
+
+    return run
 
 
 @pytest.mark.docs
 @pytest.mark.long
-def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
+def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path, depthgauge):
     """Compare verdicts, witnesses and stories. `depthgauge claims --out docs/ledger.md` writes the page anew."""
     done = depthgauge("--out", str(tmp_path / "ledger.md"), "--json")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.err
     fresh, kept = (tmp_path / "ledger.md").read_text(encoding="utf-8"), PAGE.read_text(encoding="utf-8")
     assert settled(fresh) == settled(kept)
     assert settled(kept) != settled(kept.replace("| fails |", "| holds |", 1))
     assert settled(kept) != settled(kept.replace("Q = K = [[1]]", "Q = K = [[2]]"))
-    rows = json.loads(done.stdout)
+    rows = json.loads(done.out)
     assert {row["paper"] for row in rows} == {"A", "B", "ours"}
     assert all(list(row) == ["id", "paper", "statement", "verdict", "ratio", "witness", "corrected"] for row in rows)
     verdicts = {row["id"]: row["verdict"] for row in rows}
@@ -43,45 +58,61 @@ def test_the_page_in_the_docs_is_what_a_run_gives(tmp_path):
     assert all(row["witness"] is not None for row in rows if row["verdict"] == "fails" and row["paper"] == "A")
 
 
-def test_one_story():
+def test_one_story(depthgauge):
     done = depthgauge("--id", "A.3.3.2")
     assert done.returncode == 0
-    assert "Step by step" in done.stdout
-    assert "ours.product-max" in done.stdout
+    assert "Step by step" in done.out
+    assert "ours.product-max" in done.out
 
 
-def test_a_table_of_one_paper_and_a_budget():
+def test_a_table_of_one_paper_and_a_budget(depthgauge):
     done = depthgauge("--paper", "A", "--budget", "0.001")
     assert done.returncode == 0
-    assert "undecided" in done.stdout
-    assert "A.D.8.2" in done.stdout
+    assert "undecided" in done.out
+    assert "A.D.8.2" in done.out
 
 
-def test_the_list_computes_nothing_and_ids_are_whole():
-    done = depthgauge("--list", "--paper", "a")
-    assert done.returncode == 0
-    ids = [line.split()[0] for line in done.stdout.splitlines()]
-    assert "A.4.1" in ids
-    assert len(ids) > 30
-    rows = json.loads(depthgauge("--list", "--json").stdout)
+def test_the_list_computes_nothing(depthgauge):
+    rows = json.loads(depthgauge("--list", "--json").out)
     assert len(rows) > 200
     assert all(set(row) == {"id", "paper", "statement"} for row in rows)
 
 
-def test_ids_ignore_case_and_verdicts_filter():
+def test_ids_ignore_case_and_verdicts_filter(depthgauge):
     done = depthgauge("--id", "a.4.1", "--json")
-    assert [row["id"] for row in json.loads(done.stdout)] == ["A.4.1"]
-    assert json.loads(depthgauge("--id", "A.4.1", "--verdict", "holds", "--json").stdout) == []
-    assert depthgauge("--verdict", "true").stderr.startswith("error: verdict must be one of holds, fails")
+    assert [row["id"] for row in json.loads(done.out)] == ["A.4.1"]
+    assert json.loads(depthgauge("--id", "A.4.1", "--verdict", "holds", "--json").out) == []
+    assert depthgauge("--verdict", "true").err.startswith("error: verdict must be one of holds, fails")
 
 
-def test_ids_are_never_broken_in_a_narrow_terminal():
-    shown = subprocess.run(
-        [sys.executable, "-m", "depthgauge", "claims", "--paper", "ours", "--budget", "0.001"],
-        capture_output=True, encoding="utf-8", check=True, env={**os.environ, "COLUMNS": "60"},
-    ).stdout  # fmt: skip
-    listed = depthgauge("--list", "--paper", "ours").stdout
-    assert all(f"│ {line.split()[0]} " in shown for line in listed.splitlines())
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_nothing_is_lost_in_a_narrow_terminal(columns, depthgauge, monkeypatch):
+    """Each line fits, and the text is whole once indentation and line ends are taken out."""
+
+    def undecided(chosen, *rest, **options):
+        return Findings(finding(claim, judge(claim, deadline=0.0)) for claim in chosen)
+
+    def said(*words):
+        lines = depthgauge(*words, columns=columns).out.splitlines()
+        assert max(map(cell_len, lines)) <= columns
+        return " ".join(" ".join(lines).split())
+
+    statements = {claim.id: claim.statement for claim in select()}
+    assert said("--list") == " ".join(" ".join(f"{id} {text}" for id, text in statements.items()).split())
+    monkeypatch.setattr(registry, "run", undecided)
+    table = said("--paper", "ours")
+    for id in filter(lambda id: id.startswith("ours."), statements):
+        assert id in table.split()
+        assert columns > 80 or f"{id} undecided, ratio –: {statements[id]}" in table
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+def test_the_glossary_fits_the_terminal(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_terms(TERMS)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(cell_len, lines)) <= columns
+    assert " ".join(lines).split() == " ".join(f"{term} {meaning}" for term, meaning in TERMS.items()).split()
 
 
 @pytest.mark.parametrize(
@@ -92,9 +123,9 @@ def test_ids_are_never_broken_in_a_narrow_terminal():
         (("--budget", "-1"), "budget must be a positive number"),
     ],
 )
-def test_bad_input(words, sentence):
+def test_bad_input(words, sentence, depthgauge):
     done = depthgauge(*words)
     assert done.returncode == 2
-    assert sentence in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    assert sentence in done.err
+    assert "Traceback" not in done.err
+    assert done.out == ""

@@ -307,7 +307,7 @@ def test_what_nobody_expected_is_exit_one_and_one_sentence(
     assert is_one_sentence(outcome.err)
     assert "unexpected RuntimeError: two lines (set DEPTHGAUGE_DEBUG=1" in outcome.err
     broken(KeyboardInterrupt())
-    assert run("gauge") == Outcome(1, "", "error: interrupted\n")
+    assert run("gauge") == Outcome(130, "", "error: interrupted\n")
     broken(RuntimeError("in full"))
     monkeypatch.setenv("DEPTHGAUGE_DEBUG", "1")
     monkeypatch.setattr(sys, "argv", ["depthgauge", "gauge"])

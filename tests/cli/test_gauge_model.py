@@ -16,6 +16,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 
 from depthgauge._journal import journal_folder
 from depthgauge.cli.main import main
+from depthgauge.workflows import gauge_checkpoint
 
 
 class Outcome(NamedTuple):
@@ -65,6 +66,29 @@ def test_tables(run: Run) -> None:
         assert word in outcome.out, word
     assert outcome.err.startswith("loading llama\nabout ")
     assert "forward passes of 48 tokens" in outcome.err
+
+
+def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, real = [], gauge_checkpoint.what_if
+
+    def interrupted(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(gauge_checkpoint, "what_if", interrupted)
+    command = ("gauge", "llama", "--text", "corpus.txt", *SMALL)
+    code, _, err = run(*command, "--out", "stopped.json")
+    assert code == 130
+    assert err.splitlines()[-1] == (
+        "error: interrupted: finished steps are kept in stopped.json.partial; run the same command with --resume to "
+        "continue"
+    )
+    assert run(*command, "--out", "stopped.json", "--resume").code == 0
+    calls.clear()
+    outcome = run(*command)
+    assert (outcome.code, outcome.err.splitlines()[-1]) == (130, "error: interrupted")
 
 
 def test_json_is_one_document(run: Run) -> None:

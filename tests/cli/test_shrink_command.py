@@ -29,7 +29,7 @@ from shrink_documents import (
 
 from depthgauge.cli.main import main
 from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.report.write import write_report
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
@@ -49,7 +49,7 @@ class Workflow(ModuleType):
     def __init__(self) -> None:
         super().__init__("depthgauge.workflows.shrink")
         self.document: dict[str, Any] = copy.deepcopy(DOCUMENT)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.called, self.positional, self.given = "", (), {}
 
     def _call(self, name: str, *args: Any, **given: Any) -> None:
@@ -99,6 +99,16 @@ def run(
 
 Run = Callable[..., Outcome]
 SHORT = ("./model", "--remove", "7", "--out", "smaller")
+
+
+# --- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_with_one_sentence(run: Run, workflow: Workflow) -> None:
+    workflow.error = KeyboardInterrupt()
+    assert run(*SHORT) == Outcome(130, "", "error: interrupted\n")
+    workflow.error = InterruptedRunError("interrupted; add --resume")
+    assert run(*SHORT) == Outcome(130, "", "error: interrupted; add --resume\n")
 
 
 # --- from options to the call -----------------------------------------------------------------------------------------

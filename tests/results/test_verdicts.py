@@ -49,6 +49,12 @@ def test_undecided_claims_nothing() -> None:
     assert "can be" not in verdict
 
 
+def test_one_layer_leaves_nothing_to_decide() -> None:
+    verdict = network_verdict(1, 1.0, [row(0.1, 1, "proved")], 0.1)
+    assert verdict == "1 layer; there is no shallower network to compare with"
+    assert checkpoint_verdict(1, "loss", {}, (), None, None) == "1 layer"
+
+
 def test_not_defined() -> None:
     assert "not defined" in network_verdict(3, 1.0, [], 0.1)
 

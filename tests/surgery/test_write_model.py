@@ -4,11 +4,13 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from depthgauge.checkpoints.source import Source, find
 from depthgauge.errors import InputError, OutputError
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import CardFacts, contiguous, mergekit_plan, model_card, ranges
+from depthgauge.surgery.model_card import CardFacts, contiguous, hub_name, mergekit_plan, model_card, ranges
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished, write_model
 
 HERE = Placement(device="cpu")
@@ -274,8 +276,14 @@ def test_a_folder_that_cannot_be_written_is_reported_first(tmp_path: Path, monke
 
 
 def test_a_disk_without_room_is_reported_first(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"it needs 1000000000\.00 GB, but .* GB are free"):
+    with pytest.raises(OutputError, match=r"it needs 1e6 TB, and .* of the disk are free"):
         check_output_directory(tmp_path / "out", None, overwrite=False, needed=10**18)
+
+
+def test_small_sizes_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    with pytest.raises(OutputError, match=r"it needs 4\.12 MB, and 4\.1 kB of the disk are free; free some space"):
+        check_output_directory(tmp_path / "out", None, overwrite=False, needed=4_120_000)
 
 
 # --- failures in the middle -------------------------------------------------------------------------------------------
@@ -374,15 +382,16 @@ def test_the_model_card_says_what_was_done() -> None:
     import yaml
 
     facts = CardFacts(
-        base="./Smol: 'one'", layers=30, removed=(3, 7, 8, 9), repaired="least squares at every interface",
-        objective="loss", before=2.5, after=2.75, texts=(("corpus.txt", 0.25), ("samples", 0.125)),
+        name="Smol: 'one'", layers=30, base_model="org/Smol: 'one'", removed=(3, 7, 8, 9),
+        repaired="least squares at every interface", objective="loss", before=2.5, after=2.75,
+        texts=(("corpus.txt", 0.25), ("samples", 0.125)),
         guarantees=("On 95 % of windows the loss grows by at most 0.4.",), parameters=(100_000, 80_000),
         speed=(0.875, 0.75), dequantized=True, command="depthgauge shrink ./Smol --remove 4 --out small",
     )  # fmt: skip
     card = model_card(facts)
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
-        "base_model": "./Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
+        "base_model": "org/Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
     for part in ("removed 4 of the 30 layers", "3, 7–9 (counted from 0)", "least squares", "2.5 before, 2.75 after",
                  "| corpus.txt | 0.25 |", "grows by at most 0.4.", "80,000 parameters instead of 100,000",
@@ -393,6 +402,21 @@ def test_the_model_card_says_what_was_done() -> None:
     assert "Relative change of the final states" in plain
     assert "## Guarantee" not in plain
     assert "None" not in plain
+    assert "base_model" not in plain
+
+
+def test_the_base_model_is_a_name_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "local").mkdir(parents=True)
+    names = {"org/name": "org/name", "HuggingFaceTB/SmolLM2-135M": "HuggingFaceTB/SmolLM2-135M"}
+    paths = ("models/local", "./models/local", "../name", "/home/me/model", "a/b/c", "name", "", None)
+    for recorded in (*names, *paths):
+        config = SimpleNamespace(_name_or_path=recorded)
+        assert hub_name(config, None) == names.get(str(recorded))
+        (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": recorded}))
+        loaded = SimpleNamespace(_name_or_path=str(tmp_path))  # as transformers leaves it
+        assert hub_name(loaded, Source(tmp_path)) == names.get(str(recorded))
+    assert hub_name(SimpleNamespace(_name_or_path="org/name"), Source(tmp_path, "model.gguf")) is None
 
 
 def test_the_plan_for_mergekit_keeps_the_same_layers() -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from sweeping import rows_sha256, undisturbed, write_grid
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.sweeps import engines, tasks
 from depthgauge.sweeps.engines import Dask, EngineError
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED
 from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.run import InterruptedRunError, run_grid
+from depthgauge.sweeps.run import run_grid
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
@@ -52,7 +52,7 @@ def test_an_interrupted_run_is_resumed(cluster: "distributed.LocalCluster", tmp_
         if done == 7:
             raise KeyboardInterrupt
 
-    with pytest.raises(InterruptedRunError, match="7 of 24 cells are done"):
+    with pytest.raises(InterruptedRunError, match="7 of 24 cells done"):
         run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), progress=stop)
     assert run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address)).computed == 17
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
@@ -96,7 +96,7 @@ def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path, monkeypat
         distributed.LocalCluster(
             n_workers=1, threads_per_worker=1, processes=True, dashboard_address=":0", host="127.0.0.1", silence_logs=50
         ) as fragile,
-        pytest.raises(EngineError, match=r"the cluster abandoned a cell.*0 of 1 cells are done and kept"),
+        pytest.raises(EngineError, match=r"the cluster abandoned a cell.*0 of 1 cell done and kept"),
     ):
         run_grid(Grid("deadly", {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))
     assert read_status(tmp_path / "s.db").count.missing == 1

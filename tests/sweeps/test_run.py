@@ -11,14 +11,14 @@ import torch
 from joblib.externals.loky import reusable_executor
 from sweeping import rows_sha256, undisturbed, write_grid
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.sweeps import engines, tasks
 from depthgauge.sweeps.cells import Cell, Outcome
 from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine, compute, one_thread
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
 from depthgauge.sweeps.read import export_rows, read_status
-from depthgauge.sweeps.run import InterruptedRunError, run_grid
+from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.store import Count
 
 
@@ -89,7 +89,7 @@ def test_an_interrupt_reports_what_is_kept_and_how_to_resume(squares: Grid, tmp_
         if done == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(InterruptedRunError, match=r"1 of 5 cells are done and kept in .*; run the same command again"):
+    with pytest.raises(InterruptedRunError, match=r"1 of 5 cells done and kept in .*; run the same command again"):
         run_grid(squares, tmp_path / "s.db", engine=Local(1), progress=stop_at_two)
     assert run_grid(squares, tmp_path / "s.db", engine=Local(1)).computed == 3
 
@@ -136,7 +136,7 @@ def test_a_dead_worker_ends_the_run_and_rows_are_kept(tmp_path: Path) -> None:
         if done == 20:
             os.kill(next(iter(reusable_executor._executor._processes)), signal.SIGKILL)
 
-    with pytest.raises(EngineError, match=r"a worker process died.*cells are done and kept"):
+    with pytest.raises(EngineError, match=r"a worker process died.*cells done and kept"):
         run_grid(grid, tmp_path / "s.db", engine=Local(2), progress=kill_one)
     kept = read_status(tmp_path / "s.db").count.done
     assert kept >= 20

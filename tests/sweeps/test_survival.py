@@ -101,10 +101,10 @@ def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGCONT)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 1
+    assert process.returncode == 130
     kept = rows_done(store)
     assert 5 < kept < total
-    expected = f"error: interrupted: {kept} of {total} cells are done and kept in {store}; "
+    expected = f"error: interrupted: {kept} of {total} cells done and kept in {store}; "
     # Progress comes first, as standard error is not a terminal.
     assert err.splitlines()[-1] == expected + "run the same command again to resume"
     code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)

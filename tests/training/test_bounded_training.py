@@ -186,7 +186,7 @@ def test_accuracy_is_that_of_the_returned_network() -> None:
     outputs = model.model.logits(tokens)
     assert model.accuracy == float((outputs.argmax(1) == labels).float().mean())
     assert model.loss == pytest.approx(float(F.cross_entropy(outputs, labels)))
-    assert "majority, 1 layers, η = 0.5" in repr(model)
+    assert "majority, 1 layer, η = 0.5" in repr(model)
 
 
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:

@@ -122,8 +122,8 @@ def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path]
     olmo = subject_of(folders["olmo"], corpus, what_if="all")
     assert set(olmo["layers"][0]["what_if"]) == {"block", "uniform", "parallel"}
     assert olmo["notes"] == [
-        "the sizes of the weights were not measured: the family 'olmo' is not in checkpoints/families.py",
-        "the what-ifs attention, mlp were not measured: the family 'olmo' is not in checkpoints/families.py",
+        "the sizes of the weights were not measured: the architecture 'olmo' is not known to depthgauge",
+        "the what-ifs attention, mlp were not measured: the architecture 'olmo' is not known to depthgauge",
     ]
     assert olmo["layers"][0]["heads"][0]["tv_mean"] > 0
     assert [row["score"] for row in olmo["scores"]] == ["block_influence", "angular_distance"]

@@ -199,7 +199,7 @@ def test_an_interrupted_figure_is_resumed(tmp_path: Path) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
-    with pytest.raises(InterruptedRunError, match="4 of 10 cells are done and kept"):
+    with pytest.raises(InterruptedRunError, match="4 of 10 cells done and kept"):
         reproduce("B7b", tmp_path / "a", models=7, progress=stop)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["figures.db"]
     totals: list[int] = []

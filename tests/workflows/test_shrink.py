@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tiny_models import DECODERS, ENCODERS, tiny_model
 from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError
-from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
 from depthgauge.workflows.shrink_subject import parse_remove
 
@@ -68,7 +69,10 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     assert {one["kind"] for one in record["texts"]} == {"text", "sampled", "built-in"}
     assert record["guarantee"]["quantile"]["increase"] >= record["texts"][0]["increase"]
     assert record["parameters"]["after"] < record["parameters"]["before"]
-    assert record["guarantee"]["assumption"] in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    assert record["guarantee"]["assumption"] in card
+    assert str(tmp_path) not in card
+    assert "base_model" not in card
     assert not journal_folder(out).exists()
 
 
@@ -348,9 +352,32 @@ def test_an_encoder_has_no_loss_to_limit(tmp_path: Path, text: Path) -> None:
 
 def test_shares_are_rounded_down() -> None:
     assert parse_remove("25%", 30, "m") == 7
-    assert parse_remove("1%", 30, "m") == 1
+    assert parse_remove("1%", 30, "m") == parse_remove("10%", 4, "m") == 1
     with pytest.raises(InputError, match="at least one must stay"):
         parse_remove("100%", 30, "m")
+    with pytest.raises(InputError, match=r"remove must be from 1 to 1 block, got 2; m has 2 blocks"):
+        parse_remove("2", 2, "m")
+    with pytest.raises(InputError, match=r"m has one block, .* no block can be removed"):
+        parse_remove("1", 1, "m")
+
+
+@pytest.mark.parametrize("layers", [3, 4, 12, 30, 49])
+def test_a_share_may_be_a_number_between_0_and_1(layers: int) -> None:
+    for count in range(1, layers):
+        remove = make_shrink_options(None, {"remove": count / layers}).remove
+        assert remove is not None
+        assert remove.endswith("%")
+        assert parse_remove(remove, layers, "m") == count
+    assert make_shrink_options(None, {"remove": 0.25}).remove == "25%"
+    assert make_shrink_options(None, {"remove": torch.tensor(1e-9).item()}).remove == "0.0000001%"
+    for wrong in (0.0, 1.0, 2.5, -0.25, float("nan"), True, [1]):
+        with pytest.raises(InputError, match=r"remove must be a number of blocks or a share.*write remove=7 for 7"):
+            make_shrink_options(None, {"remove": wrong})
+
+
+def test_a_result_with_one_layer_is_described() -> None:
+    record: Any = SimpleNamespace(name="m", layers_before=2, layers_after=1)
+    assert repr(ShrinkResult(record, None, None)) == "ShrinkResult('m', 2 → 1 layer)"
 
 
 def test_options_are_a_record() -> None:

@@ -2,13 +2,14 @@
 
 import time
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import BoxBounds
@@ -16,7 +17,7 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.upper import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
-from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
+from depthgauge.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
 from depthgauge.linalg.threads import threads_for
 from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
@@ -39,7 +40,7 @@ class LowerBound:
     seconds: float = 0.0
 
     def __repr__(self) -> str:
-        return f"LowerBound({number(self.value)}, witness of {len(self.witness)} tokens)"
+        return f"LowerBound({number(self.value)}, witness of {counted(len(self.witness), 'token')})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -169,7 +170,7 @@ class Certificate:
 
     def __repr__(self) -> str:
         lower, upper = number(self.lower), number(self.upper)
-        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {self.tokens} tokens"
+        where = str(self.inputs) if self.tokens is None else f"{self.inputs}, {counted(self.tokens, 'token')}"
         if self.upper is None:
             return f"Certificate({lower} ≤ sup|S−S'|, no finite upper bound (lost at layer {self.lost_at}), {where})"
         return f"Certificate({lower} ≤ sup|S−S'| ≤ {upper}, {where}, {' + '.join(self.methods)})"
@@ -235,6 +236,8 @@ def certify(
         True
     """
     inputs = check_request(network, surrogate, radius, ball, tokens, effort)
+    require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
+    require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
     comparison = Comparison(_plain(network), _plain(surrogate), inputs, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")

@@ -1,5 +1,6 @@
 """Access to the optional transformers library: a lazy import, an error that names the extra, silenced output."""
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,6 @@ def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
 
 
 def short(error: BaseException) -> str:
-    """Return an error message on one line, cut to 200 characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Return an error message on one line, cut to 200 characters, without references to a log that is not shown."""
+    text = re.sub(r" ?For details look at [^!]*above report!", "", " ".join(str(error).split())) or type(error).__name__
     return text if len(text) < 200 else text[:200] + "…"

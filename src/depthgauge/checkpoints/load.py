@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import counted
+from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, count_parameters
@@ -85,7 +85,8 @@ class Checkpoint:
     source: Source | None = None
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {self.layers} layers, {self.objective!r})"
+        layers = counted(self.layers, "layer")
+        return f"Checkpoint({self.name!r}, {type(self.model).__name__}, {layers}, {self.objective!r})"
 
     @property
     def measured(self) -> Any:
@@ -253,6 +254,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         "dtype": placement.torch_dtype(),
         "trust_remote_code": placement.trust_remote_code,
         "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # checked below, with the name of the weight
     }
     if source.gguf is None:
         keywords |= {"config": config, "use_safetensors": not source.pickled}
@@ -268,7 +270,12 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
 
 
 def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
-    """Raise if a module has no weights, or if there are weights that no module takes."""
+    """Raise if a weight has another shape than its module, a module has no weights, or no module takes a weight."""
+    for weight, stored, expected in sorted(found["mismatched_keys"]):
+        raise CheckpointError(
+            f"{source.path} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
+            f"configuration asks for {list(expected)}; download it again"
+        )
     # transformers gives a bare encoder a pooler, whose output is not measured.
     bare = model.base_model is model
     missing = sorted(name for name in found["missing_keys"] if not (bare and "pooler" in name))
@@ -312,8 +319,8 @@ def check_memory(source: Source, placement: Placement) -> None:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     if needed > free:
         raise CheckpointError(
-            f"{source.path} is too large: {parameters / 1e9:.1f} billion parameters need {needed / 1e9:.1f} GB, but "
-            f"{free / 1e9:.1f} GB are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
+            f"{source.path} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
+            f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError, quiet
@@ -42,8 +42,9 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         seen = session.calls
         if seen < checkpoint.layers:
             raise CheckpointError(
-                f"{name} bypasses transformers' attention interface: {seen} of its {checkpoint.layers} layers call "
-                "it, so its attention cannot be observed and it cannot be gauged on text"
+                f"{name} bypasses transformers' attention interface: {seen} of its "
+                f"{counted(checkpoint.layers, 'layer')} call it, so its attention cannot be observed and it cannot "
+                "be gauged on text"
             )
         off = relative_difference(ours.output, stock)
         if seen > checkpoint.layers or off > _tolerance(stock.dtype):

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.tensor_record import TensorRecord
@@ -147,8 +148,8 @@ def read_windows(
     bodies = found.bodies(length)
     if not len(bodies):
         raise InputError(
-            f"{found.source} has {found.tokens} tokens, but one window needs {length}; use a longer text or a smaller "
-            "--window"
+            f"{found.source} has {counted(found.tokens, 'token')}, but one window needs {length}; use a longer text or "
+            "a smaller --window"
         )
     order = torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))
     chosen = bodies[order[:wanted].sort().values]
@@ -188,7 +189,7 @@ def body_length(window: int, context: int | None, around: int) -> int:
     if window <= around:
         raise InputError(
             f"window must be at least {around + 1} for this model, got {window}; "
-            f"{around} tokens of each window are special tokens"
+            f"each window has {counted(around, 'special token')}"
         )
     return window - around
 
@@ -210,7 +211,9 @@ def drawn_windows(
     found = tokenize_text(tokenizer, text, wanted=windows, length=length, seed=seed)
     ids = found.pieces[0]
     if len(ids) < length:
-        raise InputError(f"{found.source} has {len(ids)} tokens, but one window needs {length}; use a longer text")
+        raise InputError(
+            f"{found.source} has {counted(len(ids), 'token')}, but one window needs {length}; use a longer text"
+        )
     starts = torch.randint(len(ids) - length + 1, (windows,), generator=torch.Generator().manual_seed(seed)).tolist()
     return surround(torch.stack([ids[start : start + length] for start in starts]), before, after)
 

@@ -135,7 +135,8 @@ def removal_line(removal: MeasuredRemoval, layers: int) -> str:
     last = Interval(loss=removal.loss, low=removal.low, high=removal.high)
     removed = ", ".join(map(str, removal.removed))
     found = f" (removed, in this order: {removed}; increase {_interval(last)})" if removal.removed else ""
-    enough = f"{removal.layers} of {layers} layers keep the increase within {number(removal.increase, 6)}"
+    keep = "keeps" if removal.layers == 1 else "keep"
+    enough = f"{removal.layers} of {counted(layers, 'layer')} {keep} the increase within {number(removal.increase, 6)}"
     return f"effective depth: {enough}{found}; {STOPPED.get(removal.stopped, removal.stopped)}"
 
 

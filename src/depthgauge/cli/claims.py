@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, print_terms, printing_even_if_writing_fails, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,34 +102,39 @@ def _print_list(chosen: "Sequence[Claim]", as_json: bool) -> None:
     if as_json:
         print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
         return
-    width = max(len(claim.id) for claim in chosen)
-    for claim in chosen:
-        typer.echo(f"{claim.id:{width}}  {claim.statement}")
+    print_terms({claim.id: claim.statement for claim in chosen})
 
 
 def _print_table(findings: "Findings") -> None:
+    """Print a table of the findings, or a list where a table would leave the statements too little room."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     from depthgauge.ledger.finding import ratio_text
 
-    colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
     console = Console()
-    wide = console.width >= _WIDE
-    table = Table(title="The ledger of claims", title_justify="left", expand=True)
-    for name in ("id", "verdict", "ratio"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("statement", overflow="fold", ratio=5)
-    if wide:
-        table.add_column("witness, or why undecided", overflow="fold", ratio=4)
-    for found in findings:
-        cells = [found.id, found.verdict, ratio_text(found.ratio), found.statement, *([found.reason()] if wide else [])]
-        table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in cells))
-    console.print(table)
+    rows = [(found.id, found.verdict, ratio_text(found.ratio), found.statement, found.reason()) for found in findings]
+    room = console.width - sum(max(map(len, cells)) + 3 for cells in list(zip(*rows, strict=True))[:3]) - 4
+    if room < _STATEMENT:
+        print_terms({id: f"{verdict}, ratio {ratio}: {statement}" for id, verdict, ratio, statement, _ in rows})
+    else:
+        colours = {"holds": "green", "fails": "red", "misprint": "yellow", "undecided": "cyan"}
+        wide = console.width >= _WIDE
+        table = Table(title="The ledger of claims", title_justify="left", expand=True)
+        for name in ("id", "verdict", "ratio"):
+            table.add_column(name, no_wrap=True)
+        table.add_column("statement", overflow="fold", ratio=5)
+        if wide:
+            table.add_column("witness, or why undecided", overflow="fold", ratio=4)
+        for row in rows:
+            table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in (row if wide else row[:-1])))
+        console.print(table)
     console.print(findings.summary(), highlight=False)
     console.print("`depthgauge claims --id ID` prints the witness and the story of one statement.", highlight=False)
 
 
 _WIDE = 100
 """The width from which on the table has a column for the witness."""
+_STATEMENT = 30
+"""The least width of the column of statements."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from depthgauge._format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
     from depthgauge.cli.network_tables import sandwich_tables
 
     console = Console()
-    title = f"{record.layers_before} layers → {record.layers_after}"
+    title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"
     for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width):
         console.print(table, highlight=False)
     for remark in record.notes:

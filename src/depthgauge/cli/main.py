@@ -9,7 +9,8 @@ import typer
 
 from depthgauge._version import __version__
 from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, shrink, sweep
-from depthgauge.errors import DepthgaugeError
+from depthgauge.cli.output import print_terms
+from depthgauge.errors import DepthgaugeError, InterruptedRunError
 from depthgauge.results.glossary import TERMS
 
 app = typer.Typer(
@@ -40,8 +41,8 @@ app.command(name="report")(report.command)
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 
-# What typer returns when a command was interrupted.
-_INTERRUPTED = 130
+# What typer returns when a command was interrupted, and what shells report for it.
+_INTERRUPTED = InterruptedRunError.exit_code
 
 
 def _print_version(asked: bool) -> bool:
@@ -53,9 +54,7 @@ def _print_version(asked: bool) -> bool:
 
 def _print_glossary(asked: bool) -> bool:
     if asked:
-        width = max(map(len, TERMS))
-        for term, meaning in TERMS.items():
-            typer.echo(f"{term:{width}}  {meaning}")
+        print_terms(TERMS)
         raise typer.Exit
     return asked
 
@@ -74,20 +73,23 @@ def _global_options(
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 2 bad input, 1 any other failure; errors are one sentence."""
+    """Run the command line. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 any other failure.
+
+    Errors are one sentence.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="depthgauge", standalone_mode=False)
         if code == _INTERRUPTED:
-            code = _fail("interrupted", 1)
+            _fail("interrupted", _INTERRUPTED)
         sys.stdout.flush()  # notice a closed pipe here instead of at interpreter exit
     except DepthgaugeError as error:
         code = _fail(str(error), error.exit_code)
     except _UsageError as error:
         code = _fail(_usage_sentence(error), 2)
     except (typer.Abort, KeyboardInterrupt):
-        code = _fail("interrupted", 1)
+        code = _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1

@@ -23,7 +23,8 @@ def network_tables(subject: NetworkSubject, width: int) -> Iterator[RenderableTy
     reach = number(subject.radius, 6)
     layers = {row.layers_after for row in subject.collapse if not row.refused}
     after = "one layer" if layers <= {1} else "the network with attention removed"
-    title = f"How far {after} can be from all {len(subject.layers)} layers, for every input with |entries| ≤ {reach}"
+    every = "its one layer" if len(subject.layers) == 1 else f"all {len(subject.layers)} layers"
+    title = f"How far {after} can be from {every}, for every input with |entries| ≤ {reach}"
     yield from sandwich_tables(subject.collapse, subject.printed, title, width)
     if subject.depth:
         yield from depth_tables(subject.depth, len(subject.layers), width)

@@ -2,9 +2,10 @@
 
 import json
 import sys
+import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -27,6 +28,16 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace output fil
 def note(sentence: str) -> None:
     """Print a sentence on standard error."""
     stderr.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_terms(terms: Mapping[str, str]) -> None:
+    """Print terms and their meanings in two columns that fit the terminal; a long term gets a line of its own."""
+    width = Console().width
+    column = min(max(map(len, terms)), width // 3)
+    for term, meaning in terms.items():
+        first = f"{term:{column}}  " if len(term) <= column else f"{term}\n{'':{column}}  "
+        rest = f"\n{'':{column}}  "
+        typer.echo(first + rest.join(textwrap.wrap(meaning, width - column - 2, break_on_hyphens=False)))
 
 
 def print_json(document: Any) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from depthgauge._format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import InputError
 
@@ -58,7 +59,7 @@ def command(
         _run(grid, path, engine, scheduler, jobs, retry_failed)
     if export is not None:
         rows = export_rows(path, export, replace=overwrite)
-        note(f"{rows} rows written to {export}")
+        note(f"{counted(rows, 'row')} written to {export}")
     if as_json:
         print_json(sweep_status(path).to_json())
     elif status is not None or grid is not None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge._frames import html_table
 from depthgauge.certificates.attack import AttackOptions, Hints, attack
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
@@ -76,7 +76,7 @@ class Depth:
     def __repr__(self) -> str:
         how = "proved" if self.certified else "measured"
         return (
-            f"Depth({self.layers} of {self._layers_before} layers within {number(self.tolerance)}, "
+            f"Depth({self.layers} of {counted(self._layers_before, 'layer')} within {number(self.tolerance)}, "
             f"{how} error {number(self.error)}, {self.method}, {self.status})"
         )
 
@@ -362,7 +362,7 @@ def _shallowest(
     L = len(network)
     tried = refuted = 0
     for layers in range(1, L):
-        progress(layers - 1, L, f"{layers} layers")
+        progress(layers - 1, L, counted(layers, "layer"))
         folds: list[Choice] = [*cheapest_choices(costs, layers, 2**L if L <= FEW_LAYERS else CANDIDATES)]
         choices = [*one_layer_methods(network), *folds] if layers == 1 else folds
         for choice in choices:

@@ -8,7 +8,7 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_type
 from depthgauge.fast_attention.autograd import is_autocast, without_autocast
 from depthgauge.fast_attention.backends import notes, repeated, survey_of
 from depthgauge.fast_attention.call_kinds import CallKinds, ExactCalls
@@ -211,6 +211,7 @@ def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Outpu
             )
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1], dtype=torch.float64)) if return_bound else out
+    require_type("plan", plan, Plan, "what attention_plan returns, or None")
     if return_bound or options.force is not None:
         raise InputError("plan cannot be combined with force or return_bound; a plan has its own guarantee")
     if options.attn_mask is not None or options.dropout_p > 0 or options.key_padding is not None:

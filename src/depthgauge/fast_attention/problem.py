@@ -3,13 +3,14 @@
 import math
 import numbers
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from depthgauge.errors import InputError, require_positive, unknown_name
+from depthgauge.errors import InputError, require_positive, require_type, unknown_name
 from depthgauge.fast_attention.autograd import is_watched
 
 FORCES = ("exact", "polynomial")
@@ -208,10 +209,12 @@ def _check_options(k: Tensor, options: Options) -> None:
         raise InputError(
             "attn_mask and is_causal cannot be combined; include the causal mask in attn_mask and leave is_causal False"
         )
+    require_type("attn_mask", options.attn_mask, (Tensor, NoneType), "a tensor or None")
     if key_padding is not None:
         wanted = [*k.shape[:-3], k.shape[-2]]
+        expected = f"a bool tensor of shape {wanted}, True at padding keys"
+        require_type("key_padding", key_padding, Tensor, expected)
         if key_padding.dtype != torch.bool or list(key_padding.shape) != wanted:
             raise InputError(
-                f"key_padding must be a bool tensor of shape {wanted}, True at padding keys, "
-                f"got {key_padding.dtype} of shape {list(key_padding.shape)}"
+                f"key_padding must be {expected}, got {key_padding.dtype} of shape {list(key_padding.shape)}"
             )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge._frames import frame, html_table
 
 Verdict = Literal["holds", "fails", "misprint", "undecided"]
@@ -129,7 +129,7 @@ class Findings(tuple[Finding, ...]):
     __slots__ = ()
 
     def __repr__(self) -> str:
-        return f"Findings({len(self)} statements: {self.summary() or 'none'})"
+        return f"Findings({counted(len(self), 'statement')}: {self.summary() or 'none'})"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -142,7 +142,7 @@ class Findings(tuple[Finding, ...]):
             }
             for finding in self
         ]
-        return html_table(f"{len(self)} statements: {self.summary() or 'none'}", rows)
+        return html_table(f"{counted(len(self), 'statement')}: {self.summary() or 'none'}", rows)
 
     def summary(self) -> str:
         """Return the number of findings of each verdict, such as `10 holds, 19 fails`."""

@@ -3,9 +3,9 @@
 import difflib
 import time
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 
-from depthgauge.errors import InputError, require_positive, unknown_name
+from depthgauge.errors import InputError, require_positive, require_type, unknown_name
 from depthgauge.ledger.claim import Claim, Observed
 from depthgauge.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.ledger.finding import Finding, Findings
@@ -43,6 +43,8 @@ def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
         InputError: If the paper or the id does not exist. The message names the nearest ids.
     """
     known = registry()
+    for name, given in (("paper", paper), ("id", id)):
+        require_type(name, given, (str, NoneType), "a string such as A or A.4.1, or None")
     if paper is not None:
         paper = next((name for name in PAPERS if name.lower() == paper.lower()), paper)
         if paper not in PAPERS:

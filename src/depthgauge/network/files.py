@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from depthgauge._io import write_atomically
-from depthgauge.errors import InputError, NetworkFileError, OutputError
+from depthgauge.errors import InputError, NetworkFileError, OutputError, require_path
 from depthgauge.network.layer import Layer, Mlp
-from depthgauge.network.network import ACTIVATIONS, NORMS, SelfAttentionNetwork
+from depthgauge.network.network import ACTIVATIONS, NORMS, SelfAttentionNetwork, require_network
 
 FORMAT = "depthgauge.network"
 VERSION = "1"
@@ -42,14 +42,14 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
 
     Args:
         network: The network. All weights must be finite.
-        path: The file to write. Missing folders are created; an existing file is replaced.
+        path: The file to write. Its folder must exist; an existing file is replaced.
 
     Raises:
         InputError: A weight is NaN or infinite, or `provenance` is not plain JSON.
         OutputError: The file cannot be written.
     """
     tensors: dict[str, Tensor] = {}
-    for index, layer in enumerate(network):
+    for index, layer in enumerate(require_network(network)):
         parts: dict[str, Tensor | None] = {"query": layer.query, "key": layer.key, "value": layer.value}
         if layer.mlp is not None:
             mlp = layer.mlp
@@ -100,7 +100,9 @@ def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> Sel
         NetworkFileError: The file cannot be read or is not a valid network. The message names the file and the tensor
             or metadata key, and says how to fix it.
     """
-    path = Path(path)
+    path = require_path("path", path)
+    if dtype not in (torch.float64, torch.float32):
+        raise InputError(f"dtype must be torch.float64 or torch.float32, got {dtype!r}")
     _check_container(path)
     try:
         with safe_open(path, framework="pt") as handle:

@@ -155,15 +155,16 @@ def removal_part(subject: CheckpointSubject) -> Part | None:
     if not subject.depth:
         return None
     removal, total, measured = subject.depth[0], len(subject.layers), unit(subject.model.objective)
-    found = f"{removal.layers} of {counted(total, 'layer')} keep the increase within {number(removal.increase)}"
+    keep = "keeps" if removal.layers == 1 else "keep"
+    found = f"{removal.layers} of {counted(total, 'layer')} {keep} the increase within {number(removal.increase)}"
     if not removal.steps:
         return Part("removal", "Effective depth, measured", f"{found}; no layer can be removed.", half=True)
     left = [str(total - k) for k in range(len(removal.steps) + 1)]
     trace = {
         "type": "scatter", "mode": "lines+markers", "x": left, "y": [0.0, *(step.loss for step in removal.steps)],
         "line": {"color": MEASURED, "width": 2}, "marker": {"color": MEASURED, "size": 7}, "showlegend": False,
-        "hoverinfo": "text", "hovertext": [f"all {total} layers", *(
-            f"{count} layers left, layer {step.removed} removed last<br><b>{number(step.loss)}</b>"
+        "hoverinfo": "text", "hovertext": [f"all {counted(total, 'layer')}", *(
+            f"{counted(int(count), 'layer')} left, layer {step.removed} removed last<br><b>{number(step.loss)}</b>"
             for count, step in zip(left[1:], removal.steps, strict=True)
         )],
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, label, layout, names_axis
 from depthgauge.report.layer_charts import color_scale
 from depthgauge.results.monitor_labels import GROUPS, QUANTITIES, Quantity
@@ -166,6 +166,6 @@ def depth_chart(record: MonitorRecord) -> Chart | None:
         yaxis={"title": {"text": "layers"}, "range": [0, layers + 0.5]},
         margin={"l": 60, "r": 8, "t": 24, "b": 44},
     )
-    words = f"From {measured[0].depth} to {measured[-1].depth} of {layers} layers."
+    words = f"From {measured[0].depth} to {measured[-1].depth} of {counted(layers, 'layer')}."
     alt = f"Line chart of the measured effective depth by training step. {words}"
     return Chart((Choice("depth", words, alt, figure(trace, layout=look)),), 300)

@@ -50,7 +50,7 @@ def _inputs(settings: GaugeSettings) -> str:
         return f"from {settings.input}"
     if settings.samples is None or settings.tokens is None:
         return "see the settings below"
-    size = f"{settings.samples} × {settings.tokens} tokens"
+    size = f"{settings.samples} × {counted(settings.tokens, 'token')}"
     return size if settings.radius is None else f"{size}, uniform up to {number(settings.radius)}, seed {settings.seed}"
 
 

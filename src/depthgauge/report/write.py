@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError, MissingPackageError
+from depthgauge.errors import InputError, MissingPackageError, require_path, require_type
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
@@ -38,9 +38,11 @@ def write_report(
         record = read_log(result)
     elif isinstance(result, str | Path):
         record = _check(load_document(result, _ADVICE), str(result))
-        if Path(out).resolve() == Path(result).resolve():
+        if require_path("out", out).resolve() == Path(result).resolve():
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
+        expected = "a result of gauge or shrink, a log of Monitor, the document of one, or the path of one"
+        require_type("result", result, (dict, GaugeRecord, ShrinkRecord, MonitorRecord), expected)
         record = _check(result, "the result") if isinstance(result, dict) else result
     write_text(out, page_of(record))
     return Path(out)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import InputError, require_options, unknown_name
 from depthgauge.results.record import Record
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
@@ -140,6 +140,7 @@ def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeO
     Raises:
         InputError: names an option that does not exist or whose type does not fit.
     """
+    require_options(options, GaugeOptions, "gauge")
     known = GaugeOptions.__struct_fields__
     for name in fields:
         if name not in known:

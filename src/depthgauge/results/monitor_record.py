@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from depthgauge._format import counted
 from depthgauge._frames import frame
+from depthgauge.errors import require_path
 from depthgauge.results.monitor_options import MonitorSettings
 from depthgauge.results.record import Count, Measured, Record, ResultError, check_schema, load_document, read
 
@@ -161,7 +162,7 @@ def read_log(path: str | Path) -> MonitorRecord:
     Raises:
         ResultError: the directory is not a log, or a line in it is damaged; the message names the place.
     """
-    folder = Path(path)
+    folder = require_path("path", path)
     if not (folder / RUN).is_file():
         raise ResultError(f"{path} is not the log of a monitor: it contains no {RUN}; {MONITOR_ADVICE}")
     document = load_document(folder / RUN, MONITOR_ADVICE)

@@ -16,7 +16,7 @@ import msgspec
 
 from depthgauge._format import number
 from depthgauge._frames import html_table
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_path
 
 Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A finite number."""
@@ -98,7 +98,7 @@ def load_document(path: str | Path, advice: str) -> Any:
         ResultError: the file cannot be read, or is not JSON; NaN and infinities are not JSON numbers.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = require_path("path", path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ResultError(f"{path} is not a result document: it is not UTF-8 text; {advice}") from error
     except OSError as error:

@@ -1,11 +1,12 @@
 """The options of `shrink`, each declared once: the command line, the Python interface and the result all use these."""
 
+import numbers
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import InputError, require_options, unknown_name
 from depthgauge.results.record import Record
 
 EFFORTS = ("quick", "default", "high")
@@ -22,7 +23,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     """What `shrink` is asked to do. None means the default.
 
     Attributes:
-        remove: how many blocks to remove: a number such as `7`, or a share such as `25%`.
+        remove: how many blocks to remove: a number such as `7`, or a share of all blocks such as `25%`, rounded down,
+            at least 1. In Python also a whole number, or a number between 0 and 1 as a share: `0.25` is `25%`.
         max_increase: remove as many blocks as possible while the guaranteed increase of the loss stays within this.
         confidence: confidence of the guarantee (default 0.95).
         guarantee: which guarantee `max_increase` limits: `quantile` (default) or `mean`.
@@ -47,7 +49,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     """
 
     remove: Annotated[
-        str | None, _option("How many blocks to remove: a number, 7, or a share of all blocks, 25%.", SIZE)
+        str | None,
+        _option("How many blocks to remove: a number, 7, or a share, 25%, rounded down, at least 1.", SIZE),
     ] = None
     max_increase: Annotated[
         float | None,
@@ -104,11 +107,12 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:
     """Combine an options record with single options given by keyword; check the types of both.
 
-    A single text may be given as one path, and `remove` as a whole number.
+    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1.
 
     Raises:
         InputError: names an option that does not exist or whose type does not fit.
     """
+    require_options(options, ShrinkOptions, "shrink")
     known = ShrinkOptions.__struct_fields__
     for name in fields:
         if name not in known:
@@ -117,10 +121,28 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     if "text" in plain:
         text = plain["text"]
         plain["text"] = [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
-    if isinstance(plain.get("remove"), int) and not isinstance(plain["remove"], bool):
-        plain["remove"] = str(plain["remove"])
+    if "remove" in plain:
+        plain["remove"] = _remove_text(plain["remove"])
     try:
         return msgspec.convert(plain, ShrinkOptions)
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see ShrinkOptions") from error
+
+
+def _remove_text(remove: Any) -> Any:
+    """Return a number of blocks, or a share of all blocks between 0 and 1, as the command line writes it.
+
+    >>> _remove_text(7), _remove_text(0.25), _remove_text(1 / 3), _remove_text("25%")
+    ('7', '25%', '33.3333333333%', '25%')
+    """
+    if isinstance(remove, str):
+        return remove
+    if isinstance(remove, numbers.Integral) and not isinstance(remove, bool):
+        return str(int(remove))
+    if isinstance(remove, numbers.Real) and 0 < float(remove) < 1:
+        return f"{100 * float(remove):.10f}".rstrip("0").rstrip(".") + "%"
+    raise InputError(
+        f"remove must be a number of blocks or a share of all blocks, got {remove!r}; write remove=7 for 7 blocks, and "
+        "remove=0.25 or remove='25%' for a quarter of them"
+    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from depthgauge._format import DASH, counted, duration, number
+from depthgauge._format import DASH, counted, duration, number, size_text
 from depthgauge.results.shrink_record import (
     BeforeAfter,
     CalibrationRecord,
@@ -354,19 +354,6 @@ def shrink_costs(record: ShrinkRecord) -> tuple[Cost, ...]:
 
 def _ratio(before: float | None, after: float | None) -> float | None:
     return after / before if before and after is not None and abs(after) < LARGEST_RATIO * abs(before) else None
-
-
-def size_text(count: float) -> str:
-    """Return a number of bytes with its unit.
-
-    >>> size_text(538090408), size_text(7), size_text(2048)
-    ('538 MB', '7 B', '2.05 kB')
-    """
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{number(float(count))} {unit}"
-        count /= 1000
-    return f"{number(count)} TB"
 
 
 def time_text(seconds: float) -> str:

@@ -24,23 +24,25 @@ def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], larg
         depths: effective depth per tolerance; empty where it is not defined.
         largest: the largest tolerance tried.
     """
-    inputs = f"for every input up to {number(radius, 6)}"
+    deep, inputs = counted(layers, "layer"), f"for every input up to {number(radius, 6)}"
     if not depths:
-        return f"{layers} layers; effective depth is not defined for this kind of network"
+        return f"{deep}; effective depth is not defined for this kind of network"
+    if layers == 1:
+        return f"{deep}; there is no shallower network to compare with"
     shallow = [depth for depth in depths if depth.certified and depth.layers < layers]
     if shallow:
         best = min(shallow, key=lambda depth: (depth.layers, depth.error or 0.0))
         enough = "1 is enough" if best.layers == 1 else f"{best.layers} are enough"
-        return f"{layers} layers; {enough} within {number(best.error)} {inputs} (proved, {best.method})"
+        return f"{deep}; {enough} within {number(best.error)} {inputs} (proved, {best.method})"
     widest = max((depth for depth in depths if depth.certified), key=lambda depth: depth.tolerance)
     within = number(largest, 6)
     if widest.status == "refuted":
         return (
-            f"{layers} layers; fewer are refuted: each of the {widest.tried} shallower networks tried is off by more "
+            f"{deep}; fewer are refuted: each of the {widest.tried} shallower networks tried is off by more "
             f"than {within} on an input up to {number(radius, 6)}"
         )
     return (
-        f"{layers} layers; undecided: no shallower network is proved to stay within {within} {inputs}, and not all of "
+        f"{deep}; undecided: no shallower network is proved to stay within {within} {inputs}, and not all of "
         "them were refuted"
     )
 
@@ -79,13 +81,13 @@ def checkpoint_verdict(
         else:
             parts.append(f"no layer score predicts the measured cost (rank correlations of at most {correlation:.2f})")
     if removal is not None:
-        kept = "1 layer keeps" if removal.layers == 1 else f"{removal.layers} layers keep"
+        kept = f"{counted(removal.layers, 'layer')} {'keeps' if removal.layers == 1 else 'keep'}"
         parts.append(f"{kept} the increase within {number(removal.increase, 6)}")
     if not parts and regime is not None:
         parts.append(
             f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"
         )
-    return "; ".join([f"{layers} layers", *parts])
+    return "; ".join([counted(layers, "layer"), *parts])
 
 
 def mean_caption(subject: CheckpointSubject) -> str:

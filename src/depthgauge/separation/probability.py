@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge._frames import frame, html_table
 from depthgauge.progress import Step, silent
 from depthgauge.separation.exact import Exact, exact
@@ -54,7 +55,7 @@ class Separation:
         width = max(len(row["event"]) for row in rows)
         lines = [
             f"{self.setting.kind}: {self._parameters()}",
-            f"{'':{width}}  exact     sampled ({self.estimate.models} networks)",
+            f"{'':{width}}  exact     sampled ({counted(self.estimate.models, 'network')})",
         ]
         for row in rows:
             probability = "–".ljust(8) if row["exact"] is None else f"{row['exact']:.6f}"
@@ -68,7 +69,7 @@ class Separation:
         closed = "" if self.exact is None else f"exact probability {self.exact.success:.6f}, "
         return (
             f"Separation({self.setting.kind}: {self._parameters()};\n    success: {closed}"
-            f"{self.estimate.ratio:.6f} of {self.estimate.models} models [{low:.6f}, {high:.6f}])"
+            f"{self.estimate.ratio:.6f} of {counted(self.estimate.models, 'model')} [{low:.6f}, {high:.6f}])"
         )
 
     def _repr_html_(self) -> str:

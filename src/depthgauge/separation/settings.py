@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from depthgauge.errors import InputError, require_count, unknown_name
+from depthgauge.errors import InputError, require_count, require_type, unknown_name
 from depthgauge.separation.score_maps import Attention, parse_attention
 
 Dataset = Literal[0, 1]
@@ -215,6 +215,8 @@ def build_setting(
     >>> build_setting("cross", d=21).m
     10
     """
+    require_type("kind", kind, str, f"one of {', '.join(_USED)}")
+    require_type("attention", attention, str, "exp, or poly:G with a degree G")
     if kind not in _USED:
         raise unknown_name("kind", kind, _USED)
     given = {"x": x, "n": n, "d": d, "m": m, "a0": a0, "a1": a1, "b": b, "c": c}

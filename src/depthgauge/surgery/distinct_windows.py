@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import TokenizedText, tokenize_text
@@ -134,9 +135,10 @@ def _longest(
 def _too_short(
     text: TokenizedText, windows: int, needed: int, length: int, around: int, longest: int | None
 ) -> InputError:
-    read = f"{text.source} has {text.tokens} tokens" if text.complete else f"{text.tokens} tokens of {text.source}"
+    tokens = counted(text.tokens, "token")
+    read = f"{text.source} has {tokens}" if text.complete else f"{tokens} of {text.source}"
     advice = "use a longer text" if longest is None else f"use a longer text or --window {longest + around}"
     return InputError(
-        f"{read}, enough for {windows} windows of {length + around} tokens that do not repeat; {needed} are needed for "
-        f"the three parts (fit, select, certify), at least {needed * length} tokens; {advice}"
+        f"{read}, enough for {counted(windows, 'window')} of {length + around} tokens that do not repeat; {needed} are "
+        f"needed for the three parts (fit, select, certify), at least {needed * length} tokens; {advice}"
     )

@@ -1,19 +1,24 @@
 """Texts that are written next to a shrunk model: the model card and the plan for mergekit."""
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge._version import __version__
+from depthgauge.checkpoints.source import Source
 
 
 @dataclass(frozen=True)
 class CardFacts:
     """What a model card says.
 
-    - `base`: name or path of the source model
+    - `name`: name of the source model, without its folder
+    - `base_model`: its name on a model hub, as `hub_name` finds it; None if it has none
     - `layers`: number of layers of the source model
     - `removed`: the removed layers, from 0
     - `repaired`: how the remaining weights were repaired, as a phrase; None if they are unchanged
@@ -28,7 +33,7 @@ class CardFacts:
     - `command`: the command that reproduces the model, or None
     """
 
-    base: str
+    name: str
     layers: int
     removed: Sequence[int]
     repaired: str | None
@@ -42,6 +47,27 @@ class CardFacts:
     speed: tuple[float, float | None] | None = None
     dequantized: bool = False
     command: str | None = None
+    base_model: str | None = None
+
+
+def hub_name(config: Any, source: Source | None) -> str | None:
+    """Return the name of a model on a model hub, such as `org/name`, as its configuration records it.
+
+    Args:
+        config: the configuration of the loaded model.
+        source: where it was loaded from, or None for a model from memory.
+
+    Returns:
+        The name; None if none is recorded, or if what is recorded is a path on this machine.
+    """
+    if source is None:
+        recorded = getattr(config, "_name_or_path", None)
+    elif source.gguf is None:  # the loaded configuration holds the path that it was loaded from
+        recorded = json.loads((source.folder / "config.json").read_text("utf-8")).get("_name_or_path")
+    else:
+        recorded = None
+    name = str(recorded)
+    return name if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) and not Path(name).exists() else None
 
 
 def model_card(facts: CardFacts) -> str:
@@ -55,7 +81,8 @@ def model_card(facts: CardFacts) -> str:
 
 def _front_matter(facts: CardFacts) -> Iterator[str]:
     yield "---"
-    yield f"base_model: {json.dumps(facts.base, ensure_ascii=False)}"
+    if facts.base_model is not None:
+        yield f"base_model: {json.dumps(facts.base_model, ensure_ascii=False)}"
     yield "library_name: transformers"
     yield "tags:"
     yield "- depthgauge"
@@ -66,10 +93,10 @@ def _front_matter(facts: CardFacts) -> Iterator[str]:
 
 def _summary(facts: CardFacts) -> Iterator[str]:
     kept = facts.layers - len(facts.removed)
-    yield f"# {facts.base} with {kept} of {facts.layers} layers"
+    yield f"# {facts.name} with {kept} of {counted(facts.layers, 'layer')}"
     yield ""
     yield (
-        f"depthgauge {__version__} removed {len(facts.removed)} of the {facts.layers} layers of `{facts.base}`: "
+        f"depthgauge {__version__} removed {len(facts.removed)} of the {facts.layers} layers of `{facts.name}`: "
         f"{ranges(facts.removed)} (counted from 0)."
     )
     yield (
@@ -78,7 +105,7 @@ def _summary(facts: CardFacts) -> Iterator[str]:
         else ("The remaining weights are unchanged.")
     )
     if facts.healed:
-        yield f"The model was then trained for {facts.healed} steps to imitate the source model."
+        yield f"The model was then trained for {counted(facts.healed, 'step')} to imitate the source model."
     if facts.dequantized:
         yield "The source is a quantized GGUF file; its weights were dequantized."
     if facts.parameters is not None:

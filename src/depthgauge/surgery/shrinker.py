@@ -6,6 +6,7 @@ from typing import Any
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.progress import Step, silent
@@ -154,7 +155,7 @@ class Shrinker:
             for count in sizes:
                 key = f"{method} {count}"
                 if key not in known:
-                    self.progress(len(known), len(PEERS) * len(sizes), f"{method}, {count} blocks")
+                    self.progress(len(known), len(PEERS) * len(sizes), f"{method}, {counted(count, 'block')}")
                     gone = choose(self.select, count)
                     kept = [layer for layer in range(len(self.runner)) if layer not in gone]
                     value = suffix_objective(self.runner, self.objective, kept, self.select.at(0))

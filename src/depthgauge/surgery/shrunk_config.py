@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import InputError
 
@@ -69,7 +70,7 @@ def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:
     """
     chosen = tuple(int(layer) for layer in kept)
     if not chosen:
-        raise InputError(f"at least one of the {layers} layers must be kept, got none; remove fewer layers")
+        raise InputError(f"at least one of {counted(layers, 'layer')} must be kept, got none; remove fewer layers")
     if any(after <= before for before, after in pairwise(chosen)):
         raise InputError(f"the layers to keep must be in increasing order without repetition, got {list(chosen)}")
     if chosen[0] < 0 or chosen[-1] >= layers:

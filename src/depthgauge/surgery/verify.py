@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.surgery.extract import cast
@@ -237,8 +237,8 @@ def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> st
     pairs = zip(found["cached"], found["uncached"], strict=True)
     step = next(k for k, (a, b) in enumerate(pairs) if a != b)
     return (
-        f"generation with and without cache agrees for {step} tokens; then two tokens have logits that differ by "
-        f"{number(gap)} of the largest logit, which is within the precision of the dtype"
+        f"generation with and without cache agrees for {counted(step, 'token')}; then two tokens have logits that "
+        f"differ by {number(gap)} of the largest logit, which is within the precision of the dtype"
     )
 
 

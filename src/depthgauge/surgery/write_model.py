@@ -17,10 +17,11 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from depthgauge._format import size_text
 from depthgauge._journal import RECORD
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.source import PICKLED, Source
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, OutputError, require_path
 
 _TOKENIZER = (
     "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
@@ -82,8 +83,8 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
             trial.rmdir()
     if needed > free:
         raise OutputError(
-            f"cannot write {out}: it needs {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are free; free some space or "
-            "give another --out"
+            f"cannot write {out}: it needs {size_text(needed)}, and {size_text(free)} of the disk are free; free some "
+            "space or give another --out"
         )
 
 
@@ -194,7 +195,7 @@ def write_model(
 
 def _target(out: str | Path) -> Path:
     """Return the directory that a write to `out` creates or replaces, with symbolic links followed."""
-    given = Path(out)
+    given = require_path("out", out)
     try:
         target = Path(os.path.realpath(given))
         if target.exists() and not target.is_dir():

@@ -6,6 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge.errors import InterruptedRunError
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.cells import Cell
@@ -56,7 +57,9 @@ def run_cells(
 
 def _kept(store: Store, grid: str, cells: Sequence[Cell]) -> str:
     done = store.count(grid).done
-    return f"{done} of {len(cells)} cells are done and kept in {store.path}; run the same command again to resume"
+    return (
+        f"{done} of {counted(len(cells), 'cell')} done and kept in {store.path}; run the same command again to resume"
+    )
 
 
 def _compute(store: Store, missing: Sequence[Cell], engine: Engine, progress: Step) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 
 from depthgauge._io import require_folder, write_atomically
 from depthgauge._lock import file_lock
-from depthgauge.errors import InputError, OutputError
+from depthgauge.errors import InputError, OutputError, require_path
 from depthgauge.sweeps.cells import Cell, Outcome, canonical_json
 
 APPLICATION_ID = 0x64677377  # "dgsw"
@@ -76,7 +76,7 @@ class Store:
     @classmethod
     def open(cls, path: str | Path, *, create: bool = False) -> "Store":
         """Open the store in a file; with `create`, which requires the lock, create it atomically if it is missing."""
-        path = Path(path)
+        path = require_path("store", path)
         if path.is_dir():
             raise InputError(f"{path} is a directory; give the path of the store file")
         if not path.exists():

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge._frames import frame, html_table
 from depthgauge._lock import Holder
 from depthgauge.sweeps.cells import canonical_json
@@ -30,7 +31,7 @@ class RunSummary:
 
     def __str__(self) -> str:
         rate = f", {self.computed / self.seconds:.3g} cells/s" if self.computed else ""
-        return f"{self.computed} cells computed in {self.seconds:.1f} s{rate}; the grid has {self.count}"
+        return f"{counted(self.computed, 'cell')} computed in {self.seconds:.1f} s{rate}; the grid has {self.count}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,7 +48,7 @@ class SweepRows:
 
     def __repr__(self) -> str:
         failed = sum(row.error is not None for row in self.rows)
-        return f"SweepRows({len(self.rows)} rows, {failed} failed)"
+        return f"SweepRows({counted(len(self.rows), 'row')}, {failed} failed)"
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return each row as a flat dictionary: identity, task, parameters, results, and `error_text`."""
@@ -70,7 +71,7 @@ class SweepRows:
         names = [name for name in _names(rows) if name not in ("identity", "version")]
         shown = [{name: _short(row.get(name)) for name in names} for row in rows[:_HTML_ROWS]]
         more = f", the first {_HTML_ROWS} shown" if len(rows) > _HTML_ROWS else ""
-        return html_table(f"{len(rows)} rows{more}", shown)
+        return html_table(f"{counted(len(rows), 'row')}{more}", shown)
 
 
 @dataclass(frozen=True, repr=False)

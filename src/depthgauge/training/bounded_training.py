@@ -20,8 +20,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge._io import write_atomically
-from depthgauge.errors import InputError, require_count, require_positive, require_seed
+from depthgauge.errors import (
+    InputError,
+    require_count,
+    require_options,
+    require_path,
+    require_positive,
+    require_seed,
+    require_type,
+)
 from depthgauge.progress import Step, silent
 from depthgauge.training.batched_adamw import BatchedAdamW
 from depthgauge.training.bounded_models import (
@@ -98,6 +107,8 @@ class TrainingOptions:
 
     def shape(self, layers: int, heads: int, dim: int) -> ModelShape:
         """Return the shape of the models."""
+        require_count("heads", heads, "the number of heads per layer")
+        require_count("dim", dim, "the width of a token")
         key_dim = -(-dim // heads) if self.key_dim is None else self.key_dim
         return ModelShape(layers, heads, dim, key_dim, self.skip, self.norm, self.mlp)
 
@@ -124,8 +135,8 @@ class TrainedModel:
 
     def __repr__(self) -> str:
         bound = "no bound" if self.eta is None else f"η = {self.eta:g}"
-        layers = len(self.model.network)
-        return f"TrainedModel({self.task.name}, {layers} layers, {bound}, accuracy {self.accuracy:.3f})"
+        layers = counted(len(self.model.network), "layer")
+        return f"TrainedModel({self.task.name}, {layers}, {bound}, accuracy {self.accuracy:.3f})"
 
 
 def rate_at(step: int, options: TrainingOptions) -> float:
@@ -362,6 +373,11 @@ def train_bounded(
         >>> model.accuracy > 0.8
         True
     """
+    require_options(options, TrainingOptions, "train_bounded")
+    require_type("task", task, (str, GeneratedTask), "a GeneratedTask or the name of one")
+    require_type("seeds", seeds, Sequence, "a list of whole numbers, one for each model")
+    if checkpoint is not None:
+        require_path("checkpoint", checkpoint)
     options = TrainingOptions() if options is None else options
     task = find_task(task) if isinstance(task, str) else task
     etas = [check_eta(one) for one in (eta if isinstance(eta, Sequence) else [eta])]

@@ -18,6 +18,7 @@ from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.errors import require_type
 from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.surrogates.closed_forms import closed_form, refusal
@@ -97,6 +98,7 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
     Returns:
         The bound, or None if no finite bound was found or no closed form applies.
     """
+    require_type("model", model, BoundedModel, "a BoundedModel", "a TrainedModel has it as its attribute model")
     exact = model.exact()
     network, radius = exact.network, largest_input(model)
     if len(network) == 1:  # one layer replaces itself

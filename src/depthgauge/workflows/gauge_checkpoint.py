@@ -192,7 +192,7 @@ class _Run:
         possible = () if cannot else available(kinds, checkpoint.family)
         weights, notes = self._weights()
         if missing := [kind for kind in kinds if kind not in possible]:
-            reason = cannot or f"the family {checkpoint.config.model_type!r} is not in checkpoints/families.py"
+            reason = cannot or _unknown(checkpoint)
             notes.append(f"the what-ifs {', '.join(missing)} were not measured: {reason}")
         if self.settings.depth is not None and cannot:
             raise InputError(f"layers of {checkpoint.name} cannot be removed: {cannot}. Leave --depth out")
@@ -218,10 +218,7 @@ class _Run:
     def _weights(self) -> tuple[list[list[CircuitSizes]], list[str]]:
         """Return the circuit sizes of every head, and a note where the family's projections are not known."""
         if self.checkpoint.family is None:
-            kind = self.checkpoint.config.model_type
-            return [], [
-                f"the sizes of the weights were not measured: the family {kind!r} is not in checkpoints/families.py"
-            ]
+            return [], [f"the sizes of the weights were not measured: {_unknown(self.checkpoint)}"]
         stack = Stack(self.checkpoint, Session())
         sizes = []
         for layer, block in enumerate(stack.blocks):
@@ -347,6 +344,10 @@ def _settings(
 def _files(source: Source) -> list[list[Any]]:
     """Return names and sizes of the weight files, to notice that a checkpoint was replaced between two runs."""
     return [[path.name, path.stat().st_size] for path in weight_files(source)]
+
+
+def _unknown(checkpoint: Checkpoint) -> str:
+    return f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge"
 
 
 def _cost(what: str, count: float, seconds_per_pass: float, tokens: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
@@ -39,7 +40,7 @@ class ShrinkResult:
 
     def __repr__(self) -> str:
         record = self.record
-        return f"ShrinkResult({record.name!r}, {record.layers_before} → {record.layers_after} layers)"
+        return f"ShrinkResult({record.name!r}, {record.layers_before} → {counted(record.layers_after, 'layer')})"
 
     @property
     def plan(self) -> PlanRecord:

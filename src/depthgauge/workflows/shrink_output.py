@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from depthgauge._format import counted
 from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
@@ -26,7 +27,7 @@ from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import SHARE, Measured, guaranteed, loss_record, measure_windows, text_records
 from depthgauge.surgery.guarantee import ASSUMPTION, mixed_loss
-from depthgauge.surgery.model_card import CardFacts, mergekit_plan, model_card
+from depthgauge.surgery.model_card import CardFacts, hub_name, mergekit_plan, model_card
 from depthgauge.surgery.speed import SpeedComparison, compare_speed, weight_bytes
 from depthgauge.surgery.verify import verify_reload
 from depthgauge.surgery.write_model import write_model
@@ -93,7 +94,8 @@ class Finished:
                 prefill_after=speed.after.prefill,
                 decode_before=speed.before.decode,
                 decode_after=speed.after.decode,
-                what=f"{speed.window} tokens, then {speed.new_tokens} new tokens, on {speed.device}",
+                what=f"{counted(speed.window, 'token')}, then {counted(speed.new_tokens, 'new token')}, "
+                f"on {speed.device}",
             ),
             parameters=BeforeAfter(before=speed.before.parameters, after=speed.after.parameters),
             bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
@@ -202,6 +204,7 @@ def write_result(finished: Finished, out: str | Path, overwrite: bool, journal: 
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
     """
     subject, made = finished.subject, finished.made
+    base = hub_name(subject.checkpoint.config, subject.checkpoint.source)
     found: list[ShrinkRecord] = []
 
     def verify(folder: Path) -> dict[str, str]:
@@ -211,7 +214,7 @@ def write_result(finished: Finished, out: str | Path, overwrite: bool, journal: 
         text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"
         if journal is not None:
             journal.claim(out, text)
-        return {RECORD: text, "README.md": _card(record)}
+        return {RECORD: text, "README.md": _card(record, base)}
 
     documents = {}
     if not any(step.step for step in made.repair) and not (made.healed and made.healed.kept):
@@ -252,11 +255,12 @@ def _verified(finished: Finished, folder: Path, out: str) -> ShrinkRecord:
     )
 
 
-def _card(record: ShrinkRecord) -> str:
-    """Return the model card."""
-    speed = record.speed
+def _card(record: ShrinkRecord, base_model: str | None) -> str:
+    """Return the model card. It is published with the model, so it contains no path of this machine."""
+    speed, source = record.speed, Path(record.plan.model).name
     facts = CardFacts(
-        base=record.plan.model,
+        name=source,
+        base_model=base_model,
         layers=record.layers_before,
         removed=record.removed,
         repaired="the maps that write into the residual stream were refitted to the states of the source model"
@@ -271,7 +275,7 @@ def _card(record: ShrinkRecord) -> str:
         parameters=(record.parameters.before or 0, record.parameters.after or 0),
         speed=None if speed is None or speed.prefill is None else (speed.prefill, speed.decode),
         dequantized=record.plan.model.endswith(".gguf"),
-        command=f"depthgauge shrink {record.plan.model} --from-plan depthgauge.json --out smaller",
+        command=f"depthgauge shrink {source} --from-plan depthgauge.json --out smaller",
     )
     return model_card(facts)
 

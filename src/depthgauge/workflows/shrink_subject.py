@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
@@ -147,21 +148,26 @@ def check_shrink_options(options: ShrinkOptions) -> None:
 
 
 def parse_remove(remove: str, layers: int, name: str) -> int:
-    """Return the number of blocks that `--remove` stands for: `7`, or `25%` of all blocks, rounded down.
+    """Return the number of blocks that `--remove` stands for.
 
-    >>> parse_remove("25%", 30, "model")
-    7
+    It is a number such as `7`, or a share of all blocks such as `25%`, rounded down, at least 1.
+
+    >>> parse_remove("25%", 30, "model"), parse_remove("10%", 4, "model")
+    (7, 1)
     """
+    if layers == 1:
+        raise InputError(f"{name} has one block, and at least one must stay, so no block can be removed")
     if re.fullmatch(r"\d+", remove.strip()):
         count = int(remove)
     elif match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", remove.strip()):
-        count = max(1, math.floor(float(match[1]) * layers / 100)) if float(match[1]) > 0 else 0
+        share = round(float(match[1]) * layers / 100, 6)  # 33.3333333333% of 12 blocks are 4
+        count = max(1, math.floor(share)) if float(match[1]) > 0 else 0
     else:
         raise InputError(f"remove must be a whole number or a percentage, such as 7 or 25%, got {remove!r}")
     if not 1 <= count < layers:
         raise InputError(
-            f"remove must be from 1 to {layers - 1} blocks, got {remove}; {name} has {layers} blocks and at least one "
-            "must stay"
+            f"remove must be from 1 to {counted(layers - 1, 'block')}, got {remove}; {name} has {layers} blocks and at "
+            "least one must stay"
         )
     return count
 
@@ -259,8 +265,8 @@ def _from_memory(
     _require_in_memory(model, settings, checkpoint.name)
     if plan is not None and (plan.layers, plan.family) != (checkpoint.layers, str(checkpoint.config.model_type)):
         raise InputError(
-            f"the plan was made for a {plan.family} model of {plan.layers} layers, and this is a "
-            f"{checkpoint.config.model_type} model of {checkpoint.layers} layers; make a new plan"
+            f"the plan was made for a {plan.family} model of {counted(plan.layers, 'layer')}, and this is a "
+            f"{checkpoint.config.model_type} model of {counted(checkpoint.layers, 'layer')}; make a new plan"
         )
     _check_kind(settings, checkpoint.objective == "loss", checkpoint.name)
     if settings.remove is not None:

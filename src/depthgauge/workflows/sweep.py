@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError, InterruptedRunError
+from depthgauge.errors import InputError, InterruptedRunError, require_path
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import choose_engine
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
@@ -56,7 +56,7 @@ def sweep(
         return SweepResult(shown, summary, read_rows(path, identities))
 
     if store is not None:
-        return run(Path(store), str(store))
+        return run(require_path("store", store), str(store))
     with tempfile.TemporaryDirectory() as folder:
         try:
             return run(Path(folder) / "rows.db", None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, require_type
 from depthgauge.network.files import load_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
@@ -67,11 +67,8 @@ def resolve_target(target: Any) -> Target:
         return Target(NETWORKS, target.name, network=target)
     if is_transformers_model(target):
         return Target(CHECKPOINTS, getattr(target, "name_or_path", "") or type(target).__name__, model=target)
-    if not isinstance(target, str | Path):
-        raise InputError(
-            f"the target must be a path, a SelfAttentionNetwork or a transformers model, got {type(target).__name__}; "
-            "leave it out to gauge a built-in pair of networks"
-        )
+    expected = "a path, a SelfAttentionNetwork, a transformers model, or None for the built-in pair"
+    require_type("target", target, (str, Path), expected)
     path = Path(target)
     if not path.exists() and _HUB_NAME.fullmatch(str(target)):
         raise InputError(

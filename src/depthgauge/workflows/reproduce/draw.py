@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge._io import require_folder, write_text
 from depthgauge._version import __version__
 from depthgauge.errors import InputError, OutputError, require_count, require_seed
@@ -32,7 +33,7 @@ class Reproduction:
     files: tuple[Path, ...]
 
     def __str__(self) -> str:
-        return f"{self.figure}: {self.points} rows, wrote {', '.join(map(str, self.files))}"
+        return f"{self.figure}: {counted(self.points, 'row')}, wrote {', '.join(map(str, self.files))}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of the list `figures` that `depthgauge reproduce --json` prints."""

@@ -1,0 +1,117 @@
+"""Arguments of a wrong type: every public function raises an error of depthgauge that names the argument."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from depthgauge.surgery.journal import journal_folder
+from depthgauge.workflows.partial import partial_path
+
+import depthgauge as dg
+from depthgauge.errors import InputError, require_path, require_type
+from depthgauge.surgery.write_model import check_output_directory
+
+NETWORK = dg.random_network(layers=2, heads=1, dim=4, eta=0.01)
+TENSOR = torch.zeros(1, 1, 4, 4)
+REST: dict[str, dict[str, Any]] = {
+    "attention": {"k": TENSOR, "v": TENSOR},
+    "attention_plan": {"k": TENSOR, "v": TENSOR},
+    "certify": {"surrogate": NETWORK, "radius": 1.0},
+    "claims": {},
+    "collapse": {},
+    "effective_depth": {"tolerance": 0.1, "radius": 1.0},
+    "gauge": {},
+    "load_network": {},
+    "load_result": {},
+    "measure": {"x": torch.zeros(3, 4, dtype=torch.float64)},
+    "output_bound": {},
+    "plan_shrink": {"remove": 1},
+    "random_network": {"heads": 1, "dim": 4, "eta": 0.1},
+    "read_log": {},
+    "register_attention": {},
+    "save_network": {"path": "network.safetensors"},
+    "separate": {},
+    "shrink": {"remove": 1},
+    "sweep": {},
+    "sweep_status": {},
+    "train_bounded": {"layers": 1, "heads": 1, "dim": 4, "eta": 0.1},
+    "write_report": {"out": "page.html"},
+}
+"""Public function → arguments after the first one."""
+WRONG = (None, object(), b"bytes", [3], (), {"key": 1}, 2.5, int, torch.zeros(2))
+ACCEPTED = {("gauge", "None"), ("claims", "None"), ("register_attention", "2.5")}
+"""Values of `WRONG` that are right."""
+
+
+def functions() -> set[str]:
+    return {name for name in dg.__all__ if inspect.isfunction(getattr(dg, name))}
+
+
+def test_every_public_function_is_listed() -> None:
+    assert set(REST) == functions()
+
+
+@pytest.mark.parametrize("name", sorted(REST))
+def test_a_first_argument_of_a_wrong_type_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    function = getattr(dg, name)
+    first = next(iter(inspect.signature(function).parameters))
+    for value in WRONG:
+        if (name, str(value)) in ACCEPTED:
+            continue
+        with pytest.raises(InputError) as caught:
+            function(value, **REST[name])
+        assert first in str(caught.value) or "grid" in str(caught.value), caught.value
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "record"),
+    [
+        (lambda options: dg.gauge(NETWORK, options), "GaugeOptions"),
+        (lambda options: dg.shrink("model", options), "ShrinkOptions"),
+        (lambda options: dg.plan_shrink("model", options), "ShrinkOptions"),
+        (lambda options: dg.train_bounded("majority", 1, 1, 4, 0.1, options=options), "TrainingOptions"),
+    ],
+    ids=["gauge", "shrink", "plan_shrink", "train_bounded"],
+)
+def test_options_are_records(call: Callable[[Any], Any], record: str) -> None:
+    for wrong in ({}, {"tokens": 4}, "tokens", [], 3, dg.MonitorOptions()):
+        with pytest.raises(InputError, match=rf"options must be {record} or None, got {type(wrong).__name__}.*by name"):
+            call(wrong)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("attn_mask", [1.0]), ("key_padding", "yes"), ("plan", {"path": "exact"})]
+)
+def test_other_arguments_of_attention_are_named(keyword: str, value: object) -> None:
+    with pytest.raises(InputError, match=f"{keyword} must be .*, got {type(value).__name__}"):
+        dg.attention(TENSOR, TENSOR, TENSOR, **{keyword: value})
+
+
+def test_outputs_must_be_paths(tmp_path: Path) -> None:
+    result = dg.gauge(NETWORK, samples=1, tokens=4)
+    calls: list[Callable[[Any], Any]] = [
+        result.save,
+        lambda out: dg.write_report(result, out),
+        lambda out: dg.save_network(NETWORK, out),
+        lambda out: dg.sweep({"task": "separation", "parameters": {"kind": ["self"]}, "repetitions": 1}, out),
+        partial_path,
+        journal_folder,
+        lambda out: check_output_directory(out, None, overwrite=False),
+    ]
+    for call in calls:
+        for wrong in (3, b"out", [tmp_path]):
+            with pytest.raises(InputError, match="must be the path of a file or directory, as a string or a Path, got"):
+                call(wrong)
+
+
+def test_an_error_shows_the_type_and_a_short_value() -> None:
+    with pytest.raises(InputError, match=r"^x must be a list, got None$"):
+        require_type("x", None, list, "a list")
+    with pytest.raises(InputError, match=r"^x must be a string, got list \[0, 1, 2, 3, 4, 5, \.\.\.\]; give one$"):
+        require_type("x", list(range(1000)), str, "a string", "give one")
+    assert require_path("x", "a/b") == Path("a/b")
