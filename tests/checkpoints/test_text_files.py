@@ -125,6 +125,8 @@ def test_the_field_is_named_after_the_path(write: Any, monkeypatch: pytest.Monke
     assert split_field(colon) == (colon, None)
     assert split_field("C:/missing.txt") == (Path("C:/missing.txt"), None)
     assert split_field("C:/missing.jsonl:text") == (Path("C:/missing.jsonl"), "text")
+    with pytest.raises(InputError, match=r"cannot read text a*: File name too long"):
+        find_text("a" * 5000)
     for text in ("missing.jsonl:text", "missing.jsonl", "missing.txt"):
         with pytest.raises(InputError, match=r"cannot read text missing\.\w+: No such file"):
             read(find_text(text))

@@ -21,6 +21,7 @@ from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import objective, what_if
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
+from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
 
@@ -52,10 +53,10 @@ def subject_of(folder: Path, corpus: Path | None, tokens: int = 48, **options: A
 
 
 def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> None:
-    subject = subject_of(folders["llama"], corpus, what_if="all", depth=0.5)
+    subject = subject_of(folders["llama"], corpus, tokens=64, what_if="all", depth=0.5)
     assert subject["kind"] == "model"
     assert subject["model"]["objective"] == "loss"
-    assert subject["text"]["windows"] == 3
+    assert subject["text"]["windows"] == LEAST_WINDOWS
     assert subject["baseline"]["low"] <= subject["baseline"]["loss"] <= subject["baseline"]["high"]
     assert [layer["index"] for layer in subject["layers"]] == [0, 1, 2]
     for layer in subject["layers"]:
@@ -147,6 +148,13 @@ def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
     assert "orders of magnitude" in subject["verdict"]
     with pytest.raises(InputError, match="contains no tokenizer"):
         subject_of(tmp_path, None)
+
+
+def test_three_windows_have_no_interval(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus, what_if="block", depth=0.5)
+    assert subject["text"]["windows"] == LEAST_WINDOWS - 1
+    costs = [subject["baseline"], *(layer["what_if"]["block"] for layer in subject["layers"]), *subject["depth"]]
+    assert all(cost["low"] is None and cost["high"] is None for cost in costs)
 
 
 def test_only_observing(folders: dict[str, Path], corpus: Path) -> None:

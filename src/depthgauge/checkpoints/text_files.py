@@ -5,6 +5,7 @@ A file whose markup would be measured as text (JSON, CSV, HTML) is refused, unle
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFi
                 f"--as-is reads {path} as plain text, and {text} names its field {field!r}; leave one of them out"
             )
         return TextFile(path)
-    if field is not None or (path.exists() and not path.is_file() and not path.is_dir()):
+    if field is not None or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)):
         return TextFile(path, field)  # a pipe can be read only once
     try:
         with open(path, "rb") as handle:
@@ -106,10 +107,10 @@ def split_field(text: str | Path) -> tuple[Path, str | None]:
         text: a path or `path:field`. The path may contain colons, as in `C:/data.jsonl:text`.
     """
     given = str(text)
-    if not Path(given).exists():
+    if not os.path.exists(given):
         for colon in re.finditer(":", given):
             path, field = Path(given[: colon.start()]), given[colon.end() :]
-            if field and (path.is_file() or path.suffix.lower() in JSONL):
+            if field and (os.path.isfile(path) or path.suffix.lower() in JSONL):
                 return path, field
     return Path(given), None
 
