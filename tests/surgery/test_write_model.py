@@ -315,7 +315,8 @@ def test_the_model_card_says_what_was_done() -> None:
     import yaml
 
     facts = CardFacts(
-        name="Smol: 'one'", layers=30, base_model="org/Smol: 'one'", removed=(3, 7, 8, 9), repaired="least squares at every interface",
+        name="Smol: 'one'", layers=30, base_model="org/Smol: 'one'", removed=(3, 7, 8, 9),
+        repaired="least squares at every interface",
         objective="loss", before=2.5, after=2.75, texts=(("corpus.txt", 0.25), ("samples", 0.125)),
         guarantees=("On 95 % of windows the loss grows by at most 0.4.",), parameters=(100_000, 80_000),
         speed=(0.875, 0.75), dequantized=True, command="depthgauge shrink ./Smol --remove 4 --out small",
