@@ -45,8 +45,15 @@ def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int
         ({"q": torch.zeros(1, 2, 300, 7)}, "same width, got q [1, 2, 300, 7]"),
         ({"q": torch.zeros(1, 4, 300, 8)}, "unless enable_gqa is set"),
         ({"q": torch.zeros(1, 3, 300, 8), "enable_gqa": True}, "multiple of the key heads"),
-        ({"q": torch.zeros(2, 4, 300, 8), "enable_gqa": True}, "same batch and a head axis"),
-        ({"v": torch.zeros(1, 2, 299, 8)}, "same heads and tokens"),
+        (
+            {"q": torch.zeros(4, 300, 8), "k": torch.zeros(300, 8), "v": torch.zeros(300, 8), "enable_gqa": True},
+            "a head",
+        ),
+        (
+            {"q": torch.zeros(3, 2, 300, 8), "k": torch.zeros(2, 2, 300, 8), "v": torch.zeros(2, 2, 300, 8)},
+            "equal or 1",
+        ),
+        ({"v": torch.zeros(1, 2, 299, 8)}, "same tokens"),
         ({"q": torch.zeros(8)}, "got shape [8]"),
         ({"q": torch.zeros(1, 2, 300, 8, dtype=torch.int64)}, "got torch.int64"),
         ({"k": torch.zeros(1, 2, 300, 8, dtype=torch.float64)}, "same dtype and device"),
@@ -240,6 +247,63 @@ def test_any_number_of_leading_axes(shape: tuple[int, ...]) -> None:
     assert out.shape == shape
     assert bound.shape == shape[:-1]
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v), rtol=1e-2, atol=1e-4)
+
+
+BROADCAST = [
+    ((2, 4), (2, 1), (2, 1), False),  # one key head
+    ((2, 4), (2, 1), (2, 1), True),
+    ((2, 4), (1, 4), (1, 4), False),  # one batch of keys
+    ((2, 4), (1, 1), (1, 1), False),
+    ((2, 4), (1, 2), (1, 2), True),
+    ((2, 4), (4,), (1,), False),  # fewer axes
+    ((2, 4), (), (), False),
+    ((1, 4), (2, 4), (2, 4), False),  # one batch of queries
+    ((2, 1), (2, 4), (2, 4), False),
+    ((2, 4), (2, 1), (2, 4), False),  # one key head, several value heads
+    ((2, 4), (2, 2), (2, 1), True),
+    ((), (2, 4), (2, 4), False),
+]
+
+
+@pytest.mark.parametrize(("q", "k", "v", "grouped"), BROADCAST)
+@pytest.mark.parametrize("force", ["exact", "polynomial"])
+def test_axes_are_broadcast_as_in_torch(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], grouped: bool, force: str
+) -> None:
+    generator, factor = torch.Generator().manual_seed(0), math.sqrt(0.02)
+    given = [
+        (size * torch.randn(*lead, n, 8, generator=generator, dtype=torch.float64)).requires_grad_()
+        for lead, n, size in ((q, 40, factor), (k, 50, factor), (v, 50, 1.0))
+    ]
+    for causal in (False, True):
+        want = F.scaled_dot_product_attention(*given, is_causal=causal, enable_gqa=grouped)
+        found = dg.attention(*given, is_causal=causal, enable_gqa=grouped, force=force, tolerance=1e-4)
+        assert isinstance(found, Tensor)
+        assert found.shape == want.shape
+        assert torch.allclose(found, want, atol=1e-3)
+        weights = torch.randn(want.shape, generator=generator, dtype=torch.float64)
+        ours, theirs = (torch.autograd.grad((out * weights).sum(), given) for out in (found, want))
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.shape == other.shape
+            assert torch.allclose(one, other, atol=1e-3)
+    plan = dg.attention_plan(*given, enable_gqa=grouped, force=force, tolerance=1e-4)
+    followed = dg.attention(*given, enable_gqa=grouped, tolerance=1e-4, plan=plan)
+    assert isinstance(followed, Tensor)
+    assert torch.allclose(followed, F.scaled_dot_product_attention(*given, enable_gqa=grouped), atol=1e-3)
+
+
+def test_repeated_calls_with_one_key_head_stay_right() -> None:
+    """The decision of the first call is repeated for tensors of the same shapes."""
+    for seed in range(4):
+        q, k, v = draw(2000, heads=3, seed=seed)
+        found = dg.attention(q, k[:, :1], v[:, :1])
+        assert isinstance(found, Tensor)
+        assert torch.allclose(found, F.scaled_dot_product_attention(q, k[:, :1], v[:, :1]), atol=2e-3)
+
+
+def test_the_plan_of_one_key_head_has_one_row() -> None:
+    q, k, v = draw(2000, heads=3)
+    assert len(dg.attention_plan(q, k[:, :1], v[:, :1]).heads) == 1
 
 
 @pytest.mark.parametrize("empty", [(1, 2, 0, 4), (0, 2, 5, 4), (1, 2, 5, 0)])

@@ -36,6 +36,7 @@ from depthgauge.fast_attention.problem import (
     Problem,
     Request,
     autocast_tensors,
+    broadcast,
     checked,
     kind_of,
 )
@@ -74,7 +75,8 @@ def attention(
 
     Args:
         q: Queries [..., heads, n, d].
-        k: Keys [..., heads, m, d].
+        k: Keys [..., heads, m, d]. Axes before the last two are broadcast as in torch's attention, for example one key
+            head for all query heads.
         v: Values [..., heads, m, e].
         attn_mask: A mask as in `torch.nn.functional.scaled_dot_product_attention`. It selects the exact path.
         dropout_p: The dropout probability. A positive probability selects the exact path.
@@ -148,6 +150,11 @@ def attention(
             )
     # A plain tuple: creating the record would cost two microseconds.
     options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    if (equal := broadcast(q, k, v, enable_gqa)) is not None:
+        return attention(
+            *equal[:3], attn_mask, dropout_p, is_causal, tolerance=tolerance, scale=scale, key_padding=key_padding,
+            enable_gqa=equal[3], force=force, return_bound=return_bound, plan=plan,
+        )  # fmt: skip
     if calls is None and outline is not None and is_always_exact(q, k, v, options):
         return _by_torch(q, k, v, options, _kinds.refused(outline, is_final=True))
     if plan is not None or (outline is None and torch.compiler.is_compiling()):
@@ -314,6 +321,8 @@ def attention_plan(
     """
     if _is_autocast(q, k, v):
         q, k, v, attn_mask = autocast_tensors(q, k, v, attn_mask)
+    if (equal := broadcast(q, k, v, enable_gqa)) is not None:
+        q, k, v, enable_gqa = equal
     options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
     request = checked(q, k, v, options)
     reason = exact_reason(request)

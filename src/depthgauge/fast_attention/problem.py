@@ -2,6 +2,7 @@
 
 import math
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from depthgauge.errors import InputError, require_positive, require_type, unknow
 from depthgauge.fast_attention.autograd import is_watched
 
 FORCES = ("exact", "polynomial")
+broadcast_shapes: Callable[..., tuple[int, ...]] = torch.broadcast_shapes
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -155,6 +157,38 @@ def kind_of(q: Tensor, k: Tensor, v: Tensor, outline: Outline) -> Kind | None:
     return Kind(outline, (k.shape, v.shape, k.dtype, v.dtype, devices, needs))
 
 
+def broadcast(q: object, k: object, v: object, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor, bool] | None:
+    """Return q, k, v and `enable_gqa` with equal batches, as torch's attention broadcasts them.
+
+    One key head for several query heads becomes a group, so that keys are not repeated.
+
+    Returns:
+        The tensors and whether query heads share a key head; None if nothing has to change, or if these are no tensors
+        that can be broadcast, which `checked` reports.
+    """
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return None
+    if min(q.ndim, k.ndim, v.ndim) < (3 if enable_gqa else 2):
+        return None
+    given = q.shape[:-2], k.shape[:-2], v.shape[:-2]
+    if given[1] == given[2] and (given[0] == given[1] or (enable_gqa and given[0][:-1] == given[1][:-1])):
+        return None
+    heads = [shape[-1] if shape else 1 for shape in given]
+    try:
+        if enable_gqa and (heads[0] % heads[1] or heads[0] % heads[2]):
+            return None
+        batch = broadcast_shapes(*(shape[:-1] for shape in given))
+        if not enable_gqa and not heads[0] > heads[1] == heads[2] == 1:
+            heads = [*broadcast_shapes(*((count,) for count in heads))] * 3
+        elif heads[1] != heads[2]:
+            k, v = (x.repeat_interleave(heads[0] // count, dim=-3) for x, count in zip((k, v), heads[1:], strict=True))
+            heads = [heads[0]] * 3
+        q, k, v = (x.expand(*batch, count, *x.shape[-2:]) for x, count in zip((q, k, v), heads, strict=True))
+    except (RuntimeError, ZeroDivisionError):
+        return None
+    return q, k, v, heads[0] != heads[1]
+
+
 def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     """Validate the arguments of `attention` and return them as a Request."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
@@ -182,9 +216,12 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if q.shape[-1] != k.shape[-1]:
         raise InputError(f"q and k must have the same width, {given}")
     if k.shape[:-1] != v.shape[:-1]:
-        raise InputError(f"k and v must have the same heads and tokens, {given}")
+        raise InputError(f"k and v must have the same tokens, and heads that are equal or 1, {given}")
     if not enable_gqa and q.shape[:-2] != k.shape[:-2]:
-        raise InputError(f"q and k must have the same batch and heads unless enable_gqa is set, {given}")
+        raise InputError(
+            f"the batch and heads of q, k and v must be equal or 1 unless enable_gqa is set, which needs several query "
+            f"heads for each key head, {given}"
+        )
     if enable_gqa:
         if q.ndim < 3 or q.ndim != k.ndim or q.shape[:-3] != k.shape[:-3]:
             raise InputError(f"with enable_gqa, q and k must have the same batch and a head axis, {given}")
