@@ -117,7 +117,7 @@ class NetworkProbe:
         return float(value)
 
     def _depth(self, states: list[Tensor], skip: tuple[float, ...], increase: float) -> int:
-        """Return how many layers are left when the cheapest one is removed until the change exceeds `increase`."""
+        """Return how many layers are left when the cheapest one is removed while the output changes by at most this."""
         L, tried = len(self.model), [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
         while tried[-1].losses[0] <= increase and len(tried) < L - 1:
             gone = frozenset(step.layer for step in tried)
