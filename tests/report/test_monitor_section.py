@@ -1,5 +1,6 @@
 """The page of a monitored run: every quantity has a heat map, alarms are marked, and a browser shows it."""
 
+import itertools
 import json
 import re
 import sys
@@ -71,6 +72,19 @@ def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None
     assert page.command == f"depthgauge report {log}"
 
 
+def test_the_depth_is_within_an_increase_of_the_loss(log: Path, tmp_path: Path) -> None:
+    def caption(folder: Path) -> str:
+        parts = monitor_page(dg.read_log(folder)).sections[0].parts
+        return next(part.caption for part in parts if part.name == "depth")
+
+    assert caption(log) == (
+        "Layers that are left when blocks are removed greedily while the loss on the probe increases by at most 0.1."
+    )
+    assert caption(write_log(tmp_path / "encoder", objective="states")).endswith(
+        "while the final states change by at most 0.1 of their norm."
+    )
+
+
 def test_a_run_without_probes_and_one_without_alarms(tmp_path: Path) -> None:
     empty = dg.read_log(write_log(tmp_path / "a", count=0))
     assert monitor_verdict(empty) == "nothing was measured yet"
@@ -140,3 +154,47 @@ def test_a_browser_shows_the_maps_the_loss_and_the_crosses(browser: Any, page_fi
     assert page.evaluate("document.documentElement.scrollWidth") == 360
     context.close()
     assert complaints == []
+
+
+BOXES = """(selector) => [...document.querySelectorAll(selector)].map((one) => one.getBoundingClientRect().toJSON())"""
+
+
+def overlap(a: dict[str, float], b: dict[str, float]) -> bool:
+    """Return whether two boxes have more than a line of pixels in common."""
+    return (
+        min(a["right"], b["right"]) - max(a["left"], b["left"]) > 1
+        and min(a["bottom"], b["bottom"]) - max(a["top"], b["top"]) > 1
+    )
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: Path, width: int) -> None:
+    log = write_log(tmp_path / "run", count=31, every=2000)  # with steps of five digits
+    context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
+    page = context.new_page()
+    page.goto(dg.write_report(log, tmp_path / "page.html").resolve().as_uri())
+    page.wait_for_selector("html[data-drawn]", timeout=30_000)
+
+    def boxes(selector: str) -> list[dict[str, float]]:
+        found: list[dict[str, float]] = page.evaluate(BOXES, selector)
+        return found
+
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    chart = "#s0-steps-chart"
+    for name in ("direction ratio", "score range, largest head"):
+        page.select_option("#s0-steps select", label=name)
+        (legend,), (heat,) = boxes(f"{chart} .legend"), boxes(f"{chart} .heatmaplayer image")
+        drawn = [heat, *boxes(f"{chart} .nsewdrag"), *boxes(f"{chart} .cbfills, {chart} .cbaxis text")]
+        assert len(drawn) == 6  # the map, its area, that of the loss, the colours and their two labels
+        assert not [box for box in drawn if overlap(legend, box)]
+        assert all(box["left"] >= 0 and box["right"] <= width for box in (legend, *drawn))
+        assert boxes(f"{chart} .legend text")[-1]["bottom"] < boxes(f"{chart} .nsewdrag")[1]["top"]
+    for one in (chart, "#s0-depth-chart"):
+        labels = boxes(f"{one} .xtick text")
+        assert len(labels) > 2
+        assert not [pair for pair in itertools.pairwise(labels) if overlap(*pair)]
+    for table in ("#s0-alarms", "#reproduce"):
+        scroller, row = boxes(f"{table} .scroll")[0], boxes(f"{table} tbody tr:last-child")[0]
+        assert row["bottom"] <= scroller["bottom"] + 1
+    assert min(box["width"] for box in boxes("#s0-alarms td:last-child")) > 250
+    context.close()

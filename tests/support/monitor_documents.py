@@ -37,14 +37,14 @@ def layer(index: int, step: int) -> ProbedLayer:
     )
 
 
-def probes(count: int = 11) -> list[Probe]:
-    """Return one probe every ten steps."""
+def probes(count: int = 11, every: int = 10) -> list[Probe]:
+    """Return one probe every few steps."""
     return [
         Probe(
-            step=10 * k,
+            step=every * k,
             loss=3.0 - 0.2 * k,
             probe_loss=3.1 - 0.2 * k,
-            depth=3 - k // 5 if k % 2 == 0 else None,
+            depth=max(1, 3 - k // 5) if k % 2 == 0 else None,
             seconds=0.01,
             layers=tuple(layer(index, 10 * k) for index in range(LAYERS)),
         )
@@ -52,19 +52,21 @@ def probes(count: int = 11) -> list[Probe]:
     ]
 
 
-def write_log(folder: Path, name: str = "llama", count: int = 11, **run: Any) -> Path:
+def write_log(
+    folder: Path, name: str = "llama", count: int = 11, every: int = 10, objective: str = "loss", **run: Any
+) -> Path:
     """Write a log directory and return it."""
     folder.mkdir(parents=True)
     model = MonitoredModel(
-        name=name, architecture="LlamaForCausalLM", objective="loss", layers=LAYERS, heads=(HEADS,) * LAYERS,
+        name=name, architecture="LlamaForCausalLM", objective=objective, layers=LAYERS, heads=(HEADS,) * LAYERS,
         parameters=12345, dtype="float32", device="cpu", sequences=2, tokens=32,
     )  # fmt: skip
     options = dg.MonitorOptions(what_if_every=2, depth=0.1)
-    settings = MonitorSettings(every=10, options=options, thresholds=dg.AlarmThresholds())
+    settings = MonitorSettings(every=every, options=options, thresholds=dg.AlarmThresholds())
     head = MonitorRun(version="0", model=model, settings=settings, **run)
     (folder / "run.json").write_text(head.dump(), encoding="utf-8")
     detector, lines, raised = Detector(dg.AlarmThresholds()), [], []
-    for probe in probes(count):
+    for probe in probes(count, every):
         lines.append(json.dumps(probe.to_json()) + "\n")
         raised += [json.dumps(alarm.to_json()) + "\n" for alarm in detector.feed(probe)]
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")

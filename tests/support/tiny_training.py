@@ -76,8 +76,12 @@ def train(
     rate: float = RATE,
     warm_up: int = WARM_UP,
     monitor: dg.Monitor | None = None,
+    ceiling: float = math.inf,
 ) -> list[float]:
-    """Train with AdamW, or with SGD and momentum; stop where the loss is not finite. Return the losses."""
+    """Train with AdamW, or with SGD and momentum. Return the losses.
+
+    The training stops where the loss is not finite or exceeds `ceiling` times the first loss.
+    """
     weights = model.parameters()
     if optimizer == "adamw":
         chosen: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -95,7 +99,7 @@ def train(
         losses.append(float(loss.detach()))
         if monitor is not None:
             monitor.step(step, loss)
-        if not math.isfinite(losses[-1]):
+        if not math.isfinite(losses[-1]) or losses[-1] > ceiling * losses[0]:
             break
     return losses
 

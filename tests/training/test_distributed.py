@@ -80,6 +80,36 @@ def test_sharded_and_replicated_models_measure_the_same(found: list[dict[str, An
 
 
 def test_every_process_raises(found: list[dict[str, Any]]) -> None:
-    messages = [found[rank]["raised"]["message"] for rank in range(2)]
+    messages = [found[rank]["raised"] for rank in range(2)]
     assert messages[0] == messages[1]
-    assert messages[0].startswith("dead-layer at step 0 in layer 2")
+    assert messages[0].startswith("AlarmError: dead-layer at step 0 in layer 2")
+
+
+def test_a_package_that_process_0_misses_is_an_error_in_every_process(found: list[dict[str, Any]]) -> None:
+    message = "MissingPackageError: tensorboard=True needs the package: pip install tensorboard"
+    assert [found[rank]["missing"] for rank in range(2)] == [message] * 2
+
+
+def test_a_probe_that_fails_in_one_process_fails_in_all_and_the_training_goes_on(found: list[dict[str, Any]]) -> None:
+    note = "nothing was measured at step 0: OutOfMemoryError: no memory at step 0 (in process 1)"
+    for rank in range(2):
+        failed, plain = found[rank]["one fails"], found[rank]["ddp"]["plain"]
+        assert [probe["step"] for probe in failed["probes"]] == [1]
+        assert failed["notes"] == [note]
+        assert failed["losses"] == plain["losses"]
+        assert failed["weights"] == plain["weights"]
+
+
+def test_a_sharded_model_goes_on_after_a_probe_that_fails_in_all_processes(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        failed, plain = found[rank]["all fail"], found[rank]["fsdp"]["plain"]
+        assert [probe["step"] for probe in failed["probes"]] == [0, 2]
+        assert failed["losses"] == plain["losses"]
+        assert failed["weights"] == plain["weights"]
+        last = found[rank]["fsdp"]["monitored"]["probes"][-1]
+        assert failed["probes"][-1]["probe_loss"] == last["probe_loss"]  # with the weights of this step
+
+
+def test_no_process_waits_forever_for_a_sharded_pass_that_one_did_not_finish(found: list[dict[str, Any]]) -> None:
+    for rank in range(2):
+        assert found[rank]["waiting"].startswith(f"ExchangeError: process {rank} could not exchange the measures")

@@ -190,6 +190,13 @@ def test_labels_of_the_batch_are_used_and_an_encoder_without_them_has_states(tmp
     assert probe.layers[0].skip_loss == pytest.approx(change, rel=1e-3)
 
 
+def test_a_note_names_an_architecture_that_is_not_known(tmp_path: Path) -> None:
+    notes = dg.Monitor(tiny_model("olmo"), tokens(8), 1, tmp_path).notes
+    assert notes == (
+        "sublayers and sizes of the weights are not measured: the architecture 'olmo' is not known to depthgauge",
+    )
+
+
 def test_only_the_first_tokens_of_a_large_batch_are_used(tmp_path: Path) -> None:
     model, ids = tiny_model("llama"), tokens(40, batch=7)
     mask = torch.ones_like(ids)
@@ -220,6 +227,22 @@ def test_a_model_that_bypasses_the_attention_interface_is_measured_without_heads
         ("llama", [1, 2, 3], "probe must be a batch of the model, a mapping with input_ids or a tensor"),
         ("llama", torch.zeros(2, 1, dtype=torch.long), "the sequences of the probe must have at least 2 tokens, got 1"),
         ("albert", torch.zeros(2, 4, dtype=torch.long), "does not keep its blocks in one list of 3 modules"),
+        ("llama", torch.ones(2, 4, dtype=torch.bool), "probe must contain input_ids, whole numbers of shape"),
+        ("mamba", tokens(8), "MambaForCausalLM cannot be monitored: its configuration has no num_attention_heads"),
+        ("vit", tokens(8), "ViTModel cannot be monitored: it has no embedding of token ids"),
+        ("resnet", tokens(8), "ResNetModel cannot be monitored: its configuration has no num_hidden_layers"),
+        (
+            "llama",
+            torch.tensor([[3, 39, 7], [99, 1, 2]]),
+            "input_ids of the probe contain the token id 99, but the embedding of LlamaForCausalLM has 40 rows, for "
+            "ids from 0 to 39; use the tokenizer of this model",
+        ),
+        ("llama", torch.tensor([[3, -1, 7]]), "contain the token id -1, but the embedding"),
+        (
+            "llama",
+            {"input_ids": tokens(4), "labels": torch.tensor([[1, 2, -100, 40]] * 2)},
+            "labels of the probe contain the token id 40, but the output of LlamaForCausalLM has 40 rows",
+        ),
         (
             "llama",
             {"input_ids": tokens(6), "attention_mask": torch.tensor([[1] * 6, [0] * 5 + [1]])},
@@ -228,6 +251,19 @@ def test_a_model_that_bypasses_the_attention_interface_is_measured_without_heads
     ],
 )
 def test_what_cannot_be_monitored_is_refused(tmp_path: Path, model: str, probe: Any, words: str) -> None:
-    made = torch.nn.Linear(2, 2) if model == "linear" else tiny_model(model)
+    made = torch.nn.Linear(2, 2) if model == "linear" else without_attention(model) or tiny_model(model)
     with pytest.raises(dg.InputError, match=words):
         dg.Monitor(made, probe, 1, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def without_attention(name: str) -> Any:
+    """Return a transformers model that has no attention, or that does not read tokens; None for other names."""
+    from transformers import MambaConfig, MambaForCausalLM, ResNetConfig, ResNetModel, ViTConfig, ViTModel
+
+    if name == "mamba":
+        return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4))
+    if name == "vit":
+        size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+        return ViTModel(ViTConfig(**size, image_size=32))
+    return ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1])) if name == "resnet" else None

@@ -101,3 +101,6 @@ def test_a_probe_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         dg.Monitor(network, {"input_ids": torch.zeros(1, 2)}, 1, tmp_path)
     with pytest.raises(dg.InputError, match=r"must have shape \[..., tokens, 4\]"):
         dg.Monitor(network, torch.zeros(2, 3, dtype=torch.float64), 1, tmp_path)
+    for shape, value in (((0, 3, 4), 0.0), ((2, 1, 4), 0.0), ((2, 3, 4), float("nan"))):
+        with pytest.raises(dg.InputError, match="at least one sequence of at least 2 tokens with finite entries"):
+            dg.Monitor(network, torch.full(shape, value, dtype=torch.float64), 1, tmp_path)

@@ -14,6 +14,15 @@ PROVED, MEASURED = "@blue", "@vermilion"
 """The colours of what is proved for every input and of what was measured on some."""
 
 
+LEGEND: Figure = {
+    "orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 12},
+    "itemclick": False, "itemdoubleclick": False,
+}  # fmt: skip
+"""The legend above a chart."""
+_AXIS, _DIGIT, _SPACE = 255, 7, 3
+"""Widths in pixels: of an axis on a phone, of a digit, and between two labels."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """One view of a chart: its name in the menu, its explanation, its description for screen readers, the figure."""
@@ -54,8 +63,9 @@ def figure(*traces: Figure, layout: Figure) -> Figure:
 
 
 def names_axis(title: str, names: Any) -> Figure:
-    """Return an axis of layers that labels at most fifteen of them, which fits on a phone."""
-    named = list(names)[:: -(-len(names) // 15) or 1]
+    """Return an axis of layers or steps that labels as many of them as fit on a phone, at most fifteen."""
+    room = _AXIS // (_DIGIT * max((len(str(name)) for name in names), default=1) + _SPACE)
+    named = list(names)[:: -(-len(names) // max(1, min(15, room))) or 1]
     return {"type": "category", "title": {"text": title}, "tickvals": named, "tickangle": 0, "showgrid": False}
 
 
@@ -89,7 +99,6 @@ def layout(**own: Any) -> Figure:
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "dragmode": False, "hovermode": "closest",
         "font": font,
         "hoverlabel": {"bgcolor": "@raised", "bordercolor": "@rule-strong", "font": font, "align": "left"},
-        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom", "font": {"size": 12},
-                   "itemclick": False, "itemdoubleclick": False},
+        "legend": LEGEND,
         **own,
     }  # fmt: skip

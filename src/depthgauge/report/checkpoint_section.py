@@ -151,7 +151,7 @@ def _axis(values: Sequence[float]) -> Figure:
 
 
 def removal_part(subject: CheckpointSubject) -> Part | None:
-    """Return the loss after every removed block."""
+    """Return the increase of the loss after every removed block."""
     if not subject.depth:
         return None
     removal, total, measured = subject.depth[0], len(subject.layers), unit(subject.model.objective)
@@ -180,7 +180,7 @@ def removal_part(subject: CheckpointSubject) -> Part | None:
     words = f"{found}; removed in this order: {', '.join(map(str, removal.removed))}."
     alt = f"Line chart of {measured} as layers are removed. {words}"
     chart = Chart((Choice("removal", "", alt, figure(trace, layout=look)),), 340)
-    table = Table("Layers removed", ("layers left", "removed", "loss", "low", "high"), rows)
+    table = Table("Layers removed", ("layers left", "removed", measured, "low", "high"), rows)
     return Part("removal", "Effective depth, measured", words, chart, table, half=True)
 
 

@@ -119,6 +119,8 @@ def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> s
 
 
 Cell = str | int | float | None
+_LONG = 40
+"""The number of characters from which a cell of a table gets room for several words in a line."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def _cell(cell: Cell, names_row: bool, is_numeric: bool) -> str:
     if cell is None:
         return f'<{tag}{scope}{_class(is_numeric)} data-value="">{DASH}</{tag}>'
     if isinstance(cell, str):
-        return f"<{tag}{scope}{_class(is_numeric)}>{escape(cell)}</{tag}>"
+        prose = ' class="prose"' if len(cell) > _LONG else ""
+        return f"<{tag}{scope}{prose}>{escape(cell)}</{tag}>"
     return f'<{tag}{scope}{_class(is_numeric)} data-value="{cell!r}">{number(cell)}</{tag}>'
 
 

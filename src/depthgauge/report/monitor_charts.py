@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from depthgauge._format import counted, number
-from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, label, layout, names_axis
+from depthgauge.report.charts import LEGEND, MEASURED, Chart, Choice, Figure, figure, label, layout, names_axis
 from depthgauge.report.layer_charts import color_scale
 from depthgauge.results.monitor_labels import GROUPS, QUANTITIES, Quantity
 from depthgauge.results.monitor_record import Alarm, MonitorRecord, Probe
@@ -12,8 +12,8 @@ from depthgauge.results.monitor_record import Alarm, MonitorRecord, Probe
 MOST_STEPS = 120
 """Largest number of probes that the page shows; of a longer run, evenly spaced probes and those with alarms."""
 ALARM = "@vermilion"
-_LOSS, _GAP, _MARGINS = 110, 36, 96
-"""Heights in pixels: of the loss, between the loss and the heat map, and above and below both."""
+_LOSS, _GAP, _MARGINS = 110, 60, 96
+"""Heights in pixels: of the loss, between the loss and the heat map (two lines of legend), and above and below both."""
 
 
 def shown_probes(record: MonitorRecord) -> tuple[Probe, ...]:
@@ -80,13 +80,14 @@ def _step_map(record: MonitorRecord, probes: Sequence[Probe], layers: int, quant
     traces = [heat, *_marks(marked, steps), *_losses(probes, steps)]
     plot = _LOSS + _GAP + _heat_height(layers)
     look = layout(
-        xaxis={**names_axis("training step", steps), "anchor": "y2"},
+        xaxis={**names_axis("training step", steps), "anchor": "y2", "range": [-0.5, len(steps) - 0.5]},
         yaxis={
-            "type": "category", "title": {"text": "layer"}, "showgrid": False, "autorange": "reversed",
+            "type": "category", "title": {"text": "layer"}, "showgrid": False, "range": [layers - 0.5, -0.5],
             "domain": [(_LOSS + _GAP) / plot, 1.0],
         },
         yaxis2={"title": {"text": "loss"}, "domain": [0.0, _LOSS / plot], "anchor": "x"},
         margin={"l": 60, "r": 28, "t": 52, "b": 44},
+        legend={**LEGEND, "y": (_LOSS + 4) / plot},
         shapes=[_line(k) for k, step in enumerate(steps) if step in {str(alarm.step) for alarm in marked}],
     )  # fmt: skip
     words = _words(known, probes)

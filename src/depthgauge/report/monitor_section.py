@@ -99,10 +99,12 @@ def depth_part(record: MonitorRecord) -> Part | None:
         ("step", "layers"),
         tuple((probe.step, probe.depth) for probe in record.probes if probe.depth is not None),
     )
-    what = (
-        "the loss on the probe" if record.run.model.objective == "loss" else "the relative change of the final states"
+    limit = (
+        f"the loss on the probe increases by at most {number(increase)}"
+        if record.run.model.objective == "loss"
+        else f"the final states change by at most {number(increase)} of their norm"
     )
-    caption = f"Layers that are left when blocks are removed greedily until {what} would exceed {number(increase)}."
+    caption = f"Layers that are left when blocks are removed greedily while {limit}."
     return Part("depth", "Effective depth, measured", caption, chart, table, half=True)
 
 

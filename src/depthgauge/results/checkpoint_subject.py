@@ -127,7 +127,7 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 
 
 class RemovalStep(Record, frozen=True, kw_only=True):
-    """One removed block and the loss after it, with its interval."""
+    """One removed block and the increase of the loss after it, with its interval."""
 
     removed: Count
     loss: Number
@@ -136,7 +136,7 @@ class RemovalStep(Record, frozen=True, kw_only=True):
 
 
 class MeasuredRemoval(Record, frozen=True, kw_only=True):
-    """The fewest layers found by greedy removal that keep the loss within `increase`.
+    """The fewest layers found by greedy removal that keep the increase of the loss within `increase`.
 
     `loss`, `low` and `high` belong to the last step. `stopped` is `increase`, `max_removed` or `one layer left`.
     """

@@ -37,7 +37,8 @@ class MonitorOptions(Record, frozen=True, kw_only=True):
         tokens: how many tokens of each sequence are used.
         weights_every: measure the sizes of the weights in every k-th probe.
         what_if_every: measure the loss without each block in every k-th probe; None never does.
-        depth: in these probes, also remove blocks until the loss has increased by this, and record how many are left.
+        depth: in these probes, also remove blocks while the loss increases by at most this (of a model without a loss:
+            while the final states change by at most this share of their norm), and record how many are left.
         tensorboard: whether to write TensorBoard events to the log directory; None does so if it is installed.
         wandb: whether to log to Weights & Biases; None does so if a run is active.
     """

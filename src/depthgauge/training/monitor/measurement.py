@@ -1,11 +1,9 @@
-"""What one probe measures, as tensors; reduced over the processes of a distributed run; as a record."""
+"""What one probe measures, as tensors; combined over the processes of a distributed run; as a record."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,6 +36,21 @@ class Measurement:
     skip: tuple[float, ...] = ()
     depth: int | None = None
 
+    def values(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        losses = {"loss": self.loss} | ({} if self.training_loss is None else {"training_loss": self.training_loss})
+        return {**self.layers, **self.heads, **losses}
+
+    def with_values(self, values: Mapping[str, Tensor]) -> "Measurement":
+        """Return the measurement with other tensors under the same names."""
+        return replace(
+            self,
+            layers={name: values[name] for name in self.layers},
+            heads={name: values[name] for name in self.heads},
+            loss=values["loss"],
+            training_loss=values.get("training_loss"),
+        )
+
     def record(self, step: int, segment: int, seconds: float) -> Probe:
         """Return the record of the probe; values that are not finite become None."""
         layers = {name: values.tolist() for name, values in self.layers.items()}
@@ -69,44 +82,29 @@ def _plain(value: Float[Tensor, ""]) -> float | None:
     return finite(value.reshape(1).tolist()[0])
 
 
-def ranks() -> int:
-    """Return the number of processes that train the model together; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Return the index of this process; 0 without a process group."""
-    return dist.get_rank() if ranks() > 1 else 0
-
-
-def reduced(found: Measurement, training_loss: float | Tensor | None, device: torch.device) -> Measurement:
-    """Combine the measurements of all processes and move them to the CPU; every process returns the same.
+def moved(found: Measurement, training_loss: float | Tensor | None, device: torch.device) -> Measurement:
+    """Return a measurement on the CPU, with the training loss of this process, NaN if it is unknown.
 
     All values are moved in one transfer, because each transfer waits for the GPU.
 
     Args:
         found: the measurement of this process.
-        training_loss: the loss of the training step in this process, or None; the mean over the processes is returned,
-            NaN if it is unknown in one.
-        device: where the processes exchange tensors.
+        training_loss: the loss of the training step in this process, or None.
+        device: where the values are brought together.
     """
-    parts = {**found.heads, **found.layers, "loss": found.loss, "training_loss": _scalar(training_loss, device)}
-    parts = {name: parts[name] for name in sorted(parts, key=lambda name: name not in LARGEST)}
-    flat = torch.cat([value.detach().to(device, torch.float64).reshape(-1) for value in parts.values()])
-    if (count := ranks()) > 1:
-        largest = sum(value.numel() for name, value in parts.items() if name in LARGEST)
-        if largest:
-            dist.all_reduce(flat[:largest], dist.ReduceOp.MAX)
-        dist.all_reduce(flat[largest:])
-        flat[largest:] /= count
-    pieces = torch.split(flat.cpu(), [value.numel() for value in parts.values()])
-    whole = {name: piece.reshape(parts[name].shape) for name, piece in zip(parts, pieces, strict=True)}
-    return replace(
-        found,
-        layers={name: whole[name] for name in found.layers},
-        heads={name: whole[name] for name in found.heads},
-        loss=whole["loss"],
-        training_loss=whole["training_loss"],
+    parts = replace(found, training_loss=_scalar(training_loss, device)).values()
+    flat = torch.cat([value.detach().to(device, torch.float64).reshape(-1) for value in parts.values()]).cpu()
+    pieces = torch.split(flat, [value.numel() for value in parts.values()])
+    return found.with_values({k: piece.reshape(v.shape) for (k, v), piece in zip(parts.items(), pieces, strict=True)})
+
+
+def combined(parts: Sequence[Measurement]) -> Measurement:
+    """Combine the measurements of all processes: score ranges by their maximum, all others by their mean."""
+    if len(parts) == 1:
+        return parts[0]
+    stacks = {name: torch.stack([part.values()[name] for part in parts]) for name in parts[0].values()}
+    return parts[0].with_values(
+        {name: stack.amax(dim=0) if name in LARGEST else stack.mean(dim=0) for name, stack in stacks.items()}
     )
 
 
@@ -208,15 +206,3 @@ def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | 
     read = torch.stack([missing if pair is None else pair[0].to(device) for pair in sizes])
     added = torch.stack([missing if pair is None else pair[1].to(device) for pair in sizes])
     return token_mean(added / read.clamp(min=torch.finfo(read.dtype).tiny), real)
-
-
-T = TypeVar("T")
-
-
-def shared(value: T, device: torch.device) -> T:
-    """Return the value of process 0 in every process."""
-    if ranks() == 1:
-        return value
-    holder = [value]
-    dist.broadcast_object_list(holder, src=0, device=device)
-    return holder[0]

@@ -1,7 +1,8 @@
 """Measure a transformers model on a probe batch, in one forward pass."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,12 +26,12 @@ from depthgauge.results.monitor_record import MonitoredModel
 from depthgauge.training.monitor.measurement import (
     HEADS,
     Measurement,
-    ranks,
     state_measures,
     token_sizes,
     update_shares,
 )
-from depthgauge.training.monitor.probe_batch import ProbeBatch, causal_labels
+from depthgauge.training.monitor.probe_batch import ProbeBatch, causal_labels, check_ids
+from depthgauge.training.monitor.processes import Processes, ranks
 from depthgauge.training.monitor.undisturbed import undisturbed
 
 AGREE = 0.1
@@ -80,6 +81,7 @@ class ModelProbe:
 
     def __post_init__(self) -> None:
         register()
+        self._check_model()
         takes = inspect.signature(self.model.forward).parameters
         if "labels" in takes and "labels" not in self.batch.inputs and _is_causal(self.model):
             self.batch = self.batch.with_inputs(labels=causal_labels(self.batch))
@@ -89,6 +91,7 @@ class ModelProbe:
             kept = {name: value for name, value in self.batch.inputs.items() if name != "labels"}
             self.batch = ProbeBatch(kept, self.batch.real)
         self.padded = not bool(self.batch.real.all())
+        check_ids(self.batch, self.model)
         with undisturbed(self.model):
             checkpoint = self._checkpoint = self._wrapped()
             takes = inspect.signature(checkpoint.model.forward).parameters
@@ -101,8 +104,27 @@ class ModelProbe:
         if checkpoint.family is None:
             kind = checkpoint.config.model_type
             self.notes.append(
-                f"sublayers and sizes of the weights are not measured: the family {kind!r} is not in "
-                "checkpoints/families.py"
+                f"sublayers and sizes of the weights are not measured: the architecture {kind!r} is not known to "
+                "depthgauge"
+            )
+
+    def _check_model(self) -> None:
+        """Raise `InputError` for a model without layers of attention, or without an embedding of token ids."""
+        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        for key in ("num_hidden_layers", "num_attention_heads"):
+            if not isinstance(found := getattr(config, key, None), int):
+                given = f"no {key}" if found is None else f"the {key} {found!r}"
+                raise InputError(
+                    f"{name} cannot be monitored: its configuration has {given}, where a whole number is expected; "
+                    "give a transformer with attention in its layers"
+                )
+        try:
+            rows = self.model.get_input_embeddings().weight.shape[0]
+        except (AttributeError, NotImplementedError):
+            rows = None
+        if rows is None:
+            raise InputError(
+                f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
             )
 
     def _wrapped(self) -> Checkpoint:
@@ -134,13 +156,14 @@ class ModelProbe:
             ranks=ranks(),
         )
 
-    def measure(self, weights: bool, skip: bool, depth: float | None) -> Measurement:
+    def measure(self, weights: bool, skip: bool, depth: float | None, processes: Processes) -> Measurement:
         """Measure the model on the batch, without an effect on its training.
 
         Args:
             weights: whether to measure the sizes of the weights.
             skip: whether to measure the cost of skipping each block.
             depth: the largest increase of the loss for the measured effective depth; None does not measure it.
+            processes: those that measure together; they exchange the cost of skipping blocks.
         """
         with undisturbed(self.model):
             self.batch = self.batch.to(self.device)
@@ -148,23 +171,26 @@ class ModelProbe:
                 self._check()
             with attending(self.model) as session:
                 stack = self._stack(session)
-                found = self._measure(stack, weights)
-                return self._what_ifs(stack, found, depth) if skip else found[0]
+                found, base = self._measure(stack, weights)
+                if not skip:
+                    return found
+                processes.exchanged(None)  # a failure until here ends the probe before blocks are skipped
+                return self._what_ifs(stack, found, self._lost(base.output, processes), base, depth)
 
     def _stack(self, session: Session) -> ProbeStack:
         return ProbeStack(self._checkpoint, session, self.batch, self._keywords)
 
     def _check(self) -> None:
         """Compare the model's own attention with the observed one; they must agree up to rounding."""
-        self.checked = True
-        own = self._stack(Session()).full(self.batch.ids).states[-1]
+        with _checked_indices(self.model):
+            own = self._stack(Session()).full(self.batch.ids).states[-1]
         with attending(self.model) as session:
             stack = self._stack(session)
             ours = stack.full(self.batch.ids).states[-1]
             calls = session.calls
         real = self.batch.real
         off, finite = relative_difference(ours[real], own[real]), bool(own[real].isfinite().all())
-        self.observed = calls == len(stack) and (off <= AGREE or not finite)
+        self.observed, self.checked = calls == len(stack) and (off <= AGREE or not finite), True
         if not self.observed:
             self.notes.append(
                 f"heads are not measured: {type(self.model).__name__} made {calls} observed attention calls in "
@@ -196,10 +222,11 @@ class ModelProbe:
         loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base
 
-    def _what_ifs(self, stack: ProbeStack, found: tuple[Measurement, Pass], depth: float | None) -> Measurement:
+    def _what_ifs(
+        self, stack: ProbeStack, found: Measurement, lost: Callable[[Tensor], float], base: Pass, depth: float | None
+    ) -> Measurement:
         """Add the cost of skipping each block and, if requested, the measured effective depth."""
-        measured, base = found
-        lost, ids = self._lost(base.output), self.batch.ids
+        ids = self.batch.ids
         skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in range(len(stack)))
         left = None
         if depth is not None:
@@ -207,27 +234,38 @@ class ModelProbe:
             while sum(tried[-1].losses) <= depth and len(tried) < len(stack) - 1:
                 tried.append(self._next(stack, lost, tried))
             left = measured_depth(tried, len(stack), depth).layers
-        return replace(measured, skip=skip, depth=left)
+        return replace(found, skip=skip, depth=left)
 
     def _next(self, stack: ProbeStack, lost: Callable[[Tensor], float], tried: list[Removal]) -> Removal:
         return next_removal(stack, [self.batch.ids], [lost], [step.layer for step in tried])
 
-    def _lost(self, intact: Tensor) -> Callable[[Tensor], float]:
+    def _lost(self, intact: Tensor, processes: Processes) -> Callable[[Tensor], float]:
         """Return a function that measures how much worse an output is, equal in all processes."""
-        real, device = self.batch.real, self.device
+        real = self.batch.real
         if self.objective == "loss":
-            return lambda output: _mean(output.float() - intact.float(), device)
+            return lambda output: processes.mean(float(output.double() - intact.double()))
         norm = intact[real].double().norm()
-        return lambda output: _mean((output[real].double() - intact[real].double()).norm() / norm, device)
+        return lambda output: processes.mean(float((output[real].double() - intact[real].double()).norm() / norm))
 
 
-def _mean(value: Tensor, device: torch.device) -> float:
-    """Return the mean of a number over all processes."""
-    value = value.detach().to(device, torch.float64).clone()
-    if (count := ranks()) > 1:
-        torch.distributed.all_reduce(value)
-        value = value / count
-    return float(value)
+@contextmanager
+def _checked_indices(model: nn.Module) -> Iterator[None]:
+    """Raise `IndexError` for an index that an embedding does not have, such as a position beyond the longest one.
+
+    On a GPU the embedding itself would end the process.
+    """
+
+    def check(module: Any, args: tuple[Any, ...]) -> None:
+        low, high, rows = int(args[0].min()), int(args[0].max()), module.num_embeddings
+        if low < 0 or high >= rows:
+            name = next(name for name, found in model.named_modules() if found is module)
+            raise IndexError(f"{name} has {rows} rows, and the probe needs row {high if high >= rows else low}")
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if type(module) is nn.Embedding:
+                hooks.callback(module.register_forward_pre_hook(check).remove)
+        yield
 
 
 def _sizes(before: Float[Tensor, "batch n d"], added: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor]:

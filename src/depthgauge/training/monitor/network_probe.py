@@ -17,11 +17,11 @@ from depthgauge.results.monitor_record import MonitoredModel
 from depthgauge.training.monitor.measurement import (
     HEADS,
     Measurement,
-    ranks,
     state_measures,
     token_sizes,
     update_shares,
 )
+from depthgauge.training.monitor.processes import Processes, ranks
 from depthgauge.training.monitor.undisturbed import undisturbed
 
 
@@ -54,7 +54,7 @@ class NetworkProbe:
             ranks=ranks(),
         )
 
-    def measure(self, weights: bool, skip: bool, depth: float | None) -> Measurement:
+    def measure(self, weights: bool, skip: bool, depth: float | None, processes: Processes) -> Measurement:
         """Measure the network on the inputs; the arguments are those of `ModelProbe.measure`."""
         with undisturbed(self.model):
             x = self.inputs = self.inputs.to(self.device)
@@ -70,8 +70,8 @@ class NetworkProbe:
                 layers |= {
                     name: torch.cat([getattr(size, name) for size in sizes]) for name in ("eta", "qk_norm", "ov_norm")
                 }
-            lost = self._skip(states) if skip else ()
-            left = self._depth(states, lost, depth) if skip and depth is not None else None
+            lost = self._skip(states, processes) if skip else ()
+            left = self._depth(states, lost, depth, processes) if skip and depth is not None else None
         counts = tuple(layer.heads for layer in self.model)
         nothing = torch.full((), float("nan"), device=self.device)
         return Measurement(
@@ -101,27 +101,24 @@ class NetworkProbe:
             mlp.append((token_sizes(y), token_sizes(inner)))
         return {"attention_update": update_shares(attention, None), "mlp_update": update_shares(mlp, None)}
 
-    def _skip(self, states: list[Tensor]) -> tuple[float, ...]:
+    def _skip(self, states: list[Tensor], processes: Processes) -> tuple[float, ...]:
         """Return the relative change of the output when each layer returns its input."""
-        return tuple(self._change(states[-1], frozenset({layer}), states) for layer in range(len(self.model)))
+        return tuple(processes.mean(self._change(frozenset({layer}), states)) for layer in range(len(self.model)))
 
-    def _change(self, intact: Tensor, removed: frozenset[int], states: list[Tensor]) -> float:
+    def _change(self, removed: frozenset[int], states: list[Tensor]) -> float:
+        """Return the relative change of the output without some layers."""
         first = min(removed)
-        x = states[first]
+        x, intact = states[first], states[-1]
         for layer in range(first, len(self.model)):
             x = x if layer in removed else self.model.step(layer, x)
-        value = (x - intact).double().norm() / intact.double().norm()
-        if (count := ranks()) > 1:
-            torch.distributed.all_reduce(value)
-            value = value / count
-        return float(value)
+        return float((x - intact).double().norm() / intact.double().norm())
 
-    def _depth(self, states: list[Tensor], skip: tuple[float, ...], increase: float) -> int:
-        """Return how many layers are left when the cheapest one is removed until the change exceeds `increase`."""
+    def _depth(self, states: list[Tensor], skip: tuple[float, ...], increase: float, processes: Processes) -> int:
+        """Return how many layers are left when the cheapest one is removed while the output changes by at most this."""
         L, tried = len(self.model), [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
         while tried[-1].losses[0] <= increase and len(tried) < L - 1:
             gone = frozenset(step.layer for step in tried)
-            costs = {k: [self._change(states[-1], gone | {k}, states)] for k in range(L) if k not in gone}
+            costs = {k: [processes.mean(self._change(gone | {k}, states))] for k in range(L) if k not in gone}
             tried.append(least_missed(costs))
         return measured_depth(tried, L, increase).layers
 
@@ -130,7 +127,7 @@ def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, to
     """Cut input states to a few short sequences, `[batch, n, d]`.
 
     Raises:
-        InputError: The probe is no tensor, or does not fit the network.
+        InputError: The probe is no tensor, is empty or not finite, or does not fit the network.
     """
     if not isinstance(probe, Tensor):
         raise InputError(
@@ -138,6 +135,12 @@ def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, to
             f"{type(probe).__name__}"
         )
     network.check_input(probe)
+    if 0 in probe.shape or probe.shape[-2] < 2 or not bool(probe.isfinite().all()):
+        raise InputError(
+            f"probe must have at least one sequence of at least 2 tokens with finite entries, got shape "
+            f"{list(probe.shape)}{'' if bool(probe.isfinite().all()) else ' with entries that are not finite'}; take "
+            "inputs that the network is trained on"
+        )
     return probe.detach().reshape(-1, *probe.shape[-2:])[:sequences, :tokens].clone()
 
 

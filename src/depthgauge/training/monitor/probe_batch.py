@@ -57,7 +57,7 @@ def make_batch(probe: Any, sequences: int, tokens: int) -> ProbeBatch:
             f"{type(probe).__name__}; take one from the data loader"
         )
     ids = given.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or 0 in ids.shape:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or 0 in ids.shape:
         shown = "none" if not isinstance(ids, Tensor) else f"{ids.dtype} of shape {list(ids.shape)}"
         raise InputError(f"probe must contain input_ids, whole numbers of shape [batch, tokens], got {shown}")
     batch, n = ids.shape
@@ -94,3 +94,23 @@ def _cut(value: Tensor, batch: int, n: int, sequences: int, tokens: int) -> Tens
 def causal_labels(batch: ProbeBatch) -> Tensor:
     """Return the labels of next-token prediction: the ids, without padding."""
     return batch.ids.masked_fill(~batch.real, IGNORED)
+
+
+def check_ids(batch: ProbeBatch, model: Any) -> None:
+    """Raise `InputError` if the model has no embedding for a token id of the probe, or no output for a label.
+
+    On a GPU, an index that is out of range cannot be caught: it ends the process.
+    """
+    tables = {"input_ids": model.get_input_embeddings(), "labels": model.get_output_embeddings()}
+    for name, table in tables.items():
+        given, weight = batch.inputs.get(name), getattr(table, "weight", None)
+        if given is None or weight is None or given.shape != batch.ids.shape:
+            continue
+        rows = int(weight.shape[0])
+        wrong = given[((given < 0) | (given >= rows)) & ((given != IGNORED) | (name == "input_ids"))]
+        if len(wrong):
+            part = "embedding" if name == "input_ids" else "output"
+            raise InputError(
+                f"{name} of the probe contain the token id {int(wrong[0])}, but the {part} of {type(model).__name__} "
+                f"has {rows} rows, for ids from 0 to {rows - 1}; use the tokenizer of this model"
+            )

@@ -1,6 +1,7 @@
 """Where a monitor writes: JSON lines always, TensorBoard and Weights & Biases where they are available."""
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -89,9 +90,14 @@ class JsonLines:
         try:
             handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             try:
-                data = lines.encode("utf-8")
-                while data:
-                    data = data[os.write(handle, data) :]
+                size, data = os.fstat(handle).st_size, lines.encode("utf-8")
+                try:
+                    while data:
+                        data = data[os.write(handle, data) :]
+                except OSError:
+                    if stat.S_ISREG(os.fstat(handle).st_mode):
+                        os.ftruncate(handle, size)  # so that the next line does not continue half a line
+                    raise
                 os.fsync(handle)
             finally:
                 os.close(handle)
@@ -172,10 +178,14 @@ def further_sinks(folder: Path, options: MonitorOptions) -> list[Sink]:
     Raises:
         MissingPackageError: a sink is requested whose package is not installed.
         InputError: Weights & Biases is requested without an active run.
+        OutputError: TensorBoard events cannot be written.
     """
     sinks: list[Sink] = []
     if options.tensorboard is not False and (writer := _summary_writer(bool(options.tensorboard))) is not None:
-        sinks.append(TensorBoard(writer(log_dir=str(folder))))
+        try:
+            sinks.append(TensorBoard(writer(log_dir=str(folder))))
+        except OSError as error:
+            raise OutputError(f"cannot write TensorBoard events to {folder}: {error.strerror or error}") from error
     if options.wandb is not False and (library := _wandb(bool(options.wandb))) is not None:
         sinks.append(WeightsAndBiases(library))
     return sinks

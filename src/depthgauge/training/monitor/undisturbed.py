@@ -36,7 +36,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         contexts.callback(_restore, before)
         contexts.callback(_reshard, modules)
         model.eval()
-        yield
+        try:
+            yield
+        except BaseException:
+            _leave_forward(modules)
+            raise
 
 
 class _ModuleState:
@@ -68,19 +72,39 @@ class _ModuleState:
                 buffer.copy_(copy)
 
 
+def _sharded(modules: list[nn.Module]) -> list[Any]:
+    """Return the modules that are sharded with `fully_shard`; none can be before it is imported."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
 def _reshard(modules: list[nn.Module]) -> None:
     """Free the gathered weights of a model that is sharded with `fully_shard`.
 
     Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the
     next training step would use weights from before the optimizer step.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return  # nothing can be sharded
-    from torch.distributed.fsdp import FSDPModule
+    for module in _sharded(modules):
+        module.reshard()
 
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+
+def _leave_forward(modules: list[nn.Module]) -> None:
+    """End the forward pass of a sharded model in which an error was raised.
+
+    `fully_shard` resets these attributes in hooks after the forward pass, which an error skips. Then `reshard` would
+    keep the gathered weights, and the next forward pass would not wait for the optimizer.
+    """
+    for module in _sharded(modules):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older torch has one
+        for part in (state, *filter(None, groups)):
+            part._training_state = type(part._training_state).IDLE
+        for group in filter(None, groups):
+            group.wait_for_unshard()  # of weights that were requested and not used
+        state._state_ctx.iter_forward_root = None
 
 
 def _restore(states: list[_ModuleState]) -> None:
