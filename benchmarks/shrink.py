@@ -92,8 +92,7 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     Returns:
         Method (`OURS` and, with healing, `HEALED`) → number of removed blocks → losses of the evaluation windows.
     """
-    from depthgauge.surgery.journal import Journal
-
+    from depthgauge._journal import Journal
     from depthgauge.surgery.heal import heal as train
     from depthgauge.surgery.model_samples import sample_windows
     from depthgauge.surgery.shrinker import Shrinker
@@ -110,7 +109,7 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
         parts["fit"].append(ids[cut:])
     fit, select = torch.cat(parts["fit"]), torch.cat(parts["select"])
     select = select[torch.randperm(len(select), generator=torch.Generator().manual_seed(seed))]
-    journal = Journal(None, {})  # later sizes repeat the removals of earlier ones without a search
+    journal = Journal()  # later sizes repeat the removals of earlier ones without a search
     found: dict[str, dict[int, Losses]] = {OURS: {}} | ({HEALED: {}} if heal else {})
     for count in setting.counts:
         with Shrinker(setting.checkpoint, fit, select, objective=objective, effort=work, journal=journal) as shrinker:

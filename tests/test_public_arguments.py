@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from depthgauge.surgery.journal import journal_folder
-from depthgauge.workflows.partial import partial_path
 
 import depthgauge as dg
+from depthgauge._journal import journal_folder
 from depthgauge.errors import InputError, require_path, require_type
 from depthgauge.surgery.write_model import check_output_directory
 
@@ -99,7 +98,6 @@ def test_outputs_must_be_paths(tmp_path: Path) -> None:
         lambda out: dg.write_report(result, out),
         lambda out: dg.save_network(NETWORK, out),
         lambda out: dg.sweep({"task": "separation", "parameters": {"kind": ["self"]}, "repetitions": 1}, out),
-        partial_path,
         journal_folder,
         lambda out: check_output_directory(out, None, overwrite=False),
     ]

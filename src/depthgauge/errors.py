@@ -8,7 +8,7 @@ import numbers
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class DepthgaugeError(Exception):
@@ -45,7 +45,12 @@ class InterruptedRunError(DepthgaugeError):
 
 
 class OutputError(DepthgaugeError):
-    """A result could not be written."""
+    """A result could not be written.
+
+    `result` is what `gauge` would have returned, if that is known.
+    """
+
+    result: Any = None
 
 
 class VerificationError(DepthgaugeError):

@@ -15,6 +15,7 @@ from depthgauge.checkpoints import load
 from depthgauge.checkpoints import text_files as text
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import (
     Placement,
     check_memory,
@@ -171,8 +172,8 @@ def test_no_error_points_to_a_report_that_is_not_shown() -> None:
     assert said, "transformers has changed these sentences"
     for sentence in map("".join, said):
         assert "report" in sentence
-        assert "report" not in load._short(RuntimeError(sentence))
-    assert load._short(RuntimeError("For details look at the above report!")) == "RuntimeError"
+        assert "report" not in short(RuntimeError(sentence))
+    assert short(RuntimeError("For details look at the above report!")) == "RuntimeError"
 
 
 def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:

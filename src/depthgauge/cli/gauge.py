@@ -7,6 +7,7 @@ import typer
 
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
+from depthgauge.errors import OutputError
 from depthgauge.results.gauge_options import GaugeOptions
 
 if TYPE_CHECKING:
@@ -63,18 +64,23 @@ def command(
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         extra["what_if"] = "none"
-    with progress_bar("measuring") as progress:
-        result = gauge(
-            target,
-            options,
-            out=out,
-            report=report,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-            message=note,
-            **extra,
-        )
+    try:
+        with progress_bar("measuring") as progress:
+            result = gauge(
+                target,
+                options,
+                out=out,
+                report=report,
+                resume=resume,
+                overwrite=overwrite,
+                progress=progress,
+                message=note,
+                **extra,
+            )
+    except OutputError as error:
+        if error.result is not None:  # the work is done: show what could not be written
+            _print(error.result, as_json)
+        raise
     _print(result, as_json)
 
 

@@ -8,6 +8,7 @@ from depthgauge._io import check_outputs, write_text
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.text_files import split_field
+from depthgauge.errors import OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
@@ -77,6 +78,7 @@ def gauge(
 
     Raises:
         InputError: the target or an option cannot be used; the message says why and what to do.
+        OutputError: a file cannot be written; the attribute `result` of the error is the result.
 
     >>> from depthgauge import random_network
     >>> result = gauge(random_network(layers=2, heads=1, dim=4, eta=0.01), samples=1, tokens=4)
@@ -97,12 +99,16 @@ def gauge(
         else:
             settings, subjects = gauge_networks(found, asked, progress, message)
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects)
-        if out is not None:
-            journal.write(out, result.dump(), overwrite)
-            message(f"result written to {out}")
-        if report is not None:
-            journal.write(report, page_of(result), overwrite)
-            message(f"page written to {report}")
+        try:
+            if out is not None:
+                journal.write(out, result.dump(), overwrite)
+                message(f"result written to {out}")
+            if report is not None:
+                journal.write(report, page_of(result), overwrite)
+                message(f"page written to {report}")
+        except OutputError as error:
+            error.result = result
+            raise
     return result
 
 
