@@ -59,7 +59,7 @@ def test_without_the_extra_gauge_stops_before_the_work(run, tmp_path, no_plotly)
     assert (code, out) == (2, "")
     assert err.startswith("error: the page needs the extra `report`")
     assert {path.name for path in tmp_path.iterdir()} == before
-    assert run(*GAUGE, "--out", "r.json").code == 0
+    assert run(*GAUGE, "--out", "r.json")[0] == 0
     code, out, again = run("report", "r.json")
     assert (code, out, again) == (2, "", err)
 
