@@ -122,7 +122,9 @@ def test_a_static_head_is_recognised() -> None:
     mask = torch.zeros(1, 1, n, n, dtype=torch.float64).masked_fill(torch.ones(n, n).triu(1).bool(), LEAST)
     _, found = head_statistics(AttentionCall(0, query, key, value, mask, 1.0))
     errors = found.static_errors()
-    assert [STATIC[int(errors[:, h].argmin())] for h in range(4)] == ["uniform", "first", "previous", "mean"]
+    fits = [{kind for kind, error in zip(STATIC, errors[:, h], strict=True) if error < errors[:, h].amin() + 1e-9}
+            for h in range(4)]  # fmt: skip
+    assert fits == [{"uniform"}, {"first", "mean"}, {"previous"}, {"mean"}]  # a fixed row is its own mean
     assert (errors.amin(dim=0) < torch.tensor([1e-9, 1e-9, 1e-9, 0.5])).all()
 
 

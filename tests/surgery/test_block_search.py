@@ -45,7 +45,7 @@ def test_without_repair_each_step_is_the_best_of_all() -> None:
     removed: set[int] = set()
     for step in work.steps:
         losses = {k: loss_without(checkpoint, removed | {k}, ids) for k in range(5) if k not in removed}
-        assert step.layer == min(losses, key=lambda k: losses[k])
+        assert losses[step.layer] == pytest.approx(min(losses.values()), rel=1e-6)  # equal ones are ordered by rounding
         assert step.objective == pytest.approx(losses[step.layer], rel=1e-5)
         removed.add(step.layer)
 
@@ -131,7 +131,7 @@ def test_exchanges_lower_the_objective_and_reach_the_best_pair() -> None:
         work.remove_until(1)
         work.exchange()
         assert work.swaps
-        assert losses[work.student.removed[0]] == min(losses.values())
+        assert losses[work.student.removed[0]] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -150,7 +150,7 @@ def test_blocks_of_published_methods_are_taken_if_they_are_better(family: str) -
             work.remove_until(3)
             work.exchange()
             removed = work.student.removed
-        assert losses[removed] == min(losses.values())
+        assert losses[removed] == pytest.approx(min(losses.values()), rel=1e-6)
         back, instead = ({*layers} for layers in zip(*work.swaps, strict=True)) if work.swaps else (set(), set())
         assert {0, 1, 2} - back | instead == {*removed}
         taken.add(removed in others)
