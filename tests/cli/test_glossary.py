@@ -11,7 +11,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "glossary.md").read_text(encoding="
 
 
 def test_it_fits_one_screen() -> None:
-    done = CliRunner().invoke(app, ["--glossary"])
+    done = CliRunner().invoke(app, ["--glossary"], env={"COLUMNS": "120"})
     assert done.exit_code == 0
     lines = done.stdout.splitlines()
     assert len(lines) == len(TERMS) <= 24

@@ -9,7 +9,7 @@ _SETTINGS = {
     "remove": "7", "max_increase": None, "confidence": 0.95, "guarantee": None, "effort": "default",
     "objective": "loss", "no_repair": None, "heal": 200, "text": ["corpus.txt", "more text.txt"], "as_is": None,
     "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0, "dtype": "float32", "device": "cpu",
-    "device_map": None, "trust_remote_code": None, "allow_pickle": None,
+    "device_map": None, "trust_remote_code": None, "allow_pickle": None, "ignore_unused": None,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
 

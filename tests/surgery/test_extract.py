@@ -233,7 +233,7 @@ def test_blocks_stay_on_their_devices() -> None:
 @pytest.mark.parametrize(
     ("kept", "complaint"),
     [
-        ((), "at least one of the 6 layers must be kept, got none; remove fewer layers"),
+        ((), "at least one of 6 layers must be kept, got none; remove fewer layers"),
         ((0, 6), r"the layers to keep must be from 0 to 5, got \[0, 6\]"),
         ((-1, 3), r"the layers to keep must be from 0 to 5, got \[-1, 3\]"),
         ((3, 1), r"increasing order without repetition, got \[3, 1\]"),
