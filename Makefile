@@ -73,7 +73,7 @@ suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 
 # The checks of tensor shapes and other annotations double the time of the tests.
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs"
+	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not wrong_types"
 
 # On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.

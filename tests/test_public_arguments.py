@@ -13,6 +13,7 @@ from depthgauge._journal import journal_folder
 from depthgauge.errors import InputError, require_path, require_type
 from depthgauge.surgery.write_model import check_output_directory
 
+pytestmark = pytest.mark.wrong_types
 NETWORK = dg.random_network(layers=2, heads=1, dim=4, eta=0.01)
 TENSOR = torch.zeros(1, 1, 4, 4)
 REST: dict[str, dict[str, Any]] = {

@@ -61,11 +61,10 @@ def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequenc
 def certify(plan: Plan, folder: Path, store: Path, jobs: int) -> None:
     """Commit a row for every cell whose models `train` has finished."""
     import joblib
-    from depthgauge.sweeps.lock import run_lock
 
     from depthgauge.sweeps.cells import Outcome
     from depthgauge.sweeps.grid import Grid
-    from depthgauge.sweeps.store import Store
+    from depthgauge.sweeps.store import Store, run_lock
 
     lists = [*plan.depth_grids(), *plan.variant_grids()]
     grids = [Grid("trained-depth", {**one, "seed": [SEED]}, plan.seeds) for one in lists]

@@ -205,6 +205,7 @@ def test_tensorboard_that_fails_does_not_end_the_training(
         (torch.tensor(True), r"a tensor of torch.bool with shape \[\]"),
     ],
 )
+@pytest.mark.wrong_types
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, loss: Any, shown: str, step: int) -> None:
     monitor = dg.Monitor(tiny_llama(layers=1), probe_ids(), 2, tmp_path)
@@ -218,6 +219,7 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path: Path, loss: Any, shown: s
     ("loss", "logged"),
     [(1, 1.0), (np.float32(2.5), 2.5), (torch.tensor([1, 2]), 1.5), (torch.tensor([2.0]), 2.0), (float("nan"), None)],
 )
+@pytest.mark.wrong_types
 def test_losses_of_other_types_are_logged(tmp_path: Path, loss: Any, logged: float | None) -> None:
     probe = dg.Monitor(tiny_llama(layers=1), probe_ids(), 1, tmp_path).step(np.int64(3), loss)  # type: ignore[arg-type]
     assert probe is not None
@@ -226,6 +228,7 @@ def test_losses_of_other_types_are_logged(tmp_path: Path, loss: Any, logged: flo
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, "1", None, True, torch.tensor(2)])
+@pytest.mark.wrong_types
 def test_a_step_that_is_no_number_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(dg.InputError, match="step must be a whole number of at least 0, got"):
         dg.Monitor(tiny_llama(layers=1), probe_ids(), 1, tmp_path).step(step)

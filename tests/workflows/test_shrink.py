@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from tiny_models import DECODERS, ENCODERS, tiny_model
 
 from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.library import quiet
-from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError
+from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
 from depthgauge.workflows.shrink_subject import parse_remove
@@ -238,22 +237,15 @@ def test_the_dtype_of_the_files_is_kept_if_the_config_names_none(llama: Path, te
     assert quick(source, text, remove=1).model.dtype == torch.float16
 
 
-def test_heads_of_encoders_are_named(text: Path, tmp_path: Path) -> None:
-    from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, LlamaModel
+def test_a_bare_decoder_is_measured_by_its_states(text: Path, tmp_path: Path) -> None:
+    from transformers import AutoModel, AutoTokenizer
 
-    source = save(tmp_path / "plain", "bert")
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    masked = AutoModelForMaskedLM.from_config(AutoModel.from_pretrained(source).config)
-    with pytest.raises(InputError, match=r"BertForMaskedLM has a head .* model.base_model"):
-        quick(masked, text, remove=1, tokenizer=tokenizer)
-    assert quick(masked.base_model, text, remove=1, tokenizer=tokenizer).record.layers_after == LAYERS - 1
-    masked.save_pretrained(tmp_path / "masked")
-    tokenizer.save_pretrained(tmp_path / "masked")
-    notes = quick(tmp_path / "masked", text, remove=1).record.notes
-    assert "the source is a BertForMaskedLM; its encoder was shrunk, and its head was left out" in notes
-    bare = LlamaModel(AutoModel.from_pretrained(save(tmp_path / "llama", "llama")).config)
-    with pytest.raises(DepthgaugeError, match="decoder without its output head"):
-        quick(bare, text, remove=1, tokenizer=tokenizer)
+    source = save(tmp_path / "llama", "llama")
+    bare, tokenizer = AutoModel.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    result = quick(bare, text, remove=LAYERS - 1, tokenizer=tokenizer)
+    assert repr(result).endswith(f"{LAYERS} → 1 layer)")
+    assert (result.record.objective, result.record.layers_after) == ("states", 1)
+    assert type(result.model) is type(bare)
 
 
 def test_weights_that_are_loaded_on_demand_are_not_repaired(llama: Path, text: Path, tmp_path: Path) -> None:
@@ -318,7 +310,10 @@ BAD = {
     "negative limit": ({"max_increase": -1.0}, "max-increase must be a positive number"),
     "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
     "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
-    "objective": ({"remove": 1, "objective": "states"}, "objective states is for encoders"),
+    "objective": (
+        {"remove": 1, "objective": "states"},
+        "objective states is for models that are not causal language models",
+    ),
     "healing": ({"remove": 1, "heal": 3, "no_repair": True}, "leave one of them out"),
     "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
@@ -373,11 +368,6 @@ def test_a_share_may_be_a_number_between_0_and_1(layers: int) -> None:
     for wrong in (0.0, 1.0, 2.5, -0.25, float("nan"), True, [1]):
         with pytest.raises(InputError, match=r"remove must be a number of blocks or a share.*write remove=7 for 7"):
             make_shrink_options(None, {"remove": wrong})
-
-
-def test_a_result_with_one_layer_is_described() -> None:
-    record: Any = SimpleNamespace(name="m", layers_before=2, layers_after=1)
-    assert repr(ShrinkResult(record, None, None)) == "ShrinkResult('m', 2 → 1 layer)"
 
 
 def test_options_are_a_record() -> None:

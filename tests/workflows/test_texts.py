@@ -208,10 +208,15 @@ def test_the_command_line_reads_fields(
     assert run("gauge", str(gpt2), "--text", str(table), "--as-is", *flags) == 0
 
 
-def test_another_file_or_field_is_not_resumed(gpt2: Path, jsonl: Path, tmp_path: Path) -> None:
+def test_another_file_or_field_is_not_resumed(
+    gpt2: Path, jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "r.json"
-    dg.gauge(gpt2, text=f"{jsonl}:body", out=out, **SMALL)
-    dg.gauge(gpt2, text=f"{jsonl}:body", out=out, resume=True, **SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr("depthgauge.workflows.gauge_checkpoint.subject_record", lambda findings: 1 / 0)
+        for resume in (False, True):
+            with pytest.raises(ZeroDivisionError):
+                dg.gauge(gpt2, text=f"{jsonl}:body", out=out, resume=resume, **SMALL)
     with pytest.raises(InputError, match=r"was started with text '.*:body', now it is '.*:text'"):
         dg.gauge(gpt2, text=f"{jsonl}:text", out=out, resume=True, **SMALL)
     jsonl.write_text(jsonl.read_text() + json.dumps({"text": "w1", "body": "w1"}) + "\n")

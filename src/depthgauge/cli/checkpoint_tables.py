@@ -38,7 +38,7 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
         yield from trust_tables(subject.scores, width)
     yield from map(escape, fast_lines(subject.layers))
     for removal in subject.depth:
-        yield escape(removal_line(removal, len(subject.layers)))
+        yield escape(removal_line(removal, subject))
     if subject.regime is not None:
         yield escape(regime_line(subject.regime))
     if subject.text is not None and subject.text.bos is not None:
@@ -130,13 +130,15 @@ def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
     return [f"fast attention: no head can use it at the default tolerance{least}"]
 
 
-def removal_line(removal: MeasuredRemoval, layers: int) -> str:
+def removal_line(removal: MeasuredRemoval, subject: CheckpointSubject) -> str:
     """Return the measured effective depth in a sentence."""
     last = Interval(loss=removal.loss, low=removal.low, high=removal.high)
     removed = ", ".join(map(str, removal.removed))
-    found = f" (removed, in this order: {removed}; increase {_interval(last)})" if removal.removed else ""
+    over = "" if subject.text is None else f" over {counted(subject.text.windows, 'window')}"
+    found = f" (removed, in this order: {removed}; increase {_interval(last)}{over})" if removal.removed else ""
     keep = "keeps" if removal.layers == 1 else "keep"
-    enough = f"{removal.layers} of {counted(layers, 'layer')} {keep} the increase within {number(removal.increase, 6)}"
+    all_layers = counted(len(subject.layers), "layer")
+    enough = f"{removal.layers} of {all_layers} {keep} the increase within {number(removal.increase, 6)}"
     return f"effective depth: {enough}{found}; {STOPPED.get(removal.stopped, removal.stopped)}"
 
 
