@@ -111,7 +111,7 @@ def shrink(
     """
     started = time.perf_counter()
     work = _prepare(model, options, fields, tokenizer, plan, out, resume, overwrite, progress, message)
-    with work.shrinker() as shrinker:
+    with work.shrinker(writes=out is not None) as shrinker:
         made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
     if made.model is None:
         work.journal.delete()
@@ -154,7 +154,7 @@ def plan_shrink(
     if asked.max_increase is not None:
         raise InputError("a plan needs the number of blocks: --max-increase finds it by testing; use --remove")
     work = _prepare(model, asked, {}, tokenizer, None, None, resume, overwrite, progress, message, journal_at=out)
-    with work.shrinker() as shrinker:
+    with work.shrinker(stops=True) as shrinker:
         removed = work.search(shrinker)
         found = work.plan_record(shrinker, removed)
     if out is not None:

@@ -2,8 +2,9 @@
 
 import math
 import re
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class Subject:
     - `files`: SHA-256 of the weight files by name; empty for a model from memory
     - `stored`: dtype of the stored weights, in which the result is written; None keeps the dtype of the loaded ones
     - `start`: the special tokens around every window
+    - `fresh`: about how many seconds a new process takes to load it
     """
 
     checkpoint: Checkpoint
@@ -61,6 +63,7 @@ class Subject:
     files: dict[str, str]
     stored: torch.dtype | None
     start: Start
+    fresh: float = 0.0
 
     @property
     def decoder(self) -> bool:
@@ -208,6 +211,9 @@ def open_subject(
         message: called with sentences such as the BOS decision.
         check: called with the source before the weights are read, to check the output.
     """
+    # A new process imports what this one has imported before, here and in the next lines. A process that has done other
+    # work has used more time before.
+    before, started = time.process_time(), time.perf_counter()
     if not isinstance(model, str | Path):
         return _from_memory(model, settings, tokenizer, plan, check)
     target = resolve_target(model)
@@ -244,7 +250,8 @@ def open_subject(
         raise CheckpointError(f"{model} is a decoder without its output head, so its loss cannot be measured")
     _require_in_memory(checkpoint.model, settings, str(model))
     stored = None if settings.dtype or source.gguf else stored_dtype(config, source)
-    subject = Subject(checkpoint, tokenizer, settings, files, stored, start)
+    opened = time.perf_counter() - started
+    subject = Subject(checkpoint, tokenizer, settings, files, stored, start, opened + min(before, opened))
     return _decided(subject, message)
 
 
@@ -350,7 +357,7 @@ def _decided(subject: Subject, message: Callable[[str], None]) -> Subject:
         message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
     else:
         start = Start(start.before, start.after, start.bos, start.reason)
-    return Subject(subject.checkpoint, subject.tokenizer, subject.settings, subject.files, subject.stored, start)
+    return replace(subject, start=start)
 
 
 def _require_in_memory(model: Any, settings: ShrinkOptions, name: str) -> None:
