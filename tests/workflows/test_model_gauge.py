@@ -5,6 +5,7 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
 
 import depthgauge as dg
+from depthgauge._format import duration
 from depthgauge._journal import journal_folder
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import objective, what_if
+from depthgauge.checkpoints.what_if import objective, passes, what_if
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
+from depthgauge.progress import silent
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
+from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
 
@@ -300,3 +304,14 @@ def test_smollm2_for_real() -> None:
     block = [layer["what_if"]["block"]["loss"] for layer in subject["layers"]]
     assert max(range(30), key=block.__getitem__) in (0, 1)
     assert min(block) < 0.1
+
+
+def test_the_expected_duration_counts_passes_and_observations() -> None:
+    said: list[str] = []
+    checkpoint: Any = SimpleNamespace(layers=4)
+    run = gauge_checkpoint._Run(checkpoint, GaugeSettings(), Journal(), silent, said.append)
+    run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=())
+    run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=("block",))
+    count = 1 + passes("block", 4)
+    expected = f"about {duration(3 * 2 * count + 2 * 10)}: {round(count)} forward passes of 48 tokens"
+    assert said == ["about 26 seconds: 1 forward pass of 48 tokens", expected]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,11 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     """A bfloat16 checkpoint: the dtype is kept, and the documents hold what a fresh process measured."""
     source = save(tmp_path / "model", "llama", torch.bfloat16)
     out = tmp_path / "out"
-    result = quick(source, text, remove="50%", out=out)
+    messages: list[str] = []
+    result = quick(source, text, remove="50%", out=out, message=messages.append)
+    assert result.finished is not None
+    assert result.finished.subject.fresh > 0
+    assert re.fullmatch(r"about \d+ \w+ left: search, repair and measurement, and a new process that .*", messages[-1])
     record = json.loads((out / "depthgauge.json").read_text())
     assert record == result.to_json()
     assert record["layers_before"] == 4

@@ -55,7 +55,7 @@ def heal(
     # Small steps vanish in half precision, so AdamW works on float32 copies.
     masters = [weight.detach().float().clone().requires_grad_() for weight in weights]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    batch = max(1, _TOKENS // ids.shape[1])
+    batch = heal_batch(ids.shape[1])
     order = _order(len(ids), steps * batch, seed)
     dense.eval()
     student.eval()  # dropout stays off: the targets are exact
@@ -85,6 +85,11 @@ def heal(
             write_atomically(saved, partial(torch.save, state))
     for weight in weights:
         weight.grad = None
+
+
+def heal_batch(window: int) -> int:
+    """Return how many windows of this length each step uses."""
+    return max(1, _TOKENS // window)
 
 
 @torch.no_grad()

@@ -1,8 +1,10 @@
 """Make a shrunk model from calibration windows: search, exchanges, repair."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -12,11 +14,12 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
 from depthgauge.surgery.block_runner import BlockRunner
-from depthgauge.surgery.block_search import Search, exchange
+from depthgauge.surgery.block_search import SEARCH_ITERATIONS, Search, exchange
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.peer_choices import PEERS
+from depthgauge.surgery.repair_block import repair_block
 from depthgauge.surgery.repair_sweep import repair_all
 from depthgauge.surgery.states import DenseStates
 from depthgauge.surgery.student import Student, suffix_objective
@@ -86,6 +89,24 @@ class Shrinker:
     def steps(self) -> tuple[SearchStep, ...]:
         """The removals of the search so far."""
         return tuple(self.search.steps)
+
+    def repair_seconds(self) -> float:
+        """Return about how long one repair of the search takes, measured on a few windows; 0 without repair."""
+        if not self.repairs:
+            return 0.0
+        windows, every = self.effort.ranking, len(self.fit.ids)
+        inputs, targets = self.fit.at(0)[:windows], self.fit.at(2)[:windows]  # as if the second block were removed
+        started = time.perf_counter()
+        repair_block(self.runner, 0, inputs, targets, joint=False, iterations=SEARCH_ITERATIONS)
+        return (time.perf_counter() - started) * every / len(inputs)
+
+    def token_seconds(self) -> float:
+        """Return about how long a forward pass of one token takes."""
+        ids = self.select.ids[:1, :1].to(self.runner.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            self.checkpoint.model(input_ids=ids).logits.cpu()
+        return time.perf_counter() - started
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
         """Remove blocks one by one.

@@ -178,6 +178,8 @@ class _Run:
     progress: Step
     message: Callable[[str], None]
     estimated: bool = False
+    planning: float = 0.0
+    """Seconds spent on attention plans, which only the first window has."""
 
     def weights_only(self) -> Findings:
         """Read the weights and no text."""
@@ -235,14 +237,18 @@ class _Run:
             return
         started = time.perf_counter()
         base = stack.full(ids)
-        if not self.estimated:
-            self._estimate(time.perf_counter() - started, windows - index, ids.shape[1], kinds)
+        seconds = time.perf_counter() - started
+        observing = 0.0
         lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
         loss = cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None
         del base  # frees the logits, the largest tensor
         if "observed" not in known:
             self.progress(0, 1, f"heads, window {index}")
+            started = time.perf_counter()
             self._keep(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
+            observing = time.perf_counter() - started - self.planning
+        if not self.estimated:
+            self._estimate(seconds, observing, windows - index, ids.shape[1], kinds)
         total = sum(len(layers_of(kind, L)) for kind in wanted)
         done = 0
         for kind in wanted:
@@ -270,7 +276,9 @@ class _Run:
 
         def watch(call: AttentionCall) -> Tensor:
             if plans:
+                started = time.perf_counter()
                 fast.append(layer_plan(call))
+                self.planning += time.perf_counter() - started
             return heads(call)
 
         sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
@@ -299,11 +307,11 @@ class _Run:
             "scores": scores,
         }
 
-    def _estimate(self, seconds: float, windows: int, tokens: int, kinds: tuple[str, ...]) -> None:
-        """Report how long the what-ifs and the removal will take, given the seconds of one forward pass."""
+    def _estimate(self, seconds: float, observing: float, windows: int, tokens: int, kinds: tuple[str, ...]) -> None:
+        """Report how long the rest takes, given the seconds of one forward pass and of observing one window."""
         L, self.estimated = self.checkpoint.layers, True
-        count = 2 + sum(passes(kind, L) for kind in kinds)
-        self.message(_cost("", count, seconds * windows, windows * tokens))
+        count = 1 + sum(passes(kind, L) for kind in kinds)
+        self.message(_cost("", count, seconds * windows, windows * tokens, observing * (windows - 1)))
         if self.settings.depth is not None:
             most = self.settings.max_removed or L - 1
             further = removal.passes(L, min(most, L - 1), known=1 if "block" in kinds else 0)
@@ -350,6 +358,8 @@ def _unknown(checkpoint: Checkpoint) -> str:
     return f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge"
 
 
-def _cost(what: str, count: float, seconds_per_pass: float, tokens: int) -> str:
-    """Return a sentence such as `about 5 minutes: 48 forward passes of 2,048 tokens`."""
-    return f"{what}about {duration(count * seconds_per_pass)}: {round(count)} forward passes of {tokens:,} tokens"
+def _cost(what: str, count: float, seconds_per_pass: float, tokens: int, more: float = 0.0) -> str:
+    """Return a sentence such as `about 5 minutes: 48 forward passes of 2,048 tokens`; `more` seconds are added."""
+    left, number_of = duration(count * seconds_per_pass + more), round(count)
+    passes = "1 forward pass" if number_of == 1 else f"{number_of} forward passes"
+    return f"{what}about {left}: {passes} of {tokens:,} tokens"

@@ -108,13 +108,17 @@ def _certified_subject(
     foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
     bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
     sandwiches: list[Sandwich] = []
+    longest = announced = 0.0
     for index, method in enumerate(CLOSED_FORMS):
         progress(index, len(CLOSED_FORMS), f"certifying {method}")
         started = time.perf_counter()
         sandwiches.append(_sandwich(network, method, radius, bounds))
-        left = WHOLE_OVER_FIRST * (time.perf_counter() - started)
-        if index == 0 and left > WORTH_TELLING:
+        now = time.perf_counter()
+        longest = max(longest, now - started)
+        left = seconds_left(index, longest)
+        if left > WORTH_TELLING and now + left / 2 > announced:  # nothing was announced, or much less
             message(f"certifying {network.name}: about {duration(left)} left")
+            announced = now + left
     depths = [] if bounds is None else _depths(network, x, bounds, progress)
     return NetworkSubject(
         name=network.name,
@@ -127,6 +131,18 @@ def _certified_subject(
         depth=tuple(depths),
         printed=PrintedTheorem(**printed_bound(network, radius).to_json()),
     )
+
+
+def seconds_left(done: int, longest: float) -> float:
+    """Return about how long the other certificates and the effective depth take.
+
+    The first certificate is a simple one, so the others are compared with what it usually costs relative to them.
+
+    Args:
+        done: the index of the last finished certificate.
+        longest: the seconds of the longest certificate so far.
+    """
+    return longest * (WHOLE_OVER_FIRST if done == 0 else len(CLOSED_FORMS) - 1 - done)
 
 
 def _depths(

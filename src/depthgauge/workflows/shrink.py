@@ -132,7 +132,7 @@ def shrink(
                     remove_unfinished(out)
 
         work = _prepare(model, settings, followed, tokenizer, journal, progress, message, check)
-        with work.shrinker() as shrinker:
+        with work.shrinker(writes=out is not None) as shrinker:
             made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
         finished = None
         if made.model is None:
@@ -185,7 +185,7 @@ def plan_shrink(
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         work = _prepare(model, settings, None, tokenizer, journal, progress, message)
-        with work.shrinker() as shrinker:
+        with work.shrinker(stops=True) as shrinker:
             removed = work.search(shrinker)
             found = work.plan_record(shrinker, removed)
         if out is not None:

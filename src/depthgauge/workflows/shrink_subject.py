@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,6 +57,7 @@ class Subject:
     - `stored`: dtype of the stored weights, in which the result is written; None keeps the dtype of the loaded ones
     - `start`: the special tokens around every window
     - `texts`: the windows of the texts, without special tokens
+    - `fresh`: about how many seconds a new process takes to load it
     """
 
     checkpoint: Checkpoint
@@ -65,6 +67,7 @@ class Subject:
     stored: torch.dtype | None
     start: Start
     texts: CutTexts
+    fresh: float = 0.0
 
     @property
     def decoder(self) -> bool:
@@ -202,6 +205,9 @@ def open_subject(
         message: called with sentences such as the BOS decision.
         check: called with the source before the weights are read, to check the output.
     """
+    # A new process imports what this one has imported before, here and in the next lines. A process that has done other
+    # work has used more time before.
+    before, started = time.process_time(), time.perf_counter()
     if not isinstance(model, str | Path):
         return _from_memory(model, settings, tokenizer, plan, check)
     target = resolve_target(model)
@@ -237,7 +243,8 @@ def open_subject(
     require_supported(checkpoint)
     _require_in_memory(checkpoint.model, settings, str(model))
     stored = None if settings.dtype or source.gguf else stored_dtype(config, source)
-    subject = Subject(checkpoint, tokenizer, settings, files, stored, start, texts)
+    opened = time.perf_counter() - started
+    subject = Subject(checkpoint, tokenizer, settings, files, stored, start, texts, opened + min(before, opened))
     return _decided(subject, message)
 
 

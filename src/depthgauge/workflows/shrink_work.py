@@ -14,9 +14,9 @@ from depthgauge.results.shrink_record import CurvePoint, HealRecord, PlanRecord,
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.certify import Certifier, Measured, measure_windows
 from depthgauge.surgery.extract import cast
-from depthgauge.surgery.heal import heal
-from depthgauge.surgery.peer_choices import PEERS
+from depthgauge.surgery.heal import heal, heal_batch
 from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, seconds_left
 from depthgauge.workflows.shrink_subject import CONFIDENCE, Subject, parse_remove
 
 QUANTILE = "quantile"
@@ -54,8 +54,13 @@ class Work:
         """The largest increase, where the size is to be found; a plan has its size."""
         return None if self.followed is not None else self.subject.settings.max_increase
 
-    def shrinker(self) -> Shrinker:
-        """Run the dense model on the calibration windows."""
+    def shrinker(self, *, stops: bool = False, writes: bool = False) -> Shrinker:
+        """Run the dense model on the calibration windows, and tell how long the rest takes.
+
+        Args:
+            stops: the run stops after the search.
+            writes: the model will be written.
+        """
         settings, subject = self.subject.settings, self.subject
         started = time.perf_counter()
         made = Shrinker(
@@ -70,25 +75,27 @@ class Work:
         )
         seconds = time.perf_counter() - started
         windows = len(self.calibration.fit) + len(self.calibration.select)
-        passes = self._window_passes() / windows
-        self.message(f"search, repair and measurement: about {duration(seconds * passes)}")
+        repair, token = made.repair_seconds(), made.token_seconds() if subject.decoder else 0.0
+        left = seconds_left(self._job(stops, writes), PartCosts(seconds / windows, repair, token, subject.fresh))
+        self.message(f"about {duration(left)} left: {_steps(stops, writes)}")
         return made
 
-    def _window_passes(self) -> float:
-        """Estimate the cost in forward passes of one window; each removal, repair and measurement runs half a model."""
-        effort, layers = self.subject.effort, self.subject.checkpoint.layers
-        count = self.count() if self.subject.settings.remove else max(2, layers // 3)
-        if self.followed is not None:
-            count = 0
-        fit = 0 if self.subject.settings.no_repair else effort.fit
-        first, later = layers, min(effort.breadth, layers)
-        search = 0.6 * effort.ranking * (first + later * max(0, count - 1))
-        search += count * (0.6 * effort.finalists * effort.select * (1 + len(effort.steps)) + 0.8 * fit)
-        trials = 1 + len(PEERS) + effort.swaps if count and self.limit is None else 0
-        exchanges = trials * (0.8 * fit + effort.select)
-        repair = 0.0 if not fit else 0.6 * layers * effort.select * len(effort.steps) + 4 * fit
-        sizes = 1 if self.limit is None else count
-        return search + exchanges + sizes * (repair + len(self.calibration.certify)) + 6 * effort.select
+    def _job(self, stops: bool, writes: bool) -> ShrinkJob:
+        """Return what is left to do."""
+        settings, layers, window = self.subject.settings, self.subject.checkpoint.layers, self.calibration.window
+        guessed = max(2, layers // 3)
+        count = len(self.followed.removed) if self.followed else self.count() if settings.remove else guessed
+        return ShrinkJob(
+            self.subject.effort,
+            layers,
+            count,
+            certify=len(self.calibration.certify),
+            is_planned=self.followed is not None,
+            sizes=1 if self.limit is None else count,
+            healed=(settings.heal or 0) * heal_batch(window),
+            stops=stops,
+            writes=writes,
+        )
 
     def count(self) -> int:
         """The number of blocks to remove."""
@@ -212,6 +219,12 @@ class Work:
             settings=settings,
             calibration=subject.calibration_record(self.calibration),
         )
+
+
+def _steps(stops: bool, writes: bool) -> str:
+    if stops:
+        return "the search"
+    return "search, repair and measurement" + (", and a new process that loads the result" if writes else "")
 
 
 def computed_like(dense: Any, shrunk: Any) -> Any:
