@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -43,11 +43,10 @@ class Outcome(NamedTuple):
     err: str
 
 
-class Workflow(ModuleType):
+class Workflow:
     """Stands in for `depthgauge.workflows.shrink`: keeps the last call, and returns `document`."""
 
     def __init__(self) -> None:
-        super().__init__("depthgauge.workflows.shrink")
         self.document: dict[str, Any] = copy.deepcopy(DOCUMENT)
         self.error: BaseException | None = None
         self.called, self.positional, self.given = "", (), {}
@@ -74,26 +73,34 @@ class Workflow(ModuleType):
 @pytest.fixture
 def workflow(monkeypatch: pytest.MonkeyPatch) -> Workflow:
     found = Workflow()
-    monkeypatch.setitem(sys.modules, found.__name__, found)
+    for name in ("shrink", "plan_shrink"):
+        monkeypatch.setattr(f"depthgauge.workflows.shrink.{name}", getattr(found, name))
     return found
 
 
 @pytest.fixture
-def run(
-    workflow: Workflow, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., Outcome]:
+    """The command with the real workflow."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     for name in ("corpus.txt", "b.txt"):
         (tmp_path / name).write_text("text")
 
-    def command(*arguments: str) -> Outcome:
+    def typed(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["depthgauge", "shrink", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
         captured = capsys.readouterr()
         return Outcome(int(ended.value.code or 0), captured.out, captured.err)
 
+    return typed
+
+
+@pytest.fixture
+def run(workflow: Workflow, command: Callable[..., Outcome]) -> Callable[..., Outcome]:
+    """The command with a workflow that only notes how it was called."""
     return command
 
 
@@ -325,12 +332,9 @@ def test_bad_requests_end_with_one_sentence(run: Run, workflow: Workflow, argume
         ("m --remove 7 --out no/s", "there is no directory no"),
     ],
 )
-def test_files_are_checked_before_the_model_is_read(
-    run: Run, arguments: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.delitem(sys.modules, "depthgauge.workflows.shrink")  # the real one
+def test_files_are_checked_before_the_model_is_read(command: Run, arguments: str, words: str, tmp_path: Path) -> None:
     before = {path.name for path in tmp_path.iterdir()}
-    outcome = run(*arguments.split())
+    outcome = command(*arguments.split())
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err.splitlines()[-1]
     assert {path.name for path in tmp_path.iterdir()} == before
@@ -354,13 +358,10 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
         ("--remove 7 --out s", "cannot read model: no such file or directory"),
     ],
 )
-def test_the_workflow_refuses_in_one_sentence(
-    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: str, words: str
-) -> None:
+def test_the_workflow_refuses_in_one_sentence(command: Run, tmp_path: Path, arguments: str, words: str) -> None:
     """With the real workflow, which finds these before it reads a model."""
-    monkeypatch.delitem(sys.modules, "depthgauge.workflows.shrink")
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
-    outcome = run("model", *arguments.split())
+    outcome = command("model", *arguments.split())
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err
     assert outcome.err.startswith("error: ")

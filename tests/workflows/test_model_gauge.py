@@ -5,7 +5,6 @@ import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge._format import duration
-from depthgauge._journal import journal_folder
+from depthgauge._journal import Journal, journal_folder
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
@@ -172,9 +171,9 @@ def test_the_cost_is_said_before_the_long_part(folders: dict[str, Path], corpus:
     said: list[str] = []
     subject_of(folders["llama"], corpus, depth=0.1, max_removed=2, message=said.append)
     assert said[0].startswith("loading ")
-    # 2 passes to observe; block (L − 1)/2, attention and MLP (L + 1)/2 each: 7 in all for L = 3.
-    assert re.search(r" seconds?: 7 forward passes of 48 tokens$", said[1])
-    assert said[1].endswith(" 7 forward passes of 48 tokens")
+    # 1 pass for the states; block (L − 1)/2, attention and MLP (L + 1)/2 each: 6 in all for L = 3.
+    assert re.search(r" seconds?: 6 forward passes of 48 tokens$", said[1])
+    assert said[1].endswith(" 6 forward passes of 48 tokens")
     assert said[2].startswith("effective depth: at most about ")
     assert len(said) == 3
 
@@ -308,7 +307,7 @@ def test_smollm2_for_real() -> None:
 
 def test_the_expected_duration_counts_passes_and_observations() -> None:
     said: list[str] = []
-    checkpoint: Any = SimpleNamespace(layers=4)
+    checkpoint = wrap(tiny_model("llama", layers=4))
     run = gauge_checkpoint._Run(checkpoint, GaugeSettings(), Journal(), silent, said.append)
     run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=())
     run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=("block",))
