@@ -8,6 +8,7 @@ from shrink_documents import DOCUMENT as SHRUNK
 from shrink_documents import PLAN
 
 from depthgauge.cli.main import main
+from depthgauge.errors import install_command
 from depthgauge.network.files import save_network
 from depthgauge.network.random_networks import random_network
 
@@ -58,7 +59,7 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
     assert code == 0, err
     assert not (tmp_path / "a.html").exists()
     assert "The result is in a.html.json" in err
-    assert "pip install 'depthgauge[report]', then `depthgauge report a.html.json --out a.html`" in err
+    assert f"`{install_command('report')}`, then `depthgauge report a.html.json --out a.html`" in err
     assert json.loads((tmp_path / "a.html.json").read_text()) == json.loads(out)
     code, out, err = run(*GAUGE, "--report", "b.html", "--out", "r.json")
     assert code == 0
@@ -67,7 +68,7 @@ def test_without_the_extra_gauge_finishes_and_keeps_the_result(run, tmp_path, no
     assert not (tmp_path / "b.html.json").exists()
     code, out, err = run("report", "r.json")
     assert (code, out) == (2, "")
-    assert err == "error: the page needs the extra `report`: pip install 'depthgauge[report]'\n"
+    assert err == f"error: the page needs the extra `report`; install it with `{install_command('report')}`\n"
 
 
 @pytest.mark.parametrize(
