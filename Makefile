@@ -8,7 +8,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test suite test-annotations lint types test-gpu test-models docs wheel soak bench clean
+.PHONY: help demo test suite test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
 	@echo "make wheel  build the wheel and try it in a fresh environment"
+	@echo "make readme type the commands of the README in a copy of the project, from the installation on"
 	@echo "make soak   the long campaigns behind the tests"
 	@echo "make bench  every claim about speed, memory and tightness, measured here"
 
@@ -94,6 +95,10 @@ docs: $(VENV)/docs.stamp $(VENV)/minilm.stamp
 
 wheel: $(VENV)/dev.stamp
 	scripts/check_wheel.sh $(BIN)/python
+
+# Needs no environment: the README makes its own.
+readme:
+	$(PIN) $(PYTHON) scripts/check_readme.py
 
 soak: $(VENV)/dev.stamp
 	DEPTHGAUGE_SOAK=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m soak

@@ -2,7 +2,7 @@
 # # Gauge a checkpoint
 #
 # This example trains a tiny Llama for a few seconds, saves it as transformers does, and asks depthgauge what each of
-# its layers is worth. Replace `folder` by the directory of your own model. It needs `pip install 'depthgauge[models]'`.
+# its layers is worth. Replace `folder` by the directory of your own model. It needs the extra `models`.
 
 # %%
 import tempfile

@@ -17,6 +17,7 @@ import yaml
 
 import depthgauge
 from depthgauge.cli.main import app
+from depthgauge.errors import install_command, missing_extra
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -287,6 +288,49 @@ def test_a_page_that_loads_from_another_host_is_found(tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text('<script src="https://unpkg.com/x"></script><link href="//fonts.x/a.css">')
     (tmp_path / "bad.css").write_text("@font-face { src: url('https://fonts.x/a.woff') }")
     assert len(check.remote_loads(tmp_path)) == 3
+
+
+# --- the README as typed ----------------------------------------------------------------------------------------------
+
+
+CHECK = load(ROOT / "scripts" / "check_readme.py")
+
+
+def test_commands_are_typed_in_one_shell_until_one_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Here without an installation; `make readme` types the README itself."""
+    good = "```sh\nexport depth=3  # kept\ntest \\\n  $depth = 3\n```\nText.\n```python\nassert 'it''s'\n```\n"
+    assert CHECK.type_commands(tmp_path, good) == 0
+    assert capfd.readouterr().out.count("ok, ") == 3
+    assert CHECK.type_commands(tmp_path, good + "```sh\nmake test\necho why; false\ntouch after\n```\n") == 1
+    out = capfd.readouterr().out
+    assert "not typed: make test" in out
+    assert "failed: echo why; false\nwhy\n" in out
+    assert not (tmp_path / "after").exists()
+    assert CHECK.type_commands(tmp_path, "```python\nraise SystemExit(3)\n```\n") == 1
+
+
+def test_every_command_of_the_readme_is_typed_or_excused() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    typed = CHECK.commands(readme)
+    script = CHECK.program(typed)
+    excused = [command for command in typed if " ".join(command.split()[:2]) in CHECK.NOT_TYPED]
+    assert len(excused) == len(CHECK.NOT_TYPED)
+    assert script.count("\ntyped ") == len(typed) - len(excused) + 2  # and the checkpoint and the cluster
+    assert CHECK.SCHEDULER not in script
+    assert {language for language, _ in CHECK.blocks(readme)} <= {"sh", "python", "toml", "text"}
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *sorted(ROOT.glob("src/**/*.py"))], ids=relative)
+def test_no_advice_needs_a_package_index_that_lacks_depthgauge(path: Path) -> None:
+    """It is not published. Advice in errors names the packages of an extra, see `install_command`."""
+    assert not re.search(r"pip install [\"']?depthgauge", path.read_text(encoding="utf-8"))
+
+
+def test_the_command_that_installs_an_extra_names_its_packages() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in ("models", "report", "cluster", "gpu", "frames", "train"):
+        assert install_command(extra).split() == ["pip", "install", *sorted(f"'{name}'" for name in extras[extra])]
+        assert f"the extra `{extra}`; install it with `pip" in str(missing_extra("it", extra))
 
 
 def test_the_smollm2_figure_can_be_drawn_from_its_numbers() -> None:

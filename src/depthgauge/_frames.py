@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from depthgauge._format import number
-from depthgauge.errors import MissingPackageError
+from depthgauge.errors import missing_extra
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> Any:
@@ -17,7 +17,7 @@ def frame(rows: Sequence[Mapping[str, Any]]) -> Any:
     try:
         import pandas
     except ImportError as error:
-        raise MissingPackageError("to_frame() needs pandas; install it with `pip install pandas`") from error
+        raise missing_extra("to_frame()", "frames") from error
     return pandas.DataFrame([dict(row) for row in rows])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -55,6 +56,23 @@ class OutputError(DepthgaugeError):
 
 class VerificationError(DepthgaugeError):
     """The upper bound of a certificate could not be verified. The message names the step that failed."""
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra. It works however depthgauge itself was installed."""
+    from importlib.metadata import PackageNotFoundError, requires  # slow to import, and rarely needed
+
+    try:
+        needed = [line.partition(";") for line in requires("depthgauge") or ()]
+    except PackageNotFoundError:  # a source tree that is not installed
+        needed = []
+    names = [name.strip() for name, _, when in needed if re.search(rf"extra == ['\"]{extra}['\"]", when)]
+    return "pip install " + " ".join(f"'{name}'" for name in sorted(names) or [f".[{extra}]"])
+
+
+def missing_extra(what: str, extra: str) -> MissingPackageError:
+    """Return the error for something that needs the packages of an extra, which are not installed."""
+    return MissingPackageError(f"{what} needs the extra `{extra}`; install it with `{install_command(extra)}`")
 
 
 def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:

@@ -309,7 +309,7 @@ def test_the_data_frame_has_one_row_per_layer_and_head() -> None:
 def test_a_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     profile = measure(random_network(1, 1, 3, 0.5), inputs(2, 3))
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingPackageError, match="pip install pandas"):
+    with pytest.raises(MissingPackageError, match="pip install 'pandas"):
         profile.to_frame()
 
 

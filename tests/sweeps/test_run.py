@@ -181,7 +181,9 @@ def test_engines_by_name() -> None:
 
 def test_the_error_names_the_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.__dict__["__builtins__"], "__import__", _no_distributed)
-    with pytest.raises(InputError, match=r"pip install 'depthgauge\[cluster\]'"):
+    with pytest.raises(
+        InputError, match=r"needs the extra `cluster`; install it with `pip install 'dask>=.*' 'distributed>="
+    ):
         Dask("tcp://127.0.0.1:1").check()
 
 

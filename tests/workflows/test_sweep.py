@@ -84,7 +84,7 @@ def test_without_pandas_the_error_names_it(grid: Grid, monkeypatch: pytest.Monke
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", no_pandas)
-    with pytest.raises(MissingPackageError, match="pip install pandas"):
+    with pytest.raises(MissingPackageError, match="pip install 'pandas"):
         done.to_frame()
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from depthgauge.errors import InputError, MissingPackageError
+from depthgauge.errors import InputError, missing_extra
 
 
 class CheckpointError(InputError):
@@ -23,9 +23,7 @@ def transformers() -> Any:
             warnings.simplefilter("ignore")
             import transformers as library
     except ImportError as error:
-        raise MissingPackageError(
-            'gauging a checkpoint needs the extra `models`; install it with `pip install "depthgauge[models]"`'
-        ) from error
+        raise missing_extra("a checkpoint", "models") from error
     return library
 
 

@@ -21,7 +21,7 @@ wrote.
 `depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the
 directory runs/x. The run may still be going on.
 
-The page needs the extra report: `pip install 'depthgauge[report]'`.
+The page needs the extra report: `pip install '.[report]'` in a clone of the project.
 """
 
 

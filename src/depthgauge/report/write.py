@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
-from depthgauge.errors import InputError, MissingPackageError, require_path, require_type
+from depthgauge.errors import InputError, missing_extra, require_path, require_type
 from depthgauge.report.page import render
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
@@ -73,5 +73,5 @@ def plotly_code() -> str:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise MissingPackageError("the page needs the extra `report`: pip install 'depthgauge[report]'") from error
+        raise missing_extra("the page", "report") from error
     return str(get_plotlyjs())

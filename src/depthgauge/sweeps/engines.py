@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from depthgauge._version import __version__
-from depthgauge.errors import DepthgaugeError, InputError, MissingPackageError, require_count, unknown_name
+from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, Outcome
 from depthgauge.sweeps.tasks import TASKS
 
@@ -203,9 +203,7 @@ def connected(address: str) -> Iterator[Any]:
     try:
         from distributed import Client
     except ImportError as error:
-        raise MissingPackageError(
-            "the engine dask needs the extra cluster: pip install 'depthgauge[cluster]'"
-        ) from error
+        raise missing_extra("the engine dask", "cluster") from error
     with _quiet("distributed"):
         _check_scheduler(address)
         client: Any = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]

