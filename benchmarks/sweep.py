@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
+from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.parameters import SEED
 from depthgauge.sweeps.read import read_status
 from depthgauge.sweeps.run import run_grid
-from depthgauge.sweeps.tasks import TASKS, Task
+from depthgauge.sweeps.task import Task
 
 EMPTY_CELLS = 2000
 MOST_MILLISECONDS, LEAST_SCALING = 2.0, 1.7
@@ -34,7 +35,7 @@ def nothing(cell: Cell) -> dict[str, Any]:
     return {}
 
 
-TASKS["nothing"] = Task("nothing", 1, {"seed": SEED}, nothing)
+NOTHING = Task("nothing", 1, {"seed": SEED}, nothing)
 
 
 def seconds(grid: Grid, store: Path, jobs: int) -> float:
@@ -49,7 +50,7 @@ def seconds(grid: Grid, store: Path, jobs: int) -> float:
 
 def warm(folder: Path, jobs: int) -> None:
     """Start the worker processes and import everything that a cell needs."""
-    small = Grid("collapse-error", {**REAL, "tokens": [8]}, 8)
+    small = Grid(TASKS["collapse-error"], {**REAL, "tokens": [8]}, 8)
     run_grid(small, folder / f"warm{jobs}.db", engine=Local(jobs))
 
 
@@ -65,14 +66,14 @@ REAL: dict[str, Any] = {
 
 def overhead(folder: Path, jobs: int) -> float:
     """Return the milliseconds per empty cell."""
-    grid = Grid("nothing", {"seed": list(range(EMPTY_CELLS))})
+    grid = Grid(NOTHING, {"seed": list(range(EMPTY_CELLS))})
     best = min(seconds(grid, folder / f"empty{jobs}-{k}.db", jobs) for k in range(3))
     return 1000 * best / EMPTY_CELLS
 
 
 def scaling(folder: Path, repetitions: int) -> dict[str, float]:
     """Time the same real cells with one and with two processes alternately; keep the best of three."""
-    grid, times = Grid("collapse-error", REAL, repetitions), {1: float("inf"), 2: float("inf")}
+    grid, times = Grid(TASKS["collapse-error"], REAL, repetitions), {1: float("inf"), 2: float("inf")}
     hashes = set()
     for turn in range(3):
         for jobs in times:

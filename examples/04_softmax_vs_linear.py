@@ -7,7 +7,7 @@
 # %%
 import depthgauge as dg
 
-result = dg.separate(kind="self", x="identity", n=200, d=22, models=500, seed=0)
+result = dg.papers.separate(kind="self", x="identity", n=200, d=22, models=500, seed=0)
 found = result.to_json()
 low, high = found["interval"]
 print(f"probability of success: {found['exact']:.4f} exact, {found['ratio']:.4f} drawn, 95 % [{low:.4f}, {high:.4f}]")
@@ -29,7 +29,7 @@ for name, exact, drawn in zip(names, found["exact_parts"], found["parts"], stric
 print("\n   d     n   probability")
 for d in (4, 6, 12, 22, 42):
     n = 200 // (d - 2) * (d - 2)
-    probability = dg.separate(kind="self", x="identity", n=n, d=d, models=10).to_json()["exact"]
+    probability = dg.papers.separate(kind="self", x="identity", n=n, d=d, models=10).to_json()["exact"]
     print(f"{d:4d}  {n:4d}   {probability:.3f}")
 
 # %% [markdown]
@@ -40,5 +40,5 @@ for d in (4, 6, 12, 22, 42):
 # %%
 print("\ndegree   probability")
 for degree in (1, 2, 3, 4, 6, 8):
-    found = dg.separate(kind="self", x="identity", attention=f"poly:{degree}", models=10).to_json()
+    found = dg.papers.separate(kind="self", x="identity", attention=f"poly:{degree}", models=10).to_json()
     print(f"{degree:6d}   {found['exact']:.3f}")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,36 @@ REST: dict[str, dict[str, Any]] = {
     "attention": {"k": TENSOR, "v": TENSOR},
     "attention_plan": {"k": TENSOR, "v": TENSOR},
     "certify": {"surrogate": NETWORK, "radius": 1.0},
-    "claims": {},
+    "papers.claims": {},
     "collapse": {},
     "effective_depth": {"tolerance": 0.1, "radius": 1.0},
     "gauge": {},
     "load_network": {},
-    "load_result": {},
+    "results.load_result": {},
     "measure": {"x": torch.zeros(3, 4, dtype=torch.float64)},
-    "output_bound": {},
+    "papers.output_bound": {},
     "plan_shrink": {"remove": 1},
     "random_network": {"heads": 1, "dim": 4, "eta": 0.1},
-    "read_log": {},
+    "results.read_log": {},
     "register_attention": {},
     "save_network": {"path": "network.safetensors"},
-    "separate": {},
+    "papers.separate": {},
     "shrink": {"remove": 1},
     "sweep": {},
-    "sweep_status": {},
-    "train_bounded": {"layers": 1, "heads": 1, "dim": 4, "eta": 0.1},
+    "results.sweep_status": {},
+    "papers.train_bounded": {"layers": 1, "heads": 1, "dim": 4, "eta": 0.1},
     "write_report": {"out": "page.html"},
 }
 """Public function → arguments after the first one."""
+SPACES = ("papers", "results")
 WRONG = (None, object(), b"bytes", [3], (), {"key": 1}, 2.5, int, torch.zeros(2))
-ACCEPTED = {("gauge", "None"), ("claims", "None"), ("register_attention", "2.5")}
+ACCEPTED = {("gauge", "None"), ("papers.claims", "None"), ("register_attention", "2.5")}
 """Values of `WRONG` that are right."""
 
 
 def functions() -> set[str]:
-    return {name for name in dg.__all__ if inspect.isfunction(getattr(dg, name))}
+    dotted = [*dg.__all__, *(f"{space}.{name}" for space in SPACES for name in getattr(dg, space).__all__)]
+    return {name for name in dotted if inspect.isfunction(attrgetter(name)(dg))}
 
 
 def test_every_public_function_is_listed() -> None:
@@ -57,7 +60,7 @@ def test_every_public_function_is_listed() -> None:
 @pytest.mark.parametrize("name", sorted(REST))
 def test_a_first_argument_of_a_wrong_type_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    function = getattr(dg, name)
+    function = attrgetter(name)(dg)
     first = next(iter(inspect.signature(function).parameters))
     for value in WRONG:
         if (name, str(value)) in ACCEPTED:
@@ -74,7 +77,7 @@ def test_a_first_argument_of_a_wrong_type_is_named(name: str, tmp_path: Path, mo
         (lambda options: dg.gauge(NETWORK, options), "GaugeOptions"),
         (lambda options: dg.shrink("model", options), "ShrinkOptions"),
         (lambda options: dg.plan_shrink("model", options), "ShrinkOptions"),
-        (lambda options: dg.train_bounded("majority", 1, 1, 4, 0.1, options=options), "TrainingOptions"),
+        (lambda options: dg.papers.train_bounded("majority", 1, 1, 4, 0.1, options=options), "TrainingOptions"),
     ],
     ids=["gauge", "shrink", "plan_shrink", "train_bounded"],
 )

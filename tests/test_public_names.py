@@ -2,40 +2,66 @@
 
 import importlib
 import inspect
+import operator
 import pickle
 import pkgutil
 import pydoc
 import subprocess
 import sys
 from types import FunctionType
+from typing import Any
 
 import pytest
 
 import depthgauge
 
-FUNCTIONS = [name for name in depthgauge.__all__ if name[0].islower()]
+NAMESPACES = {"": depthgauge, "papers": depthgauge.papers, "results": depthgauge.results}
+FUNCTIONS = [
+    f"{prefix}.{name}".lstrip(".")
+    for prefix, namespace in NAMESPACES.items()
+    for name in namespace.__all__
+    if name[0].islower() and name not in NAMESPACES
+]
+
+
+def found(dotted: str) -> Any:
+    return operator.attrgetter(dotted)(depthgauge)
 
 
 def test_there_is_something_to_test() -> None:
-    assert {"collapse", "claims", "gauge", "attention", "certify"} <= set(FUNCTIONS)
+    assert {"collapse", "papers.claims", "gauge", "attention", "certify", "results.read_log"} <= set(FUNCTIONS)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_public_function_is_a_function_on_every_access(name: str) -> None:
-    first = getattr(depthgauge, name)
+def test_the_top_level_is_a_table_of_contents() -> None:
+    names = set(dir(depthgauge)) - {"__version__", *NAMESPACES}
+    assert len(names) <= 25
+    assert all(getattr(depthgauge, name) is not None for name in names)
+
+
+@pytest.mark.parametrize("name", [*depthgauge.papers.__all__, *depthgauge.results.__all__])
+def test_a_name_in_a_namespace_is_not_at_the_top_level(name: str) -> None:
+    with pytest.raises(AttributeError, match=rf"depthgauge.{name} is now depthgauge.(papers|results).{name}"):
+        getattr(depthgauge, name)
+
+
+@pytest.mark.parametrize("dotted", FUNCTIONS)
+def test_a_public_function_is_a_function_on_every_access(dotted: str) -> None:
+    first = found(dotted)
+    prefix, _, name = dotted.rpartition(".")
+    package = f"depthgauge.{prefix}".rstrip(".")
     for module in pkgutil.walk_packages(depthgauge.__path__, "depthgauge."):
         # Importing a module sets an attribute on its package; it must not replace a public function.
         if not module.name.startswith("depthgauge.fast_attention.triton") and not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    second = getattr(depthgauge, name)
+    second = found(dotted)
     namespace: dict[str, object] = {}
-    exec(f"from depthgauge import {name}", namespace)
+    exec(f"from {package} import {name}", namespace)
     assert first is second is namespace[name]
     assert isinstance(inspect.unwrap(first), FunctionType)
     assert pickle.loads(pickle.dumps(first)) is first
     assert first.__doc__
     assert f"{name}(" in pydoc.plain(pydoc.render_doc(first))
-    assert name in dir(depthgauge)
+    assert name in dir(NAMESPACES[prefix])
 
 
 def test_the_first_access_in_a_new_process_is_a_function() -> None:
@@ -54,7 +80,7 @@ def test_unknown_names_are_attribute_errors() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_argument_of_a_public_function_has_its_own_line(name: str) -> None:
-    function = inspect.unwrap(getattr(depthgauge, name))
+    function = inspect.unwrap(found(name))
     lines = [line.strip() for line in (inspect.getdoc(function) or "").splitlines()]
     missing = [
         argument

@@ -12,9 +12,9 @@ from depthgauge import random_network
 from depthgauge._records import ArrayRecord
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.signs import sign_norm_up
-from depthgauge.separation.datasets import inputs
-from depthgauge.separation.sampling import draw_attention, draw_regression
-from depthgauge.separation.settings import CrossAttention, Regression
+from depthgauge.papers.separation.datasets import inputs
+from depthgauge.papers.separation.sampling import draw_attention, draw_regression
+from depthgauge.papers.separation.settings import CrossAttention, Regression
 
 
 def matrix(seed: int, size: int = 12) -> torch.Tensor:

@@ -21,7 +21,7 @@ import pytest
         ("dg.gauge(net, tokens=99999999999)", "tokens must be at most"),
         ("dg.gauge(net, radius=1e308)", "radius must be at most 1e+100"),
         ("dg.gauge(net, token=3)", "option of gauge must be one of"),
-        ("dg.separate('self', seed=-1)", "seed must be a whole number from 0 to 2^63 - 1, got -1"),
+        ("dg.papers.separate('self', seed=-1)", "seed must be a whole number from 0 to 2^63 - 1, got -1"),
     ],
 )
 def test_the_error_says_what_was_given_and_what_to_do(call: str, sentence: str) -> None:

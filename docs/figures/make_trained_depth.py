@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.training.experiment import FULL, QUICK, Family, Plan, families, member_seeds
+from depthgauge.papers.trained_depth.experiment import FULL, QUICK, Family, Plan, families, member_seeds
 
 SEED = 0
 
@@ -62,12 +62,13 @@ def certify(plan: Plan, folder: Path, store: Path, jobs: int) -> None:
     """Commit a row for every cell whose models `train` has finished."""
     import joblib
 
+    from depthgauge.papers.sweep_tasks.tasks import TASKS
     from depthgauge.sweeps.cells import Outcome
     from depthgauge.sweeps.grid import Grid
     from depthgauge.sweeps.store import Store, run_lock
 
     lists = [*plan.depth_grids(), *plan.variant_grids()]
-    grids = [Grid("trained-depth", {**one, "seed": [SEED]}, plan.seeds) for one in lists]
+    grids = [Grid(TASKS["trained-depth"], {**one, "seed": [SEED]}, plan.seeds) for one in lists]
     cells = {cell.identity: cell for grid in grids for cell in grid.cells()}
     with run_lock(store), Store.open(store, create=True) as opened:
         for grid in grids:
@@ -87,7 +88,7 @@ def examined(folder: Path, seeds: int, parameters: Mapping[str, Any]) -> tuple[d
     """Return the result of a cell from the weights in `folder`, or None if its batch is not finished."""
     import torch
 
-    from depthgauge.sweeps.trained_depth import records_of
+    from depthgauge.papers.sweep_tasks.training_task import records_of
 
     torch.set_num_threads(1)
     begun = time.perf_counter()

@@ -11,9 +11,9 @@ from rich.cells import cell_len
 
 from depthgauge.cli.main import main
 from depthgauge.cli.output import print_terms
-from depthgauge.ledger import registry
-from depthgauge.ledger.finding import Findings
-from depthgauge.ledger.registry import finding, judge, select
+from depthgauge.papers.ledger import registry
+from depthgauge.papers.ledger.finding import Findings
+from depthgauge.papers.ledger.registry import finding, judge, select
 from depthgauge.results.glossary import TERMS
 
 PAGE = Path(__file__).parents[2] / "docs" / "ledger.md"

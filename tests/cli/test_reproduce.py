@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from depthgauge.workflows.reproduce.catalog import FIGURES
+from depthgauge.papers.reproduce.catalog import FIGURES
 
 
 def run(*words: str) -> tuple[int, str, str]:

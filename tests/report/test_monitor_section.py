@@ -29,7 +29,7 @@ def page_file(log: Path) -> Path:
 
 
 def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> None:
-    record = dg.read_log(log)
+    record = dg.results.read_log(log)
     assert {alarm.name for alarm in record.alarms} == set(ALARM_LABELS)
     chart = step_maps(record)
     assert chart is not None
@@ -55,7 +55,7 @@ def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> Non
 
 
 def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None:
-    page = monitor_page(dg.read_log(log))
+    page = monitor_page(dg.results.read_log(log))
     (section,) = page.sections
     assert section.name == "run-7"
     assert section.verdict.startswith(
@@ -74,7 +74,7 @@ def test_the_page_states_the_verdict_the_facts_and_the_alarms(log: Path) -> None
 
 def test_the_depth_is_within_an_increase_of_the_loss(log: Path, tmp_path: Path) -> None:
     def caption(folder: Path) -> str:
-        parts = monitor_page(dg.read_log(folder)).sections[0].parts
+        parts = monitor_page(dg.results.read_log(folder)).sections[0].parts
         return next(part.caption for part in parts if part.name == "depth")
 
     assert caption(log) == (
@@ -86,18 +86,18 @@ def test_the_depth_is_within_an_increase_of_the_loss(log: Path, tmp_path: Path) 
 
 
 def test_a_run_without_probes_and_one_without_alarms(tmp_path: Path) -> None:
-    empty = dg.read_log(write_log(tmp_path / "a", count=0))
+    empty = dg.results.read_log(write_log(tmp_path / "a", count=0))
     assert monitor_verdict(empty) == "nothing was measured yet"
     assert [part.name for part in monitor_page(empty).sections[0].parts] == ["alarms"]
-    quiet = dg.read_log(write_log(tmp_path / "b", count=2))
+    quiet = dg.results.read_log(write_log(tmp_path / "b", count=2))
     assert monitor_verdict(quiet).endswith("; no alarm")
     assert monitor_page(quiet).sections[0].parts[0].caption == "No alarm was raised."
 
 
 def test_a_long_run_shows_evenly_spaced_probes_and_all_alarms(tmp_path: Path) -> None:
-    record = dg.read_log(write_log(tmp_path / "a", count=11))
-    long = tuple(dg.Probe(step=step, layers=record.probes[0].layers) for step in range(1000))
-    alarm = dg.Alarm(step=501, name="dead-layer", layer=0, message="m")
+    record = dg.results.read_log(write_log(tmp_path / "a", count=11))
+    long = tuple(dg.results.Probe(step=step, layers=record.probes[0].layers) for step in range(1000))
+    alarm = dg.results.Alarm(step=501, name="dead-layer", layer=0, message="m")
     many = type(record)(log="x", name="x", run=record.run, probes=long, alarms=(alarm,))
     steps = [probe.step for probe in shown_probes(many)]
     assert MOST_STEPS <= len(steps) <= MOST_STEPS + 1

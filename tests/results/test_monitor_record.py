@@ -18,7 +18,7 @@ def keys_of(value: Any) -> set[str]:
 
 
 def test_the_documentation_names_every_key(tmp_path: Path) -> None:
-    record = dg.read_log(write_log(tmp_path / "x"))
+    record = dg.results.read_log(write_log(tmp_path / "x"))
     formats = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
     section = formats.split("\n## Log of a monitor", 1)[1].split("\n## ")[0]
     written = keys_of(record.to_json())
@@ -27,6 +27,6 @@ def test_the_documentation_names_every_key(tmp_path: Path) -> None:
 
 
 def test_records_are_short_in_print(tmp_path: Path) -> None:
-    record = dg.read_log(write_log(tmp_path / "x"))
+    record = dg.results.read_log(write_log(tmp_path / "x"))
     assert repr(record) == f"MonitorRecord(name='x', probes=11, alarms={len(record.alarms)} alarms)"
     assert len(repr(record.probes[0])) < 200

@@ -62,8 +62,8 @@ def test_the_network_file_loads() -> None:
 
 @pytest.mark.parametrize("path", GAUGES, ids=lambda path: path.stem)
 def test_records_compare_pickle_and_print(path: Path) -> None:
-    record = dg.load_result(path)
-    assert record == dg.load_result(path)
+    record = dg.results.load_result(path)
+    assert record == dg.results.load_result(path)
     assert pickle.loads(pickle.dumps(record)) == record
     for shown in (record, record.subjects[0], record.settings, record.subjects[0].layers[0]):
         assert len(repr(shown)) < 400
@@ -73,7 +73,7 @@ def test_records_compare_pickle_and_print(path: Path) -> None:
 
 
 def test_tables_of_layers_and_heads() -> None:
-    record = dg.load_result(DATA / "gauge-decoder.json")
+    record = dg.results.load_result(DATA / "gauge-decoder.json")
     (subject,) = record.subjects
     layers, heads = record.to_frame("layers"), record.to_frame("heads")
     assert list(layers["layer"]) == [0, 1, 2]
@@ -81,7 +81,7 @@ def test_tables_of_layers_and_heads() -> None:
     assert layers.loc[1, "residual_mean_composite"] == subject.layers[1].residual.mean.composite.ratio
     assert len(heads) == 12
     assert heads.query("layer == 2 and head == 3")["entropy"].item() == subject.layers[2].heads[3].entropy
-    network = dg.load_result(DATA / "gauge-network.json")
+    network = dg.results.load_result(DATA / "gauge-network.json")
     assert list(network.to_frame("heads")["score_range"])[:2] == [
         head.score_range for head in network.subjects[0].layers[0].heads
     ]

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import depthgauge as dg
-from depthgauge.training.monitor import processes
+from depthgauge.monitor import processes
 
 STEPS = 3
 Fails = Callable[[int, int], bool]
@@ -64,7 +64,7 @@ def run(
     if log is not None:
         probe = next(batches(50 + rank, batch=1))  # a different one in each process
         options = dg.MonitorOptions(what_if_every=2, depth=0.1, tensorboard=tensorboard)
-        thresholds = dg.AlarmThresholds(dead_probes=1)
+        thresholds = dg.results.AlarmThresholds(dead_probes=1)
         monitor = dg.Monitor(trained, probe, 1, log, action=action, options=options, thresholds=thresholds)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2)
     data, losses, probes = batches(rank), [], []

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import depthgauge as dg
+from depthgauge.monitor.alarms import Detector
 from depthgauge.results.monitor_options import MonitorSettings
 from depthgauge.results.monitor_record import MonitoredModel, MonitorRun, Probe, ProbedHeads, ProbedLayer
-from depthgauge.training.monitor.alarms import Detector
 
 LAYERS, HEADS = 3, 2
 
@@ -62,10 +62,10 @@ def write_log(
         parameters=12345, dtype="float32", device="cpu", sequences=2, tokens=32,
     )  # fmt: skip
     options = dg.MonitorOptions(what_if_every=2, depth=0.1)
-    settings = MonitorSettings(every=every, options=options, thresholds=dg.AlarmThresholds())
+    settings = MonitorSettings(every=every, options=options, thresholds=dg.results.AlarmThresholds())
     head = MonitorRun(version="0", model=model, settings=settings, **run)
     (folder / "run.json").write_text(head.dump(), encoding="utf-8")
-    detector, lines, raised = Detector(dg.AlarmThresholds()), [], []
+    detector, lines, raised = Detector(dg.results.AlarmThresholds()), [], []
     for probe in probes(count, every):
         lines.append(json.dumps(probe.to_json()) + "\n")
         raised += [json.dumps(alarm.to_json()) + "\n" for alarm in detector.feed(probe)]

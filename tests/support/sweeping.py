@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import read_grid
 from depthgauge.sweeps.run import run_grid
@@ -35,7 +36,7 @@ def write_grid(directory: Path, repetitions: int, tokens: int = 256) -> Path:
 def undisturbed(grid: Path, directory: Path) -> str:
     """Return the hash of the rows of an undisturbed run."""
     store = directory / "undisturbed.db"
-    run_grid(read_grid(grid), store, engine=Local(1))
+    run_grid(read_grid(grid, TASKS), store, engine=Local(1))
     return rows_sha256(store)
 
 

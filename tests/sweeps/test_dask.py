@@ -11,12 +11,14 @@ import pytest
 from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.errors import InputError, InterruptedRunError
-from depthgauge.sweeps import engines, tasks
+from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.sweeps import engines
 from depthgauge.sweeps.engines import Dask, EngineError
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED
 from depthgauge.sweeps.read import read_status
 from depthgauge.sweeps.run import run_grid
+from depthgauge.sweeps.task import Task
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")
@@ -39,7 +41,7 @@ def test_the_run_survives_a_killed_worker(cluster: "distributed.LocalCluster", t
             killed.append(next(iter(cluster.workers.values())).pid)
             os.kill(killed[0], signal.SIGKILL)
 
-    done = run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), progress=kill_one)
+    done = run_grid(read_grid(grid, TASKS), store, engine=Dask(cluster.scheduler_address), progress=kill_one)
     assert killed
     assert (done.computed, done.count.done) == (120, 120)
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
@@ -53,8 +55,8 @@ def test_an_interrupted_run_is_resumed(cluster: "distributed.LocalCluster", tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(InterruptedRunError, match="7 of 24 cells done"):
-        run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address), progress=stop)
-    assert run_grid(read_grid(grid), store, engine=Dask(cluster.scheduler_address)).computed == 17
+        run_grid(read_grid(grid, TASKS), store, engine=Dask(cluster.scheduler_address), progress=stop)
+    assert run_grid(read_grid(grid, TASKS), store, engine=Dask(cluster.scheduler_address)).computed == 17
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
 
 
@@ -63,7 +65,7 @@ def test_the_error_names_a_worker_with_another_version(
 ) -> None:
     monkeypatch.setattr(engines, "__version__", "0.0.0")
     with pytest.raises(InputError, match=r"the worker tcp://.* has depthgauge .*, this machine has 0\.0\.0"):
-        run_grid(read_grid(write_grid(tmp_path, 1)), tmp_path / "s.db", engine=Dask(cluster.scheduler_address))
+        run_grid(read_grid(write_grid(tmp_path, 1), TASKS), tmp_path / "s.db", engine=Dask(cluster.scheduler_address))
     assert not (tmp_path / "s.db").exists()
 
 
@@ -73,7 +75,7 @@ def test_a_wrong_address_raises_within_ten_seconds(tmp_path: Path) -> None:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         begun = time.monotonic()
         with pytest.raises(InputError, match="no Dask scheduler answers at"):
-            run_grid(read_grid(write_grid(tmp_path, 1)), tmp_path / "s.db", engine=Dask(address))
+            run_grid(read_grid(write_grid(tmp_path, 1), TASKS), tmp_path / "s.db", engine=Dask(address))
         assert time.monotonic() - begun < 10
     assert not (tmp_path / "s.db").exists()
 
@@ -88,9 +90,9 @@ def test_a_scheduler_without_workers_raises(tmp_path: Path) -> None:
         Dask(empty.scheduler_address).check()
 
 
-def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path) -> None:
     """The run must not wait forever for a cell that kills every worker it runs on."""
-    monkeypatch.setitem(tasks.TASKS, "deadly", tasks.Task("deadly", 1, {"seed": SEED}, lambda cell: os._exit(1)))
+    deadly = Task("deadly", 1, {"seed": SEED}, lambda cell: os._exit(1))
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 0}),
         distributed.LocalCluster(
@@ -98,5 +100,5 @@ def test_a_cell_that_the_cluster_abandons_ends_the_run(tmp_path: Path, monkeypat
         ) as fragile,
         pytest.raises(EngineError, match=r"the cluster abandoned a cell.*0 of 1 cell done and kept"),
     ):
-        run_grid(Grid("deadly", {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))
+        run_grid(Grid(deadly, {"seed": [0]}), tmp_path / "s.db", engine=Dask(fragile.scheduler_address))
     assert read_status(tmp_path / "s.db").count.missing == 1

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
+from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell, canonical_json
 from depthgauge.sweeps.grid import MOST_CELLS, Grid, parse_grid, read_grid
-from depthgauge.sweeps.tasks import TASKS
 
 PLAIN: dict[str, Any] = {
     "method": ["mean-field", "parallel"],
@@ -24,12 +24,12 @@ PLAIN: dict[str, Any] = {
 
 
 def only(task: str, **parameters: Any) -> Cell:
-    (cell,) = Grid(task, {name: [value] for name, value in parameters.items()}).cells()
+    (cell,) = Grid(TASKS[task], {name: [value] for name, value in parameters.items()}).cells()
     return cell
 
 
 def test_each_combination_and_repetition_is_a_cell() -> None:
-    cells = Grid("collapse-error", PLAIN, 3).cells()
+    cells = Grid(TASKS["collapse-error"], PLAIN, 3).cells()
     assert len(cells) == 12
     assert len({cell.identity for cell in cells}) == 12
     assert [cell.repetition for cell in cells[:4]] == [0, 1, 2, 0]
@@ -44,9 +44,9 @@ def test_reading_a_grid_file(tmp_path: Path) -> None:
         "layers = [2]\nheads = [1]\ndim = [4]\ntokens = [8]\nskip = [true]\n",
         encoding="utf-8",
     )
-    grid = read_grid(tmp_path / "g.toml")
+    grid = read_grid(tmp_path / "g.toml", TASKS)
     assert grid.name == "g.toml"
-    assert parse_grid(grid.document()) == grid
+    assert parse_grid(grid.document(), TASKS) == grid
     assert [cell.parameters["eta"] for cell in grid.cells()] == [0.01, 0.01, 1.0, 1.0]
 
 
@@ -67,7 +67,7 @@ def test_separation_cells_contain_the_defaults_of_the_paper() -> None:
 
 
 def test_a_separation_cell_computes_all_its_repetitions() -> None:
-    (cell,) = Grid("separation", {"kind": ["cross"]}, 500).cells()
+    (cell,) = Grid(TASKS["separation"], {"kind": ["cross"]}, 500).cells()
     assert cell.repetition == 500
 
 
@@ -134,7 +134,7 @@ def test_canonical_json_rejects_nan() -> None:
 )  # fmt: skip
 def test_invalid_grids_are_rejected(document: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InputError, match=re.escape(sentence)):
-        parse_grid(document)
+        parse_grid(document, TASKS)
 
 
 @pytest.mark.parametrize(
@@ -145,12 +145,12 @@ def test_files_that_are_not_grids_are_rejected(tmp_path: Path, content: bytes | 
     if content is not None:
         (tmp_path / "g.toml").write_bytes(content)
     with pytest.raises(InputError, match=sentence):
-        read_grid(tmp_path / "g.toml")
+        read_grid(tmp_path / "g.toml", TASKS)
 
 
 def test_errors_list_the_parameters_of_the_task() -> None:
     assert set(TASKS) >= {"collapse-error", "certificate", "effective-depth", "rank-collapse", "separation"}
     for task in TASKS.values():
         with pytest.raises(InputError, match="unknown parameter 'nonsense'") as raised:
-            Grid(task.name, {"nonsense": [1]})
+            Grid(task, {"nonsense": [1]})
         assert all(name in str(raised.value) for name in task.parameters)

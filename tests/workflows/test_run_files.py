@@ -125,7 +125,7 @@ def test_two_gauge_runs_into_one_file_do_not_lose_a_result(shared: Path, tmp_pat
     gauged(shared, out=out, progress=second)
     assert tried[0].returncode == 2
     assert f"r.json is in use by process {os.getpid()}" in tried[0].stderr
-    assert dg.load_result(out).settings.tokens == 32
+    assert dg.results.load_result(out).settings.tokens == 32
 
 
 def test_files_of_the_model_are_not_replaced(shared: Path, tmp_path: Path) -> None:

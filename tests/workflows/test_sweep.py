@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from depthgauge.errors import InterruptedRunError, MissingPackageError
-from depthgauge.sweeps import tasks
+from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
 from depthgauge.sweeps.store import Count
+from depthgauge.sweeps.task import Task
 from depthgauge.workflows.sweep import sweep, sweep_status
 
 
@@ -23,16 +24,17 @@ def inverse(cell: Cell) -> dict[str, Any]:
     return {"inverse": 1 / k, "powers": [k, k**2], "even": k % 2 == 0}
 
 
+INVERSE = Task("inverse", 1, {"k": Parameter(count("a number", 0)), "seed": SEED}, inverse)
+
+
 @pytest.fixture
-def grid(monkeypatch: pytest.MonkeyPatch) -> Grid:
-    parameters = {"k": Parameter(count("a number", 0)), "seed": SEED}
-    monkeypatch.setitem(tasks.TASKS, "inverse", tasks.Task("inverse", 1, parameters, inverse))
-    return Grid("inverse", {"k": [1, 0, 3]}, name="inverse<1>")
+def grid() -> Grid:
+    return Grid(INVERSE, {"k": [1, 0, 3]}, name="inverse<1>")
 
 
 def test_rows_are_those_of_the_grid_in_its_order(grid: Grid, tmp_path: Path) -> None:
     store = tmp_path / "s.db"
-    sweep(Grid("inverse", {"k": [3, 5]}), store, jobs=1)
+    sweep(Grid(INVERSE, {"k": [3, 5]}), store, jobs=1)
     done = sweep(grid, store, jobs=1)
     assert (done.store, done.summary.computed, done.summary.count) == (str(store), 2, Count(2, 1, 0))
     assert [row["k"] for row in done.rows] == [1, 0, 3]
@@ -42,7 +44,10 @@ def test_rows_are_those_of_the_grid_in_its_order(grid: Grid, tmp_path: Path) -> 
     assert sweep(grid, store, jobs=1, retry_failed=True).summary.computed == 1
 
 
-def test_a_grid_can_be_an_object_a_dictionary_or_a_file(grid: Grid, tmp_path: Path) -> None:
+def test_a_grid_can_be_an_object_a_dictionary_or_a_file(
+    grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "inverse", INVERSE)
     (tmp_path / "g.toml").write_text('task = "inverse"\n[parameters]\nk = [1, 0, 3]\n', encoding="utf-8")
     wanted = sweep(grid, jobs=1).to_json()["rows"]
     assert sweep(grid.document(), jobs=1).to_json()["rows"] == wanted
@@ -104,7 +109,7 @@ def test_short_representations(grid: Grid, tmp_path: Path) -> None:
 
 
 def test_a_long_table_shows_its_first_rows(grid: Grid) -> None:
-    done = sweep(Grid("inverse", {"k": list(range(1, 31))}), jobs=1)
+    done = sweep(Grid(INVERSE, {"k": list(range(1, 31))}), jobs=1)
     assert done.rows._repr_html_().count("<tr>") == 11
     assert "30 rows, the first 10 shown" in done._repr_html_()
 

@@ -10,8 +10,8 @@ from depthgauge.cli.output import Overwrite, note, print_json, print_terms, prin
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from depthgauge.ledger.claim import Claim
-    from depthgauge.ledger.finding import Findings
+    from depthgauge.papers.ledger.claim import Claim
+    from depthgauge.papers.ledger.finding import Findings
 
 _EXAMPLES = """
 **Examples**
@@ -64,9 +64,9 @@ def command(
     """
     from depthgauge._io import check_outputs, write_text
     from depthgauge.errors import unknown_name
-    from depthgauge.ledger.finding import VERDICTS, Findings
-    from depthgauge.ledger.registry import run, select
-    from depthgauge.ledger.story import page
+    from depthgauge.papers.ledger.finding import VERDICTS, Findings
+    from depthgauge.papers.ledger.registry import run, select
+    from depthgauge.papers.ledger.story import page
 
     if verdict is not None and verdict not in VERDICTS:
         raise unknown_name("verdict", verdict, VERDICTS)
@@ -111,7 +111,7 @@ def _print_table(findings: "Findings") -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from depthgauge.ledger.finding import ratio_text
+    from depthgauge.papers.ledger.finding import ratio_text
 
     console = Console()
     rows = [(found.id, found.verdict, ratio_text(found.ratio), found.statement, found.reason()) for found in findings]

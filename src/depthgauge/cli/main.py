@@ -26,15 +26,10 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="gauge")(gauge.command)
-app.command(name="random")(random.command)
-app.command(name="collapse")(collapse.command)
-app.command(name="shrink")(shrink.command)
-app.command(name="claims")(claims.command)
-app.command(name="separate")(separate.command)
-app.command(name="reproduce")(reproduce.command)
-app.command(name="sweep")(sweep.command)
-app.command(name="report")(report.command)
+for verb in (gauge, shrink, collapse, random, sweep, report):
+    app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="Your network or model")(verb.command)
+for verb in (claims, separate, reproduce):
+    app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="The two papers")(verb.command)
 
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.workflows.reproduce.catalog import FIGURES
-from depthgauge.workflows.reproduce.figure import Figure
+from depthgauge.papers.reproduce.catalog import FIGURES
+from depthgauge.papers.reproduce.figure import Figure
 
 _EXAMPLES = """
 **Examples**
@@ -61,8 +61,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the list of written files as JSON.")] = False,
 ) -> None:
     """Compute and draw the figures of this project and of the two papers."""
+    from depthgauge.papers.reproduce.draw import reproduce_all
     from depthgauge.sweeps.engines import choose_engine
-    from depthgauge.workflows.reproduce.draw import reproduce_all
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:

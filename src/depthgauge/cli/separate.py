@@ -41,7 +41,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """The probability that softmax attention tells D₁ from D₀ where linear attention does not."""
-    from depthgauge.separation.probability import separate
+    from depthgauge.papers.separation.probability import separate
 
     with progress_bar("drawing") as step:
         found = separate(

@@ -90,7 +90,7 @@ def check_thresholds(thresholds: object) -> AlarmThresholds:
         return AlarmThresholds()
     if not isinstance(thresholds, AlarmThresholds):
         kind = type(thresholds).__name__
-        raise InputError(f"thresholds must be AlarmThresholds, got {kind}; see depthgauge.AlarmThresholds")
+        raise InputError(f"thresholds must be AlarmThresholds, got {kind}; see depthgauge.results.AlarmThresholds")
     for name in ("rank_ratio", "dead_update", "entropy_share", "score_limit"):
         if getattr(thresholds, name) is not None:
             require_positive(name, getattr(thresholds, name), "the threshold of an alarm, or None to switch it off")

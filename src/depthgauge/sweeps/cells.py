@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ class Cell:
     version: int
     parameters: Mapping[str, Any]
     repetition: int
+    run: "Callable[[Cell], dict[str, Any]] | None" = field(default=None, compare=False, repr=False)
+    """The function of the task; None for a cell that was read from a store."""
 
     @cached_property
     def identity(self) -> str:

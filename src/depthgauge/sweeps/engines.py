@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -15,7 +15,6 @@ import torch
 from depthgauge._version import __version__
 from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, Outcome
-from depthgauge.sweeps.tasks import TASKS
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4
@@ -41,19 +40,14 @@ class Engine(Protocol):
         """Yield the outcome of each cell as soon as it is done; closing the iterator stops the work."""
 
 
-def compute(run: Callable[[Cell], dict[str, Any]], cell: Cell) -> Outcome:
+def compute(cell: Cell) -> Outcome:
     """Compute one cell on one thread, and return its result or its error."""
-    own = TASKS.get(cell.task)
-    if own is not None and own.version != cell.version:
-        raise EngineError(
-            f"a worker has version {own.version} of the task {cell.task}, the cell has version {cell.version}; "
-            "install the same depthgauge on every machine"
-        )
+    assert cell.run is not None, "a cell that was read from a store is not computed"
     # The precision of arb numbers is global to the process, so a process computes one cell at a time.
     with _ONE_CELL, one_thread():
         begun = time.perf_counter()
         try:
-            result, error = run(cell), None
+            result, error = cell.run(cell), None
         except Exception as stopped:
             result, error = None, _one_line(stopped)
         return Outcome(cell.identity, result, error, time.perf_counter() - begun)
@@ -109,7 +103,7 @@ class Local:
 
         jobs = min(self.jobs or joblib.cpu_count(), len(cells))
         if jobs <= 1:
-            yield from (compute(TASKS[cell.task].run, cell) for cell in cells)
+            yield from map(compute, cells)
             return
         from joblib.externals.loky.process_executor import BrokenProcessPool
 
@@ -173,7 +167,7 @@ def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
     import joblib
 
     with _quiet_resource_tracker():
-        done = parallel(joblib.delayed(compute)(TASKS[cell.task].run, cell) for cell in cells)
+        done = parallel(joblib.delayed(compute)(cell) for cell in cells)
     try:
         for outcome in done:  # noqa: UP028 - `yield from` would close `done` before the warnings are disabled
             yield outcome

@@ -12,7 +12,7 @@ from typing import Any
 from depthgauge.errors import InputError, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, canonical_json
 from depthgauge.sweeps.parameters import check_parameters
-from depthgauge.sweeps.tasks import TASKS, Task
+from depthgauge.sweeps.task import Task
 
 KEYS = ("task", "repetitions", "parameters")
 MOST_CELLS = 1_000_000
@@ -26,28 +26,21 @@ class Grid:
     The whole grid is checked when it is created.
 
     Args:
-        task: Name of the task: `collapse-error`, `certificate`, `effective-depth`, `rank-collapse`, `fast-attention`,
-            `separation` or `trained-depth`.
+        task: The task of every cell.
         parameters: A list of values for each parameter of the task; optional parameters may be left out.
         repetitions: How often each combination is repeated, with new random numbers each time.
         name: Shown in the status of a store; not part of the grid's identity.
 
     Raises:
-        InputError: The task or a parameter is unknown, a value is invalid, or two cells are equal.
-
-    >>> grid = Grid("rank-collapse", {"eta": [0.1, 0.2], "layers": [4], "heads": [1], "dim": [8], "tokens": [16]}, 3)
-    >>> len(grid.cells())
-    6
+        InputError: A parameter is unknown, a value is invalid, or two cells are equal.
     """
 
-    task: str
+    task: Task
     parameters: Mapping[str, Sequence[Any]]
     repetitions: int = 1
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        if self.task not in TASKS:
-            raise unknown_name("task", self.task, TASKS)
         require_count("repetitions", self.repetitions, "how often every setting is repeated")
         for name, values in self.parameters.items():
             _check_list(name, values)
@@ -56,7 +49,7 @@ class Grid:
     def document(self) -> dict[str, Any]:
         """Return the grid as the JSON document that a store keeps."""
         lists = {name: list(values) for name, values in self.parameters.items()}
-        return {"task": self.task, "repetitions": self.repetitions, "parameters": lists}
+        return {"task": self.task.name, "repetitions": self.repetitions, "parameters": lists}
 
     def cells(self) -> list[Cell]:
         """Return the cells in order: the repetition varies fastest, then the last parameter."""
@@ -64,23 +57,21 @@ class Grid:
 
     @cached_property
     def _cells(self) -> list[Cell]:
-        task = TASKS[self.task]
-        repeats = [self.repetitions] if task.repeats_inside else range(self.repetitions)
+        repeats = [self.repetitions] if self.task.repeats_inside else range(self.repetitions)
         total = math.prod(len(values) for values in self.parameters.values()) * len(repeats)
         if total > MOST_CELLS:
             raise InputError(f"the grid has {total:,} cells, more than {MOST_CELLS:,}; split it into several grids")
         cells = []
         for values in itertools.product(*self.parameters.values()):
-            first = make_cell(task, dict(zip(self.parameters, values, strict=True)), repeats[0])
+            first = make_cell(self.task, dict(zip(self.parameters, values, strict=True)), repeats[0])
             cells += [first, *(replace(first, repetition=repetition) for repetition in repeats[1:])]
         return cells
 
 
 def make_cell(task: Task, setting: Mapping[str, Any], repetition: int) -> Cell:
     """Return the cell at a setting, with parameters checked, in normal form, and defaults filled in."""
-    return Cell(
-        task.name, task.version, task.complete(check_parameters(task.name, task.parameters, setting)), repetition
-    )
+    parameters = task.complete(check_parameters(task.name, task.parameters, setting))
+    return Cell(task.name, task.version, parameters, repetition, task.run)
 
 
 def _check_list(name: str, values: Any) -> None:
@@ -100,7 +91,7 @@ def _check_distinct(cells: list[Cell]) -> None:
         seen.add(cell.identity)
 
 
-def read_grid(path: str | Path) -> Grid:
+def read_grid(path: str | Path, tasks: Mapping[str, Task]) -> Grid:
     """Read a grid from a TOML file with the keys `task` and `repetitions` and the table `[parameters]`."""
     try:
         with open(path, "rb") as handle:
@@ -110,12 +101,12 @@ def read_grid(path: str | Path) -> Grid:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not a TOML file: {error}") from error
     try:
-        return parse_grid(document, name=Path(path).name)
+        return parse_grid(document, tasks, name=Path(path).name)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
 
 
-def parse_grid(document: Mapping[str, Any], name: str = "") -> Grid:
+def parse_grid(document: Mapping[str, Any], tasks: Mapping[str, Task], name: str = "") -> Grid:
     """Return the grid that a document describes; raise InputError for unknown or missing keys."""
     for key in document:
         if key not in KEYS:
@@ -123,8 +114,9 @@ def parse_grid(document: Mapping[str, Any], name: str = "") -> Grid:
     for key in ("task", "parameters"):
         if key not in document:
             raise InputError(f"the key {key!r} is missing; a grid has the keys {', '.join(KEYS)}")
-    if not isinstance(document["task"], str):
-        raise unknown_name("task", document["task"], TASKS)
+    task = document["task"]
+    if not isinstance(task, str) or task not in tasks:
+        raise unknown_name("task", task, tasks)
     if not isinstance(document["parameters"], Mapping):
         raise InputError(f"parameters must be a table of lists, got {document['parameters']!r}")
-    return Grid(document["task"], document["parameters"], document.get("repetitions", 1), name)
+    return Grid(tasks[task], document["parameters"], document.get("repetitions", 1), name)

@@ -50,11 +50,11 @@ from depthgauge.checkpoints.what_if import (
 from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
 from depthgauge.errors import InputError, require_count, require_positive, require_seed
 from depthgauge.measures.residuals import residual_sizes
+from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import CheckpointSubject
 from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
 from depthgauge.surgery.stored_weights import weights_digest
-from depthgauge.training.monitor.undisturbed import undisturbed
 from depthgauge.workflows.checkpoint_records import Findings, subject_record
 from depthgauge.workflows.shrink_subject import ABOUT_FILES
 from depthgauge.workflows.target import Target

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge.errors import InputError, InterruptedRunError, require_path
+from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.progress import Step, silent
 from depthgauge.sweeps.engines import choose_engine
 from depthgauge.sweeps.grid import Grid, parse_grid, read_grid
@@ -70,9 +71,9 @@ def _grid(grid: Grid | Mapping[str, Any] | str | Path) -> Grid:
     if isinstance(grid, Grid):
         return grid
     if isinstance(grid, str | Path):
-        return read_grid(grid)
+        return read_grid(grid, TASKS)
     if isinstance(grid, Mapping):
-        return parse_grid(grid)
+        return parse_grid(grid, TASKS)
     raise InputError(f"grid must be a Grid, the path of a TOML file or a dictionary, got {type(grid).__name__}")
 
 

@@ -1,0 +1,284 @@
+"""Measure a transformers model on a probe batch, in one forward pass."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from depthgauge._format import number
+from depthgauge.checkpoints.circuits import block_sizes
+from depthgauge.checkpoints.interface import Session, attending, register
+from depthgauge.checkpoints.layers import Pass, Stack
+from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.load import Checkpoint, wrap
+from depthgauge.checkpoints.probe import relative_difference
+from depthgauge.checkpoints.removal import Removal, least_missed, measured_depth, next_removal
+from depthgauge.checkpoints.row_measures import RowWatch
+from depthgauge.checkpoints.scores import SublayerScores
+from depthgauge.checkpoints.what_if import what_if
+from depthgauge.errors import InputError
+from depthgauge.monitor.measurement import (
+    HEADS,
+    Measurement,
+    state_measures,
+    token_sizes,
+    update_shares,
+)
+from depthgauge.monitor.probe_batch import ProbeBatch, causal_labels, check_ids
+from depthgauge.monitor.processes import Processes, ranks
+from depthgauge.monitor.undisturbed import undisturbed
+from depthgauge.results.monitor_record import MonitoredModel
+
+AGREE = 0.1
+"""Largest relative difference between the states of the observed model and its own: rounding in half precision."""
+
+
+class ProbeStack(Stack):
+    """The blocks of a model on one batch; the output of a pass is the loss, or the final states of an encoder."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, session: Session, batch: ProbeBatch, keywords: Mapping[str, Any]
+    ) -> None:
+        super().__init__(checkpoint, session)
+        self.batch, self.keywords = batch, keywords
+
+    def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
+        model = self.checkpoint.model
+        out = model(**self.batch.inputs, **self.keywords)
+        made = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
+        if made is None:
+            raise InputError(
+                f"{type(model).__name__} returned no loss for the labels of the probe; give a probe without labels"
+            )
+        found: Tensor = made
+        return found
+
+
+@dataclass
+class ModelProbe:
+    """A transformers model and the batch that it is measured on.
+
+    - `model`: the model, without wrappers for compilation or data parallelism
+    - `batch`: the probe batch, with labels if the model has a loss
+    - `objective`: `loss` or `states`
+    - `notes`: what cannot be measured, and why
+    """
+
+    model: Any
+    batch: ProbeBatch
+    objective: str = "states"
+    notes: list[str] = field(default_factory=list)
+    observed: bool = True
+    checked: bool = False
+    padded: bool = field(init=False)
+    _checkpoint: Checkpoint = field(init=False, repr=False)
+    _keywords: dict[str, Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        register()
+        self._check_model()
+        takes = inspect.signature(self.model.forward).parameters
+        if "labels" in takes and "labels" not in self.batch.inputs and _is_causal(self.model):
+            self.batch = self.batch.with_inputs(labels=causal_labels(self.batch))
+        if "labels" in takes and "labels" in self.batch.inputs:
+            self.objective = "loss"
+        else:
+            kept = {name: value for name, value in self.batch.inputs.items() if name != "labels"}
+            self.batch = ProbeBatch(kept, self.batch.real)
+        self.padded = not bool(self.batch.real.all())
+        check_ids(self.batch, self.model)
+        with undisturbed(self.model):
+            checkpoint = self._checkpoint = self._wrapped()
+            takes = inspect.signature(checkpoint.model.forward).parameters
+            self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
+            if not len(Stack(checkpoint, Session())):
+                raise InputError(
+                    f"{type(self.model).__name__} cannot be monitored: it does not keep its blocks in one list of "
+                    f"{checkpoint.layers} modules"
+                )
+        if checkpoint.family is None:
+            kind = checkpoint.config.model_type
+            self.notes.append(
+                f"sublayers and sizes of the weights are not measured: the architecture {kind!r} is not known to "
+                "depthgauge"
+            )
+
+    def _check_model(self) -> None:
+        """Raise `InputError` for a model without layers of attention, or without an embedding of token ids."""
+        name, config = type(self.model).__name__, self.model.config.get_text_config()
+        for key in ("num_hidden_layers", "num_attention_heads"):
+            if not isinstance(found := getattr(config, key, None), int):
+                given = f"no {key}" if found is None else f"the {key} {found!r}"
+                raise InputError(
+                    f"{name} cannot be monitored: its configuration has {given}, where a whole number is expected; "
+                    "give a transformer with attention in its layers"
+                )
+        try:
+            rows = self.model.get_input_embeddings().weight.shape[0]
+        except (AttributeError, NotImplementedError):
+            rows = None
+        if rows is None:
+            raise InputError(
+                f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
+            )
+
+    def _wrapped(self) -> Checkpoint:
+        """Return the model as the gauge sees it; a model without a loss is measured without its head."""
+        model = self.model if self.objective == "loss" else self.model.base_model
+        return wrap(model, type(self.model).__name__, objective=self.objective)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that expects the token ids."""
+        device: torch.device = self.model.get_input_embeddings().weight.device
+        return device
+
+    def describe(self) -> MonitoredModel:
+        """Return the description of the model in the log."""
+        config, weight = self.model.config.get_text_config(), next(self.model.parameters())
+        sequences, tokens = self.batch.ids.shape
+        return MonitoredModel(
+            name=str(config.model_type),
+            architecture=next(c.__name__ for c in type(self.model).__mro__ if not c.__name__.startswith("FSDP")),
+            objective=self.objective,
+            layers=int(config.num_hidden_layers),
+            heads=(int(config.num_attention_heads),) * int(config.num_hidden_layers),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            dtype=str(weight.dtype).removeprefix("torch."),
+            device=str(self.device),
+            sequences=sequences,
+            tokens=tokens,
+            ranks=ranks(),
+        )
+
+    def measure(self, weights: bool, skip: bool, depth: float | None, processes: Processes) -> Measurement:
+        """Measure the model on the batch, without an effect on its training.
+
+        Args:
+            weights: whether to measure the sizes of the weights.
+            skip: whether to measure the cost of skipping each block.
+            depth: the largest increase of the loss for the measured effective depth; None does not measure it.
+            processes: those that measure together; they exchange the cost of skipping blocks.
+        """
+        with undisturbed(self.model):
+            self.batch = self.batch.to(self.device)
+            if not self.checked:
+                self._check()
+            with attending(self.model) as session:
+                stack = self._stack(session)
+                found, base = self._measure(stack, weights)
+                if not skip:
+                    return found
+                processes.exchanged(None)  # a failure until here ends the probe before blocks are skipped
+                return self._what_ifs(stack, found, self._lost(base.output, processes), base, depth)
+
+    def _stack(self, session: Session) -> ProbeStack:
+        return ProbeStack(self._checkpoint, session, self.batch, self._keywords)
+
+    def _check(self) -> None:
+        """Compare the model's own attention with the observed one; they must agree up to rounding."""
+        with _checked_indices(self.model):
+            own = self._stack(Session()).full(self.batch.ids).states[-1]
+        with attending(self.model) as session:
+            stack = self._stack(session)
+            ours = stack.full(self.batch.ids).states[-1]
+            calls = session.calls
+        real = self.batch.real
+        off, finite = relative_difference(ours[real], own[real]), bool(own[real].isfinite().all())
+        self.observed, self.checked = calls == len(stack) and (off <= AGREE or not finite), True
+        if not self.observed:
+            self.notes.append(
+                f"heads are not measured: {type(self.model).__name__} made {calls} observed attention calls in "
+                f"{len(stack)} layers, and its final states differ by {number(off, 2)} from those of its own attention"
+            )
+
+    def _measure(self, stack: ProbeStack, weights: bool) -> tuple[Measurement, Pass]:
+        """Return the measures of one forward pass, and the pass; nothing is read from the device."""
+        family, real = stack.checkpoint.family, self.batch.real if self.padded else None
+        heads = RowWatch(real) if self.observed else None
+        if family is None:
+            base, sublayers = stack.full(self.batch.ids, watch=heads), None
+        else:
+            sublayers = SublayerScores(stack.blocks, family, _sizes)
+            with sublayers.listening():
+                base = stack.full(self.batch.ids, watch=heads)
+        layers = state_measures(base.states, real)
+        if sublayers is not None:
+            layers["attention_update"] = update_shares(_known(sublayers.attention), real)
+            layers["mlp_update"] = update_shares(_known(sublayers.mlp), real)
+        by_head = {}
+        if heads:
+            rows = heads.measures()
+            layers["uniform_entropy"] = rows.uniform_entropy
+            by_head = {name: getattr(rows, name) for name in HEADS}
+        if weights and family is not None:
+            sizes = block_sizes(stack.checkpoint, stack.blocks)
+            layers |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
+        loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
+        return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base
+
+    def _what_ifs(
+        self, stack: ProbeStack, found: Measurement, lost: Callable[[Tensor], float], base: Pass, depth: float | None
+    ) -> Measurement:
+        """Add the cost of skipping each block and, if requested, the measured effective depth."""
+        ids = self.batch.ids
+        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in range(len(stack)))
+        left = None
+        if depth is not None:
+            tried = [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
+            while sum(tried[-1].losses) <= depth and len(tried) < len(stack) - 1:
+                tried.append(self._next(stack, lost, tried))
+            left = measured_depth(tried, len(stack), depth).layers
+        return replace(found, skip=skip, depth=left)
+
+    def _next(self, stack: ProbeStack, lost: Callable[[Tensor], float], tried: list[Removal]) -> Removal:
+        return next_removal(stack, [self.batch.ids], [lost], [step.layer for step in tried])
+
+    def _lost(self, intact: Tensor, processes: Processes) -> Callable[[Tensor], float]:
+        """Return a function that measures how much worse an output is, equal in all processes."""
+        real = self.batch.real
+        if self.objective == "loss":
+            return lambda output: processes.mean(float(output.double() - intact.double()))
+        norm = intact[real].double().norm()
+        return lambda output: processes.mean(float((output[real].double() - intact[real].double()).norm() / norm))
+
+
+@contextmanager
+def _checked_indices(model: nn.Module) -> Iterator[None]:
+    """Raise `IndexError` for an index that an embedding does not have, such as a position beyond the longest one.
+
+    On a GPU the embedding itself would end the process.
+    """
+
+    def check(module: Any, args: tuple[Any, ...]) -> None:
+        low, high, rows = int(args[0].min()), int(args[0].max()), module.num_embeddings
+        if low < 0 or high >= rows:
+            name = next(name for name, found in model.named_modules() if found is module)
+            raise IndexError(f"{name} has {rows} rows, and the probe needs row {high if high >= rows else low}")
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if type(module) is nn.Embedding:
+                hooks.callback(module.register_forward_pre_hook(check).remove)
+        yield
+
+
+def _sizes(before: Float[Tensor, "batch n d"], added: Float[Tensor, "batch n d"]) -> tuple[Tensor, Tensor]:
+    """Return ‖y‖ and ‖f(y)‖ of all tokens for a sublayer that reads y and adds f(y)."""
+    return token_sizes(before), token_sizes(added)
+
+
+def _known(sizes: list[Any]) -> list[tuple[Tensor, Tensor] | None]:
+    """Return the sizes that a sublayer has recorded; None for a layer in which it was not called."""
+    return [pair if isinstance(pair, tuple) else None for pair in sizes]
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Return whether a model is a causal language model; sharded models are subclasses of one."""
+    causal = set(transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    return any(base.__name__ in causal for base in type(model).__mro__)

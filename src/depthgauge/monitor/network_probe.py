@@ -1,0 +1,158 @@
+"""Measure a `SelfAttentionNetwork` on a probe batch of input states."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from depthgauge.checkpoints.circuits import LayerSizes, layer_sizes
+from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.removal import least_missed, measured_depth
+from depthgauge.checkpoints.row_measures import RowWatch
+from depthgauge.errors import InputError
+from depthgauge.monitor.measurement import (
+    HEADS,
+    Measurement,
+    state_measures,
+    token_sizes,
+    update_shares,
+)
+from depthgauge.monitor.processes import Processes, ranks
+from depthgauge.monitor.undisturbed import undisturbed
+from depthgauge.network.layer import Layer, softmax_attention
+from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.network.trace import LayerTrace
+from depthgauge.results.monitor_record import MonitoredModel
+
+
+@dataclass
+class NetworkProbe:
+    """A network and the inputs X_0 `[batch, n, d]` that it is measured on; `notes` lists what cannot be measured."""
+
+    model: SelfAttentionNetwork
+    inputs: Tensor
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return self.model.device
+
+    def describe(self) -> MonitoredModel:
+        """Return the description of the network in the log."""
+        return MonitoredModel(
+            name=self.model.name,
+            architecture="SelfAttentionNetwork",
+            objective="states",
+            layers=len(self.model),
+            heads=tuple(layer.heads for layer in self.model),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            dtype=str(self.model.dtype).removeprefix("torch."),
+            device=str(self.device),
+            sequences=self.inputs.shape[0],
+            tokens=self.inputs.shape[1],
+            ranks=ranks(),
+        )
+
+    def measure(self, weights: bool, skip: bool, depth: float | None, processes: Processes) -> Measurement:
+        """Measure the network on the inputs; the arguments are those of `ModelProbe.measure`."""
+        with undisturbed(self.model):
+            x = self.inputs = self.inputs.to(self.device)
+            traces, heads = list(self.model.trace(x)), RowWatch()
+            states = [x, *(trace.after for trace in traces)]
+            layers = state_measures(states, None) | self._sublayers(traces)
+            for trace in traces:
+                heads(_call(trace))
+            rows = heads.measures()
+            layers["uniform_entropy"] = rows.uniform_entropy
+            if weights:
+                sizes = [self._sizes(layer) for layer in self.model]
+                layers |= {
+                    name: torch.cat([getattr(size, name) for size in sizes]) for name in ("eta", "qk_norm", "ov_norm")
+                }
+            lost = self._skip(states, processes) if skip else ()
+            left = self._depth(states, lost, depth, processes) if skip and depth is not None else None
+        counts = tuple(layer.heads for layer in self.model)
+        nothing = torch.full((), float("nan"), device=self.device)
+        return Measurement(
+            layers, {name: getattr(rows, name) for name in HEADS}, counts, nothing, skip=lost, depth=left
+        )
+
+    def _sizes(self, layer: Layer) -> LayerSizes:
+        """Return the sizes of the weights of one layer."""
+        eye = torch.eye(self.model.dim, dtype=layer.value.dtype, device=layer.value.device).expand_as(layer.value)
+        return layer_sizes(layer.query[None], layer.key[None], layer.value[None], eye[None])
+
+    def _sublayers(self, traces: list[LayerTrace]) -> dict[str, Tensor]:
+        """Return the size of what attention and the MLP add, relative to what they read; NaN without an MLP."""
+        network, attention, mlp = self.model, list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor] | None]()
+        for trace in traces:
+            x, layer = trace.before, network[trace.index]
+            added = layer.attend(
+                trace.attention_input, softmax_attention, is_causal=network.causal, scale=network.scale
+            )
+            attention.append((token_sizes(x), token_sizes(added)))
+            if layer.mlp is None:
+                mlp.append(None)
+                continue
+            y = x + added if network.skip else added
+            y = layer.normalize(y, 0) if network.norm == "post" else y
+            inner = layer.mlp(layer.normalize(y, 1) if network.norm == "pre" else y, network.activation)
+            mlp.append((token_sizes(y), token_sizes(inner)))
+        return {"attention_update": update_shares(attention, None), "mlp_update": update_shares(mlp, None)}
+
+    def _skip(self, states: list[Tensor], processes: Processes) -> tuple[float, ...]:
+        """Return the relative change of the output when each layer returns its input."""
+        return tuple(processes.mean(self._change(frozenset({layer}), states)) for layer in range(len(self.model)))
+
+    def _change(self, removed: frozenset[int], states: list[Tensor]) -> float:
+        """Return the relative change of the output without some layers."""
+        first = min(removed)
+        x, intact = states[first], states[-1]
+        for layer in range(first, len(self.model)):
+            x = x if layer in removed else self.model.step(layer, x)
+        return float((x - intact).double().norm() / intact.double().norm())
+
+    def _depth(self, states: list[Tensor], skip: tuple[float, ...], increase: float, processes: Processes) -> int:
+        """Return how many layers are left when the cheapest one is removed while the output changes by at most this."""
+        L, tried = len(self.model), [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
+        while tried[-1].losses[0] <= increase and len(tried) < L - 1:
+            gone = frozenset(step.layer for step in tried)
+            costs = {k: [processes.mean(self._change(gone | {k}, states))] for k in range(L) if k not in gone}
+            tried.append(least_missed(costs))
+        return measured_depth(tried, L, increase).layers
+
+
+def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, tokens: int) -> Tensor:
+    """Cut input states to a few short sequences, `[batch, n, d]`.
+
+    Raises:
+        InputError: The probe is no tensor, is empty or not finite, or does not fit the network.
+    """
+    if not isinstance(probe, Tensor):
+        raise InputError(
+            f"probe must be a tensor of input states [..., tokens, {network.dim}] for a SelfAttentionNetwork, got "
+            f"{type(probe).__name__}"
+        )
+    network.check_input(probe)
+    if 0 in probe.shape or probe.shape[-2] < 2 or not bool(probe.isfinite().all()):
+        raise InputError(
+            f"probe must have at least one sequence of at least 2 tokens with finite entries, got shape "
+            f"{list(probe.shape)}{'' if bool(probe.isfinite().all()) else ' with entries that are not finite'}; take "
+            "inputs that the network is trained on"
+        )
+    return probe.detach().reshape(-1, *probe.shape[-2:])[:sequences, :tokens].clone()
+
+
+def _call(trace: LayerTrace) -> AttentionCall:
+    """Return the attention of a layer as a call, with the tokens as the values of all heads."""
+    n, heads = trace.key.shape[-2], trace.key.shape[-3]
+    mask = None
+    if trace.causal:
+        visible = torch.ones(n, n, dtype=torch.bool, device=trace.key.device).tril()
+        hidden = torch.finfo(trace.key.dtype).min
+        mask = torch.zeros(n, n, dtype=trace.key.dtype, device=trace.key.device).masked_fill(~visible, hidden)[
+            None, None
+        ]
+    value = trace.attention_input.unsqueeze(1).expand(-1, heads, -1, -1)
+    return AttentionCall(trace.index, trace.query, trace.key, value, mask, trace.scale)

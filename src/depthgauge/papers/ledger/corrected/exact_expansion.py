@@ -1,0 +1,145 @@
+"""The exact expansion of a network with skip connections, and the bound that follows from it (docs/math.md §3)."""
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.random import Generator as Random
+
+from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
+from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.formulas import attention, entry_sum, max_norm, scores, softm
+from depthgauge.papers.ledger.instances import matrix, sizes
+
+
+def _layers(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> list[Value]:
+    """X_0, …, X_L for weights [L, H, d, d]."""
+    states = [X]
+    for q, k, v in zip(Q, K, V, strict=True):
+        heads = zip(q, k, v, strict=True)
+        states.append(states[-1] + sum(attention(ar, states[-1], *head) for head in heads))
+    return states
+
+
+def _drift(V: Value, first: int, last: int, eye: Value) -> Value:
+    """N_{first:last} = (I + V_first) ⋯ (I + V_{last−1}), V_ℓ the sum over heads."""
+    product = eye
+    for v in V[first:last]:
+        product = product @ (eye + v.sum(axis=0))
+    return product
+
+
+def _mean_field(ar: Arithmetic, X: Value, V: Value, eye: Value) -> Value:
+    """X + 1·mean(X)(N_{0:L} − I)."""
+    return X + X.sum(axis=0, keepdims=True) / len(X) @ (_drift(V, 0, len(V), eye) - eye)
+
+
+def _eye(d: int) -> Value:
+    """The identity matrix with integer entries, which both arithmetics accept."""
+    return np.array([[int(i == j) for j in range(d)] for i in range(d)], dtype=object)
+
+
+def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+    states, eye, L, n = _layers(ar, X, Q, K, V), _eye(X.shape[1]), len(V), len(X)
+    right = _mean_field(ar, X, V, eye)
+    for k in range(L):
+        heads = zip(Q[k], K[k], V[k], strict=True)
+        uniform = ar.number(1) / n
+        E = sum((softm(ar, scores(states[k], q, kk)) - uniform) @ states[k] @ v for q, kk, v in heads)
+        right = right + E + E.sum(axis=0, keepdims=True) / n @ (_drift(V, k + 1, L, eye) - eye)
+    yield "X_L", states[-1]
+    return states[-1], right
+
+
+def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Value:
+    """Return own + common at the last layer for each coordinate: the plain recursion, with Σ|·| for the sign norm.
+
+    With φ = ‖X‖max:
+    state_ℓ = φ1 + φ1|N − I| + own + common, spread_ℓ = φ1 + own, θ = 2 Σ|diag(state) W diag(spread)|,
+    G = 2 tanh(θ/4) spread, own = Σ G|V|, common = Σ G|V(N − I)|.
+    """
+    L, H, d, _ = V.shape
+    eye = _eye(d)
+    gains: list[list[Value]] = []
+    zero = np.array([0] * d, dtype=object)
+    for ell in range(L):
+        own, common = _accumulated(gains, V, ell, eye, zero)
+        spread = phi + own
+        state = spread + phi * abs(_drift(V, 0, ell, eye) - eye).sum(axis=0) + common
+        row = []
+        for h in range(H):
+            theta = 2 * entry_sum(state[:, None] * (Q[ell, h] @ K[ell, h].T) * spread[None, :])
+            row.append(2 * ar.tanh(theta / 4) * spread)
+        gains.append(row)
+    own, common = _accumulated(gains, V, L, eye, zero)
+    return own + common
+
+
+def _accumulated(gains: list[list[Value]], V: Value, ell: int, eye: Value, zero: Value) -> tuple[Value, Value]:
+    own, common = zero, zero
+    for k, row in enumerate(gains):
+        rest = _drift(V, k + 1, ell, eye) - eye
+        for h, G in enumerate(row):
+            own = own + G @ abs(V[k, h])
+            common = common + G @ abs(V[k, h] @ rest)
+    return own, common
+
+
+def _certified(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+    end = _layers(ar, X, Q, K, V)[-1]
+    one = _mean_field(ar, X, V, _eye(X.shape[1]))
+    yield "S(X)", end
+    yield "S'(X)", one
+    return max_norm(ar, end - one), ar.max(certificate(ar, max_norm(ar, X), Q, K, V))
+
+
+def _without_scores(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+    end = _layers(ar, X, Q, K * 0, V)[-1]
+    yield "S(X)", end
+    return end, _mean_field(ar, X, V, _eye(X.shape[1]))
+
+
+def _drawn(random: Random, size: Size) -> Instance:
+    n, d, H, L = size["n"], size["d"], size["H"], size["L"]
+    eta = random.choice((0.01, 0.1, 0.5, 1.0))
+    weights = {name: eta * matrix(random, L, H, d, d) for name in ("Q", "K", "V")}
+    return {"X": np.clip(matrix(random, n, d), -1, 1), **weights}
+
+
+def _aligned(size: Size) -> Iterator[Instance]:
+    n, d, H, L = size["n"], size["d"], size["H"], size["L"]
+    for eta in (0.1, 0.5):
+        weight = eta * np.ones((L, H, d, d))
+        yield {
+            "X": np.where(np.arange(n)[:, None] < n - 1, 1.0, -1.0) * np.ones(d),
+            "Q": weight,
+            "K": weight,
+            "V": weight,
+        }
+
+
+_SIZES = sizes(n=(2, 3, 3), d=(1, 2, 2), H=(1, 1, 2), L=(1, 2, 3))
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "ours.expansion",
+        "docs/math.md §3",
+        "X_L = X + 1·mean(X)(N_{0:L} − I) + Σ_k [E_k + 1·mean(E_k)(N_{k+1:L} − I)]",
+        Inequality("X_L", "the expansion", _expanded, _drawn, _SIZES, relation="="),
+        "E_k = Σ_h (P_kh − U) X_k V_kh, N_{k:ℓ} = (I + V_k) ⋯ (I + V_{ℓ−1}), U = 11ᵀ/n; with skip connections",
+    ),
+    Claim(
+        "ours.mean-field-exact",
+        "docs/math.md §3",
+        "S(X) = X + 1·mean(X)(N_{0:L} − I) when all scores are zero, for every V",
+        Inequality("S(X)", "X + 1·mean(X)(N_{0:L} − I)", _without_scores, _drawn, _SIZES, relation="="),
+        "Q Kᵀ = 0 in every head; with skip connections",
+    ),
+    Claim(
+        "ours.mean-field-certificate",
+        "docs/math.md §3",
+        "‖S(X) − S'(X)‖max ≤ max_a (own_L + common_L)_a, where S' is the mean-field layer",
+        Inequality("‖S(X) − S'(X)‖max", "max_a (own_L + common_L)_a", _certified, _drawn, _SIZES, starts=_aligned),
+        "‖X‖max ≤ φ, any number of tokens; own and common by the plain recursion; with skip connections",
+        note="`depthgauge collapse` computes a smaller bound; this one is simple enough to check by hand.",
+    ),
+)

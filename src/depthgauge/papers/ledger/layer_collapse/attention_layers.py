@@ -1,0 +1,267 @@
+"""Paper A on one attention layer and on two consecutive ones: 5.1, 5.2, C.1, D.6."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
+from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.formulas import attention, max_norm, residual, row_ranges, scores, softm
+from depthgauge.papers.ledger.instances import drawing, sizes
+
+_WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
+_BETA = "Tested with β = 1; another β only rescales Q."
+
+
+def growth(ar: Arithmetic, epsilon: Value) -> Value:
+    """g(ε) = 2(e^ε − 1) (Definition A.3)."""
+    return 2 * (ar.exp(epsilon) - 1)
+
+
+def balance(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Value:
+    """θ: the largest row range of E = Res(X) Q Kᵀ Res(X)ᵀ."""
+    R = residual(ar, X)
+    return ar.max(row_ranges(ar, scores(R, Q, K)))
+
+
+def opposite_tokens(size: Size) -> Iterator[Instance]:
+    """Two opposite tokens ±1, one nonzero score weight, constant values: the constants are attained here."""
+    d = size["d"]
+    X = np.array([[1.0], [-1.0]]) * np.ones(d)
+    corner = np.zeros((d, d))
+    corner[0, 0] = 1.0
+    for score in (0.5, 0.25, 0.125):
+        yield {"X": X, "Q": score * corner, "K": corner, "V": np.ones((d, d))}
+
+
+def _contracted(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+    R, theta = residual(ar, X), balance(ar, X, Q, K)
+    out = attention(ar, X, Q, K, V)
+    yield "Res(X)", R
+    yield "E = Res(X) W Res(X)ᵀ", scores(R, Q, K)
+    yield "θ, the largest row range of E", theta
+    yield "softm(X W Xᵀ)", softm(ar, scores(X, Q, K))
+    yield "SAtt(X) = softm(X W Xᵀ) X V", out
+    yield "Res(SAtt(X))", residual(ar, out)
+    yield "K = (e^θ − 1)‖V‖∞", (ar.exp(theta) - 1) * max_norm(ar, V)
+    return max_norm(ar, residual(ar, out)), (ar.exp(theta) - 1) * max_norm(ar, V) * max_norm(ar, R)
+
+
+def _second_layer(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value) -> Steps:
+    """Lemma 5.2: the first layer adds its attention matrix, so n = d."""
+    A = softm(ar, scores(X, Q1, K1))
+    yield "A = softm₁(X)", A
+    yield "Res(A)", residual(ar, A)
+    yield "K‖Res(X)‖∞ with K = (e^θ − 1)‖V₁‖∞", _first_bound(ar, X, Q1, K1, V1)
+    yield "B = X + A", X + A
+    yield "softm₂(X)", softm(ar, scores(X, Q2, K2))
+    yield "softm₂(B)", softm(ar, scores(X + A, Q2, K2))
+    yield "ε₀ = 2g(2ε)", 2 * growth(ar, 2 * eps)
+    moved = softm(ar, scores(X + A, Q2, K2)) - softm(ar, scores(X, Q2, K2))
+    return max_norm(ar, moved), 2 * growth(ar, 2 * eps)
+
+
+def _first_bound(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value) -> Value:
+    return (ar.exp(balance(ar, X, Q1, K1)) - 1) * max_norm(ar, V1) * max_norm(ar, residual(ar, X))
+
+
+def _second_layer_needs(
+    ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value
+) -> bool:
+    first = max_norm(ar, residual(ar, softm(ar, scores(X, Q1, K1))))
+    bound = _first_bound(ar, X, Q1, K1, V1)
+    return bool(eps > 0 and first <= bound and bound <= eps)
+
+
+def _uniform_first_layer(size: Size) -> Iterator[Instance]:
+    """Layer 1 with Q = 0: its attention is uniform and has residual zero, but it moves every token."""
+    n = size["n"]
+    for scale in (1.0, 2.0, 4.0):
+        eye = np.eye(n)
+        X = np.zeros((n, n))
+        X[0, 0] = 1.0
+        yield {
+            "X": X,
+            "Q1": 0 * eye,
+            "K1": 0 * eye,
+            "V1": 0 * eye,
+            "Q2": scale * eye,
+            "K2": eye,
+            "eps": 0.01,
+        }
+
+
+def _skipped(with_values: bool) -> Inequality:
+    """Lemma C.1: H equal heads in layer 1; the attention matrix (part 1) or output (part 2) of a head in layer 2."""
+    names = ("Q1", "K1", "V1", "Q2", "K2", "V2")
+
+    def evaluate(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Steps:
+        A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
+        B = X + H * A
+        yield "A_i = softmv₁(X), every head", A
+        yield "Res(A_i)", residual(ar, A)
+        yield "K‖Res(X)‖∞", _first_bound(ar, X, w["Q1"], w["K1"], w["V1"])
+        yield "B = X + Σ A_i", B
+        yield "(B − X) W_v", (B - X) @ w["V2"]
+        yield "X W_v", X @ w["V2"]
+        before, after = softm(ar, scores(X, w["Q2"], w["K2"])), softm(ar, scores(B, w["Q2"], w["K2"]))
+        yield "softm₂(X)", before
+        yield "softm₂(B)", after
+        bound = 3 * growth(ar, 2 * H * eps)
+        yield "ε₀ = 3g(2Hε)", bound
+        if not with_values:
+            return max_norm(ar, after - before), bound
+        yield "softmv₂(X)", before @ X @ w["V2"]
+        yield "softmv₂(B)", after @ B @ w["V2"]
+        return max_norm(ar, after @ B @ w["V2"] - before @ X @ w["V2"]), bound
+
+    def needs(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> bool:
+        A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
+        bound = _first_bound(ar, X, w["Q1"], w["K1"], w["V1"])
+        return bool(
+            eps > 0
+            and max_norm(ar, residual(ar, A)) <= bound
+            and bound <= eps
+            and max_norm(ar, H * A @ w["V2"]) <= H * eps
+            and max_norm(ar, X @ w["V2"]) <= 1
+        )
+
+    def starts(size: Size) -> Iterator[Instance]:
+        """A uniform first layer that shifts coordinate 1, and a second layer that uses it in its scores only."""
+        n, d = size["n"], size["d"]
+        zero, eye = np.zeros((d, d)), np.eye(d)
+        X = np.zeros((n, d))
+        X[0] = 1.0
+        first, last = zero.copy(), zero.copy()
+        first[0, 0], last[d - 1, d - 1] = 1.0, 1.0 if with_values and d > 1 else 0.0
+        for score in (1.0, 2.0, 4.0, 8.0):
+            yield {
+                "X": X, "H": 1, "eps": 0.01, "Q1": zero, "K1": zero, "V1": 4 * first, "Q2": score * eye, "K2": eye,
+                "V2": last,
+            }  # fmt: skip
+
+    left = "‖softmv₂(B) − softmv₂(X)‖∞" if with_values else "‖softm₂(B) − softm₂(X)‖∞"
+    draw = drawing({"X": "n d", **dict.fromkeys(names, "d d"), "eps": ""})
+    return Inequality(
+        left,
+        "3g(2Hε)",
+        evaluate,
+        lambda random, size: {**draw(random, size), "H": 1},
+        sizes(n=(2, 2), d=(1, 2)),
+        needs,
+        starts,
+    )
+
+
+def _close(with_values: bool) -> Inequality:
+    """Lemma D.6: the distance between the attention matrices (part 1) or outputs (part 2) of two inputs."""
+
+    def evaluate(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
+        W, gap = Q @ K.T, max_norm(ar, X - Y)
+        yield "W = W_q W_kᵀ", W
+        yield "‖X − Y‖∞", gap
+        before, after = softm(ar, scores(X, Q, K)), softm(ar, scores(Y, Q, K))
+        yield "softm(X)", before
+        yield "softm(Y)", after
+        first = 12 * max_norm(ar, X) * max_norm(ar, W)
+        yield "K₁ = 12 ‖X‖∞ ‖W‖∞", first
+        if not with_values:
+            return max_norm(ar, before - after), first * gap
+        yield "softmv(X)", before @ X @ V
+        yield "softmv(Y)", after @ Y @ V
+        second = (first * max_norm(ar, X) + 1) * max_norm(ar, V)
+        yield "K₂ = K₁ ‖X‖∞ ‖W_v‖∞ + ‖W_v‖∞", second
+        return max_norm(ar, before @ X @ V - after @ Y @ V), second * gap
+
+    def needs(ar: Arithmetic, X: Value, Y: Value, **_: Value) -> bool:
+        return bool(max_norm(ar, X - Y) <= 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0)
+
+    def starts(size: Size) -> Iterator[Instance]:
+        n, d = size["n"], size["d"]
+        X = np.ones((n, d)) * (1.0 if n == 1 else np.array([[1.0], [-1.0]]))
+        ones, column = np.ones((d, d)), np.zeros((d, d))
+        column[:, 0] = 1.0
+        for score in (0.0, 0.01, 0.001):
+            yield {"X": X, "Y": 3 * X, "Q": score * column, "K": column, "V": ones if with_values else 0 * ones}
+
+    left = "‖softmv(X) − softmv(Y)‖∞" if with_values else "‖softm(X) − softm(Y)‖∞"
+    right = "K₂ ‖X − Y‖∞" if with_values else "K₁ ‖X − Y‖∞"
+    shapes = sizes(n=(1, 1, 2), d=(1, 2, 2)) if with_values else sizes(n=(2, 2, 2), d=(1, 2, 3))
+    return Inequality(left, right, evaluate, drawing({"X": "n d", "Y": "n d", **_WEIGHTS}), shapes, needs, starts)
+
+
+_SECOND = dict.fromkeys(("Q1", "K1", "V1", "Q2", "K2"), "d d")
+_COLUMN_SHIFT = (
+    "A uniform first layer has residual zero, but it adds the same row to every token. This does not shift the rows of "
+    "the score matrix by constants, so softmax does not cancel it."
+)
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "A.5.1",
+        "Lemma 5.1",
+        "‖Res(SAtt(X))‖∞ ≤ (e^θ − 1) ‖W_v‖∞ ‖Res(X)‖∞",
+        Inequality(
+            "‖Res(SAtt(X))‖∞",
+            "(e^θ − 1) ‖V‖∞ ‖Res(X)‖∞",
+            _contracted,
+            drawing({"X": "n d", **_WEIGHTS}),
+            sizes(n=(2, 2, 2), d=(1, 2, 3)),
+            starts=opposite_tokens,
+        ),
+        "E = β Res(X) W Res(X)ᵀ is θ-balanced, W = W_q W_kᵀ",
+        "ours.residual-contraction",
+        note=_BETA,
+    ),
+    Claim(
+        "A.5.2",
+        "Lemma 5.2",
+        "‖softm₂(X + softm₁(X)) − softm₂(X)‖∞ ≤ 2g(2ε), g(ε) = 2(e^ε − 1)",
+        Inequality(
+            "‖softm₂(B) − softm₂(X)‖∞",
+            "2g(2ε)",
+            _second_layer,
+            drawing({"X": "d d", **_SECOND, "eps": ""}),
+            sizes(n=(1, 2), d=(1, 2)),
+            _second_layer_needs,
+            _uniform_first_layer,
+        ),
+        "‖Res(A)‖∞ ≤ K‖Res(X)‖∞ ≤ ε for A = softm₁(X), n = d",
+        "ours.attention-lipschitz",
+        note=_COLUMN_SHIFT,
+    ),
+    Claim(
+        "A.C.1.1",
+        "Lemma C.1 (1)",
+        "‖softm₂(B) − softm₂(X)‖∞ ≤ 3g(2Hε)",
+        _skipped(with_values=False),
+        "B = X + Σ_i A_i, ‖Res(A_i)‖∞ ≤ K‖Res(X)‖∞ ≤ ε, ‖(B − X)W_v‖∞ ≤ Hε, ‖XW_v‖∞ ≤ 1",
+        "ours.attention-lipschitz",
+        note=_COLUMN_SHIFT,
+    ),
+    Claim(
+        "A.C.1.2",
+        "Lemma C.1 (2)",
+        "‖softmv₂(B) − softmv₂(X)‖∞ ≤ 3g(2Hε)",
+        _skipped(with_values=True),
+        "as in part 1",
+        "ours.attention-lipschitz-values",
+        note=_COLUMN_SHIFT,
+    ),
+    Claim(
+        "A.D.6.1",
+        "Lemma D.6 (1)",
+        "‖softm(X) − softm(Y)‖∞ ≤ 12 ‖X‖∞ ‖W‖∞ ‖X − Y‖∞",
+        _close(with_values=False),
+        "‖Y − X‖∞ ≤ 2‖X‖∞, W = W_q W_kᵀ",
+        "ours.attention-lipschitz",
+    ),
+    Claim(
+        "A.D.6.2",
+        "Lemma D.6 (2)",
+        "‖softmv(X) − softmv(Y)‖∞ ≤ (12 ‖X‖∞² ‖W‖∞ + 1) ‖W_v‖∞ ‖X − Y‖∞",
+        _close(with_values=True),
+        "‖Y − X‖∞ ≤ 2‖X‖∞, W = W_q W_kᵀ",
+        "ours.attention-lipschitz-values",
+    ),
+)

@@ -1,0 +1,255 @@
+"""Paper A on the layers of a network with small weights: C.2, D.7, D.8.
+
+The networks here have equal layers and equal heads. A counterexample among them is a counterexample to the statement
+about all networks.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.random import Generator as Random
+
+from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
+from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.formulas import attention, depth, max_norm, residual
+from depthgauge.papers.ledger.instances import drawing
+
+_NETWORK = "every weight has absolute value at most η, ‖X₀‖∞ ≤ φ₀, X_ℓ is the output of layer ℓ"
+_EQUAL = "The network of the witness has equal layers, equal heads and β = 1."
+
+
+def largest_weight(ar: Arithmetic, Q: Value, K: Value, V: Value) -> Value:
+    """η, the largest absolute value of the weights."""
+    return ar.max(np.stack([max_norm(ar, M) for M in (Q, K, V)]))
+
+
+def epsilon(ar: Arithmetic, eta: Value, phi: Value, heads: int, ell: int) -> Value:
+    """ε_ℓ = 2 η φ₀ (1 + Hη)^ℓ (Definition A.2)."""
+    return 2 * eta * phi * (1 + heads * eta) ** ell
+
+
+def _small(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int, **_: Value) -> bool:
+    """The conditions of Lemma C.2: η ∈ (0, 1], ε_ℓ ∈ (0, 1)."""
+    eta, phi = largest_weight(ar, Q, K, V), max_norm(ar, X0)
+    if not bool(eta > 0 and eta <= 1 and phi > 0):
+        return False
+    return bool(epsilon(ar, eta, phi, H, ell) < 1)
+
+
+def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> tuple[Value, Value]:
+    """X_ℓ and ε_ℓ."""
+    eta, phi = largest_weight(ar, Q, K, V), max_norm(ar, X0)
+    return depth(ar, X0, (Q, K, V), ell, H), epsilon(ar, eta, phi, H, ell)
+
+
+def _condition(part: int) -> Callable[..., Steps]:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
+        X, eps = _quantities(ar, X0, Q, K, V, H, ell)
+        yield "X_ℓ", X
+        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
+        if part == 1:
+            yield "Res(X_ℓ)", residual(ar, X)
+            k = (ar.exp(ar.number(1)) - 1) * max_norm(ar, V)
+            yield "K = (e^θ − 1)‖W_v‖∞ with θ = 1", k
+            return k * max_norm(ar, residual(ar, X)), eps
+        if part == 2:
+            added = H * attention(ar, X, Q, K, V)
+            yield "B − X_ℓ = Σ_i softmv_i(X_ℓ)", added
+            return max_norm(ar, added @ V), H * eps
+        yield "X_ℓ W_v", X @ V
+        return max_norm(ar, X @ V), ar.number(1)
+
+    return evaluate
+
+
+def _lipschitz(restored: bool) -> Callable[..., Steps]:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
+        X, eps = _quantities(ar, X0, Q, K, V, H, ell)
+        eta, gap = largest_weight(ar, Q, K, V), max_norm(ar, X - Y)
+        yield "X_ℓ", X
+        yield "‖X_ℓ − Y‖∞", gap
+        yield "softmv(X_ℓ)", attention(ar, X, Q, K, V)
+        yield "softmv(Y)", attention(ar, Y, Q, K, V)
+        yield "η", eta
+        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
+        moved = max_norm(ar, attention(ar, X, Q, K, V) - attention(ar, Y, Q, K, V))
+        bound = 3 * eta * (eps**2 + 1)
+        return moved, bound * gap if restored else bound
+
+    return evaluate
+
+
+def _near(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> bool:
+    """‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞, with nonzero weights and input."""
+    X, eps = _quantities(ar, X0, Q, K, V, H, ell)
+    return bool(max_norm(ar, X - Y) < 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0 and eps > 0)
+
+
+def _growing(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int) -> Steps:
+    after = X + H * attention(ar, X, Q, K, V)
+    yield "X_{ℓ+1} = X_ℓ + Σ_i softmv_i(X_ℓ)", after
+    yield "η = ‖W_v‖∞", max_norm(ar, V)
+    return max_norm(ar, after), max_norm(ar, X) * (1 + H * max_norm(ar, V))
+
+
+def _grown(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
+    after = depth(ar, X0, (Q, K, V), ell, H)
+    yield "X_ℓ", after
+    yield "η = ‖W_v‖∞", max_norm(ar, V)
+    return max_norm(ar, after), max_norm(ar, X0) * (1 + H * max_norm(ar, V)) ** ell
+
+
+def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Instance]:
+    draw = drawing(names)
+
+    def sample(random: Random, size: Size) -> Instance:
+        instance = dict(draw(random, size))
+        for name in ("Q", "K", "V"):
+            instance[name] = np.clip(instance[name], -1, 1)
+        return {**instance, **counts}
+
+    return sample
+
+
+def _aligned(size: Size, entry: str, inputs: tuple[float, ...], etas: tuple[float, ...]) -> Iterator[dict[str, object]]:
+    """Tokens φ·1 (and −φ·1 for n = 2) and every weight η, so that contributions add up instead of cancelling."""
+    n, d = size["n"], size["d"]
+    signs = np.ones((n, 1)) if n == 1 else np.array([[1.0], [-1.0]])
+    for phi in inputs:
+        for eta in etas:
+            weight = eta * np.ones((d, d))
+            yield {entry: phi * signs * np.ones(d), "Q": weight, "K": weight, "V": weight}
+
+
+def _starts_for_conditions(size: Size) -> Iterator[Instance]:
+    for start in _aligned(size, "X0", (0.125, 0.2, 0.24), (1.0, 0.5)):
+        yield {**start, "H": 1, "ell": 1}
+
+
+def _starts_for_growth(entry: str) -> Callable[[Size], Iterator[Instance]]:
+    def starts(size: Size) -> Iterator[Instance]:
+        for start in _aligned(size, entry, (1.0,), (1.0, 0.1)):
+            zero = np.zeros_like(start["Q"])
+            counts = {"H": 1} if entry == "X" else {"H": 1, "ell": 2}
+            yield {**start, "Q": zero, "K": zero, **counts}
+
+    return starts
+
+
+def _starts_for_lipschitz(size: Size) -> Iterator[Instance]:
+    for start in _aligned(size, "X0", (4.0, 1.5, 1.0), (0.01, 0.1)):
+        X = depth(FLOATS, start["X0"], (start["Q"], start["K"], start["V"]), 1, 1)
+        yield {**start, "Y": 0 * X, "H": 1, "ell": 1}
+        yield {**start, "Y": 0.75 * X, "H": 1, "ell": 1}
+
+
+_ONE = {"X0": "n d", "Q": "d d", "K": "d d", "V": "d d"}
+
+
+def _conditional(part: int, left: str, right: str, shapes: tuple[Size, ...]) -> Inequality:
+    return Inequality(
+        left, right, _condition(part), _drawn(_ONE, H=1, ell=1), shapes, _small, _starts_for_conditions
+    )  # fmt: skip
+
+
+def _shapes(n: int, *dims: int) -> tuple[Size, ...]:
+    return tuple({"n": n, "d": d} for d in dims)
+
+
+CLAIMS: tuple[Claim, ...] = (
+    Claim(
+        "A.C.2.1",
+        "Lemma C.2 (1)",
+        "K‖Res(X_ℓ)‖∞ ≤ ε_ℓ, K = (e − 1)‖W_v‖∞",
+        _conditional(1, "(e − 1)‖W_v‖∞ ‖Res(X_ℓ)‖∞", "ε_ℓ", _shapes(2, 1, 2, 3)),
+        f"{_NETWORK}, η ∈ (0, 1], ε_ℓ = 2ηφ₀(1 + Hη)^ℓ ∈ (0, 1); θ = 1 by Lemma B.4",
+        "ours.layer-growth",
+        note=_EQUAL,
+    ),
+    Claim(
+        "A.C.2.2",
+        "Lemma C.2 (2)",
+        "‖(B − X_ℓ)W_v‖∞ ≤ Hε_ℓ",
+        _conditional(2, "‖(B − X_ℓ)W_v‖∞", "Hε_ℓ", _shapes(1, 1, 2)),
+        "as in part 1; B = X_ℓ + Σ_i softmv_i(X_ℓ)",
+        "ours.layer-growth",
+        note=_EQUAL,
+    ),
+    Claim(
+        "A.C.2.3",
+        "Lemma C.2 (3)",
+        "‖X_ℓ W_v‖∞ ≤ 1",
+        _conditional(3, "‖X_ℓ W_v‖∞", "1", _shapes(1, 1, 2)),
+        "as in part 1",
+        "ours.layer-growth",
+        note=_EQUAL,
+    ),
+    Claim(
+        "A.D.7",
+        "Lemma D.7",
+        "‖softmv(X_ℓ) − softmv(Y)‖∞ < 3η(ε_ℓ² + 1)",
+        Inequality(
+            "‖softmv(X_ℓ) − softmv(Y)‖∞",
+            "3η(ε_ℓ² + 1)",
+            _lipschitz(restored=False),
+            _drawn({**_ONE, "Y": "n d"}, H=1, ell=1),
+            _shapes(1, 1, 2),
+            _near,
+            _starts_for_lipschitz,
+            relation="<",
+        ),
+        f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
+        "ours.attention-lipschitz-values",
+        note="The factor ‖X_ℓ − Y‖∞ of the proof is missing in the statement. A.D.7.restored has it and fails too. "
+        + _EQUAL,
+    ),
+    Claim(
+        "A.D.7.restored",
+        "Lemma D.7, with the factor of its proof",
+        "‖softmv(X_ℓ) − softmv(Y)‖∞ ≤ 3η(ε_ℓ² + 1) ‖X_ℓ − Y‖∞",
+        Inequality(
+            "‖softmv(X_ℓ) − softmv(Y)‖∞",
+            "3η(ε_ℓ² + 1) ‖X_ℓ − Y‖∞",
+            _lipschitz(restored=True),
+            _drawn({**_ONE, "Y": "n d"}, H=1, ell=1),
+            _shapes(2, 1, 2, 3),
+            _near,
+            _starts_for_lipschitz,
+        ),
+        f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
+        "ours.attention-lipschitz-values",
+        note=_EQUAL,
+    ),
+    Claim(
+        "A.D.8.1",
+        "Lemma D.8 (1)",
+        "‖X_{ℓ+1}‖∞ ≤ ‖X_ℓ‖∞ (1 + Hη)",
+        Inequality(
+            "‖X_{ℓ+1}‖∞",
+            "‖X_ℓ‖∞ (1 + Hη)",
+            _growing,
+            _drawn({"X": "n d", "Q": "d d", "K": "d d", "V": "d d"}, H=1),
+            _shapes(1, 1, 2),
+            starts=_starts_for_growth("X"),
+        ),
+        "‖W_v‖∞ ≤ η, H heads",
+        "ours.layer-growth",
+        note=_EQUAL,
+    ),
+    Claim(
+        "A.D.8.2",
+        "Lemma D.8 (2)",
+        "‖X_ℓ‖∞ ≤ φ₀ (1 + Hη)^ℓ",
+        Inequality(
+            "‖X_ℓ‖∞",
+            "φ₀ (1 + Hη)^ℓ",
+            _grown,
+            _drawn(_ONE, H=1, ell=2),
+            _shapes(1, 1, 2),
+            starts=_starts_for_growth("X0"),
+        ),
+        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads",
+        "ours.layer-growth",
+        note=_EQUAL,
+    ),
+)

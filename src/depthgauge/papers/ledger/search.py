@@ -1,0 +1,206 @@
+"""The search for a counterexample: structured starts, then random draws, then random ascent on left/right.
+
+The length of a search is a number of evaluations and its random numbers are seeded by name, so every run gives the same
+result; a deadline can only stop it early. A violation found in floats counts only after it is verified exactly.
+"""
+
+import time
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator as Random
+from numpy.random import default_rng
+
+from depthgauge.papers.ledger.arithmetic import FLOATS, Value, to_floats
+from depthgauge.papers.ledger.claim import Inequality, Instance, Relation, Size
+from depthgauge.papers.ledger.finding import Witness
+from depthgauge.papers.ledger.witness import simplest
+
+EVALUATIONS = 3000
+"""The number of instances that a search evaluates, divided equally among the sizes."""
+_DRAWN = 0.3
+"""The share of the evaluations spent on starts and random draws; the rest is spent on ascent from the best ones."""
+_CHAINS = 3
+_ROUNDING = 1e-9
+"""A relative violation smaller than this in floats is not verified exactly."""
+_NOISE = 1e-11
+"""A left side smaller than this may be rounding error; its ratio is ignored."""
+_VERIFICATIONS = 12
+"""The number of candidates of one size that are verified exactly; further ones are attributed to rounding."""
+
+
+class StoppedError(Exception):
+    """The deadline passed before the search ended."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a search.
+
+    Attributes:
+        ratio: The largest left/right found, in floats.
+        instance: Where it was found; None if no instance satisfied the hypotheses.
+        witness: The counterexample, if one was found.
+        evaluations: The number of instances evaluated.
+        clean_sizes: The sizes at which no counterexample was found.
+    """
+
+    ratio: float
+    instance: Instance | None
+    witness: Witness | None
+    evaluations: int
+    clean_sizes: tuple[Size, ...]
+
+
+def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Outcome:
+    """Search for a counterexample, smallest sizes first; `name` seeds the random numbers."""
+    seen, best, where = 0, 0.0, None
+    clean: list[Size] = []
+    for index, size in enumerate(inequality.sizes):
+        random = default_rng([zlib.crc32(name.encode()), index])
+        at_size = _SearchAtSize(inequality, size, random, evaluations // len(inequality.sizes), deadline)
+        witness = at_size.run()
+        seen += at_size.seen
+        if where is None or at_size.best > best:
+            best, where = at_size.best, at_size.where
+        if witness is not None:
+            return Outcome(at_size.best, at_size.where, witness, seen, tuple(clean))
+        clean.append(size)
+    return Outcome(best, where, None, seen, tuple(clean))
+
+
+def ratio(left: Value, right: Value, relation: Relation) -> float:
+    """Return the largest left/right over the entries, in floats; for an equation also of right/left.
+
+    0/0 counts as 0 for ≤ and as 1 for < and =.
+    """
+    left, right = np.broadcast_arrays(np.asarray(left, dtype=float), np.asarray(right, dtype=float))
+    if not (np.isfinite(left).all() and np.isfinite(right).all()):
+        return 0.0
+    if relation == "=":
+        apart = np.abs(left - right) > _ROUNDING * (1 + np.maximum(np.abs(left), np.abs(right)))
+        low, high = np.minimum(np.abs(left), np.abs(right)), np.maximum(np.abs(left), np.abs(right))
+        return float(np.where(apart, np.divide(high, low, out=np.full_like(low, np.inf), where=low > 0), 1.0).max())
+    none = np.where((relation == "<") & (left == right), 1.0, 0.0)
+    over = np.where(left > right + _NOISE, np.inf, none)
+    return float(np.divide(left, right, out=over, where=(right > 0) & (np.abs(left) > _NOISE)).max())
+
+
+class _SearchAtSize:
+    """The search at one size."""
+
+    def __init__(
+        self, inequality: Inequality, size: Size, random: Random, evaluations: int, deadline: float | None
+    ) -> None:
+        self.inequality, self.size, self.random = inequality, size, random
+        self.evaluations, self.deadline = max(evaluations, 1), deadline
+        self.seen, self.verified = 0, 0
+        self.best = -1.0
+        self.where: Instance | None = None
+        self.witness: Witness | None = None
+
+    def run(self) -> Witness | None:
+        """Evaluate the starts and random draws, then ascend from the best of them."""
+        pool: list[tuple[float, Instance]] = []
+        for instance in self._initial_instances():
+            pool.append((self._evaluate(instance), instance))
+            if self._done():
+                return self.witness
+        pool.sort(key=lambda pair: -pair[0])
+        for chain, (value, instance) in enumerate(pool[:_CHAINS]):
+            end = self.seen + (self.evaluations - self.seen) // (min(_CHAINS, len(pool)) - chain)
+            self._ascend(value, instance, end)
+            if self._done():
+                break
+        return self.witness
+
+    def _initial_instances(self) -> Iterable[Instance]:
+        yield from (_as_floats(start) for start in self.inequality.starts(self.size))
+        while self.seen < self.evaluations * _DRAWN:
+            yield _as_floats(self.inequality.draw(self.random, self.size))
+
+    def _done(self) -> bool:
+        return self.witness is not None or self.seen >= self.evaluations
+
+    def _evaluate(self, instance: Instance) -> float:
+        """Return left/right at an instance, or −1 if it violates the hypotheses; verify a violation immediately."""
+        self.seen += 1
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise StoppedError
+        inequality = self.inequality
+        with np.errstate(all="ignore"):
+            if not inequality.allowed(FLOATS, **instance):
+                return -1.0
+            value = ratio(*_sides(inequality, instance), inequality.relation)
+        strict = inequality.relation == "<" and value >= 1 - _ROUNDING
+        if value > 1 + _ROUNDING or strict:
+            self._verify(instance, value)
+            if self.witness is None:
+                return -1.0  # a rounding error; do not ascend from here
+        if value > self.best:
+            self.best, self.where = value, instance
+        return value
+
+    def _verify(self, instance: Instance, value: float) -> None:
+        if self.verified < _VERIFICATIONS:
+            self.verified += 1
+            found = simplest(self.inequality, instance, value)
+            self.witness = None if found is None else found.witness()
+
+    def _ascend(self, value: float, instance: Instance, end: int) -> None:
+        """Take random steps and keep those that do not decrease the ratio; adapt the step size to the success."""
+        scale = 0.3
+        while self.seen < end and self.witness is None:
+            step = self._step(instance, scale)
+            reached = self._evaluate(step)
+            if reached >= value and reached >= 0:
+                scale = min(scale * 1.3, 3.0) if reached > value else scale
+                value, instance = reached, step
+            else:
+                scale = max(scale * 0.97, 1e-6)
+
+    def _step(self, instance: Instance, scale: float) -> Instance:
+        """Return an instance near this one: add noise, replace one entry, scale a matrix, or reduce it to its signs."""
+        free = [name for name in instance if name not in self.inequality.fixed and not isinstance(instance[name], int)]
+        if not free:
+            return _as_floats(self.inequality.draw(self.random, self.size))
+        kind = self.random.integers(4)
+        if kind == 0:  # noise on every value
+            return {**instance, **{name: self._noisy(instance[name], scale) for name in free}}
+        name = free[self.random.integers(len(free))]
+        old = instance[name]
+        if kind == 1 and isinstance(old, np.ndarray):
+            return {**instance, name: self._one_entry(old)}
+        if kind == 2:
+            return {**instance, name: old * float(np.exp(scale * self.random.normal()))}
+        if kind == 3 and isinstance(old, np.ndarray) and self.random.random() < 0.2:
+            return {**instance, name: np.where(old >= 0, 1.0, -1.0) * np.abs(old).max()}
+        return {**instance, name: self._noisy(old, scale)}
+
+    def _noisy(self, old: Any, scale: float) -> Any:
+        if isinstance(old, np.ndarray):
+            return old + scale * (0.1 + np.abs(old).mean()) * self.random.normal(size=old.shape)
+        return old + scale * (0.1 + abs(old)) * float(self.random.normal())
+
+    def _one_entry(self, old: np.ndarray) -> np.ndarray:
+        new, top = old.copy(), float(np.abs(old).max()) or 1.0
+        options = (0.0, top, -top, 2 * top, float(old.flat[self.random.integers(old.size)]))
+        new.flat[self.random.integers(old.size)] = options[self.random.integers(len(options))]
+        return new
+
+
+def _as_floats(instance: Instance) -> Instance:
+    return {name: to_floats(value) for name, value in instance.items()}
+
+
+def _sides(inequality: Inequality, instance: Instance) -> tuple[Value, Value]:
+    evaluation = inequality.evaluate(FLOATS, **instance)
+    while True:
+        try:
+            next(evaluation)
+        except StopIteration as end:
+            left, right = end.value
+            return left, right * float(inequality.right_factor)

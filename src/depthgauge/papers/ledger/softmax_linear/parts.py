@@ -1,0 +1,279 @@
+"""Claims from tables of lemma parts: a part compares some entries of u, f or c with a bound."""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Any, Literal
+
+import numpy as np
+from numpy.random import Generator as Random
+
+from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Relation, Size
+from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES, AttentionSetup, DenseAttention, Symbol
+
+Axis = Callable[[DenseAttention], Any]
+Sides = Callable[[DenseAttention], tuple[Value, Value]]
+
+ROWS: Mapping[str, Axis] = {
+    "j₀ = j₂": lambda att: att.token == att.j2,
+    "j₀ ≠ j₂": lambda att: att.token != att.j2,
+    "j₀ = j₃": lambda att: att.token == att.j3,
+    "j₀ ≠ j₃": lambda att: att.token != att.j3,
+}
+KEYS: Mapping[str, Axis] = {
+    "j₁ = j₃": lambda att: att.token == att.j3,
+    "j₁ ≠ j₃": lambda att: att.token != att.j3,
+    "any j₁": lambda att: np.full(att.n, True),
+    "i₀ = 1": lambda att: att.column == 0,
+    "i₀ = d": lambda att: att.column == att.d - 1,
+    "i₀ in the class of j₃": lambda att: att.column == 1 + att.token_class[att.j3],
+    "i₀ in another class": lambda att: _block(att) & (att.column != 1 + att.token_class[att.j3]),
+    "i₀ in a class": lambda att: _block(att),
+}
+PAIRS: Mapping[str, Axis] = {
+    "j₁ in the class of j₀": lambda att: att.token_class[:, None] == att.token_class[None, :],
+    "j₁ in another class than j₀": lambda att: att.token_class[:, None] != att.token_class[None, :],
+}
+
+
+def _block(att: DenseAttention) -> Any:
+    return (att.column >= 1) & (att.column <= att.classes)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
+
+    Attributes:
+        name: Such as `3a`.
+        quantity: u, f or c.
+        rows: The rows, by a name in `ROWS`.
+        keys: The keys or columns, by a name in `KEYS` or `PAIRS`.
+        relation: `=`, `<=` or `>=`.
+        bound: The bound as text, with `{a}` for a₀ or a₁.
+        value: The bound as a function.
+        sharp: Whether the bound cannot be improved by a constant factor.
+        printed: The attributes above that are printed differently in the paper.
+        corrected: The id of the corrected statement, if the part fails.
+    """
+
+    name: str
+    quantity: Literal["u", "f", "c"]
+    rows: str
+    keys: str
+    relation: Literal["=", "<=", ">="]
+    bound: str
+    value: Callable[[DenseAttention], Value]
+    sharp: bool = False
+    printed: Mapping[str, Any] = field(default_factory=dict)
+    corrected: str | None = None
+
+    def text(self, setup: AttentionSetup, formula: Symbol) -> tuple[str, str]:
+        """Return the two sides as text."""
+        index = "i₀" if self.quantity == "c" else "j₁"
+        return f"{self.quantity}_{setup.kind}[j₀, {index}]", self.bound.format(a=NAMES[formula])
+
+    def entries(self, att: DenseAttention) -> Value:
+        """Return the entries that the part is about."""
+        return getattr(att, self.quantity)[self.mask(att)]
+
+    def mask(self, att: DenseAttention) -> Any:
+        """Return the positions of these entries as a Boolean matrix."""
+        keys = PAIRS[self.keys](att) if self.keys in PAIRS else KEYS[self.keys](att)[None, :]
+        return ROWS[self.rows](att)[:, None] & keys
+
+    def sides(self, att: DenseAttention) -> tuple[Value, Value]:
+        """Return the two sides of ≤ or =; a lower bound is the left side."""
+        found, bound = self.entries(att), self.value(att)
+        return (bound, found) if self.relation == ">=" else (found, bound)
+
+
+@dataclass(frozen=True)
+class Lemma:
+    """A lemma with numbered parts about one setup.
+
+    Attributes:
+        id: Such as `D.2`.
+        setup: The data set and the kind of attention.
+        formula: Which of a₀, a₁ the formulas contain.
+        parts: The parts.
+        hypothesis: The hypotheses, as text.
+        printed: The attributes of the setup that are printed differently in the paper.
+        note: A note for every part.
+    """
+
+    id: str
+    setup: AttentionSetup
+    formula: Symbol
+    parts: tuple[Part, ...]
+    hypothesis: str
+    printed: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def claims(self) -> tuple[Claim, ...]:
+        """Return one claim per part."""
+        return tuple(self._claim(part) for part in self.parts)
+
+    def proved(self, part: Part) -> Inequality:
+        """Return a part in the form that its proof uses."""
+        return part_inequality(self.setup, self.formula, part)
+
+    def _claim(self, part: Part) -> Claim:
+        shown = replace(part, **part.printed)
+        left, right = shown.text(self.setup, self.formula)
+        sign = {"=": "=", "<=": "≤", ">=": "≥"}[part.relation]
+        check: Inequality | Misprint = self.proved(part)
+        if self.printed or part.printed:
+            check = Misprint(
+                part_inequality(replace(self.setup, **self.printed), self.formula, shown), self.proved(part)
+            )
+        return Claim(
+            id=f"B.{self.id}.{part.name}",
+            where=f"Lemma {self.id}, Part {part.name}",
+            statement=f"for {shown.rows} and {shown.keys}: {left} {sign} {right}",
+            check=check,
+            hypothesis=self.hypothesis,
+            corrected=part.corrected,
+            sharp=isinstance(check, Inequality) and (part.sharp or part.relation == "="),
+            note=self.note,
+        )
+
+
+def part_inequality(setup: AttentionSetup, formula: Symbol, part: Part) -> Inequality:
+    """Return the inequality of a part; a lower bound is the left side."""
+    left, right = part.text(setup, formula)
+    if part.relation == ">=":
+        left, right = right, left
+    inequality = data_set_inequality(
+        setup,
+        formula,
+        (left, right),
+        part.sides,
+        relation="=" if part.relation == "=" else "<=",
+        applies=lambda att: bool(part.mask(att).any()),
+        shown=part.quantity,
+    )
+    return replace(inequality, condition=f"{part.rows} and {part.keys}")
+
+
+def all_parts(lemma: Lemma, setup: AttentionSetup) -> Inequality:
+    """Return all parts of a lemma as one inequality about a setup; an equation becomes two inequalities."""
+
+    def sides(att: DenseAttention) -> tuple[Value, Value]:
+        pairs = [pair for part in lemma.parts for pair in _directions(part, att)]
+        return concatenated(left for left, _ in pairs), concatenated(right for _, right in pairs)
+
+    return data_set_inequality(
+        setup, lemma.formula, ("the left sides of all parts", "their right sides"), sides, shown="c"
+    )
+
+
+def _directions(part: Part, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
+    left, right = np.broadcast_arrays(*map(np.asarray, part.sides(att)))
+    yield left, right
+    if part.relation == "=":
+        yield right, left
+
+
+def concatenated(pieces: Iterable[Value]) -> Value:
+    """Return numbers and arrays as one vector."""
+    return np.concatenate([np.ravel(piece) for piece in pieces])
+
+
+SIZES: Mapping[str, tuple[Size, ...]] = {
+    "self": tuple({"d": d, "t": t} for d, t in ((3, 2), (4, 1), (4, 2), (5, 3), (8, 5))),
+    "cross": tuple({"d": d, "t": t} for d, t in ((2, 2), (3, 1), (3, 2), (4, 3), (7, 5))),
+}
+
+
+def data_set_inequality(
+    setup: AttentionSetup,
+    formula: Symbol,
+    text: tuple[str, str],
+    sides: Sides,
+    relation: Relation = "<=",
+    applies: Callable[[DenseAttention], bool] = lambda att: True,
+    shown: str = "u",
+) -> Inequality:
+    """Return an inequality about the data sets of a setup.
+
+    Args:
+        setup: The data set and the kind of attention.
+        formula: Which of a₀, a₁ the formulas contain.
+        text: The two sides as text.
+        sides: Computes the two sides.
+        relation: The relation between them.
+        applies: Whether the statement is about any entry of an instance.
+        shown: The quantity (u, f or c) that the story displays.
+    """
+    symbols = tuple(dict.fromkeys((setup.symbol, formula)))
+
+    def allowed(ar: Arithmetic, **given: Value) -> bool:
+        att = DenseAttention(ar, setup, formula, **given)
+        return applies(att) and _conditions(att, {name: given[name] for name in symbols})
+
+    return Inequality(
+        left=text[0],
+        right=text[1],
+        evaluate=_evaluate(setup, formula, sides, shown),
+        draw=lambda random, size: _draw(setup, symbols, random, size),
+        sizes=SIZES[setup.family],
+        allowed=allowed,
+        starts=lambda size: _starts(setup, symbols, size),
+        relation=relation,
+    )
+
+
+def _evaluate(setup: AttentionSetup, formula: Symbol, sides: Sides, shown: str) -> Evaluate:
+    matrices = ("A₁/√(log n) = A₂/√(log n) = A₃/√(log n)",) if setup.family == "self" else ("A₁/log n", "A₂ = A₃")
+    kept = {"u": ("u",), "f": ("u", "f"), "c": ("f", "c")}[shown]
+
+    def evaluate(ar: Arithmetic, **given: Value) -> Any:
+        att = DenseAttention(ar, setup, formula, **given)
+        yield "n", att.n
+        yield from zip(matrices, att.unscaled, strict=False)
+        for name in kept:
+            yield f"{name}_{setup.kind}", getattr(att, name)
+        return sides(att)
+
+    return evaluate
+
+
+def _conditions(att: DenseAttention, a: Mapping[str, Value]) -> bool:
+    """The conditions of the definitions: 0 < a₀ < 1/10, a₁ ≥ 7/10 (self) or > 1 (cross), b and c at least 1/10."""
+    tenth, least = att.ar.number("1/10"), att.ar.number(att.setup.least)
+    if "a0" in a and not (a["a0"] > 0 and a["a0"] < tenth):
+        return False
+    if att.setup.family == "cross":
+        return "a1" not in a or bool(a["a1"] > least)
+    return ("a1" not in a or bool(a["a1"] >= least)) and att.b >= tenth and att.b < 1 and bool(att.c_parameter >= tenth)
+
+
+def _draw(setup: AttentionSetup, symbols: Iterable[Symbol], random: Random, size: Size) -> Instance:
+    sizes = {
+        "a0": float(random.uniform(0, 0.1)),
+        "a1": float(setup.least) + float(random.exponential(0.7)),
+    }
+    a: dict[str, float] = {name: sizes[name] for name in symbols}
+    n = (size["d"] - setup.extra_columns) * size["t"]
+    special = {name: int(random.integers(1, n + 1)) for name in _indices(setup)}
+    b = {"b": float(random.uniform(0.1, 0.9))} if setup.family == "self" else {}
+    return {**size, **special, **a, **b}
+
+
+def _starts(setup: AttentionSetup, symbols: tuple[Symbol, ...], size: Size) -> Iterable[Instance]:
+    """Simple instances: special tokens first or last; small, medium and large a₀, a₁ and b."""
+    n = (size["d"] - setup.extra_columns) * size["t"]
+    options: dict[str, tuple[Any, ...]] = dict.fromkeys(_indices(setup), (1, n))
+    values = {"a0": (Fraction(1, 20), Fraction(1, 11)), "a1": (setup.least, Fraction(3, 2), Fraction(3))}
+    options |= {name: values[name] for name in symbols}
+    if setup.family == "self":
+        options["b"] = (Fraction(1, 10), Fraction(1, 2), Fraction(9, 10))
+    for chosen in itertools.product(*options.values()):
+        yield {**size, **dict(zip(options, chosen, strict=True))}
+
+
+def _indices(setup: AttentionSetup) -> tuple[str, ...]:
+    return ("j3",) if setup.family == "self" else ("j2", "j3")

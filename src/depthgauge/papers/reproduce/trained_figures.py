@@ -1,0 +1,262 @@
+"""Figures T1 to T3: does depth pay in models that are trained under a weight bound?"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from depthgauge.papers.reproduce.study import GridStudy, Results
+from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, Lists, Plan
+from depthgauge.papers.trained_depth.trained_records import WITHIN
+from depthgauge.sweeps.grid import Grid
+
+PER_MODEL = (
+    "accuracy",
+    "loss",
+    "certified",
+    "probability",
+    "method",
+    "one_layer",
+    "permitted",
+    "certified_depth",
+    "measured_depth",
+    "largest",
+    "at_bound",
+)
+"""Results that are lists over the models of a cell."""
+_NAMES = {
+    "recall-2": "recall, 2 pairs",
+    "recall-3": "recall, 3 pairs",
+    "1-hop": "induction (1 hop)",
+    "2-hop": "induction (2 hops)",
+    "pointer-2": "pointer, 2 steps",
+    "pointer-4": "pointer, 4 steps",
+    "s3": "product in S₃",
+    "s5": "product in S₅",
+    "majority": "majority (control)",
+    "parity": "parity (control)",
+}
+
+
+@dataclass(frozen=True)
+class TrainedStudy(GridStudy):
+    """A study of trained models; `quick` selects the small version."""
+
+    quick: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The models of the figure."""
+        return QUICK if self.quick else FULL
+
+    @property
+    def repeats(self) -> int:
+        """Number of models at each setting."""
+        return self.models or self.plan.seeds
+
+    @abstractmethod
+    def lists(self) -> list[Lists]:
+        """Return the grids as lists of values."""
+
+    def grids(self) -> list[Grid]:
+        """Return the grids of the figure."""
+        return [self._grid("trained-depth", **lists) for lists in self.lists()]
+
+    def settings(self) -> dict[str, Any]:
+        """Return everything needed to compute the figure again."""
+        return {"quick": self.quick, **super().settings()}
+
+    def table(self, results: Results) -> list[dict[str, Any]]:
+        """Return one row for each trained model; `eta` is inf without a weight bound, `seed` numbers the models."""
+        rows = []
+        for cell, result in self.found(results):
+            p = cell.parameters
+            fixed = {name: p[name] for name in ("heads", "dim", "key_dim", "norm", "mlp", "steps", "batch", "rate")}
+            for index in range(cell.repetition):
+                rows.append(
+                    {
+                        "task": p["problem"],
+                        "layers": p["layers"],
+                        "eta": math.inf if p["eta"] == UNBOUNDED else p["eta"],
+                        "seed": index,
+                        "skip": p["skip"],
+                        "chance": result["chance"],
+                        **{name: result[name][index] for name in PER_MODEL},
+                        **fixed,
+                    }
+                )
+        return rows
+
+    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> dict[str, Any]:
+        """Return the median, minimum and maximum of a result over the models, for each η."""
+        values = [self._values(results, name, eta=eta, **parameters) for eta in etas]
+        return {
+            "middle": [median(v) if v else math.nan for v in values],
+            "low": [min(v, default=math.nan) for v in values],
+            "high": [max(v, default=math.nan) for v in values],
+        }
+
+    def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
+        rows = self.where(results, **parameters)
+        return [value for row in rows for value in row[name] if value is not None]
+
+    def _about(self) -> str:
+        shape = self.plan.shape
+        return (
+            f"Models with H = {shape['heads']} heads, width d = {shape['dim']}, without MLP, embeddings with entries "
+            f"at most ½ and a readout with entries at most 1, trained for {shape['steps']} steps of AdamW with every "
+            f"weight of the attention layers projected onto [−η, η]; {self.repeats} repetitions (seed {self.seed})."
+        )
+
+
+class DepthPays(TrainedStudy):
+    """T1: accuracy against η for networks of different depth."""
+
+    title = "Depth pays only above a weight size"
+    repetitions = FULL.seeds
+
+    def lists(self) -> list[Lists]:
+        """Return the grids: every task, depth and η, and one wide layer."""
+        return self.plan.depth_grids()
+
+    def caption(self) -> str:
+        """Return the caption."""
+        plan = self.plan
+        return (
+            f"T1. {self.title}. Accuracy of trained attention models against the bound η on their weights. "
+            f"{self._about()} Lines are medians over the models, bands the minimum to the maximum. The grey line is "
+            f"one layer with {plan.wide} heads, as many as L = {plan.deepest} has in total. Dashed black: chance. "
+            "Dotted: the same models without a weight bound. Shaded: the values of η at which the certificate proves, "
+            f"for every trained model with {plan.deepest} layers and every input, that one layer in place of all "
+            f"layers changes no class probability by more than {WITHIN:g}."
+        )
+
+    def draw(self, results: Results) -> Any:
+        """Return the matplotlib figure."""
+        from depthgauge.papers.figures.accuracy_by_eta import draw_accuracy
+
+        panels = [self._panel(results, problem) for problem in self.plan.problems]
+        half = 3 if len(panels) > 4 else len(panels)
+        rows = [panels[i : i + half] for i in range(0, len(panels), half)]
+        return draw_accuracy(rows, f"one layer proved within {WITHIN:g}")
+
+    def _panel(self, results: Results, problem: str) -> Any:
+        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TaskPanel
+
+        plan, etas = self.plan, self.plan.etas
+        heads = int(plan.shape["heads"])
+        kinds = [(f"L = {layers}", layers, heads) for layers in plan.layers]
+        kinds.append((f"L = 1, {plan.wide} heads", 1, plan.wide))
+        curves = []
+        for order, (label, layers, width) in enumerate(kinds):
+            at = {"problem": problem, "layers": layers, "heads": width}
+            free = self._values(results, "accuracy", eta=UNBOUNDED, **at)
+            found = self.curve(results, "accuracy", etas, **at)
+            curves.append(EtaCurve(label=label, unbounded=median(free), colour=order, **found))
+        (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
+        return TaskPanel(_NAMES[problem], etas, curves, chance, self.proved_up_to(results, problem))
+
+    def proved_up_to(self, results: Results, problem: str) -> float | None:
+        """Return the largest η up to which every deepest model is proved to be one layer within 0.01, or None."""
+        last = None
+        for eta in self.plan.etas:
+            rows = self.where(results, problem=problem, layers=self.plan.deepest, eta=eta)
+            bounds = [value for row in rows for value in row["probability"]]
+            if any(value is None or value > WITHIN for value in bounds):
+                break
+            last = eta
+        return last
+
+
+class TrainedDepths(TrainedStudy):
+    """T2: certified and measured depth of the trained models, and how much of the weight bound they use."""
+
+    title = "The depth that trained models use, and how much of their weight bound"
+    repetitions = FULL.seeds
+
+    def lists(self) -> list[Lists]:
+        """Return the cells of T1 with the deepest networks."""
+        deepest = self.plan.depth_grids()[1]
+        return [{**deepest, "eta": list(self.plan.etas)}]
+
+    def caption(self) -> str:
+        """Return the caption."""
+        return (
+            f"T2. {self.title}. {self._about()} Top: the smallest number of layers of a shallower network that "
+            f"replaces the {self.plan.deepest} layers of a trained model without further training: proved to change no "
+            f"class probability by more than {WITHIN:g} on any input, and measured to lose at most {WITHIN:g} of "
+            "accuracy on test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are "
+            "medians over the models, bands the minimum to the maximum."
+        )
+
+    def draw(self, results: Results) -> Any:
+        """Return the matplotlib figure."""
+        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TrainedDepthPanel, draw_trained_depths
+
+        def curve(name: str, label: str, problem: str) -> EtaCurve:
+            return EtaCurve(label=label, **self.curve(results, name, self.plan.etas, problem=problem))
+
+        panels = []
+        for problem in self.plan.problems:
+            largest = curve("largest", "largest |w| / η", problem)
+            middle, low, high = (
+                [value / eta for value, eta in zip(part, self.plan.etas, strict=True)]
+                for part in (largest.middle, largest.low, largest.high)
+            )
+            panels.append(
+                TrainedDepthPanel(
+                    title=_NAMES[problem],
+                    etas=self.plan.etas,
+                    certified=curve("certified_depth", f"proved within {WITHIN:g} in probability", problem),
+                    measured=curve("measured_depth", f"measured within {WITHIN:g} in accuracy", problem),
+                    at_bound=curve("at_bound", "share of weights at the bound", problem),
+                    largest=EtaCurve(largest.label, middle, low, high),
+                    layers=self.plan.deepest,
+                )
+            )
+        return draw_trained_depths(panels)
+
+
+class SkipOrNorm(TrainedStudy):
+    """T3: accuracy against η with and without skip connections and LayerNorm."""
+
+    title = "Skip connections, LayerNorm and the weight size at which depth pays"
+    repetitions = FULL.seeds
+
+    def lists(self) -> list[Lists]:
+        """Return the grid of variants."""
+        return self.plan.variant_grids()
+
+    def caption(self) -> str:
+        """Return the caption."""
+        return (
+            f"T3. {self.title}. Accuracy of trained models with {self.plan.contrast_layers} layers (solid) and one "
+            f"layer (dashed) against η, with and without skip connections, with and without LayerNorm before the "
+            f"attention. {self._about()} Lines are medians over the models, bands the minimum to the maximum."
+        )
+
+    def draw(self, results: Results) -> Any:
+        """Return the matplotlib figure."""
+        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TaskPanel, draw_accuracy
+
+        plan, rows = self.plan, []
+        for problem in plan.contrasted:
+            row = []
+            for skip, norm in ((True, "none"), (False, "none"), (True, "pre"), (False, "pre")):
+                at: Mapping[str, Any] = {"problem": problem, "skip": skip, "norm": norm}
+                curves = [
+                    EtaCurve(
+                        label=f"L = {layers}",
+                        colour=order,
+                        dashed=layers == 1,
+                        **self.curve(results, "accuracy", plan.few, layers=layers, **at),
+                    )
+                    for order, layers in ((0, 1), (2, plan.contrast_layers))
+                ]
+                (chance,) = {found["chance"] for found in self.where(results, **at)}
+                kind = f"{'skip' if skip else 'no skip'}, {'LayerNorm' if norm == 'pre' else 'no LayerNorm'}"
+                row.append(TaskPanel(f"{_NAMES[problem]}\n{kind}", plan.few, curves, chance))
+            rows.append(row)
+        return draw_accuracy(rows, "")

@@ -1,0 +1,201 @@
+"""The panels of the paper's figures: the swept parameter, its values, and the fixed parameters.
+
+Panels have the letters of the figure captions. The text of section 7.2 swaps (d) and (f) of Figures 4 and 5. The field
+`note` lists choices made here because the paper gives no value or contradicts itself.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from depthgauge.errors import unknown_name
+from depthgauge.papers.separation.settings import (
+    CrossAttention,
+    Regression,
+    SelfAttention,
+    Setting,
+    width_cross,
+    width_regression,
+    width_self,
+)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One panel of a figure.
+
+    Attributes:
+        id: The name of the panel, such as `B4a`.
+        title: The title.
+        variable: The swept parameter.
+        values: The values of the swept parameter.
+        models: The number of networks drawn per point.
+        curves: Curve name → function from the swept value to a setting. The name is "" if there is one curve.
+        note: Choices that the paper does not determine.
+    """
+
+    id: str
+    title: str
+    variable: str
+    values: tuple[float, ...]
+    models: int
+    curves: dict[str, Callable[[Any], Setting]]
+    note: str = ""
+
+    def settings(self) -> Iterator[tuple[str, float, Setting]]:
+        """Yield curve name, swept value and setting for each point."""
+        for name, build in self.curves.items():
+            for value in self.values:
+                yield name, value, build(value)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A figure with its panels, arranged as in the paper."""
+
+    id: str
+    title: str
+    panels: tuple[Panel, ...]
+    columns: int
+
+
+def grid(first: str, last: str, step: str) -> tuple[float, ...]:
+    """Return first, first + step, … up to last, computed in exact decimals.
+
+    >>> grid("0.1", "0.2", "0.036")
+    (0.1, 0.136, 0.172)
+    """
+    start, stop, stride = Fraction(first), Fraction(last), Fraction(step)
+    points = (stop - start) // stride + 1
+    return tuple(_number(start + k * stride) for k in range(points))
+
+
+def _number(value: Fraction) -> float:
+    """Return an int if the value is whole, a float otherwise."""
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _self(x: str, **fixed: float) -> Callable[..., SelfAttention]:
+    """Return a builder of section 7.2's setting, with `fixed` and then the swept parameter replaced."""
+
+    def build(**swept: Any) -> SelfAttention:
+        values: dict[str, Any] = {"n": 200, "d": 22, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8, **fixed, **swept}
+        values.setdefault("m", width_self(values["n"]))
+        return SelfAttention(x=x, **values)
+
+    return build
+
+
+def _cross(**fixed: float) -> Callable[..., CrossAttention]:
+    """Return a builder of section F.6's setting, with `fixed` and then the swept parameter replaced."""
+
+    def build(**swept: Any) -> CrossAttention:
+        values: dict[str, Any] = {"n": 200, "d": 11, "a0": 0.01, "a1": 3.0, **fixed, **swept}
+        values.setdefault("m", width_cross(values["n"]))
+        return CrossAttention(**values)
+
+    return build
+
+
+def _sweep(build: Callable[..., Setting], variable: str) -> dict[str, Callable[[Any], Setting]]:
+    """Return the single curve of a panel that sweeps `variable`."""
+    return {"": lambda value: build(**{variable: value})}
+
+
+_NOTE_A0 = "The paper gives no a₀ for this sweep; a₀ = 0.01, as in its other panels."
+_NOTE_C = f"{_NOTE_A0} The paper's b = 0.2 is kept, so b + c = 1 holds only at c = 0.8."
+_NOTE_D = "The paper gives d = 12, but n = 200 is not a multiple of d − 1 = 11; d = 11, as in panels (a) to (c)."
+_NOTE_ONES_D = "The values of d are those of the text; the axis in the paper ends near 35, before d = 66."
+
+
+def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
+    """Return panels (a) to (f) of Figure 4 or 5. The figures differ only in X."""
+    where = "X = I" if x == "identity" else "X = 1"
+    sweeps: list[tuple[str, tuple[float, ...], dict[str, float], str]] = [
+        ("n", grid("200", "1000", "10"), {"d": 12}, ""),
+        ("d", (4, 6, 10, 18, 34, 66), {"n": 256}, _NOTE_ONES_D if x == "ones" else ""),
+        ("m", grid("1", "80", "1"), {}, ""),
+        ("c", grid("0.5", "0.9", "0.005"), {}, _NOTE_C),
+        ("a0", grid("0.01", "0.8", "0.01"), {}, ""),
+        ("a1", grid("0.1", "3", "0.036"), {}, ""),
+    ]
+    return tuple(
+        Panel(f"{figure}{letter}", f"Self-attention, {where}", name, values, 100, _sweep(_self(x, **fixed), name), note)
+        for letter, (name, values, fixed, note) in zip("abcdef", sweeps, strict=True)
+    )
+
+
+def _cross_panels() -> tuple[Panel, ...]:
+    """Return panels (a) to (e) of Figure 7."""
+    sweeps: list[tuple[str, tuple[float, ...], str]] = [
+        ("n", grid("200", "1000", "10"), ""),
+        ("d", (2, 3, 5, 6, 9, 11, 21, 26, 41, 51), ""),
+        ("m", grid("1", "80", "1"), ""),
+        ("a1", grid("0.1", "3", "0.036"), _NOTE_D),
+        ("a0", grid("0.01", "0.9", "0.01"), _NOTE_D),
+    ]
+    return tuple(
+        Panel(f"B7{letter}", "Cross-attention, X = I", name, values, 100, _sweep(_cross(), name), note)
+        for letter, (name, values, note) in zip("abcde", sweeps, strict=True)
+    )
+
+
+_REGRESSION_PANELS = (
+    Panel(
+        "B3a",
+        "Softmax regression",
+        "n",
+        grid("100", "2000", "10"),
+        1000,
+        {"": lambda n: Regression(n, width_regression(n))},
+        "The paper gives no distribution in the interval and no threshold; uniform, and τ = 1/4 as in Lemma 5.2.",
+    ),
+    Panel("B3b", "Softmax regression", "m", grid("1", "100", "1"), 1000, {"": lambda m: Regression(1000, m)}),
+)
+
+_DEGREE_NOTE = "Not in the paper: exp is replaced by its Taylor polynomial of degree g."
+
+
+def _degree_panel(
+    letter: str, title: str, models: int, tokens: tuple[int, ...], build: Callable[[int, str], Setting]
+) -> Panel:
+    """Return the panel of success against the degree, with one curve per number of tokens."""
+
+    def curve(n: int) -> Callable[[Any], Setting]:
+        return lambda degree: build(n, f"poly:{degree}")
+
+    curves = {f"n = {n:,}": curve(n) for n in tokens}
+    return Panel(f"B-degree-{letter}", title, "g", grid("1", "16", "1"), models, curves, _DEGREE_NOTE)
+
+
+_TOKENS = (200, 2_000, 20_000, 200_000)
+_DEGREE_PANELS = (
+    _degree_panel("a", "Self-attention, X = I", 1000, _TOKENS, lambda n, k: _self("identity")(n=n, attention=k)),
+    _degree_panel("b", "Self-attention, X = 1", 1000, _TOKENS, lambda n, k: _self("ones")(n=n, attention=k)),
+    _degree_panel("c", "Cross-attention, X = I", 1000, _TOKENS, lambda n, k: _cross()(n=n, attention=k)),
+    _degree_panel("d", "Regression", 300, (100, 1_000, 10_000), lambda n, k: Regression(n, width_regression(n), k)),
+)
+
+SHEETS: dict[str, Sheet] = {
+    sheet.id: sheet
+    for sheet in (
+        Sheet("B3", "Softmax regression", _REGRESSION_PANELS, 2),
+        Sheet("B4", "Self-attention, X = I", _self_panels("B4", "identity"), 3),
+        Sheet("B5", "Self-attention, X = 1", _self_panels("B5", "ones"), 3),
+        Sheet("B7", "Cross-attention, X = I", _cross_panels(), 3),
+        Sheet("B-degree", "Which polynomial degree separates the data sets?", _DEGREE_PANELS, 2),
+    )
+}
+PANELS: dict[str, Panel] = {panel.id: panel for sheet in SHEETS.values() for panel in sheet.panels}
+PAPER_PANELS: tuple[str, ...] = tuple(name for name in PANELS if not name.startswith("B-degree"))
+
+
+def sheet(figure: str) -> Sheet:
+    """Return the sheet with the given id. The id of a single panel gives a sheet with that panel."""
+    if figure in SHEETS:
+        return SHEETS[figure]
+    if figure not in PANELS:
+        raise unknown_name("figure", figure, [*SHEETS, *PANELS])
+    panel = PANELS[figure]
+    return Sheet(panel.id, panel.title, (panel,), 1)

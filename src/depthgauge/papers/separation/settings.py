@@ -1,0 +1,262 @@
+"""Settings: the parameters of the data sets of Definitions 3.8, D.1 and F.1, and the width of the network."""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from depthgauge.errors import InputError, require_count, require_type, unknown_name
+from depthgauge.papers.separation.score_maps import Attention, parse_attention
+
+Dataset = Literal[0, 1]
+DELTA = 0.01
+"""The paper's failure probability δ. It only determines the width of the networks."""
+
+_MEANINGS = {
+    "a0": "the size of the special token in D₀",
+    "a1": "the size of the special token in D₁",
+    "b": "the size of the repeated identity block",
+    "c": "the size of the last, constant column",
+}
+
+
+def decimal(value: float) -> Fraction:
+    """Return the decimal number that a float was written as: 0.1 is one tenth, not the nearest binary fraction.
+
+    >>> decimal(0.1)
+    Fraction(1, 10)
+    """
+    return Fraction(repr(float(value)))
+
+
+def width_regression(n: int) -> int:
+    """Return m = ⌈log n⌉, the paper's width for the regression model."""
+    return math.ceil(math.log(n))
+
+
+def width_self(n: int) -> int:
+    """Return m = max(⌈log(n/δ)⌉, 15), the paper's width for self-attention."""
+    return max(math.ceil(math.log(n / DELTA)), 15)
+
+
+def width_cross(n: int) -> int:
+    """Return m = ⌈log(n/δ)⌉, the paper's width for cross-attention."""
+    return math.ceil(math.log(n / DELTA))
+
+
+def _require_parameters(setting: object, names: str) -> None:
+    for name in names.split():
+        value = getattr(setting, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise InputError(f"{name} must be a finite number of at least 0, got {value!r}; it is {_MEANINGS[name]}")
+
+
+def _require_sizes(setting: "SelfAttention | CrossAttention | Regression") -> None:
+    require_count("n", setting.n, "the number of tokens", least=2)
+    require_count("m", setting.m, "the number of sign vectors y, which is the width of the network")
+    parse_attention(setting.attention)
+
+
+def _require_blocks(n: int, d: int, spare: int) -> None:
+    if n % (d - spare):
+        raise InputError(
+            f"n must be a multiple of d − {spare} = {d - spare}, got n = {n}; "
+            f"the data sets contain n/(d − {spare}) copies of an identity matrix of that size"
+        )
+
+
+def _require_product(x: str) -> None:
+    if x not in ("identity", "ones"):
+        raise unknown_name("x", x, ["identity", "ones"])
+
+
+@dataclass(frozen=True)
+class SelfAttention:
+    """Definition D.1: A₁ = A₂ = A₃ = √(log n) · [ a·e_{j₃} | b·I_{d−2} repeated t times | c·1 ], n = (d−2)·t.
+
+    The threshold is τ = (c + 0.1)·√(log n).
+
+    Attributes:
+        n: The number of tokens, a multiple of d − 2.
+        d: The width of a token.
+        m: The number of sign vectors, which is the width of the network.
+        a0: a for the data set D₀.
+        a1: a for the data set D₁.
+        b: The factor of the repeated identity.
+        c: The entries of the last column.
+        x: QKᵀ: `"identity"`, or `"ones"` for the matrix of ones.
+        attention: The attention kind that is compared with linear attention.
+    """
+
+    n: int
+    d: int
+    m: int
+    a0: float
+    a1: float
+    b: float
+    c: float
+    x: str = "identity"
+    attention: str = "exp"
+    kind = "self"
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        require_count("d", self.d, "the width of a token: one column for a, d − 2 for b, one for c", least=3)
+        _require_blocks(self.n, self.d, 2)
+        _require_product(self.x)
+        _require_parameters(self, "a0 a1 b c")
+        if self.b == 0 and self.c == 0:
+            raise InputError("b and c must not both be 0; linear attention would divide by zero")
+
+    @property
+    def classes(self) -> int:
+        """K, the number of classes. Tokens with the same row of the repeated identity form a class."""
+        return self.d - 2
+
+    @property
+    def threshold(self) -> Fraction:
+        """τ / √(log n) = c + 1/10."""
+        return decimal(self.c) + Fraction(1, 10)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Definition F.1: A₁ = log n · [ a·e_{j₂} | 1 ], A₂ = A₃ = [ e_{j₃} | I_{d−1} repeated t times ], n = (d−1)·t.
+
+    The threshold is τ = 0.9. The attributes are those of `SelfAttention` without `b` and `c`; n is a multiple of d − 1.
+    """
+
+    n: int
+    d: int
+    m: int
+    a0: float
+    a1: float
+    x: str = "identity"
+    attention: str = "exp"
+    kind = "cross"
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+        require_count("d", self.d, "the width of a token: one column for a and d − 1 for the identity", least=2)
+        _require_blocks(self.n, self.d, 1)
+        _require_product(self.x)
+        _require_parameters(self, "a0 a1")
+
+    @property
+    def classes(self) -> int:
+        """K, the number of classes. Tokens with the same row of the repeated identity form a class."""
+        return self.d - 1
+
+    @property
+    def threshold(self) -> Fraction:
+        """τ = 9/10."""
+        return Fraction(9, 10)
+
+
+@dataclass(frozen=True)
+class Regression:
+    """Definition 3.8: (Ax)ᵢ is in [log n, 1.4·log n] for all i, except for one i of D₁, where it is 4·log n.
+
+    Here (Ax)ᵢ is uniform in the interval, and sign vectors have length n. The threshold is τ = 1/4 (Lemma 5.2).
+    """
+
+    n: int
+    m: int
+    attention: str = "exp"
+    kind = "regression"
+
+    def __post_init__(self) -> None:
+        _require_sizes(self)
+
+    @property
+    def threshold(self) -> Fraction:
+        """τ = 1/4."""
+        return Fraction(1, 4)
+
+
+AttentionSetting = SelfAttention | CrossAttention
+Setting = SelfAttention | CrossAttention | Regression
+
+
+def strong(setting: Setting) -> Attention:
+    """Return the attention kind that is compared with linear attention."""
+    return parse_attention(setting.attention)
+
+
+def special(setting: AttentionSetting, dataset: Dataset) -> Fraction:
+    """Return the parameter a of a data set: a₀ for D₀, a₁ for D₁."""
+    return decimal(setting.a1 if dataset == 1 else setting.a0)
+
+
+_USED = {
+    "self": ("x", "n", "d", "m", "a0", "a1", "b", "c"),
+    "cross": ("x", "n", "d", "m", "a0", "a1"),
+    "regression": ("n", "m"),
+}
+
+
+def build_setting(
+    kind: str,
+    *,
+    attention: str = "exp",
+    x: str | None = None,
+    n: int | None = None,
+    d: int | None = None,
+    m: int | None = None,
+    a0: float | None = None,
+    a1: float | None = None,
+    b: float | str | None = None,
+    c: float | None = None,
+) -> Setting:
+    """Build a setting from user input. Omitted parameters take the paper's values.
+
+    `b="tied"` means b = 1 − c, as in Definition D.1. A parameter that `kind` does not use raises `InputError`.
+
+    >>> build_setting("cross", d=21).m
+    10
+    """
+    require_type("kind", kind, str, f"one of {', '.join(_USED)}")
+    require_type("attention", attention, str, "exp, or poly:G with a degree G")
+    if kind not in _USED:
+        raise unknown_name("kind", kind, _USED)
+    given = {"x": x, "n": n, "d": d, "m": m, "a0": a0, "a1": a1, "b": b, "c": c}
+    unused = [name for name, value in given.items() if value is not None and name not in _USED[kind]]
+    if unused:
+        raise InputError(f"{unused[0]} is not used by kind {kind}; omit it (used: {', '.join(_USED[kind])})")
+    if kind == "regression":
+        tokens = 1000 if n is None else require_count("n", n, "the number of tokens", least=2)
+        return Regression(tokens, width_regression(tokens) if m is None else m, attention)
+    tokens = 200 if n is None else require_count("n", n, "the number of tokens", least=2)
+    product = "identity" if x is None else x
+    size0 = 0.01 if a0 is None else a0
+    if kind == "cross":
+        width = width_cross(tokens) if m is None else m
+        return CrossAttention(
+            tokens, 11 if d is None else d, width, size0, 3.0 if a1 is None else a1, product, attention
+        )
+    last = 0.8 if c is None else c
+    return SelfAttention(
+        tokens,
+        22 if d is None else d,
+        width_self(tokens) if m is None else m,
+        size0,
+        1.2 if a1 is None else a1,
+        _block_size(b, last),
+        last,
+        product,
+        attention,
+    )
+
+
+def _block_size(b: float | str | None, c: float) -> float:
+    """Return b as a number: 0.2 by default, 1 − c if tied."""
+    if b is None:
+        return 0.2
+    if b == "tied":
+        if not (isinstance(c, int | float) and math.isfinite(c) and 0 <= c <= 1):
+            raise InputError(f"c must be between 0 and 1 when b is tied, got {c!r}; tied means b = 1 − c")
+        return float(1 - decimal(c))
+    try:
+        return float(b)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"b must be a number or the word tied, got {b!r}; tied means b = 1 − c") from error

@@ -1,0 +1,397 @@
+"""`train_bounded`: train many small models at once under a weight bound |w| ≤ η.
+
+    w ← Π( w − r·(m̂/(√v̂ + ε) + λw) ),      Π the projection onto the box,
+
+AdamW with the rate r, which rises linearly during the warm-up and then falls like a cosine. r is relative: it is
+multiplied by min(η, s), where s is the spread of the initial weights without a bound. So a step has the same size
+relative to the weights in every model and for every kind of weight.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from depthgauge._format import counted
+from depthgauge._io import write_atomically
+from depthgauge.errors import (
+    InputError,
+    require_count,
+    require_options,
+    require_path,
+    require_positive,
+    require_seed,
+    require_type,
+)
+from depthgauge.papers.trained_depth.batched_adamw import BatchedAdamW
+from depthgauge.papers.trained_depth.bounded_models import (
+    BoundedModel,
+    ModelShape,
+    Weights,
+    bounds_of,
+    check_eta,
+    initial_weights,
+    logits,
+    project,
+    take_model,
+)
+from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask, find_task
+from depthgauge.progress import Step, silent
+
+CHUNK = 32
+"""Training data are drawn for this many steps at once."""
+_WEIGHTS, _DATA, _TEST = 1, 2, 3
+"""Uses of random numbers; each has its own stream."""
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the models are built and trained.
+
+    Attributes:
+        key_dim: k, the width of queries and keys; None is d/H, rounded up.
+        skip: whether the layers have skip connections.
+        norm: LayerNorm, `"none"`, `"pre"` or `"post"`.
+        mlp: the hidden width of an MLP in each layer, or None for no MLP.
+        steps: the number of training steps.
+        batch: the number of new sequences per model and step.
+        rate: the largest learning rate, relative to the spread of the initial weights.
+        warmup: the share of the steps in which the rate rises.
+        decay: λ, the weight decay of AdamW.
+        clip: the largest Euclidean norm of the gradient of a model; larger gradients are scaled down.
+        test: the number of sequences on which the accuracy is measured.
+        device: `"cpu"` or a CUDA device.
+        dtype: `"float32"` or `"float64"`.
+        save_every: with a checkpoint file, it is written after this many steps.
+    """
+
+    key_dim: int | None = None
+    skip: bool = True
+    norm: str = "none"
+    mlp: int | None = None
+    steps: int = 2000
+    batch: int = 64
+    rate: float = 0.05
+    warmup: float = 0.1
+    decay: float = 0.0
+    clip: float = 1.0
+    test: int = 2000
+    device: str = "cpu"
+    dtype: str = "float32"
+    save_every: int = 500
+
+    def __post_init__(self) -> None:
+        for name, meaning in (
+            ("steps", "the number of training steps"),
+            ("batch", "the number of sequences per step"),
+            ("test", "the number of test sequences"),
+            ("save_every", "the number of steps between two checkpoints"),
+        ):
+            require_count(name, getattr(self, name), meaning)
+        require_positive("rate", self.rate, "the largest learning rate")
+        require_positive("clip", self.clip, "the largest norm of a gradient")
+        for name in ("warmup", "decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} must be from 0 to below 1, got {getattr(self, name)!r}")
+        if self.dtype not in ("float32", "float64"):
+            raise InputError(f"dtype must be float32 or float64, got {self.dtype!r}")
+
+    def shape(self, layers: int, heads: int, dim: int) -> ModelShape:
+        """Return the shape of the models."""
+        require_count("heads", heads, "the number of heads per layer")
+        require_count("dim", dim, "the width of a token")
+        key_dim = -(-dim // heads) if self.key_dim is None else self.key_dim
+        return ModelShape(layers, heads, dim, key_dim, self.skip, self.norm, self.mlp)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainedModel:
+    """A trained model with what was measured after training. Trained models compare by identity.
+
+    Attributes:
+        task: the task on which it was trained.
+        model: the network, the embeddings and the readout.
+        eta: η, the bound on the weights of the network, or None.
+        seed: the seed of its initial weights and of its training data.
+        accuracy: the share of correct labels on new sequences.
+        loss: the mean cross-entropy on the same sequences.
+    """
+
+    task: GeneratedTask
+    model: BoundedModel
+    eta: float | None
+    seed: int
+    accuracy: float
+    loss: float
+
+    def __repr__(self) -> str:
+        bound = "no bound" if self.eta is None else f"η = {self.eta:g}"
+        layers = counted(len(self.model.network), "layer")
+        return f"TrainedModel({self.task.name}, {layers}, {bound}, accuracy {self.accuracy:.3f})"
+
+
+def rate_at(step: int, options: TrainingOptions) -> float:
+    """Return the learning rate of a step: linear warm-up, then a cosine down to zero."""
+    rising = options.warmup * options.steps
+    if step < rising:
+        return options.rate * (step + 1) / max(rising, 1.0)
+    return options.rate * 0.5 * (1 + math.cos(math.pi * (step - rising) / max(options.steps - rising, 1.0)))
+
+
+def stream_seed(*parts: int) -> int:
+    """Return the seed of one stream of random numbers, derived from a seed and the numbers of its use.
+
+    >>> stream_seed(0, 2, 7) == stream_seed(0, 2, 7) != stream_seed(0, 2, 8)
+    True
+    """
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+class TrainingData:
+    """New sequences for every step. Models with equal seeds see equal data; the data do not depend on the batch."""
+
+    def __init__(self, task: GeneratedTask, seeds: Sequence[int], options: TrainingOptions) -> None:
+        self.task, self.options = task, options
+        self.seeds = list(dict.fromkeys(seeds))
+        self.of_model = torch.tensor([self.seeds.index(seed) for seed in seeds], device=options.device)
+        self._held: tuple[int, Tensor, Tensor] | None = None
+
+    def at(self, step: int) -> tuple[Int64[Tensor, "models batch n"], Int64[Tensor, "models batch"]]:
+        """Return the sequences and labels of all models at a step."""
+        chunk, inside = divmod(step, CHUNK)
+        if self._held is None or self._held[0] != chunk:
+            size = CHUNK * self.options.batch
+            drawn = [self.task.draw(size, stream_seed(seed, _DATA, chunk)) for seed in self.seeds]
+            tokens, labels = (torch.stack(part).to(self.options.device) for part in zip(*drawn, strict=True))
+            self._held = (chunk, tokens, labels)
+        _, tokens, labels = self._held
+        here = slice(inside * self.options.batch, (inside + 1) * self.options.batch)
+        return tokens[self.of_model, here], labels[self.of_model, here]
+
+
+def losses(
+    outputs: Float[Tensor, "models samples classes"], labels: Int64[Tensor, "models samples"]
+) -> Float[Tensor, " models"]:
+    """Return the mean cross-entropy of every model; one-hot labels keep the gradient deterministic on a GPU."""
+    wanted = F.one_hot(labels, outputs.shape[-1]).to(outputs.dtype)
+    return -(outputs.log_softmax(dim=-1) * wanted).sum(dim=-1).mean(dim=1)
+
+
+def gradients_of(
+    shape: ModelShape, weights: Weights, tokens: Tensor, labels: Tensor, clip: float
+) -> tuple[Weights, Float[Tensor, " models"]]:
+    """Return the gradient of every model's loss, scaled down to the norm `clip`, and the losses."""
+    leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
+    loss = losses(logits(shape, leaves, tokens), labels)
+    found = torch.autograd.grad(loss.sum(), list(leaves.values()))
+    square = sum((gradient.flatten(1).square().sum(dim=1) for gradient in found), torch.zeros_like(loss))
+    factor = (clip / square.sqrt().clamp(min=1e-30)).clamp(max=1.0).detach()
+    scaled = [gradient * factor.reshape(-1, *(1 for _ in gradient.shape[1:])) for gradient in found]
+    return dict(zip(leaves, scaled, strict=True)), loss.detach()
+
+
+class BatchTrainer:
+    """The state of a training run: weights, optimiser and step. It can be saved and continued exactly."""
+
+    def __init__(
+        self,
+        task: GeneratedTask,
+        shape: ModelShape,
+        etas: Sequence[float | None],
+        seeds: Sequence[int],
+        options: TrainingOptions,
+    ) -> None:
+        self.task, self.shape, self.options = task, shape, options
+        self.etas, self.seeds = tuple(etas), tuple(seeds)
+        dtype = {"float32": torch.float32, "float64": torch.float64}[options.dtype]
+        bounds = bounds_of(shape, task, etas, dtype)
+        starts = [stream_seed(seed, _WEIGHTS) for seed in seeds]
+        weights = initial_weights(shape, task, bounds, starts, dtype)
+        self.bounds = {name: bound.to(options.device) for name, bound in bounds.items()}
+        self.weights = {name: weight.to(options.device) for name, weight in weights.items()}
+        self.scale = {name: bound.clamp(max=shape.spread(name)) for name, bound in self.bounds.items()}  # of the rate
+        self.adam = BatchedAdamW(self.weights)
+        self.data = TrainingData(task, seeds, options)
+
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return self.adam.steps
+
+    def advance(self) -> None:
+        """Do one step."""
+        tokens, labels = self.data.at(self.step)
+        rate = rate_at(self.step, self.options)
+        gradients, _ = gradients_of(self.shape, self.weights, tokens, labels, self.options.clip)
+        rates = {name: rate * scale for name, scale in self.scale.items()}
+        self.adam.step(self.weights, gradients, rates, self.options.decay)
+        project(self.weights, self.bounds)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what a checkpoint must share with this run to continue it."""
+        options = asdict(replace(self.options, device="cpu", save_every=1))
+        return {
+            "task": (self.task.name, self.task.vocabulary, self.task.length, self.task.classes),
+            "shape": asdict(self.shape),
+            "etas": self.etas,
+            "seeds": self.seeds,
+            "options": options,
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a file, atomically; a finished run keeps the weights alone."""
+        done = self.step >= self.options.steps
+        state = {
+            "format": FORMAT,
+            "identity": self.identity(),
+            "steps": self.step,
+            "weights": self.weights,
+            "first": {} if done else self.adam.first,
+            "second": {} if done else self.adam.second,
+        }
+        write_atomically(path, lambda temporary: torch.save(state, temporary))
+
+    def resume(self, path: str | Path) -> None:
+        """Continue from a file that `save` wrote; raise `InputError` if it belongs to another run."""
+        try:
+            state = torch.load(path, map_location=self.options.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, UnpicklingError) as error:
+            raise InputError(f"cannot read the checkpoint {path}; delete it to train from the start") from error
+        if state.get("format") != FORMAT or state.get("identity") != self.identity():
+            raise InputError(f"{path} is the checkpoint of a training run with other settings; give another file")
+        self.weights = state["weights"]
+        self.adam.first, self.adam.second, self.adam.steps = state["first"], state["second"], state["steps"]
+
+    def measure(self) -> tuple[Float[Tensor, " models"], Float[Tensor, " models"]]:
+        """Return the accuracy and the loss of every model on new sequences, the same for all models."""
+        tokens, labels = held_out(self.task, self.options.test)
+        right, loss = torch.zeros(len(self.etas)), torch.zeros(len(self.etas))
+        with torch.no_grad():
+            for part, wanted in zip(torch.split(tokens, 250), torch.split(labels, 250), strict=True):
+                many = part.to(self.options.device).expand(len(self.etas), *part.shape)
+                wanted = wanted.to(self.options.device).expand(len(self.etas), -1)
+                outputs = logits(self.shape, self.weights, many)
+                right += (outputs.argmax(dim=-1) == wanted).sum(dim=1).cpu()
+                loss += losses(outputs, wanted).cpu() * len(part)
+        return right / len(tokens), loss / len(tokens)
+
+    def models(self) -> list[TrainedModel]:
+        """Return every model with its accuracy."""
+        accuracy, loss = self.measure()
+        return [
+            TrainedModel(
+                task=self.task,
+                model=take_model(self.shape, self.weights, index),
+                eta=eta,
+                seed=seed,
+                accuracy=float(accuracy[index]),
+                loss=float(loss[index]),
+            )
+            for index, (eta, seed) in enumerate(zip(self.etas, self.seeds, strict=True))
+        ]
+
+
+def held_out(task: GeneratedTask, count: int) -> tuple[Int64[Tensor, "samples n"], Int64[Tensor, " samples"]]:
+    """Return the test sequences of a task with their labels; training data use other random numbers."""
+    return task.draw(count, stream_seed(0, _TEST))
+
+
+def train_batch(
+    task: GeneratedTask,
+    shape: ModelShape,
+    etas: Sequence[float | None],
+    seeds: Sequence[int],
+    options: TrainingOptions,
+    *,
+    checkpoint: str | Path | None = None,
+    progress: Step = silent,
+) -> list[TrainedModel]:
+    """Train one model for each pair (η, seed), all at once; `etas` and `seeds` have equal length.
+
+    The result of a model does not depend on the other models of the batch, apart from rounding.
+    """
+    trainer = BatchTrainer(task, shape, etas, seeds, options)
+    if checkpoint is not None and Path(checkpoint).exists():
+        trainer.resume(checkpoint)
+    while trainer.step < options.steps:
+        trainer.advance()
+        if checkpoint is not None and (trainer.step % options.save_every == 0 or trainer.step == options.steps):
+            trainer.save(checkpoint)
+        if trainer.step % CHUNK == 0:
+            progress(trainer.step, options.steps, task.name)
+    progress(options.steps, options.steps, "")
+    return trainer.models()
+
+
+def train_bounded(
+    task: GeneratedTask | str,
+    layers: int,
+    heads: int,
+    dim: int,
+    eta: float | Sequence[float | None] | None,
+    *,
+    seeds: Sequence[int] = (0,),
+    options: TrainingOptions | None = None,
+    checkpoint: str | Path | None = None,
+    progress: Step = silent,
+) -> list[TrainedModel]:
+    """Train attention models on a generated task with every weight of the network in [−η, η].
+
+    A model embeds tokens and positions (entries at most ½ each), applies a `SelfAttentionNetwork`, and reads the label
+    from the last token by a linear map with entries at most 1. After every step of AdamW the weights are projected onto
+    their box. All models are trained at once.
+
+    Args:
+        task: A task, or its name: `recall-2`, `recall-3`, `1-hop`, `2-hop`, `pointer-2`, `pointer-4`, `s3`, `s5`,
+            `majority` or `parity`.
+        layers: L, the number of layers.
+        heads: H, the number of heads per layer.
+        dim: d, the width of a token.
+        eta: η, the largest |weight| of the network; None is no bound; a list trains every seed at every η of it.
+        seeds: One model is trained for each seed and η. A seed determines the initial weights and the training data.
+        options: Architecture, optimiser, device and precision; see `TrainingOptions`.
+        checkpoint: File that keeps the state of the run. If it exists, the run continues from it.
+        progress: Called as `progress(done, total, label)`.
+
+    Returns:
+        The trained models, for the first η with all seeds, then for the next η.
+
+    Raises:
+        InputError: An argument is out of range, or the checkpoint belongs to a run with other settings.
+
+    Example:
+        >>> (model,) = train_bounded("majority", 1, 1, 4, 0.5, options=TrainingOptions(steps=150, batch=32, test=200))
+        >>> model.accuracy > 0.8
+        True
+    """
+    require_options(options, TrainingOptions, "train_bounded")
+    require_type("task", task, (str, GeneratedTask), "a GeneratedTask or the name of one")
+    require_type("seeds", seeds, Sequence, "a list of whole numbers, one for each model")
+    if checkpoint is not None:
+        require_path("checkpoint", checkpoint)
+    options = TrainingOptions() if options is None else options
+    task = find_task(task) if isinstance(task, str) else task
+    etas = [check_eta(one) for one in (eta if isinstance(eta, Sequence) else [eta])]
+    seeds = [require_seed(seed) for seed in seeds]
+    if not etas or not seeds:
+        raise InputError("give at least one eta and one seed; one model is trained for each pair")
+    pairs = [(one, seed) for one in etas for seed in seeds]
+    shape = options.shape(layers, heads, dim)
+    return train_batch(
+        task,
+        shape,
+        [one for one, _ in pairs],
+        [seed for _, seed in pairs],
+        options,
+        checkpoint=checkpoint,
+        progress=progress,
+    )

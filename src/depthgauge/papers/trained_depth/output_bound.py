@@ -1,0 +1,146 @@
+"""A proved bound on the change of a model's output when its layers are replaced by one (docs/math.md §8).
+
+If |S(X) − S'(X)| ≤ u per coordinate for every input of the model, then the logits z = (S(X) R)_last satisfy
+
+    |z_c − z'_c| ≤ Σ_a u_a |R_ac|,        |(z_c − z_e) − (z'_c − z'_e)| ≤ δ = max_{c,e} Σ_a u_a |R_ac − R_ae|,
+
+every class probability changes by at most tanh(δ/4), and a prediction can change only where its margin is at most δ.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from depthgauge._records import ArrayRecord
+from depthgauge.certificates.box import BoxBounds
+from depthgauge.certificates.compared_networks import Comparison, InputSet
+from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.errors import require_type
+from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
+from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.papers.trained_depth.bounded_models import BoundedModel
+from depthgauge.surrogates.closed_forms import closed_form, refusal
+from depthgauge.surrogates.expansion import Expansion
+
+ONE_LAYER = ("corrected", "mean-field", "parallel")
+"""The one-layer networks that are tried, the sharpest first."""
+ITSELF = "itself"
+"""The one-layer form of a network with one layer."""
+DECISIVE = 4 * math.atanh(0.01)
+"""The δ at which a class probability can change by 0.01."""
+HOPELESS = 30.0
+"""The joint bound is rarely smaller than the plain one by more than this factor."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class OutputBound(ArrayRecord):
+    """What is proved about a model in which one layer replaces all layers.
+
+    Attributes:
+        method: the name of the one-layer network S'.
+        radius: φ; the bound covers all inputs with entries up to φ, and the inputs of the model are among them.
+        state: u, the bound on |S(X) − S'(X)| per coordinate.
+        logit: the bound on the change of every logit.
+        margin: δ, the bound on the change of every difference of two logits.
+        probability: tanh(δ/4), the bound on the change of every class probability.
+    """
+
+    method: str
+    radius: float
+    state: Float[Tensor, " d"]
+    logit: float
+    margin: float
+    probability: float
+
+
+def largest_input(model: BoundedModel) -> float:
+    """Return φ = max |token + position| over all tokens and positions, rounded up."""
+    exact = model.exact()
+    return float(up((exact.token[:, None] + exact.position).abs().amax()))
+
+
+def readout_changes(state: Float[Tensor, " d"], readout: Float[Tensor, "d classes"]) -> tuple[float, float]:
+    """Return max_c Σ_a u_a |R_ac| and δ = max_{c,e} Σ_a u_a |R_ac − R_ae|, rounded up; `state` is u."""
+    R = readout.detach().cpu().to(torch.float64)
+    apart = up((R[:, :, None] - R[:, None, :]).abs()).flatten(1)
+    logit = nonnegative_matmul_up(state[None], R.abs())
+    margin = nonnegative_matmul_up(state[None], apart)
+    return float(logit.amax()), float(margin.amax())
+
+
+def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttentionNetwork] | None:
+    """Return the sharpest one-layer closed form that applies, or None (with LayerNorm or an MLP).
+
+    A network with one layer is its own one-layer form.
+    """
+    if len(network) == 1:
+        return ITSELF, network
+    for method in ONE_LAYER:
+        if refusal(network, method) is None:
+            return method, closed_form(network, method)
+    return None
+
+
+def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
+    """Prove how much the output can change when one layer replaces all layers of the model.
+
+    Every closed form that applies is tried with its heads bounded one by one. The joint bound is many times sharper and
+    many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `decisive`: not
+    where δ is below that already, and not where δ is above `HOPELESS` times that. The least δ is returned.
+
+    Args:
+        model: The model; not causal, without MLP and LayerNorm.
+        decisive: The δ of interest; by default that of a change of 0.01 in probability.
+
+    Returns:
+        The bound, or None if no finite bound was found or no closed form applies.
+    """
+    require_type("model", model, BoundedModel, "a BoundedModel", "a TrainedModel has it as its attribute model")
+    exact = model.exact()
+    network, radius = exact.network, largest_input(model)
+    if len(network) == 1:  # one layer replaces itself
+        zero = torch.zeros(network.dim, dtype=torch.float64)
+        return OutputBound(ITSELF, radius, zero, 0.0, 0.0, 0.0)
+    methods = [method for method in ONE_LAYER if refusal(network, method) is None]
+    if not methods:
+        return None
+    inputs, plain = InputSet("box", radius), BoxBounds(Expansion(network), radius, joint=False)
+    tried = []
+    for method in methods:
+        comparison = Comparison(network, closed_form(network, method), inputs)
+        tried.append(_from_proof(method, radius, exact.readout, prove_upper(comparison, "default", plain)))
+    best = min(tried, key=lambda bound: bound.margin)
+    if network.skip and decisive < best.margin <= HOPELESS * decisive:
+        comparison = Comparison(network, closed_form(network, methods[0]), inputs)
+        joint = _from_proof(methods[0], radius, exact.readout, prove_upper(comparison, "default"))
+        best = min(best, joint, key=lambda bound: bound.margin)
+    return best if math.isfinite(best.margin) else None
+
+
+def _from_proof(method: str, radius: float, readout: Tensor, upper: UpperBound) -> OutputBound:
+    assert upper.proof is not None
+    logit, margin = readout_changes(upper.proof.value, readout)
+    probability = float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0
+    return OutputBound(method, radius, upper.proof.value, logit, margin, probability)
+
+
+def margins(logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"]) -> Float[Tensor, " samples"]:
+    """Return z_label − max of the other logits: positive where the prediction is right."""
+    own = logits.gather(1, labels[:, None])
+    others = logits.scatter(1, labels[:, None], -math.inf).amax(dim=1, keepdim=True)
+    return (own - others)[:, 0]
+
+
+def permitted_change(
+    logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"], bound: OutputBound | None
+) -> float:
+    """Return the share of sequences on which S' may be right where S is wrong, or wrong where S is right.
+
+    These are the sequences with |z_label − max other| ≤ δ; without a bound, all.
+    """
+    if bound is None:
+        return 1.0
+    return float((margins(logits, labels).abs() <= bound.margin).double().mean())

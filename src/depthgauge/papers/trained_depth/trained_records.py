@@ -1,0 +1,134 @@
+"""What is recorded about a trained model: accuracy, proved and measured depth, and how it uses its weight bound."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from depthgauge.depth.effective import Choice, FoldBounds, measured_depth, proved_depth, shallower
+from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.papers.trained_depth.bounded_models import BoundedModel
+from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
+from depthgauge.papers.trained_depth.output_bound import (
+    DECISIVE,
+    OutputBound,
+    largest_input,
+    one_layer_network,
+    output_bound,
+    permitted_change,
+    readout_changes,
+)
+from depthgauge.surrogates.closed_forms import refusal
+
+WITHIN = 0.01
+"""Depths are least numbers of layers that keep every class probability (proved), or the accuracy (measured), within
+this."""
+AT_BOUND = 1e-4
+"""A weight is at the bound if it is within this share of η."""
+
+
+@dataclass(frozen=True)
+class TrainedRecord:
+    """What is recorded about one trained model.
+
+    Attributes:
+        accuracy: the share of correct labels on test sequences.
+        loss: the mean cross-entropy there.
+        certified: the proved bound on the change of every logit when one layer replaces all layers; None without one.
+        probability: the proved bound on the change of every class probability, likewise.
+        method: the one-layer network of that bound.
+        one_layer: the accuracy with the one-layer network, without training it; None if no closed form applies.
+        permitted: the share of test sequences on which the proof permits the two to differ; 1 without a bound.
+        certified_depth: the least number of layers proved to keep every class probability within 0.01.
+        measured_depth: the least number of layers that keeps the accuracy within 0.01 on the test sequences.
+        largest: the largest |weight| of the network.
+        at_bound: the share of its weights with |w| = η, or None without a bound.
+    """
+
+    accuracy: float
+    loss: float
+    certified: float | None
+    probability: float | None
+    method: str | None
+    one_layer: float | None
+    permitted: float
+    certified_depth: int | None
+    measured_depth: int | None
+    largest: float
+    at_bound: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as a dictionary."""
+        return asdict(self)
+
+
+def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> TrainedRecord:
+    """Measure a trained model on `test` sequences, and prove what can be proved about it.
+
+    Args:
+        trained: The model.
+        test: The number of test sequences.
+        depths: Whether to compute the certified and the measured depth, which take longest.
+    """
+    model = trained.model.exact()
+    tokens, labels = held_out(trained.task, test)
+    bound = output_bound(model)
+    outputs = model.logits(tokens)
+    single = one_layer_network(model.network)
+    foldable = depths and refusal(model.network, "mean-field") is None
+    weights = torch.cat([w.detach().abs().flatten() for w in _bounded_weights(model.network)])
+    return TrainedRecord(
+        accuracy=_accuracy(outputs, labels),
+        loss=float(torch.nn.functional.cross_entropy(outputs, labels)),
+        certified=None if bound is None else bound.logit,
+        probability=None if bound is None else bound.probability,
+        method=None if bound is None else bound.method,
+        one_layer=None if single is None else _accuracy(model.logits(tokens, single[1]), labels),
+        permitted=permitted_change(outputs, labels, bound),
+        certified_depth=output_depth(model, bound) if foldable else None,
+        measured_depth=accuracy_depth(model, tokens, labels) if foldable else None,
+        largest=float(weights.max()),
+        at_bound=None if trained.eta is None else _share_at(weights, trained.eta),
+    )
+
+
+def _bounded_weights(network: SelfAttentionNetwork) -> Sequence[torch.Tensor]:
+    """Return the weights that η bounds: queries, keys, values and MLPs."""
+    attention = [weight for layer in network for weight in (layer.query, layer.key, layer.value)]
+    return attention + [w for layer in network if layer.mlp is not None for w in layer.mlp.parameters()]
+
+
+def _share_at(weights: torch.Tensor, eta: float) -> float:
+    return float((weights >= eta * (1 - AT_BOUND)).double().mean())
+
+
+def _accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((outputs.argmax(dim=-1) == labels).double().mean())
+
+
+def output_depth(model: BoundedModel, bound: OutputBound | None) -> int:
+    """Return the least number of layers that provably keeps every class probability within 0.01, for every input.
+
+    One layer is enough if `bound` says so. A state error ε moves differences of logits by at most
+    ε·max_{c,e} Σ_a |R_ac − R_ae|, and a probability by at most tanh of a quarter of that (docs/math.md §8). More layers
+    are tried with heads bounded one by one.
+    """
+    if bound is not None and bound.probability <= WITHIN:
+        return 1
+    _, per_unit = readout_changes(torch.ones(model.network.dim, dtype=torch.float64), model.readout)
+    tolerance = DECISIVE * (1 - 1e-12) / max(per_unit, 1e-300)
+    folds = FoldBounds(model.network, largest_input(model), joint=False)
+    return proved_depth(folds, tolerance).layers
+
+
+def accuracy_depth(model: BoundedModel, tokens: torch.Tensor, labels: torch.Tensor) -> int:
+    """Return the least number of layers of a shallower network that keeps the accuracy within 0.01."""
+    before = _accuracy(model.logits(tokens), labels)
+
+    def lost(choice: Choice) -> float:
+        if not isinstance(choice, str) and len(choice) == len(model.network):
+            return 0.0
+        return max(0.0, before - _accuracy(model.logits(tokens, shallower(model.network, choice)), labels))
+
+    return measured_depth(model.network, lost, WITHIN).layers

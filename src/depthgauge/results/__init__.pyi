@@ -1,0 +1,15 @@
+from depthgauge.certificates.certificate import Certificate as Certificate
+from depthgauge.depth.effective import Depth as Depth
+from depthgauge.measures.profile import Profile as Profile
+from depthgauge.monitor.actions import AlarmError as AlarmError
+from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
+from depthgauge.results.monitor_record import Alarm as Alarm
+from depthgauge.results.monitor_record import MonitorRecord as MonitorRecord
+from depthgauge.results.monitor_record import Probe as Probe
+from depthgauge.results.monitor_record import read_log as read_log
+from depthgauge.results.shrink_record import PlanRecord as PlanRecord
+from depthgauge.results.shrink_record import ShrinkRecord as ShrinkRecord
+from depthgauge.workflows.gauge import GaugeResult as GaugeResult
+from depthgauge.workflows.gauge import load_result as load_result
+from depthgauge.workflows.shrink import ShrinkResult as ShrinkResult
+from depthgauge.workflows.sweep import sweep_status as sweep_status

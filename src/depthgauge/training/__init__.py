@@ -1,1 +1,0 @@
-"""The training monitor and the trained-depth experiment."""

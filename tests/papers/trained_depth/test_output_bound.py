@@ -1,0 +1,137 @@
+"""The bound on the output of a trained model, attacked on trained networks."""
+
+import math
+
+import pytest
+import torch
+
+from depthgauge.papers.trained_depth.bounded_models import BoundedModel
+from depthgauge.papers.trained_depth.bounded_training import TrainedModel, TrainingOptions, held_out, train_bounded
+from depthgauge.papers.trained_depth.generated_tasks import recall_task
+from depthgauge.papers.trained_depth.output_bound import (
+    OutputBound,
+    largest_input,
+    margins,
+    output_bound,
+    permitted_change,
+    readout_changes,
+)
+from depthgauge.papers.trained_depth.trained_records import examine
+from depthgauge.surrogates.closed_forms import closed_form
+
+TASK = recall_task(pairs=2, keys=3, values=3)
+OPTIONS = TrainingOptions(steps=150, batch=32, test=300, rate=0.02)
+
+
+@pytest.fixture(scope="module")
+def trained() -> list[TrainedModel]:
+    return train_bounded(TASK, 3, 1, 4, [0.01, 0.05, 0.2, 1.0], options=OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def bounds(trained: list[TrainedModel]) -> list[OutputBound]:
+    found = [output_bound(one.model) for one in trained]
+    assert None not in found
+    return [bound for bound in found if bound is not None]
+
+
+def attacked(model: BoundedModel, method: str, radius: float, tokens: int, seed: int) -> tuple[float, float]:
+    """Return the largest change of a logit, and of a difference of logits, that gradient ascent finds in the box."""
+    S, other = model.network, closed_form(model.network, method)
+    generator = torch.Generator().manual_seed(seed)
+    x = radius * torch.randn(24, tokens, S.dim, generator=generator, dtype=torch.float64).sign()
+    logit = margin = 0.0
+    for step in range(20):
+        x = x.detach().requires_grad_()
+        change = ((S(x) - other(x))[:, -1]) @ model.readout
+        spread = change.amax(dim=1) - change.amin(dim=1)
+        logit = max(logit, float(change.detach().abs().max()))
+        margin = max(margin, float(spread.detach().max()))
+        (slope,) = torch.autograd.grad(spread.sum(), x)
+        x = (x.detach() + radius * 0.5 * (1 - step / 20) * slope.sign()).clamp(-radius, radius)
+    return logit, margin
+
+
+def test_no_input_changes_the_output_by_more_than_the_bound(
+    trained: list[TrainedModel], bounds: list[OutputBound]
+) -> None:
+    closest = 0.0
+    for index, (one, bound) in enumerate(zip(trained, bounds, strict=True)):
+        model = one.model.exact()
+        assert bound.radius <= 1
+        for tokens in (2, TASK.length, 20):
+            logit, margin = attacked(model, bound.method, bound.radius, tokens, index)
+            assert logit <= bound.logit
+            assert margin <= bound.margin
+            closest = max(closest, margin / bound.margin)
+    assert closest > 0.1  # the attack comes close enough to make the test meaningful
+
+
+def test_sequences_of_the_task_obey_the_bound(trained: list[TrainedModel], bounds: list[OutputBound]) -> None:
+    tokens, labels = held_out(TASK, 300)
+    for one, bound in zip(trained, bounds, strict=True):
+        model = one.model.exact()
+        assert float(model.inputs(tokens).abs().max()) <= bound.radius
+        before, after = model.logits(tokens), model.logits(tokens, closed_form(model.network, bound.method))
+        assert float((before - after).abs().max()) <= bound.logit
+        assert float((before.softmax(1) - after.softmax(1)).abs().max()) <= bound.probability
+        likelihood = [z.log_softmax(1).gather(1, labels[:, None]) for z in (before, after)]
+        assert float((likelihood[0] - likelihood[1]).abs().max()) <= bound.margin
+        changed = (before.argmax(1) == labels) != (after.argmax(1) == labels)
+        assert float(changed.double().mean()) <= permitted_change(before, labels, bound)
+
+
+def test_readout_changes_are_attained() -> None:
+    """With u given, the change u·sign(R_c − R_e) attains the bound on the difference of logits c and e."""
+    generator = torch.Generator().manual_seed(0)
+    R = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    u = torch.rand(5, generator=generator, dtype=torch.float64)
+    logit, margin = readout_changes(u, R)
+    pairs = [float((u * (R[:, c] - R[:, e]).sign()) @ (R[:, c] - R[:, e])) for c in range(4) for e in range(4)]
+    singles = [float((u * R[:, c].sign()) @ R[:, c]) for c in range(4)]
+    assert max(pairs) <= margin <= max(pairs) * (1 + 1e-12)
+    assert max(singles) <= logit <= max(singles) * (1 + 1e-12)
+
+
+def test_margins_decide_the_prediction() -> None:
+    z = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 2.5]], dtype=torch.float64)
+    assert margins(z, torch.tensor([0, 2])).tolist() == [1.0, -0.5]
+    assert permitted_change(z, torch.tensor([0, 2]), None) == 1.0
+
+
+def test_models_without_a_one_layer_form_have_no_bound() -> None:
+    options = TrainingOptions(steps=2, batch=4, test=20, norm="pre")
+    (normed,) = train_bounded(TASK, 2, 1, 4, 0.1, options=options)
+    assert output_bound(normed.model) is None
+    record = examine(normed, 20)
+    assert (record.certified, record.one_layer, record.measured_depth) == (None, None, None)
+    assert record.permitted == 1
+
+
+def test_one_layer_replaces_itself() -> None:
+    (single,) = train_bounded(TASK, 1, 1, 4, 0.1, options=TrainingOptions(steps=2, batch=4, test=20))
+    record = examine(single, 20)
+    assert (record.certified, record.certified_depth, record.measured_depth) == (0.0, 1, 1)
+    assert record.one_layer is not None
+
+
+def test_records_of_small_and_large_weights(trained: list[TrainedModel]) -> None:
+    small, large = examine(trained[0], 300), examine(trained[-1], 300)
+    assert small.probability is not None
+    assert small.probability < 0.01
+    assert (small.certified_depth, small.measured_depth) == (1, 1)
+    assert small.one_layer == pytest.approx(small.accuracy, abs=small.permitted)
+    assert small.largest <= 0.01
+    assert small.at_bound is not None
+    assert 0 < small.at_bound <= 1
+    assert large.certified_depth == 3
+    assert small.accuracy == pytest.approx(trained[0].accuracy, abs=0.01)
+    assert math.isfinite(large.loss)
+
+
+def test_the_radius_is_that_of_the_embeddings(trained: list[TrainedModel]) -> None:
+    model = trained[0].model
+    brute = max(
+        float((token.double() + place.double()).abs().max()) for token in model.token for place in model.position
+    )
+    assert brute <= largest_input(model) <= brute * (1 + 1e-15)
