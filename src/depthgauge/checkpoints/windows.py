@@ -15,6 +15,7 @@ from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
 from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512
 """The longest window by default."""
@@ -37,10 +38,18 @@ class Windows(ArrayRecord):
     source: str
     digest: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result JSON."""
+    def record(self, bos: bool | None, reason: str) -> TextWindows:
+        """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
         windows, n = self.ids.shape
-        return {"source": self.source, "sha256": self.digest, "windows": windows, "window": n, "tokens": windows * n}
+        return TextWindows(
+            source=self.source,
+            sha256=self.digest,
+            windows=windows,
+            window=n,
+            tokens=windows * n,
+            bos=bos,
+            bos_reason=reason,
+        )
 
     def with_first(self, token: int, after: int) -> "Windows":
         """Return the windows with a token added at the start, and the last token of their text removed.

@@ -1,4 +1,4 @@
-"""Records of one gauged checkpoint: heads, layer scores, what-ifs with intervals, and measured depth."""
+"""Records of one gauged checkpoint: heads, layer scores and what-ifs with intervals."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -126,33 +126,8 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
     layers: Count
 
 
-class RemovalStep(Record, frozen=True, kw_only=True):
-    """One removed block and the increase of the loss after it, with its interval."""
-
-    removed: Count
-    loss: Number
-    low: Measured
-    high: Measured
-
-
-class MeasuredRemoval(Record, frozen=True, kw_only=True):
-    """The fewest layers found by greedy removal that keep the increase of the loss within `increase`.
-
-    `loss`, `low` and `high` belong to the last step. `stopped` is `increase`, `max_removed` or `one layer left`.
-    """
-
-    increase: Number
-    layers: Count
-    removed: tuple[Count, ...]
-    loss: Number = 0.0
-    low: Measured = 0.0
-    high: Measured = 0.0
-    steps: tuple[RemovalStep, ...]
-    stopped: str = "increase"
-
-
 class CheckpointSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="model"):
-    """One gauged checkpoint."""
+    """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal."""
 
     name: str
     verdict: str
@@ -164,7 +139,7 @@ class CheckpointSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag
     layers: tuple[CheckpointLayer, ...]
     scores: tuple[ScoreTrust, ...]
     collapse: tuple[()] = ()
-    depth: tuple[MeasuredRemoval, ...] = ()
+    depth: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
 
     def summary(self) -> Mapping[str, str]:
