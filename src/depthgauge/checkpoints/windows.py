@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted
+from depthgauge._format import counted, one_line
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
@@ -122,7 +122,7 @@ def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
         with quiet():
             return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # templates raise errors of jinja2, KeyError, TypeError and others
-        raise InputError(f"the chat template failed: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"the chat template failed: {one_line(error)}") from error
 
 
 def read_windows(
