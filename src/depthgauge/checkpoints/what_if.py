@@ -87,8 +87,13 @@ def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[T
     if kind == "loss":
         before = cross_entropy(intact, ids)
         return lambda output: cross_entropy(output, ids) - before
-    norm = intact.double().norm()
-    return lambda output: float((output.double() - intact.double()).norm() / norm)
+    return lambda output: relative_change(output, intact)
+
+
+def relative_change(output: Tensor, intact: Tensor) -> float:
+    """Return ‖output − intact‖F / ‖intact‖F."""
+    exact = intact.double()
+    return float((output.double() - exact).norm() / exact.norm())
 
 
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
