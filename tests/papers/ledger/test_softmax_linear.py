@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
+import dense_separation as naive
 import numpy as np
 import pytest
 import torch
+from dense_separation import inputs, threshold
 
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
 from depthgauge.papers.ledger.claim import Inequality, Misprint, Observed, Study
@@ -26,8 +28,6 @@ from depthgauge.papers.ledger.softmax_linear.sign_probabilities import NetworkEv
 from depthgauge.papers.ledger.softmax_linear.softmax_regression import largest_squares
 from depthgauge.papers.ledger.story import explain
 from depthgauge.papers.ledger.witness import refute
-from depthgauge.papers.separation import dense as naive
-from depthgauge.papers.separation.datasets import inputs, threshold
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.rows import rows
 from depthgauge.papers.separation.score_maps import EXP, LIN, parse_attention
