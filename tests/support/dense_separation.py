@@ -15,7 +15,7 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.papers.separation.sampling import AttentionDraws, RegressionDraws, unpack
-from depthgauge.papers.separation.score_maps import LIN, Attention
+from depthgauge.papers.separation.score_maps import LIN, ScoreMap
 from depthgauge.papers.separation.settings import (
     AttentionSetting,
     CrossAttention,
@@ -110,7 +110,7 @@ def scores_kronecker(
     return (torch.kron(a1, a2) @ x.reshape(-1)).reshape(n, n)
 
 
-def attend(kind: Attention, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*models n"]:
+def attend(kind: ScoreMap, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*models n"]:
     """Return f = k(u) / Σ k(u) along the last axis."""
     if kind.family == "exp":
         return torch.softmax(u, dim=-1)
@@ -128,7 +128,7 @@ def network(c: Float[Tensor, "models n d"], y: Float[Tensor, "models d m"], tau:
 
 
 def output(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
 ) -> Float[Tensor, "models n d"]:
     """Return c = f·A₃V with V = I."""
     given = inputs(setting, dataset, j2, j3)
@@ -154,7 +154,7 @@ def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndar
 
 
 def positive(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, draws: AttentionDraws
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, draws: AttentionDraws
 ) -> Bool[np.ndarray, " models"]:
     """Return whether F > 0 on the data set. Margins within the rounding error are decided in exact arithmetic."""
     j2, j3 = torch.from_numpy(draws.j2[:, dataset]), torch.from_numpy(draws.j3[:, dataset])
@@ -179,7 +179,7 @@ def _any(entries: Bool[Tensor, "models n m"]) -> Bool[np.ndarray, " models"]:
     return np.asarray(entries.flatten(1).any(dim=1).numpy())
 
 
-def rounding(setting: AttentionSetting, kind: Attention, dataset: Dataset) -> float:
+def rounding(setting: AttentionSetting, kind: ScoreMap, dataset: Dataset) -> float:
     """Return a bound on the rounding error of ⟨c, y⟩ − τ, relative to Σ|c| + τ.
 
     All numbers before the product with y are non-negative, so relative errors add. In units of 2⁻⁵³: a score u has
@@ -223,7 +223,7 @@ def _first_alike(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int
 
 @lru_cache(maxsize=4096)
 def _settled(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
 ) -> bool:
     """Decide ⟨c_row, y⟩ > τ exactly, from the sign of Σ_j (⟨(A₃)_j, y⟩ − τ)·k(u_{row,j}) over all n keys."""
     a1, a2 = _rational(setting, dataset, at)
@@ -261,7 +261,7 @@ def regression_scores(setting: Regression, dataset: Dataset, draws: RegressionDr
 
 
 def _regression_positive(
-    setting: Regression, kind: Attention, dataset: Dataset, draws: RegressionDraws
+    setting: Regression, kind: ScoreMap, dataset: Dataset, draws: RegressionDraws
 ) -> Bool[np.ndarray, " models"]:
     u = regression_scores(setting, dataset, draws)
     y = signs(draws, setting.n)

@@ -12,7 +12,7 @@ import torch
 from dense_separation import inputs, threshold
 
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
-from depthgauge.papers.ledger.claim import Inequality, Misprint, Observed, Study
+from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.judge import judge, judge_inequality
 from depthgauge.papers.ledger.softmax_linear import CLAIMS, sign_probabilities
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
@@ -320,5 +320,5 @@ def test_the_story_of_lemma_e_1():
 
 def test_every_study_states_its_reading():
     for claim in CLAIMS:
-        if isinstance(claim.check, Study) and judged(claim.id).verdict == "holds":
+        if isinstance(claim.check, Computation) and judged(claim.id).verdict == "holds":
             assert any("δ = 1/10" in remark for remark in judged(claim.id).remarks)

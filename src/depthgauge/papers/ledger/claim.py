@@ -105,7 +105,7 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Study:
+class Computation:
     """A statement that is not checked by a search but by a computation of its own.
 
     Examples are statements about probabilities, which are computed for a list of sizes, and statements with hidden
@@ -136,7 +136,7 @@ class Claim:
     id: str
     where: str
     statement: str
-    check: Inequality | Misprint | Study
+    check: Inequality | Misprint | Computation
     hypothesis: str = "none"
     corrected: str | None = None
     sharp: bool = False

@@ -37,7 +37,7 @@ class StoppedError(Exception):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -55,7 +55,9 @@ class Outcome:
     clean_sizes: tuple[Size, ...]
 
 
-def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Outcome:
+def search(
+    inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None
+) -> SearchResult:
     """Search for a counterexample, smallest sizes first; `name` seeds the random numbers."""
     seen, best, where = 0, 0.0, None
     clean: list[Size] = []
@@ -67,9 +69,9 @@ def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, de
         if where is None or at_size.best > best:
             best, where = at_size.best, at_size.where
         if witness is not None:
-            return Outcome(at_size.best, at_size.where, witness, seen, tuple(clean))
+            return SearchResult(at_size.best, at_size.where, witness, seen, tuple(clean))
         clean.append(size)
-    return Outcome(best, where, None, seen, tuple(clean))
+    return SearchResult(best, where, None, seen, tuple(clean))
 
 
 def ratio(left: Value, right: Value, relation: Relation) -> float:

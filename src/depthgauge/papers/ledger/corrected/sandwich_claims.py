@@ -9,7 +9,7 @@ from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
-from depthgauge.papers.ledger.claim import Claim, Observed, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import Verdict
 from depthgauge.surrogates.closed_forms import closed_form, fold
 
@@ -80,7 +80,7 @@ _SET = "‖X‖max ≤ φ, any number of tokens"
 
 
 def _claim(id: str, statement: str, run: Callable[[], Observed], hypothesis: str = _SET) -> Claim:
-    return Claim(f"ours.{id}", "docs/math.md §3", statement, Study(run), hypothesis)
+    return Claim(f"ours.{id}", "docs/math.md §3", statement, Computation(run), hypothesis)
 
 
 CLAIMS: tuple[Claim, ...] = (

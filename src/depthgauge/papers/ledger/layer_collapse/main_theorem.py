@@ -11,7 +11,7 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Observed, Size, Steps, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Inequality, Instance, Observed, Size, Steps
 from depthgauge.papers.ledger.formulas import attention, depth, layer, max_norm
 from depthgauge.papers.ledger.instances import matrix
 from depthgauge.papers.ledger.layer_collapse.attention_layers import growth
@@ -126,7 +126,7 @@ CLAIMS: tuple[Claim, ...] = (
         "A.1.2",
         "Theorem 1.2 (informal)",
         "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(η) for every ‖X‖∞ ≤ O(1)",
-        Study(_informal),
+        Computation(_informal),
         "every weight has absolute value at most η",
         "ours.mean-field-certificate",
     ),
@@ -153,7 +153,7 @@ CLAIMS: tuple[Claim, ...] = (
         "A.D.1.exists",
         "Theorem D.1, as an existence statement",
         "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(A/L)",
-        Study(_informal),
+        Computation(_informal),
         _SETTING,
         "ours.mean-field-certificate",
     ),
@@ -161,7 +161,7 @@ CLAIMS: tuple[Claim, ...] = (
         "A.D.2",
         "Remark D.2",
         "the proof generalises to layers with an MLP f, with the Lipschitz constant of f in the bound",
-        Study(_remark),
+        Computation(_remark),
         "X_ℓ = f(B_ℓ)",
         "ours.mlp-deletion",
     ),
