@@ -13,7 +13,7 @@ from dense_separation import inputs, threshold
 
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
 from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
-from depthgauge.papers.ledger.judge import judge, judge_inequality
+from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS, sign_probabilities
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
@@ -92,7 +92,7 @@ def test_verdicts(id):
 @pytest.mark.parametrize("id", [claim.id for claim in CLAIMS if isinstance(claim.check, Misprint)])
 def test_the_intended_form_of_every_misprint_holds(id):
     check = BY_ID[id].check
-    assert judge_inequality(check.proved, f"{id}/proved", FEW).verdict == "holds"
+    assert search(check.proved, f"{id}/proved", FEW).verdict == "holds"
     witness = judged(id).witness
     if witness is not None:
         assert refute(check.printed, witness.arrays()) is not None
@@ -105,7 +105,7 @@ SHARP = [claim.id for claim in CLAIMS if claim.sharp]
 @pytest.mark.parametrize("id", SHARP)
 def test_planted_variants_are_refuted(id):
     planted = BY_ID[id].check.shrunk(Fraction(9, 10))
-    assert judge_inequality(planted, id, 600).verdict == "fails"
+    assert search(planted, id, 600).verdict == "fails"
 
 
 def test_sharp_claims_are_those_with_ratios_near_one():

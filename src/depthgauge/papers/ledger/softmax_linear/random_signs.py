@@ -10,7 +10,7 @@ import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Size
-from depthgauge.papers.ledger.judge import judge_inequality
+from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention, Kind
 from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
@@ -166,7 +166,7 @@ def _network(
 def _impossible() -> Observed:
     """Theorem E.4 requires b² + c² = 1 of a data set that has b + c = 1."""
     return _with_named_sides(
-        judge_inequality(CONTRADICTION, "B.E.4"), "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."
+        search(CONTRADICTION, "B.E.4"), "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."
     )
 
 
@@ -219,7 +219,7 @@ def _displayed() -> Inequality:
 def _misnamed() -> Observed:
     """Theorem D.17 defines one network and makes a statement about another."""
     remark = "the displayed network, with c_exp, is not F_lin."
-    return _with_named_sides(judge_inequality(_displayed(), "B.D.17"), "F_lin", "the displayed network", remark)
+    return _with_named_sides(search(_displayed(), "B.D.17"), "F_lin", "the displayed network", remark)
 
 
 _FOUR: tuple[tuple[str, NetworkEvent, Sequence[Case]], ...] = (
