@@ -1,6 +1,7 @@
 """Settings: the parameters of the data sets of Definitions 3.8, D.1 and F.1, and the width of the network."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
@@ -179,7 +180,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "regression": {"n": 1000, "m": None},
 }
 """The paper's parameters of each kind. The default of m depends on n; see `_width`."""
-_CLASSES = {"self": SelfAttention, "cross": CrossAttention, "regression": Regression}
+_CLASSES: dict[str, Callable[..., Setting]] = {"self": SelfAttention, "cross": CrossAttention, "regression": Regression}
 
 
 def _width(kind: str, n: int) -> int:

@@ -118,10 +118,9 @@ def _row(special: bool) -> str:
 
 def _count_claim(name: str, where: str, special: bool, near: bool, number: str, proved: str | None = None) -> Claim:
     """A bullet of Part 1b or 2; `proved` is the number in the proof if it differs from the printed one."""
-    check: Inequality | Misprint = _counted(special, near, number)
-    note = _READING
+    printed = _counted(special, near, number)
+    check, note = printed if proved is None else Misprint(printed, _counted(special, near, proved)), _READING
     if proved is not None:
-        check = Misprint(check, _counted(special, near, proved))
         note += f" The proof of Part 4 counts {proved}, because j₀ belongs to its own class."
     statement = f"for {_row(special)}: {number} indices j₁ have {_level(near)}"
     return Claim(

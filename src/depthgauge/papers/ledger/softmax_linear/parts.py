@@ -111,9 +111,10 @@ class Lemma:
         shown = replace(part, **part.printed)
         left, right = shown.text(self.setup, self.formula)
         sign = {"=": "=", "<=": "≤", ">=": "≥"}[part.relation]
-        check: Inequality | Misprint = part_inequality(self.setup, self.formula, part)
+        proved = part_inequality(self.setup, self.formula, part)
+        check: Inequality | Misprint = proved
         if self.printed or part.printed:
-            check = Misprint(part_inequality(replace(self.setup, **self.printed), self.formula, shown), check)
+            check = Misprint(part_inequality(replace(self.setup, **self.printed), self.formula, shown), proved)
         return Claim(
             f"B.{self.id}.{part.name}", f"Lemma {self.id}, Part {part.name}",
             f"for {shown.rows} and {shown.keys}: {left} {sign} {right}", check, self.hypothesis, part.corrected,
