@@ -18,7 +18,7 @@ from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_d
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import InputError
 from depthgauge.papers.reproduce import catalog, rank_figure
-from depthgauge.papers.reproduce.catalog import FIGURES
+from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
 from depthgauge.papers.reproduce.rank_figure import RankStudy, depth_curves
 from depthgauge.papers.reproduce.study import Computing
@@ -156,7 +156,7 @@ def test_missing_packages_are_named_before_any_work(
     with pytest.raises(InputError, match=sentence):
         reproduce_all(["A1", "D2"], tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert not FIGURES["D2"].by_default
+    assert "D2" not in DEFAULT_FIGURES
 
 
 def test_the_number_of_samples_is_checked(tmp_path: Path) -> None:
