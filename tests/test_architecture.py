@@ -37,6 +37,8 @@ HEAVY = {
     "dask",
     "distributed",
     "plotly",
+    "jinja2",
+    "markupsafe",
     "triton",
     "pandas",
     "tensorboard",

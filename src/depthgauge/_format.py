@@ -1,4 +1,4 @@
-"""Number formatting, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
+"""Formatting of numbers and texts, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
 
 import re
 
@@ -30,6 +30,15 @@ def counted(count: int, noun: str) -> str:
     ('1 layer', '12 layers')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def short(text: str, most: int) -> str:
+    """Return a text of at most `most` characters; a longer one ends with an ellipsis.
+
+    >>> short("mean-field", 20), short("a name that goes on and on", 20)
+    ('mean-field', 'a name that goes on…')
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def duration(seconds: float) -> str:
