@@ -216,6 +216,8 @@ def test_the_api_reference_lists_every_public_name() -> None:
     assert len(listed) == len(set(listed))
     inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
     assert set(listed) == {*depthgauge.__all__, *inside} - {"__version__", "papers", "results"}
+    spaces = [name.rpartition(".")[0] for name in listed]
+    assert spaces == sorted(spaces, key=["", "results", "papers"].index)  # namespace by namespace
 
 
 def test_one_version_everywhere() -> None:
