@@ -20,7 +20,7 @@ from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import require_positive
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.plan import Plan
+from depthgauge.fast_attention.plan import AttentionPlan
 
 NAME = "depthgauge"
 TOLERANCE = 1e-3
@@ -135,7 +135,7 @@ def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> LayerPlan:
         reason = "its scores are capped" if call.softcap is not None else "its mask is neither causal nor empty"
         return LayerPlan(call.layer, heads, (), (), reason)
     q, k, v = (x[0].contiguous() for x in (call.query, call.key, call.value))
-    plan: Plan = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale)
+    plan: AttentionPlan = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale)
     fast = tuple(h for h, head in enumerate(plan.heads) if head.path == "polynomial")
     reasons = Counter(head.why for head in plan.heads if head.path != "polynomial")
     why = reasons.most_common(1)[0][0] if reasons else ""
