@@ -17,6 +17,7 @@ from depthgauge.checkpoints.load import wrap
 from depthgauge.errors import InputError
 from depthgauge.surgery.block_runner import BlockRunner
 
+pytestmark = pytest.mark.soak
 peers = benchmark("shrink_peers")
 REMOVED = [(2,), (1, 2, 3), (1, 4), (3, 4, 5)]
 

@@ -14,16 +14,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family, Fused, Separate
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.linalg.norms import entry_sum_norm
 from depthgauge.measures.weights import weight_sizes
 from depthgauge.network.network import Layer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadWeights(TensorRecord):
+class HeadWeights(ArrayRecord):
     """The weights of one head.
 
     - `query`, `key`: Q and K
@@ -204,7 +204,7 @@ def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerSizes(TensorRecord):
+class LayerSizes(ArrayRecord):
     """Sizes of the circuits of some layers, over the heads of each.
 
     - `eta`: η, the largest |entry| of Q, K and V of any head

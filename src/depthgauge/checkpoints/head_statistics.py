@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.interface import AttentionCall, RowBlock
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.measures.heads import entropy
 
 STATIC = ("uniform", "first", "previous", "mean")
@@ -26,7 +26,7 @@ STATIC = ("uniform", "first", "previous", "mean")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadStatistics(TensorRecord):
+class HeadStatistics(ArrayRecord):
     """Statistics per head over the rows p of the attention matrices of one or more windows.
 
     A row belongs to one query token. A key is visible to a row if the mask lets the row attend to it.

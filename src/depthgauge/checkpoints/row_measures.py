@@ -12,15 +12,15 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.interface import BLOCK_ENTRIES, AttentionCall
-from depthgauge.checkpoints.tensor_record import TensorRecord
 
 _MASKS = 2
 """How many masks are kept: models with windowed layers alternate between two."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RowMeasures(TensorRecord):
+class RowMeasures(ArrayRecord):
     """The part of `HeadStatistics` that needs one pass over the scores, and the entropy of uniform attention.
 
     - `score_range`, `tv_mean`, `first_mass`, `entropy`: as in `HeadStatistics`; NaN where a layer has fewer heads

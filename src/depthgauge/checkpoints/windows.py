@@ -10,9 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
 from depthgauge.errors import InputError, require_count, require_seed
 
@@ -25,7 +25,7 @@ SHORT_WINDOW = 64
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Windows(TensorRecord):
+class Windows(ArrayRecord):
     """Windows of token ids and their origin.
 
     - `ids`: token ids, special tokens included
@@ -55,7 +55,7 @@ class Windows(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenizedText(TensorRecord):
+class TokenizedText(ArrayRecord):
     """The token ids of a text, or of pieces of a large text.
 
     - `source`: name of the text: its path, `path:field`, or `the built-in text`

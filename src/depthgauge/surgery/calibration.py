@@ -17,8 +17,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.windows import surround
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
@@ -56,7 +56,7 @@ class SourceInfo:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Part(TensorRecord):
+class Part(ArrayRecord):
     """The windows of one part, in random order.
 
     - `ids`: token ids, special tokens included
@@ -78,7 +78,7 @@ class Part(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Calibration(TensorRecord):
+class Calibration(ArrayRecord):
     """The windows of a shrink.
 
     - `sources`: where the windows come from

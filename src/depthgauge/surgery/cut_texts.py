@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import WINDOW, body_length, tokenize_text
 from depthgauge.errors import InputError, require_count, require_seed
@@ -141,7 +141,7 @@ class CalibrationRequest:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CutSource(TensorRecord):
+class CutSource(ArrayRecord):
     """The windows of one text, without special tokens.
 
     - `kind`: the user's `text`, or the `built-in` text
@@ -157,7 +157,7 @@ class CutSource(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CutTexts(TensorRecord):
+class CutTexts(ArrayRecord):
     """The windows of all texts, without special tokens.
 
     - `request`: what was asked

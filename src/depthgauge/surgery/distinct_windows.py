@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.tensor_record import TensorRecord
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import TokenizedText, tokenize_text
 from depthgauge.errors import InputError
@@ -22,7 +22,7 @@ _REREADS = (1, 4, 16)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class DistinctWindows(TensorRecord):
+class DistinctWindows(ArrayRecord):
     """Windows of one text, without special tokens, in random order.
 
     - `source`: name of the text

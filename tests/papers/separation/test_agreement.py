@@ -3,16 +3,16 @@
 import random
 from fractions import Fraction
 
+import dense_separation as naive
 import numpy as np
 import pytest
 import torch
+from dense_separation import inputs, rational_inputs, threshold
 from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
 from depthgauge.papers.separation import decisions, regression, structured
-from depthgauge.papers.separation import dense as naive
-from depthgauge.papers.separation.datasets import inputs, rational_inputs, threshold
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.rows import rows
 from depthgauge.papers.separation.sampling import AttentionDraws, draw_attention, draw_regression, unpack

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from depthgauge.papers.reproduce.study import GridStudy, Results
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, Lists, Plan
+from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
 from depthgauge.papers.trained_depth.trained_records import WITHIN
 from depthgauge.sweeps.grid import Grid
 
@@ -47,7 +47,7 @@ class TrainedStudy(GridStudy):
     quick: bool = False
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> ExperimentPlan:
         """The models of the figure."""
         return QUICK if self.quick else FULL
 

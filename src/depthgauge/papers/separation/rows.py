@@ -13,7 +13,7 @@ from typing import Any
 
 from flint import arb
 
-from depthgauge.papers.separation.score_maps import Attention, to_arb, weights
+from depthgauge.papers.separation.score_maps import ScoreMap, to_arb, weights
 from depthgauge.papers.separation.settings import (
     AttentionSetting,
     CrossAttention,
@@ -64,12 +64,12 @@ class Signs:
 
 
 @dataclass(frozen=True)
-class Row:
+class OutputRow:
     """One distinct row of c. The groups partition the n keys."""
 
     groups: tuple[Group, ...]
 
-    def coefficients(self, kind: Attention, n: int) -> list[Any]:
+    def coefficients(self, kind: ScoreMap, n: int) -> list[Any]:
         """Return the coefficients of ⟨c, y⟩ on (y₁, y_κ, S, σ, y_d) as arb: Σ_g k(q_g)·sum_g / Σ_g k(q_g)·count_g."""
         ws = weights(kind, n, [group.score for group in self.groups])
         normaliser = sum((w * group.count for w, group in zip(ws, self.groups, strict=True)), arb(0))
@@ -84,10 +84,10 @@ class Row:
         return [(group.total(signs) - group.count * threshold, group.score) for group in self.groups]
 
 
-def rows(setting: AttentionSetting, dataset: Dataset) -> tuple[Row, ...]:
+def rows(setting: AttentionSetting, dataset: Dataset) -> tuple[OutputRow, ...]:
     """Return the distinct rows of c = f·A₃V on the data set. Rows of classes other than κ differ only in σ."""
     found = _self_rows(setting, dataset) if isinstance(setting, SelfAttention) else _cross_rows(setting, dataset)
-    return tuple(Row(tuple(g for g in groups if g.count)) for groups in found)
+    return tuple(OutputRow(tuple(g for g in groups if g.count)) for groups in found)
 
 
 def _self_rows(setting: SelfAttention, dataset: Dataset) -> Iterator[list[Group]]:

@@ -6,7 +6,7 @@ from fractions import Fraction
 from typing import Literal
 
 from depthgauge.errors import InputError, require_count, require_type, unknown_name
-from depthgauge.papers.separation.score_maps import Attention, parse_attention
+from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
 
 Dataset = Literal[0, 1]
 DELTA = 0.01
@@ -178,7 +178,7 @@ AttentionSetting = SelfAttention | CrossAttention
 Setting = SelfAttention | CrossAttention | Regression
 
 
-def strong(setting: Setting) -> Attention:
+def strong(setting: Setting) -> ScoreMap:
     """Return the attention kind that is compared with linear attention."""
     return parse_attention(setting.attention)
 

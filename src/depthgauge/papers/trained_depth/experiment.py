@@ -37,7 +37,7 @@ Eta = float | str
 
 
 @dataclass(frozen=True)
-class Plan:
+class ExperimentPlan:
     """The models of figures T1 to T3 at one scale.
 
     Attributes:
@@ -105,7 +105,7 @@ class Plan:
         return {name: [value] for name, value in self.shape.items()} | lists
 
 
-FULL = Plan(
+FULL = ExperimentPlan(
     problems=("recall-3", "pointer-2", "1-hop", "s3", "majority", "parity"),
     contrasted=("recall-3", "pointer-2"),
     etas=(0.001, 0.002, 0.005, 0.01, 0.03, 0.1, 0.2, 0.5, 1.0),
@@ -114,7 +114,7 @@ FULL = Plan(
     shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 3000, "batch": 64, "rate": 0.05},
     seeds=5,
 )
-QUICK = Plan(
+QUICK = ExperimentPlan(
     problems=("recall-2", "pointer-2", "majority"),
     contrasted=("pointer-2",),
     etas=(0.001, 0.03, 0.2, 1.0),
@@ -142,7 +142,7 @@ def shape_of(parameters: Mapping[str, Any]) -> ModelShape:
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """Models that are trained at once: one task and shape, every η and seed.
 
     Attributes:
@@ -184,7 +184,7 @@ class Family:
         return trainer
 
 
-def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[Family]:
+def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[ModelFamily]:
     """Group the parameters of cells into batches, which share everything but `eta`; equal cells are trained once."""
     groups: dict[tuple[tuple[str, Any], ...], list[Eta]] = {}
     for cell in cells:
@@ -192,4 +192,4 @@ def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[F
         full["key_dim"] = shape_of(full).key_dim
         key = tuple((name, value) for name, value in sorted(full.items()) if name not in ("eta", "depths", "seed"))
         groups.setdefault(key, []).append(full["eta"])
-    return [Family(dict(key), tuple(dict.fromkeys(etas)), tuple(seeds)) for key, etas in groups.items()]
+    return [ModelFamily(dict(key), tuple(dict.fromkeys(etas)), tuple(seeds)) for key, etas in groups.items()]

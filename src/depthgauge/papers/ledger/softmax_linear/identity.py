@@ -10,7 +10,7 @@ import numpy as np
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.parts import Lemma, Part, all_parts, concatenated, data_set_inequality
+from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, all_parts, concatenated, data_set_inequality
 from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
 
 SETUP = AttentionSetup("self", 1, "exp", product="identity", tie="squares", least=Fraction(1))
@@ -33,7 +33,7 @@ E_1 = Lemma(
     SETUP,
     "a1",
     (
-        Part(
+        LemmaPart(
             "1a",
             "u",
             _J3,
@@ -43,10 +43,10 @@ E_1 = Lemma(
             lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
             printed={"bound": "n^((1 + {a})²)", "value": lambda att: att.power((1 + att.a) ** 2)},
         ),
-        Part("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2), sharp=True),
-        Part("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
-        Part("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
-        Part(
+        LemmaPart("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2), sharp=True),
+        LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
+        LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
+        LemmaPart(
             "4b",
             "f",
             _NOT_J3,
@@ -68,7 +68,7 @@ E_2 = Lemma(
     (
         HALF_FIRST,
         HALF_OWN,
-        Part(
+        LemmaPart(
             "2b",
             "c",
             _J3,
@@ -78,7 +78,7 @@ E_2 = Lemma(
             lambda att: att.t * _NEAR[1](att) * att.b * att.root,
         ),
         last_column("3", _J3),
-        Part(
+        LemmaPart(
             "4",
             "c",
             _NOT_J3,
@@ -87,7 +87,7 @@ E_2 = Lemma(
             "(1/n^(1 − b²)) {a}√(log n)",
             lambda att: _NEAR[1](att) * att.a * att.root,
         ),
-        Part(
+        LemmaPart(
             "5",
             "c",
             _NOT_J3,

@@ -43,7 +43,7 @@ def _block(att: DenseAttention) -> Any:
 
 
 @dataclass(frozen=True)
-class Part:
+class LemmaPart:
     """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
 
     Attributes:
@@ -107,7 +107,7 @@ class Lemma:
     id: str
     setup: AttentionSetup
     formula: Symbol
-    parts: tuple[Part, ...]
+    parts: tuple[LemmaPart, ...]
     hypothesis: str
     printed: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
@@ -116,11 +116,11 @@ class Lemma:
         """Return one claim per part."""
         return tuple(self._claim(part) for part in self.parts)
 
-    def proved(self, part: Part) -> Inequality:
+    def proved(self, part: LemmaPart) -> Inequality:
         """Return a part in the form that its proof uses."""
         return part_inequality(self.setup, self.formula, part)
 
-    def _claim(self, part: Part) -> Claim:
+    def _claim(self, part: LemmaPart) -> Claim:
         shown = replace(part, **part.printed)
         left, right = shown.text(self.setup, self.formula)
         sign = {"=": "=", "<=": "≤", ">=": "≥"}[part.relation]
@@ -141,7 +141,7 @@ class Lemma:
         )
 
 
-def part_inequality(setup: AttentionSetup, formula: Symbol, part: Part) -> Inequality:
+def part_inequality(setup: AttentionSetup, formula: Symbol, part: LemmaPart) -> Inequality:
     """Return the inequality of a part; a lower bound is the left side."""
     left, right = part.text(setup, formula)
     if part.relation == ">=":
@@ -170,7 +170,7 @@ def all_parts(lemma: Lemma, setup: AttentionSetup) -> Inequality:
     )
 
 
-def _directions(part: Part, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
+def _directions(part: LemmaPart, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
     left, right = np.broadcast_arrays(*map(np.asarray, part.sides(att)))
     yield left, right
     if part.relation == "=":

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Observed, Size, Study
-from depthgauge.papers.ledger.judge import judge_inequality
+from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Size
+from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention, Kind
 from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
@@ -76,7 +76,7 @@ def _row(
         id=f"B.{id}",
         where=f"Lemma {id[:-2]}, Part {id[-1]}",
         statement=_statement(event, "= j₃" if event.which == "special" else "≠ j₃"),
-        check=Study(lambda: judge_event(event, cases, _limit(event))),
+        check=Computation(lambda: judge_event(event, cases, _limit(event))),
         hypothesis=HYPOTHESES[where],
         corrected=corrected,
         note=note,
@@ -106,7 +106,7 @@ def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str) ->
         id=f"B.{id}",
         where=f"Lemma {id[:-2]}, Part {id[-1]}",
         statement=_statement(event, "= j₃" if event.which == "special" else "≠ j₃", sign="="),
-        check=Study(run),
+        check=Computation(run),
         hypothesis=HYPOTHESES[f"F{event.dataset}"],
         note="“=” is printed in place of “≥”, and j₃ in place of j₂.",
     )
@@ -157,7 +157,7 @@ def _network(
         id=f"B.{id}",
         where=f"Theorem {id}",
         statement=f"for D{'₀₁'[dataset]}: Pr[F_{event.kind} {'> 0' if event.positive else '= 0'}] ≥ 1 − δ/poly(n)",
-        check=Study(run),
+        check=Computation(run),
         hypothesis=f"{HYPOTHESES[where]}, m = O(log(n/δ))",
         note=note,
     )
@@ -166,7 +166,7 @@ def _network(
 def _impossible() -> Observed:
     """Theorem E.4 requires b² + c² = 1 of a data set that has b + c = 1."""
     return _with_named_sides(
-        judge_inequality(CONTRADICTION, "B.E.4"), "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."
+        search(CONTRADICTION, "B.E.4"), "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."
     )
 
 
@@ -219,7 +219,7 @@ def _displayed() -> Inequality:
 def _misnamed() -> Observed:
     """Theorem D.17 defines one network and makes a statement about another."""
     remark = "the displayed network, with c_exp, is not F_lin."
-    return _with_named_sides(judge_inequality(_displayed(), "B.D.17"), "F_lin", "the displayed network", remark)
+    return _with_named_sides(search(_displayed(), "B.D.17"), "F_lin", "the displayed network", remark)
 
 
 _FOUR: tuple[tuple[str, NetworkEvent, Sequence[Case]], ...] = (
@@ -247,7 +247,7 @@ def _informal(id: str, case: Case, section: str) -> Claim:
         id=f"B.{id}",
         where=f"Theorem {id}, the informal version of Section {section}",
         statement="for some D₀, D₁ and networks: with high probability F_exp separates D₀ from D₁ and F_lin does not",
-        check=Study(lambda: judge_event(SuccessEvent(), (case,))),
+        check=Computation(lambda: judge_event(SuccessEvent(), (case,))),
         hypothesis=f"the data sets of Section {section} at the paper's own parameters, one y for all four networks",
         note="“With high probability” is read as 1 − δ/n. The number of layers is not examined.",
     )
@@ -261,7 +261,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="B.6.2",
         where="Theorem 6.2",
         statement="for D₁: F_exp > 0 and F_exp = 0, for D₀: F_lin = 0 and F_lin = 0, with probability 1 − δ/poly(n)",
-        check=Study(_main_theorem),
+        check=Computation(_main_theorem),
         hypothesis=f"{HYPOTHESES['D1']}, m = O(log(n/δ))",
         note="F_exp is printed in place of F_lin, and F_lin in place of F_exp; no network is both positive and zero.",
     ),
@@ -278,7 +278,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="ours.b-d-4-2",
         where="Lemma D.4, Part 2, for smaller a₁",
         statement=f"if a₁ ≤ 4/5, {_statement(_OTHER_ROWS_BELOW, '≠ j₃')}",
-        check=Study(lambda: judge_event(_OTHER_ROWS_BELOW, (*D_1[1:], self_case(a1=0.8)))),
+        check=Computation(lambda: judge_event(_OTHER_ROWS_BELOW, (*D_1[1:], self_case(a1=0.8)))),
         hypothesis=HYPOTHESES["D1"].replace("a₁ ≥ 7/10", "7/10 ≤ a₁ ≤ 4/5"),
     ),
     _network("D.5", NetworkEvent(1, "exp", True), D_1, "D1"),
@@ -309,7 +309,7 @@ CLAIMS: tuple[Claim, ...] = (
         id="B.E.3.1",
         where="Lemma E.3, Part 1",
         statement=_statement(RowEvent(1, "exp", "special", "reaches"), "= j₃"),
-        check=Study(
+        check=Computation(
             lambda: compare_readings(
                 judge_event(RowEvent(1, "exp", "special", "reaches"), E_PRINTED, one_tenth),
                 judge_event(RowEvent(1, "exp", "special", "reaches"), E_INTENDED, one_tenth),

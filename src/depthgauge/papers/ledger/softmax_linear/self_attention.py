@@ -6,7 +6,7 @@ from typing import Any
 
 from depthgauge.papers.ledger.claim import Claim
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.parts import Lemma, Part, part_inequality
+from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, part_inequality
 
 SETUPS = {
     (kind, dataset): AttentionSetup("self", dataset, kind, product="ones", least=Fraction(7, 10))
@@ -24,7 +24,7 @@ def _half(att: DenseAttention) -> object:
     return att.fraction(1, 2)
 
 
-def u_parts(kind: str) -> tuple[Part, ...]:
+def u_parts(kind: str) -> tuple[LemmaPart, ...]:
     """Parts 1 and 2 of Lemmas D.2, D.6 (exp) and D.10, D.14 (lin)."""
     if kind == "exp":
         special = ("n^((1 + {a})²)", lambda att: att.power((1 + att.a) ** 2))
@@ -35,10 +35,10 @@ def u_parts(kind: str) -> tuple[Part, ...]:
         mixed = ("(1 + {a}) log n", lambda att: (1 + att.a) * att.log)
         plain = ("log n", lambda att: att.log)
     return (
-        Part("1a", "u", "j₀ = j₃", "j₁ = j₃", "=", *special),
-        Part("1b", "u", "j₀ = j₃", "j₁ ≠ j₃", "=", *mixed),
-        Part("2a", "u", "j₀ ≠ j₃", "j₁ = j₃", "=", *mixed),
-        Part("2b", "u", "j₀ ≠ j₃", "j₁ ≠ j₃", "=", *plain),
+        LemmaPart("1a", "u", "j₀ = j₃", "j₁ = j₃", "=", *special),
+        LemmaPart("1b", "u", "j₀ = j₃", "j₁ ≠ j₃", "=", *mixed),
+        LemmaPart("2a", "u", "j₀ ≠ j₃", "j₁ = j₃", "=", *mixed),
+        LemmaPart("2b", "u", "j₀ ≠ j₃", "j₁ ≠ j₃", "=", *plain),
     )
 
 
@@ -48,16 +48,16 @@ _SQUARED = ("1/n^(1 − 2{a})", lambda att: att.power(2 * att.a - 1))
 _TILTED = ("(1 + {a})/n", lambda att: (1 + att.a) * att.fraction(1, att.n))
 
 F_1 = (
-    Part("3a", "f", "j₀ = j₃", "j₁ = j₃", ">=", "1/2", _half),
-    Part("3b", "f", "j₀ = j₃", "j₁ ≠ j₃", "<=", *_NTH),
-    Part("4a", "f", "j₀ ≠ j₃", "j₁ = j₃", "<=", *_NEAR_NTH),
-    Part("4b", "f", "j₀ ≠ j₃", "j₁ ≠ j₃", "<=", *_NTH, printed=_J1_FOR_J0),
+    LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", ">=", "1/2", _half),
+    LemmaPart("3b", "f", "j₀ = j₃", "j₁ ≠ j₃", "<=", *_NTH),
+    LemmaPart("4a", "f", "j₀ ≠ j₃", "j₁ = j₃", "<=", *_NEAR_NTH),
+    LemmaPart("4b", "f", "j₀ ≠ j₃", "j₁ ≠ j₃", "<=", *_NTH, printed=_J1_FOR_J0),
 )
-F_0 = (Part("3a", "f", "j₀ = j₃", "j₁ = j₃", "<=", *_SQUARED), *F_1[1:])
+F_0 = (LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", "<=", *_SQUARED), *F_1[1:])
 F_LIN = (
-    Part("3a", "f", "j₀ = j₃", "j₁ = j₃", "<=", *_TILTED, sharp=True),
-    Part("3b", "f", "j₀ = j₃", "j₁ ≠ j₃", "<=", *_NTH, sharp=True),
-    Part("4a", "f", "j₀ ≠ j₃", "j₁ = j₃", "<=", *_TILTED, sharp=True),
+    LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", "<=", *_TILTED, sharp=True),
+    LemmaPart("3b", "f", "j₀ = j₃", "j₁ ≠ j₃", "<=", *_NTH, sharp=True),
+    LemmaPart("4a", "f", "j₀ ≠ j₃", "j₁ = j₃", "<=", *_TILTED, sharp=True),
     F_1[3],
 )
 
@@ -70,15 +70,15 @@ _FIRST, _OWN, _OTHER, _BLOCK, _LAST = (
 )
 
 
-def last_column(name: str, rows: str) -> Part:
+def last_column(name: str, rows: str) -> LemmaPart:
     """The last coordinate is c√(log n), because the rows of f sum to 1."""
-    return Part(name, "c", rows, _LAST, "=", "c√(log n)", lambda att: att.c_parameter * att.root)
+    return LemmaPart(name, "c", rows, _LAST, "=", "c√(log n)", lambda att: att.c_parameter * att.root)
 
 
-def spread_evenly(name: str, rows: str, columns: str, corrected: str | None = None) -> Part:
+def spread_evenly(name: str, rows: str, columns: str, corrected: str | None = None) -> LemmaPart:
     """A class coordinate is at most t·(1/n)·b√(log n): each of its t keys has weight at most 1/n."""
     text = "(t/n) b√(log n)"
-    return Part(
+    return LemmaPart(
         name,
         "c",
         rows,
@@ -90,10 +90,10 @@ def spread_evenly(name: str, rows: str, columns: str, corrected: str | None = No
     )
 
 
-def _with_special(name: str, rows: str, factor: int) -> Part:
+def _with_special(name: str, rows: str, factor: int) -> LemmaPart:
     """The class of j₃: the weight of j₃, and 1/n for each of the t − 1 other keys."""
     power = "1/n^(1 − 2{a})" if factor == 2 else "1/n^(1 − {a})"
-    return Part(
+    return LemmaPart(
         name,
         "c",
         rows,
@@ -104,10 +104,10 @@ def _with_special(name: str, rows: str, factor: int) -> Part:
     )
 
 
-def _loose(name: str, rows: str, factor: int) -> Part:
+def _loose(name: str, rows: str, factor: int) -> LemmaPart:
     """Every class coordinate, with the weight of j₃ as the bound for all t keys."""
     power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
-    return Part(
+    return LemmaPart(
         name,
         "c",
         rows,
@@ -118,9 +118,9 @@ def _loose(name: str, rows: str, factor: int) -> Part:
     )
 
 
-def _first(name: str, rows: str, factor: int) -> Part:
+def _first(name: str, rows: str, factor: int) -> LemmaPart:
     power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
-    return Part(
+    return LemmaPart(
         name,
         "c",
         rows,
@@ -131,8 +131,8 @@ def _first(name: str, rows: str, factor: int) -> Part:
     )
 
 
-HALF_FIRST = Part("1", "c", "j₀ = j₃", _FIRST, ">=", "½ {a}√(log n)", lambda att: att.a * att.root / 2)
-HALF_OWN = Part("2a", "c", "j₀ = j₃", _OWN, ">=", "½ b√(log n)", lambda att: att.b * att.root / 2)
+HALF_FIRST = LemmaPart("1", "c", "j₀ = j₃", _FIRST, ">=", "½ {a}√(log n)", lambda att: att.a * att.root / 2)
+HALF_OWN = LemmaPart("2a", "c", "j₀ = j₃", _OWN, ">=", "½ b√(log n)", lambda att: att.b * att.root / 2)
 
 C_1 = (
     HALF_FIRST,
@@ -160,9 +160,9 @@ C_0 = tuple(
 )
 
 
-def _linear_first(name: str, rows: str) -> Part:
+def _linear_first(name: str, rows: str) -> LemmaPart:
     text = "((1 + {a})/n) {a}√(log n)"
-    return Part(
+    return LemmaPart(
         name,
         "c",
         rows,
@@ -174,9 +174,9 @@ def _linear_first(name: str, rows: str) -> Part:
     )
 
 
-def _linear_class(name: str, rows: str) -> Part:
+def _linear_class(name: str, rows: str) -> LemmaPart:
     text = "((1 + {a})/n) t b√(log n)"
-    return Part(
+    return LemmaPart(
         name, "c", rows, _BLOCK, "<=", text, lambda att: (1 + att.a) * att.fraction(att.t, att.n) * att.b * att.root
     )
 
@@ -191,7 +191,7 @@ C_LIN = (
 )
 
 
-def _lemma(id: str, kind: str, a: int, parts: tuple[Part, ...], note: str = "", **printed: Any) -> Lemma:
+def _lemma(id: str, kind: str, a: int, parts: tuple[LemmaPart, ...], note: str = "", **printed: Any) -> Lemma:
     """A lemma about D₀ (a = 0) or D₁ (a = 1); `printed` holds the parts of the setup that are printed differently."""
     setup = SETUPS[kind, a]
     return Lemma(id, setup, setup.symbol, parts, HYPOTHESIS.format(a=SIZE[setup.symbol]), printed, note)

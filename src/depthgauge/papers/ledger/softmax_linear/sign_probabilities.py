@@ -17,8 +17,8 @@ from flint import arb, ctx, fmpz
 from depthgauge._format import number
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.rows import Row, Signs, rows
-from depthgauge.papers.separation.score_maps import Attention, parse_attention
+from depthgauge.papers.separation.rows import OutputRow, Signs, rows
+from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, Dataset, SelfAttention
 from depthgauge.papers.separation.settle import sign_of_sum
 
@@ -88,7 +88,7 @@ class RowEvent:
         """Return the largest probability, over the rows, that the event does not occur."""
         return self._worst(setting)[0]
 
-    def _worst(self, setting: AttentionSetting) -> tuple[float, Row]:
+    def _worst(self, setting: AttentionSetting) -> tuple[float, OutputRow]:
         found = rows(setting, self.dataset)
         chosen = {"special": found[:1], "other": found[1:], "every": found}[self.which]
         return max(((self._row_failure(setting, row), row) for row in chosen), key=lambda pair: pair[0])
@@ -96,7 +96,7 @@ class RowEvent:
     def _tau(self, setting: AttentionSetting) -> Fraction:
         return self.threshold or setting.threshold
 
-    def _row_failure(self, setting: AttentionSetting, row: Row) -> float:
+    def _row_failure(self, setting: AttentionSetting, row: OutputRow) -> float:
         above = probability_at_least(setting, row, parse_attention(self.kind), self._tau(setting))
         return {"reaches": 1 - above, "below": above, "within": 2 * above}[self.comparison]
 
@@ -169,7 +169,7 @@ def width(n: int, factor: int = WIDTH) -> int:
     return math.ceil(factor * math.log(n / DELTA))
 
 
-def probability_at_least(setting: AttentionSetting, row: Row, kind: Attention, tau: Fraction) -> float:
+def probability_at_least(setting: AttentionSetting, row: OutputRow, kind: ScoreMap, tau: Fraction) -> float:
     """P(⟨c_row, σ⟩ ≥ τ) over random signs σ; every comparison is decided without rounding.
 
     For each pattern of the named signs, ⟨c, σ⟩ increases with the number p of positive signs among the remaining
@@ -191,7 +191,7 @@ def probability_at_least(setting: AttentionSetting, row: Row, kind: Attention, t
         return float((total / len(patterns)).mid())
 
 
-def _reaches(n: int, row: Row, kind: Attention, tau: Fraction, fewest: Signs, p: int) -> bool:
+def _reaches(n: int, row: OutputRow, kind: ScoreMap, tau: Fraction, fewest: Signs, p: int) -> bool:
     """Return whether ⟨c_row, σ⟩ ≥ τ when p of the remaining classes have a positive sign."""
     signs = replace(fewest, others=fewest.others + 2 * p)
     return sign_of_sum(kind, n, row.excess(signs, tau)) >= 0
@@ -230,7 +230,7 @@ def _tail(r: int, p: int) -> Any:
         return total
 
 
-def positive_probability(setting: AttentionSetting, dataset: Dataset, kind: Attention) -> float:
+def positive_probability(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) -> float:
     """P(⟨c[j₀], y⟩ > τ for some row j₀) for one random sign vector y, from the table of all sign patterns."""
     counts = decision_table(setting, dataset, kind).sum(axis=(0, 1, 2))
     edges = [0, *(p for p in range(1, len(counts)) if counts[p] != counts[p - 1])]

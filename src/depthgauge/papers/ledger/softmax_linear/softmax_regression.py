@@ -15,9 +15,9 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Observed, Relation, Size, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Relation, Size
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import DELTA
-from depthgauge.papers.separation.score_maps import EXP, LIN, Attention
+from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
 from depthgauge.papers.separation.settings import Dataset
 
 TOKEN_COUNTS = tuple(round(10 ** (k / 4)) for k in range(2, 33))
@@ -31,7 +31,7 @@ _HYPOTHESIS = "Definition 3.8: (Ax)_i ∈ [log n, 1.4 log n]{}, σ uniform in {{
 HYPOTHESES = {0: _HYPOTHESIS.format(""), 1: _HYPOTHESIS.format(" except for one index j with (Ax)_j = 4 log n")}
 
 
-def largest_squares(kind: Attention, dataset: Dataset, n: int) -> float:
+def largest_squares(kind: ScoreMap, dataset: Dataset, n: int) -> float:
     """Return the largest Σ f_i² over all matrices A of a data set.
 
     With weights from 1 to `top`, and `peak` at index j in D₁, it is the maximum over k of
@@ -56,7 +56,7 @@ def _since(bound: Callable[[int], float]) -> tuple[int | None, float]:
     return (TOKEN_COUNTS[first], max(shares[first:])) if first < len(TOKEN_COUNTS) else (None, shares[-1])
 
 
-def _deviation(kind: Attention, dataset: Dataset, rate: float) -> Observed:
+def _deviation(kind: ScoreMap, dataset: Dataset, rate: float) -> Observed:
     """Lemma 4.1 and Part 1 of 4.2: |Σ f σ| ≤ C √(log(n/δ))/n^rate, with the least multiple C of ½ that suffices."""
 
     def bound(factor: float) -> Callable[[int], float]:
@@ -79,7 +79,7 @@ def _deviation(kind: Attention, dataset: Dataset, rate: float) -> Observed:
     )
 
 
-def _zero_output(kind: Attention, dataset: Dataset) -> Observed:
+def _zero_output(kind: ScoreMap, dataset: Dataset) -> Observed:
     """Lemmas 5.1, 5.3, 5.4: Pr[F > 0] ≤ m·P(⟨f, y⟩ > τ) ≤ m exp(−τ²/(2 Σ f²)) ≤ δ/n."""
 
     def bound(n: int) -> float:
@@ -149,7 +149,7 @@ def _on_d1(
 
 
 def _study(id: str, where: str, statement: str, dataset: Dataset, run: Callable[[], Observed], note: str = "") -> Claim:
-    return Claim(f"B.{id}", where, statement, Study(run), HYPOTHESES[dataset], note=note)
+    return Claim(f"B.{id}", where, statement, Computation(run), HYPOTHESES[dataset], note=note)
 
 
 _POLY = "≥ 1 − δ/poly(n)"
