@@ -14,7 +14,7 @@ from sweeping import rows_sha256, undisturbed, write_grid
 from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps import engines
-from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine, one_thread
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
@@ -47,7 +47,7 @@ class Counting:
     def check(self) -> None:
         pass
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         self.given.append(len(cells))
         yield from Local(1).outcomes(cells)
 
