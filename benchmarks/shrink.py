@@ -37,12 +37,12 @@ from shrink_peers import CHOICES, REPAIRS, Dense, observe, shrunk_losses
 from shrink_texts import require_windows, windows_of_file, windows_of_texts, write_debian_texts
 from torch import Tensor
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import DepthgaugeError, InputError
-from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.effort import EFFORT
-from depthgauge.surgery.objective import token_losses
+from depthgauge.checkpoints.model_output import token_losses
 
 Losses = dict[str, Float[Tensor, " windows"]]
 """Text → loss of every evaluation window."""
@@ -76,7 +76,7 @@ class Setting:
 # --- OUR METHOD: the only function that knows how `shrink` is called -------------------------------------------------
 
 
-def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
+def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
     """Shrink the model of a setting with depthgauge and return the losses of the results.
 
     The calibration windows are used for fitting and selection, in the proportion that the effort asks for, together
@@ -85,7 +85,6 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     Args:
         setting: the model, the calibration windows and the numbers of blocks to remove.
         effort: `quick`, `default` or `high`.
-        objective: what the search minimizes, `loss` or `kl`.
         heal: number of healing steps; 0 means no healing.
         seed: seed of the samples and of the healing.
 
@@ -112,10 +111,10 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     journal = Journal()  # later sizes repeat the removals of earlier ones without a search
     found: dict[str, dict[int, Losses]] = {OURS: {}} | ({HEALED: {}} if heal else {})
     for count in setting.counts:
-        with Shrinker(setting.checkpoint, fit, select, objective=objective, effort=work, journal=journal) as shrinker:
+        with Shrinker(setting.checkpoint, fit, select, effort=work, journal=journal) as shrinker:
             shrinker.remove_until(count)
             shrinker.exchange()
-            shrinker.repair(shrinker.student.removed)
+            shrinker.repair(shrinker.removed)
             model = shrinker.model()
         found[OURS][count] = model_losses(model, setting.evaluation)
         if heal:

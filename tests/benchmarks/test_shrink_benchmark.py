@@ -10,10 +10,10 @@ from benchmark_files import benchmark
 from layered_models import layered_model
 from tiny_checkpoints import save_checkpoint, text_of
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
-from depthgauge.surgery.block_runner import BlockRunner
 
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")
 shrink = benchmark("shrink", "shrink_peers")

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.surgery.least_squares import NormalEquations
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.surgery.lbfgs import minimize
 from depthgauge.surgery.repair import Change, shape_of, updates_of, with_bias
 
