@@ -251,7 +251,7 @@ def measure(options: argparse.Namespace) -> int:
         own = [] if options.no_peers else peers(runner, setting)
         between = time.perf_counter()
         if not options.peers_only:
-            made = ours(setting, effort=effort, objective=options.objective, heal=options.heal, seed=options.seed)
+            made = ours(setting, effort=effort, heal=options.heal, seed=options.seed)
             own += [row_of(setting, method, count, made[method][count]) for method in made for count in made[method]]
         seconds[setting.title] = {"peers": between - started, "ours": time.perf_counter() - between}
         show(setting.title, own)
@@ -270,7 +270,7 @@ def measure(options: argparse.Namespace) -> int:
             for one in judged
         ],
         "model": checkpoint.describe(), "name": checkpoint.name, "effort": effort,
-        "objective": options.objective, "heal": options.heal,
+        "objective": "loss", "heal": options.heal,
         "calibration_windows": calibrated, "evaluation_windows": evaluated, "seed": options.seed, "seconds": seconds,
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
@@ -294,7 +294,6 @@ def main() -> int:
     parser.add_argument("--setting", choices=["both", "known", "unknown"], default="both")
     parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
     parser.add_argument("--effort", choices=list(EFFORT), default="default")
-    parser.add_argument("--objective", choices=["loss", "kl"], default="loss", help="what the search minimizes")
     parser.add_argument("--no-peers", action="store_true", help="measure our own method alone")
     parser.add_argument("--heal", type=int, default=0, help="healing steps")
     parser.add_argument("--batch", type=int, help="windows computed together")

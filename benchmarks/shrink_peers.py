@@ -60,7 +60,7 @@ class Dense:
 
     def losses(self, states: Float[Tensor, "windows n d"]) -> Float[Tensor, " windows"]:
         """Return the loss of every window for states after the last block."""
-        return Objective(self.runner, self.ids, states, "loss")(states)
+        return Objective(self.runner, self.ids, states)(states)
 
     @cached_property
     def dense_losses(self) -> Float[Tensor, " windows"]:

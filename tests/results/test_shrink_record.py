@@ -162,7 +162,7 @@ def test_a_missing_key_is_named(reader: Callable[[Path], Any], tmp_path: Path) -
         (["plan", "search", 2, "layer"], 44, "plan.search[2].layer: expected a layer from 0 to 29, got 44"),
         (["repair", 0, "layer"], 30, "repair[0].layer: expected a layer from 0 to 29, got 30"),
         (["plan", "settings", "remove"], 7, "plan.settings.remove: expected a string or null, got a whole number"),
-        (["plan", "settings", "text"], "corpus.txt", "plan.settings.text: expected a list or null, got a string"),
+        (["plan", "settings", "text"], "corpus.txt", "plan.settings.text: expected a list, got a string"),
         (["loss", "dense"], "x", "loss.dense: expected a number or null, got a string"),
         (["texts", 1, "increase"], float("inf"), "texts[1].increase: expected a number"),
         (["guarantee", "quantile"], None, "guarantee.quantile: expected an object, got null"),

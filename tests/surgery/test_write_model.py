@@ -389,7 +389,7 @@ def test_the_model_card_says_what_was_done() -> None:
     import yaml
 
     document = copy.deepcopy(DOCUMENT)
-    document["plan"] |= {"model": "/home/me/Smol: 'one'.gguf"}
+    document["plan"] |= {"model": "/somewhere/Smol: 'one'.gguf"}
     record = check_shrink(document)
     card = model_card(record, "org/Smol: 'one'")
     _, front, body = card.split("---\n", 2)
@@ -406,7 +406,7 @@ def test_the_model_card_says_what_was_done() -> None:
                  f"{record.speed.prefill:.3g}", f"{record.speed.decode:.3g}", "dequantized",
                  "    depthgauge shrink Smol: 'one'.gguf --from-plan depthgauge.json"):  # fmt: skip
         assert part in body, part
-    assert "/home/me" not in card
+    assert "/somewhere" not in card
     bare = encoder() | {"guarantee": None, "repaired": False}
     plain = model_card(check_shrink(bare), None)
     assert "The remaining weights are unchanged." in plain

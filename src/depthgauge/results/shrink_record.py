@@ -314,8 +314,8 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
         ResultError: the document does not fit the schema; the message names the place.
     """
     check_schema(document, SHRINK_SCHEMA, name, advice)
-    plan = document.get("plan")
-    record = read({**document, "plan": _with_defaults(plan)}, ShrinkRecord, name, advice)
+    filled = {key: _with_defaults(value) if key == "plan" else value for key, value in document.items()}
+    record = read(filled, ShrinkRecord, name, advice)
     _check_plan(record.plan, "plan.", name, advice)
     if record.plan.layers != record.layers_before:
         raise ResultError(
