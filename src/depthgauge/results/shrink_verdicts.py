@@ -89,11 +89,7 @@ def text_label(text: TextRecord) -> str:
 
 
 def shrink_verdict(record: ShrinkRecord) -> str:
-    """State what was removed and what it costs: guaranteed, measured only, or nothing was written.
-
-    Args:
-        record: the result.
-    """
+    """State what was removed and what it costs: guaranteed, measured only, or nothing was written."""
     guarantee = record.guarantee
     if guarantee is not None and limit_failed(guarantee):
         return limit_sentence(guarantee, record.objective)
@@ -160,12 +156,7 @@ def limit_failed(guarantee: GuaranteeRecord) -> bool:
 
 
 def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
-    """State that no size stays within the limit, and which one came closest.
-
-    Args:
-        guarantee: the guarantee, with its limit and the tested sizes.
-        objective: `loss` or `states`.
-    """
+    """State that no size stays within the limit, and which one came closest."""
     asked = (
         f"no model was written: for no tested size is it guaranteed, with confidence "
         f"{_share(guarantee.quantile.confidence)}, that {_at_most(guarantee.limit, objective)}"
@@ -178,11 +169,7 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
 
 
 def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
-    """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed.
-
-    Args:
-        record: the result.
-    """
+    """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed."""
     guarantee = record.guarantee
     if guarantee is None or limit_failed(guarantee):
         return ()
@@ -237,11 +224,6 @@ def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:
 
     A line that does not fit the width has ranges of kept blocks instead.
 
-    Args:
-        layers: number of blocks of the source model.
-        removed: the removed blocks.
-        width: characters per line.
-
     >>> stack_picture(8, (2, 5, 6), 20)
     '0 1 ▓ 3 4 ▓ ▓ 7'
     >>> stack_picture(8, (2, 5, 6), 14)
@@ -286,11 +268,7 @@ class CostRow:
 
 
 def shrink_costs(record: ShrinkRecord) -> tuple[CostRow, ...]:
-    """Return parameters, bytes on the disk, memory and times, those that are known.
-
-    Args:
-        record: the result.
-    """
+    """Return parameters, bytes on the disk, memory and times, those that are known."""
     counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
         ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
         ("size on disk", record.bytes, size_text),

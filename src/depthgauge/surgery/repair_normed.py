@@ -210,7 +210,7 @@ class _Part:
             self.gain_gram += torch.einsum("ti,ati,bti->iab", shares, n, n)
 
     def finish(self, ridge: float) -> None:
-        """Add the penalty, which is relative to the size of each feature as in `NormalEquations.solve`."""
+        """Add the penalty, which is relative to the size of each feature as in `repair.refit`."""
         self.scales = (self.scales / self.scales.mean().clamp_min(_TINY)).clamp_min(_SMALLEST)
         diagonal = self.gram.diagonal()
         self.penalty = (ridge * (diagonal + diagonal.mean())).clamp_min(_TINY)
