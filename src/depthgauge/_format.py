@@ -23,6 +23,16 @@ def number(value: float | None, digits: int = 3) -> str:
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
 
 
+def one_line(text: object, most: int = 200) -> str:
+    """Return a text, or the message of an error, on one line of at most `most` characters.
+
+    >>> one_line("a  long\\n text", 6), one_line(KeyError())
+    ('a lon…', 'KeyError')
+    """
+    line = " ".join(str(text).split()) or type(text).__name__
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun.
 
