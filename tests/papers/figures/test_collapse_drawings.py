@@ -10,8 +10,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from depthgauge.papers.figures.depth_map import PhaseDiagram, draw_phases
-from depthgauge.papers.figures.layer_curves import CollapsePanel, RankCurve, Spread, draw_collapse, draw_rank
-from depthgauge.papers.figures.style import FIVE, save
+from depthgauge.papers.figures.layer_curves import CollapsePanel, RankCurve, draw_collapse, draw_rank
+from depthgauge.papers.figures.style import FIVE, Spread, save
 from depthgauge.papers.figures.surrogate_errors import Band, PrintedCurve, draw_orders
 
 FALLING = RankCurve(

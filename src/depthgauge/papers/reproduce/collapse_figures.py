@@ -36,7 +36,8 @@ class RankByLayer(GridStudy):
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import RankCurve, Spread, draw_rank
+        from depthgauge.papers.figures.layer_curves import RankCurve, draw_rank
+        from depthgauge.papers.figures.style import Spread
 
         def curve(eta: float, skip: bool) -> RankCurve:
             rows = self.where(results, eta=eta, skip=skip)
@@ -197,7 +198,8 @@ class WhatCollapses(GridStudy):
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import CollapsePanel, Spread, draw_collapse
+        from depthgauge.papers.figures.layer_curves import CollapsePanel, draw_collapse
+        from depthgauge.papers.figures.style import Spread
 
         def panel(skip: bool, eta: float) -> CollapsePanel:
             rows = self.where(results, skip=skip, eta=eta)

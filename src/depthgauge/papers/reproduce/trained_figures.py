@@ -175,7 +175,8 @@ class TrainedDepths(TrainedStudy):
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, Spread, TrainedDepthPanel, draw_trained_depths
+        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TrainedDepthPanel, draw_trained_depths
+        from depthgauge.papers.figures.style import Spread
 
         def curve(name: str, label: str, problem: str) -> EtaCurve:
             return EtaCurve(label, self.curve(results, name, self.plan.etas, problem=problem))
