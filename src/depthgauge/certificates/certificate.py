@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge._frames import html_table
-from depthgauge.certificates.attack import AttackOptions, Hints, attack
+from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
@@ -26,24 +26,6 @@ EFFORTS = ("default", "high")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LowerBound:
-    """An attained bound: ‖S(witness) − S'(witness)‖max ≥ value, evaluated in interval arithmetic and rounded down.
-
-    Attributes:
-        value: the bound.
-        witness: the input [n, d], a member of the set.
-        seconds: the time of the search and the evaluation.
-    """
-
-    value: float
-    witness: Float[Tensor, "n d"]
-    seconds: float = 0.0
-
-    def __repr__(self) -> str:
-        return f"LowerBound({number(self.value)}, witness of {counted(len(self.witness), 'token')})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
 class Certificate:
     """Both sides of sup ‖S(X) − S'(X)‖max over a set of inputs: `lower` ≤ sup ≤ `upper`.
 
@@ -52,13 +34,17 @@ class Certificate:
     Attributes:
         comparison: the networks S and S' in the precision in which the bounds were proved, the set, and the tokens.
         upper_bound: the proved bound, with its proof.
-        lower_bound: the bound attained at an input.
+        lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
+        witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
+        attack_seconds: the time of the lower bound.
         effort: "default" or "high", the effort of the proof.
     """
 
     comparison: Comparison
     upper_bound: UpperBound
-    lower_bound: LowerBound
+    lower: float
+    witness: Float[Tensor, "n d"]
+    attack_seconds: float
     effort: str = "default"
 
     @property
@@ -87,19 +73,9 @@ class Certificate:
         return self.upper_bound.value
 
     @property
-    def lower(self) -> float:
-        """The bound attained at `witness`."""
-        return self.lower_bound.value
-
-    @property
     def ratio(self) -> float | None:
         """`upper`/`lower`, or None if there is no upper bound or the lower bound is zero."""
         return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
-
-    @property
-    def witness(self) -> Float[Tensor, "n d"]:
-        """The input [n, d] at which the networks differ by at least `lower`."""
-        return self.lower_bound.witness
 
     @property
     def methods(self) -> tuple[str, ...]:
@@ -130,11 +106,6 @@ class Certificate:
     def seconds(self) -> float:
         """The time of the upper bound."""
         return self.upper_bound.seconds
-
-    @property
-    def attack_seconds(self) -> float:
-        """The time of the lower bound."""
-        return self.lower_bound.seconds
 
     def verify(self, bits: int = 128) -> bool:
         """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
@@ -243,17 +214,12 @@ def certify(
         progress(0, 2, "proving")
         upper = prove_upper(comparison, effort, bounds)
         progress(1, 2, "attacking")
-        lower = attained_lower(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints())
+        begun = time.perf_counter()
+        witness = attack(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints()).expand()
+        lower = difference_below(comparison.network, comparison.surrogate, witness)
+        spent = time.perf_counter() - begun
         progress(2, 2, "")
-    return Certificate(comparison, upper, lower, effort)
-
-
-def attained_lower(comparison: Comparison, options: AttackOptions, hints: Hints) -> LowerBound:
-    """Search an input on which the networks differ, and prove the difference there."""
-    begun = time.perf_counter()
-    witness = attack(comparison, options, hints).expand()
-    value = difference_below(comparison.network, comparison.surrogate, witness)
-    return LowerBound(value, witness, time.perf_counter() - begun)
+    return Certificate(comparison, upper, lower, witness, spent, effort)
 
 
 def check_request(

@@ -23,7 +23,6 @@ from depthgauge.results.network_subject import (
     DepthRow,
     NetworkDescription,
     NetworkSubject,
-    PrintedTheorem,
     Sandwich,
 )
 from depthgauge.results.verdicts import network_verdict
@@ -129,7 +128,7 @@ def _certified_subject(
         layers=profile.layer_records(),
         collapse=tuple(sandwiches),
         depth=tuple(depths),
-        printed=PrintedTheorem(**printed_bound(network, radius).to_json()),
+        printed=printed_bound(network, radius),
     )
 
 
