@@ -39,10 +39,10 @@ from torch import Tensor
 
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.surgery.effort import EFFORT
-from depthgauge.checkpoints.model_output import token_losses
 
 Losses = dict[str, Float[Tensor, " windows"]]
 """Text → loss of every evaluation window."""
