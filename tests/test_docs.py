@@ -216,6 +216,8 @@ def test_the_api_reference_lists_every_public_name() -> None:
     assert len(listed) == len(set(listed))
     inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
     assert set(listed) == {*depthgauge.__all__, *inside} - {"__version__", "papers", "results"}
+    spaces = [name.rpartition(".")[0] for name in listed]
+    assert spaces == sorted(spaces, key=["", "results", "papers"].index)  # namespace by namespace
 
 
 def test_one_version_everywhere() -> None:
@@ -260,7 +262,9 @@ def test_a_request_travels_as_contributing_describes() -> None:
 def test_the_changelog_lists_what_moved() -> None:
     """Old names and modules are gone, and the new ones exist."""
     rows = re.findall(
-        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|", section(ROOT / "CHANGELOG.md", "[Unreleased]"), re.M
+        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|",
+        section(ROOT / "CHANGELOG.md", depthgauge.__version__),
+        re.M,
     )
     inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
     assert {new for _, new in rows if new in inside} == inside
@@ -349,3 +353,36 @@ def test_commit_hooks_download_nothing() -> None:
     assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
     assert {hook["language"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"system"}
     assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"ruff-check", "ruff-format", "mypy"}
+
+
+def test_workflows_run_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    targets = {
+        word for job in jobs.values() for step in job["steps"] for word in re.findall(r"make ([\w-]+)", str(step))
+    }
+    assert {"test", "test-annotations", "docs", "wheel"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for path in re.findall(r"tests/\w+(?=[ \n])", makefile):
+        assert (ROOT / path).is_dir(), path
+    for name in re.search(r"tests/surgery/test_,([^)]*)\)", makefile)[1].split():  # type: ignore[index]
+        assert (ROOT / "tests" / "surgery" / f"test_{name}").exists(), name
+    tested = jobs["linux"]["strategy"]["matrix"]["python"]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert tested == [line.rpartition(" ")[2] for line in classifiers if re.search(r":: 3\.\d+$", line)]
+
+
+def test_the_page_of_versions_agrees_with_the_constraints() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    pinned = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    first = next(line for line in page.splitlines() if line.startswith("| 3.11 |"))
+    assert all(pinned[name] in first for name in ("torch", "transformers", "triton"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    needed = " ".join([*project["dependencies"], *(name for extra in extras for name in extra)])
+    for names, least in re.findall(r"^\| ([\w, -]+) \| ([\d.]+) \|", page.split("## Least versions")[1], re.MULTILINE):
+        for name in names.lower().split(", "):
+            assert f"{name}>={least}" in needed, name

@@ -1,4 +1,4 @@
-"""Number formatting, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
+"""Formatting of numbers and texts, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
 
 import re
 from collections.abc import Sequence
@@ -25,6 +25,16 @@ def number(value: float | None, digits: int = 3) -> str:
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
 
 
+def one_line(text: object, most: int = 200) -> str:
+    """Return a text, or the message of an error, on one line of at most `most` characters.
+
+    >>> one_line("a  long\\n text", 6), one_line(KeyError())
+    ('a lon…', 'KeyError')
+    """
+    line = " ".join(str(text).split()) or type(text).__name__
+    return line if len(line) <= most else f"{line[: most - 1]}…"
+
+
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun.
 
@@ -32,6 +42,15 @@ def counted(count: int, noun: str) -> str:
     ('1 layer', '12 layers')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def short(text: str, most: int) -> str:
+    """Return a text of at most `most` characters; a longer one ends with an ellipsis.
+
+    >>> short("mean-field", 20), short("a name that goes on and on", 20)
+    ('mean-field', 'a name that goes on…')
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def duration(seconds: float) -> str:

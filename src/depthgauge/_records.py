@@ -16,7 +16,7 @@ class ArrayRecord:
     """
 
     def __eq__(self, other: object) -> bool:
-        """Compare field by field. Arrays are equal if shape, dtype and all entries agree; NaN equals NaN."""
+        """Compare field by field. Arrays are equal if device, shape, dtype and entries agree; NaN equals NaN."""
         if type(other) is not type(self):
             return NotImplemented
         return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))  # type: ignore[arg-type]
@@ -29,15 +29,20 @@ class ArrayRecord:
 
 
 def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        a, b = a.detach().cpu(), b.detach().cpu()
+        if a.device != b.device:
+            return False
     elif not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
-        return bool(a == b)
+        return type(a) is type(b) and bool(a == b)
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _brief(value: Any) -> str:
     """Return the value of a scalar, or the dtype and shape of an array, such as `float64[2, 3]`."""
+    if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
+        return f"{len(value)} × {_brief(value[0])}"
     if not isinstance(value, torch.Tensor | np.ndarray):
         return repr(value)
     if value.ndim == 0:

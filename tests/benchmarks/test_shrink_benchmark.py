@@ -15,6 +15,7 @@ from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
 
+pytestmark = pytest.mark.soak
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")
 shrink = benchmark("shrink", "shrink_peers")
 OURS, HEALED = judge.OURS, judge.HEALED

@@ -17,6 +17,7 @@ from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.errors import InputError
 
+pytestmark = pytest.mark.soak
 peers = benchmark("shrink_peers")
 REMOVED = [(2,), (1, 2, 3), (1, 4), (3, 4, 5)]
 

@@ -120,18 +120,18 @@ def test_scalings_prove_sign_norms_that_are_too_wide_to_enumerate() -> None:
     assert certified(network, closed_form(network, "last-layer"), radius=1.0).verify()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
-    ("layers", "heads", "method"),
+    ("dim", "layers", "heads", "method"),
     [
-        (2, 1, "mean-field"),
-        pytest.param(4, 2, "mean-field", marks=pytest.mark.soak),
-        pytest.param(4, 2, "corrected", marks=pytest.mark.soak),
+        (16, 2, 1, "mean-field"),
+        pytest.param(32, 2, 1, "mean-field", marks=pytest.mark.soak),
+        pytest.param(32, 4, 2, "mean-field", marks=pytest.mark.soak),
+        pytest.param(32, 4, 2, "corrected", marks=pytest.mark.soak),
     ],
 )
-def test_width_32(layers: int, heads: int, method: str) -> None:
-    """The bound is proved at the width of the figures in the guide, and a bound smaller by 1e-6 is rejected."""
-    network = random_network(layers=layers, heads=heads, dim=32, eta=0.01, seed=0)
+def test_wide_networks(dim: int, layers: int, heads: int, method: str) -> None:
+    """The bound is proved up to the width of the figures in the guide, and a bound smaller by 1e-6 is rejected."""
+    network = random_network(layers=layers, heads=heads, dim=dim, eta=0.01, seed=0)
     c = certified(network, closed_form(network, method), radius=1.0)
     assert c.upper is not None
     assert c.methods == ("joint",)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tiny_models import tiny_model, tokens
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.circuits import HeadWeights
 from depthgauge.checkpoints.head_statistics import HeadStatistics, head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.windows import Windows
 
 
@@ -24,7 +24,7 @@ def call(seed: int = 0) -> AttentionCall:
     return AttentionCall(0, q, k, v, None, 0.5)
 
 
-def records() -> dict[str, TensorRecord]:
+def records() -> dict[str, ArrayRecord]:
     model = tiny_model("llama")
     with attending(model) as session:
         whole = Stack(wrap(model), session).full(tokens(batch=1))
@@ -73,7 +73,7 @@ def test_repr_shows_shapes() -> None:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Holder(TensorRecord):
+class Holder(ArrayRecord):
     value: Any
 
 

@@ -7,23 +7,23 @@ a head (Qwen 3, Gemma 3), are left out.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family, Fused, Separate
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.linalg.norms import entry_sum_norm
 from depthgauge.measures.weights import weight_sizes
 from depthgauge.network.network import Layer
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class HeadWeights(TensorRecord):
+class HeadWeights(ArrayRecord):
     """The weights of one head.
 
     - `query`, `key`: Q and K
@@ -58,10 +58,6 @@ class CircuitSizes:
     ov_norm: float
     ov_stable_rank: float
     score_norm: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the result JSON; it leaves out `score_norm`, which only `regime` needs."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "score_norm"}
 
 
 def circuit_sizes(head: HeadWeights) -> CircuitSizes:
@@ -144,7 +140,7 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
     """Yield the weights of every query head of a block; a shared key–value head is repeated for each of its heads."""
     family = checkpoint.family
     assert family is not None
-    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
+    heads, kv_heads = checkpoint.heads, checkpoint.kv_heads
     query, key, value, output = _projections(block, family, heads)
     gain = _gain(block, family, query)
     k, v = query.shape[1] // heads, value.shape[1] // kv_heads
@@ -204,7 +200,7 @@ def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LayerSizes(TensorRecord):
+class LayerSizes(ArrayRecord):
     """Sizes of the circuits of some layers, over the heads of each.
 
     - `eta`: η, the largest |entry| of Q, K and V of any head
@@ -295,7 +291,7 @@ def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSiz
     """
     family = checkpoint.family
     assert family is not None
-    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
+    heads, kv_heads = checkpoint.heads, checkpoint.kv_heads
     parts, waiting = [], list[tuple[Tensor, ...]]()
     for block in blocks:
         projections = _projections(block, family, heads)

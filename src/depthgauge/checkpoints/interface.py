@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.library import CheckpointError, quiet, transformers
-from depthgauge.checkpoints.tensor_record import TensorRecord
 
 NAME = "depthgauge-observed"
 BLOCK_ENTRIES = 2**22
@@ -26,7 +26,7 @@ _SESSION = "_depthgauge_session"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RowBlock(TensorRecord):
+class RowBlock(ArrayRecord):
     """Rows `start` to `stop` (exclusive) of one layer's attention, for all heads.
 
     - `scores`: the input of softmax, mask included
@@ -42,7 +42,7 @@ class RowBlock(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class AttentionCall(TensorRecord):
+class AttentionCall(ArrayRecord):
     """The arguments of one attention layer, which computes softmax(cap(β q kᵀ) + mask) v.
 
     - `layer`: index of the layer

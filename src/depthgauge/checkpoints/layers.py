@@ -14,11 +14,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.tensor_record import TensorRecord
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
@@ -31,7 +31,7 @@ class _Reached(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Pass(TensorRecord):
+class Pass(ArrayRecord):
     """One forward pass.
 
     - `states`: X_0 … X_L, the input of every block and the output of the last one, before the final norm

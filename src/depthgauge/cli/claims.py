@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import Overwrite, note, print_json, print_terms, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, print_terms, progress_bar
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,9 +78,11 @@ def command(
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
     shown = Findings(found for found in findings if verdict in (None, found.verdict))
-    with printing_even_if_writing_fails(lambda: _print(shown, as_json, one=id is not None)):
+    try:
         if out is not None:
             write_text(out, page(findings), replace=overwrite)
+    finally:
+        _print(shown, as_json, one=id is not None)  # also if the file cannot be written
     if out is not None:
         note(f"ledger written to {out}")
 

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.papers.reproduce.catalog import FIGURES
-from depthgauge.papers.reproduce.figure import Figure
+from depthgauge.papers.reproduce.catalog import FIGURES, Figure
 
 _EXAMPLES = """
 **Examples**

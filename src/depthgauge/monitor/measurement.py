@@ -1,16 +1,15 @@
 """What one probe measures, as tensors; combined over the processes of a distributed run; as a record."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.measures.summary import finite
 from depthgauge.results.monitor_record import Probe, ProbedHeads, ProbedLayer
+from depthgauge.results.record import finite
 
-HEADS = ("score_range", "entropy", "tv_mean", "first_mass")
 LARGEST = ("score_range",)
 """Measures that are combined over processes by their maximum; all others by their mean."""
 
@@ -206,3 +205,21 @@ def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | 
     read = torch.stack([missing if pair is None else pair[0].to(device) for pair in sizes])
     added = torch.stack([missing if pair is None else pair[1].to(device) for pair in sizes])
     return token_mean(added / read.clamp(min=torch.finfo(read.dtype).tiny), real)
+
+
+def layers_left(skip: Sequence[float], increase: float, costs: Callable[[frozenset[int]], Mapping[int, float]]) -> int:
+    """Return how many layers are left when the cheapest one is removed again and again, at a cost within `increase`.
+
+    Args:
+        skip: the cost of removing each layer alone.
+        increase: the largest cost.
+        costs: maps the removed layers to the cost of removing each other layer as well.
+    """
+    gone = frozenset[int]()
+    while len(gone) < len(skip) - 1:
+        found = costs(gone) if gone else dict(enumerate(skip))
+        layer = min(found, key=found.__getitem__)
+        if not found[layer] <= increase:  # also if the cost is NaN
+            break
+        gone |= {layer}
+    return len(skip) - len(gone)

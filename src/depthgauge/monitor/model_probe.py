@@ -17,20 +17,13 @@ from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.probe import relative_difference
-from depthgauge.checkpoints.removal import Removal, least_missed, measured_depth, next_removal
-from depthgauge.checkpoints.row_measures import RowWatch
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
-from depthgauge.monitor.measurement import (
-    HEADS,
-    Measurement,
-    state_measures,
-    token_sizes,
-    update_shares,
-)
+from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.probe_batch import ProbeBatch, causal_labels, check_ids
 from depthgauge.monitor.processes import Processes, ranks
+from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.monitor_record import MonitoredModel
 
@@ -211,11 +204,9 @@ class ModelProbe:
         if sublayers is not None:
             layers["attention_update"] = update_shares(_known(sublayers.attention), real)
             layers["mlp_update"] = update_shares(_known(sublayers.mlp), real)
-        by_head = {}
+        by_head: dict[str, Tensor] = {}
         if heads:
-            rows = heads.measures()
-            layers["uniform_entropy"] = rows.uniform_entropy
-            by_head = {name: getattr(rows, name) for name in HEADS}
+            by_head, layers["uniform_entropy"] = heads.measures()
         if weights and family is not None:
             sizes = block_sizes(stack.checkpoint, stack.blocks)
             layers |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
@@ -226,18 +217,18 @@ class ModelProbe:
         self, stack: ProbeStack, found: Measurement, lost: Callable[[Tensor], float], base: Pass, depth: float | None
     ) -> Measurement:
         """Add the cost of skipping each block and, if requested, the measured effective depth."""
-        ids = self.batch.ids
-        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in range(len(stack)))
-        left = None
-        if depth is not None:
-            tried = [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
-            while sum(tried[-1].losses) <= depth and len(tried) < len(stack) - 1:
-                tried.append(self._next(stack, lost, tried))
-            left = measured_depth(tried, len(stack), depth).layers
-        return replace(found, skip=skip, depth=left)
+        ids, layers = self.batch.ids, range(len(stack))
+        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in layers)
 
-    def _next(self, stack: ProbeStack, lost: Callable[[Tensor], float], tried: list[Removal]) -> Removal:
-        return next_removal(stack, [self.batch.ids], [lost], [step.layer for step in tried])
+        def costs(gone: frozenset[int]) -> dict[int, float]:
+            states = stack.full(ids, skipped=gone).states
+            return {
+                layer: lost(stack.run(ids, start=layer + 1, state=states[layer], skipped=gone))
+                for layer in layers
+                if layer not in gone
+            }
+
+        return replace(found, skip=skip, depth=None if depth is None else layers_left(skip, depth, costs))
 
     def _lost(self, intact: Tensor, processes: Processes) -> Callable[[Tensor], float]:
         """Return a function that measures how much worse an output is, equal in all processes."""

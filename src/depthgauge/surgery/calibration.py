@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.start_token import Start
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.windows import surround
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
@@ -36,7 +36,7 @@ SAMPLING_ROUNDS = 8
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CalibrationPart(TensorRecord):
+class CalibrationPart(ArrayRecord):
     """The windows of one part, in random order.
 
     - `ids`: token ids, special tokens included
@@ -51,7 +51,7 @@ class CalibrationPart(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Calibration(TensorRecord):
+class Calibration(ArrayRecord):
     """The windows of a shrink: their description, and the three parts; no window is in two of them."""
 
     record: CalibrationRecord

@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
-from depthgauge.checkpoints.tensor_record import TensorRecord
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import body_length, tokenize_text
 from depthgauge.errors import InputError
@@ -127,7 +127,7 @@ class CalibrationRequest:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CutSource(TensorRecord):
+class CutSource(ArrayRecord):
     """The windows of one source, those of a text without special tokens.
 
     - `kind`: the user's `text`, `sampled` from the dense model, or the `built-in` text
@@ -143,7 +143,7 @@ class CutSource(TensorRecord):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CutTexts(TensorRecord):
+class CutTexts(ArrayRecord):
     """The windows of all texts, without special tokens.
 
     - `request`: what was asked

@@ -14,7 +14,7 @@ import torch
 
 from depthgauge._version import __version__
 from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
-from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.sweeps.cells import Cell, CellOutcome
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4
@@ -36,11 +36,11 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raise InputError if the engine is not usable; called before anything is written."""
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done; closing the iterator stops the work."""
 
 
-def compute(cell: Cell) -> Outcome:
+def compute(cell: Cell) -> CellOutcome:
     """Compute one cell on one thread, and return its result or its error."""
     assert cell.run is not None, "a cell that was read from a store is not computed"
     # The precision of arb numbers is global to the process, so a process computes one cell at a time.
@@ -50,7 +50,7 @@ def compute(cell: Cell) -> Outcome:
             result, error = cell.run(cell), None
         except Exception as stopped:
             result, error = None, _one_line(stopped)
-        return Outcome(cell.identity, result, error, time.perf_counter() - begun)
+        return CellOutcome(cell.identity, result, error, time.perf_counter() - begun)
 
 
 def _one_line(error: Exception) -> str:
@@ -97,7 +97,7 @@ class Local:
     def check(self) -> None:
         """Do nothing: the local engine is always usable."""
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
@@ -146,7 +146,7 @@ class Dask:
         with connected(self.address):
             pass
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
@@ -162,7 +162,7 @@ def _parallel(jobs: int, pre_dispatch: int | str) -> Any:
     return joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1, pre_dispatch=pre_dispatch)
 
 
-def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
+def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
     """Yield outcomes as joblib finishes them; closing the generator early cancels the remaining cells."""
     import joblib
 

@@ -18,7 +18,7 @@ from depthgauge.measures.profile import Profile, measure
 from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step
-from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
+from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
 from depthgauge.results.network_subject import (
     DepthRow,
     NetworkDescription,
@@ -38,8 +38,6 @@ WHOLE_OVER_FIRST = 9.0
 """About how long all certificates and the effective depth take, in durations of the first certificate."""
 WORTH_TELLING = 5.0
 """Seconds from which on the expected duration is reported."""
-SAMPLES, TOKENS, RADIUS, SEED = 4, 128, 1.0, 0
-"""The defaults of random inputs."""
 
 
 def gauge_networks(
@@ -66,9 +64,8 @@ def gauge_networks(
 def _settings(target: Target, options: GaugeOptions) -> GaugeSettings:
     in_memory = target.network is not None
     if options.input is None:
-        defaults = {"samples": SAMPLES, "tokens": TOKENS, "radius": RADIUS, "seed": SEED}
-        return GaugeSettings(target=target.name, in_memory=in_memory, **{**defaults, **options.given()})
-    for name in ("samples", "tokens", "radius", "seed"):
+        return GaugeSettings(target=target.name, in_memory=in_memory, **options.with_defaults(NETWORKS).given())
+    for name in NETWORK_DEFAULTS:
         if getattr(options, name) is not None:
             raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
     return GaugeSettings(target=target.name, in_memory=in_memory, input=options.input)
@@ -77,7 +74,7 @@ def _settings(target: Target, options: GaugeOptions) -> GaugeSettings:
 def _inputs(settings: GaugeSettings, network: SelfAttentionNetwork) -> Float[Tensor, "samples tokens dim"]:
     if settings.input is not None:
         return load_inputs(settings.input, network.dim, network.dtype).to(network.device)
-    drawn = {name: getattr(settings, name) for name in ("samples", "tokens", "radius", "seed")}
+    drawn = {name: getattr(settings, name) for name in NETWORK_DEFAULTS}
     samples, tokens = drawn.pop("samples"), drawn.pop("tokens")
     return uniform_inputs(samples, tokens, network.dim, dtype=network.dtype, **drawn).to(network.device)
 

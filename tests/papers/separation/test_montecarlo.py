@@ -1,5 +1,6 @@
 """Monte Carlo: results do not depend on how the work is divided, and the intervals have the stated coverage."""
 
+import hashlib
 import math
 from functools import lru_cache
 
@@ -60,6 +61,12 @@ def test_all_attention_kinds_use_the_same_models() -> None:
 def test_equal_numbers_of_different_types_give_the_same_key() -> None:
     assert stream_key(build_setting("self", a1=1), 0) == stream_key(build_setting("self", a1=1.0), 0)
     assert stream_key(build_setting("self", a1=np.float64(1.5)), 0) == stream_key(build_setting("self", a1=1.5), 0)
+
+
+def test_the_drawn_networks_do_not_depend_on_the_names_of_modules():
+    text = "depthgauge.separation/1|regression|n=100|m=5|seed=0"
+    expected = int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
+    assert stream_key(build_setting("regression", n=100), 0) == expected
 
 
 def test_draws_are_fair() -> None:

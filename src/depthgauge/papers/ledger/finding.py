@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from depthgauge._format import counted, number
+from depthgauge._format import counted, number, short
 from depthgauge._frames import frame, html_table
 
 Verdict = Literal["holds", "fails", "misprint", "undecided"]
@@ -39,7 +39,7 @@ class Witness:
     steps: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
-        return f"Witness({shortened(self.text(), 60)!r}, ratio={ratio_text(self.ratio)})"
+        return f"Witness({short(self.text(), 60)!r}, ratio={ratio_text(self.ratio)})"
 
     def _repr_html_(self) -> str:
         return "<br>".join(escape(line) for line in self.lines())
@@ -106,9 +106,9 @@ class Finding:
     def reason(self, length: int = 70) -> str:
         """Return the witness, or why the statement is undecided, in at most `length` characters."""
         if self.witness is not None:
-            return shortened(self.witness.text(), length)
+            return short(self.witness.text(), length)
         undecided = self.verdict == "undecided" and self.remarks
-        return shortened(self.remarks[0], length) if undecided else ""
+        return short(self.remarks[0], length) if undecided else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row of the ledger: id, paper, statement, verdict, ratio, witness, corrected."""
@@ -181,11 +181,6 @@ def ratio_text(ratio: float | None) -> str:
         return "–"
     shown = number(ratio, 4)
     return "1⁻" if ratio < 1 and float(shown) >= 1 else shown
-
-
-def shortened(text: str, length: int) -> str:
-    """Return the text, cut to `length` characters with an ellipsis."""
-    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def plain(value: Any) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from depthgauge._format import number
-from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint, Observed, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness, ratio_text
 
 HEADINGS: Mapping[str, str] = MappingProxyType(
@@ -38,7 +38,7 @@ def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) ->
         observed: The result of its check.
         corrected: The corrected statement, if there is one.
     """
-    meaning = (STUDY_MEANING if isinstance(claim.check, Study) else MEANING)[observed.verdict]
+    meaning = (STUDY_MEANING if isinstance(claim.check, Computation) else MEANING)[observed.verdict]
     lines = [f"{claim.id} · {claim.where} · {observed.verdict}: {meaning}", ""]
     lines += [f"Statement   {claim.statement}", f"Hypothesis  {claim.hypothesis}"]
     tested = _tested_form(claim)

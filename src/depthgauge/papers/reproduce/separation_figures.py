@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from depthgauge.papers.reproduce.study import CellStudy, Results
-from depthgauge.papers.separation.exact import Exact
+from depthgauge.papers.separation.exact import ExactProbabilities
 from depthgauge.papers.separation.montecarlo import Estimate
 from depthgauge.papers.separation.panels import Panel, Sheet, sheet
 from depthgauge.papers.separation.probability import Separation
@@ -32,7 +32,7 @@ def _from_result(setting: Setting, models: int, seed: int, result: Mapping[str, 
     closed = None
     if result["exact"] is not None:
         e, f, g, h = result["exact_parts"]
-        closed = Exact(result["exact"], (e, f, g, h))
+        closed = ExactProbabilities(result["exact"], (e, f, g, h))
     return Separation(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
 
 

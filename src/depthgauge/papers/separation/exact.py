@@ -28,8 +28,8 @@ Counts = Int[np.ndarray, " p"]
 
 
 @dataclass(frozen=True)
-class Exact:
-    """Exact probabilities.
+class ExactProbabilities:
+    """ExactProbabilities probabilities.
 
     Attributes:
         success: The probability that all four conditions hold.
@@ -40,7 +40,7 @@ class Exact:
     parts: tuple[float, float, float, float]
 
 
-def exact(setting: AttentionSetting) -> Exact:
+def exact(setting: AttentionSetting) -> ExactProbabilities:
     """Compute the probabilities of success and of its four conditions."""
     strong_1, lin_1, strong_0, lin_0 = tables(setting)
     classes, m = setting.classes, setting.m
@@ -53,7 +53,7 @@ def exact(setting: AttentionSetting) -> Exact:
     nothing = np.zeros(classes, dtype=np.int64)
     positive = _Powers(every, _count(~strong_1), signs=3, m=m)
     zeros = [_Powers(_count(~table), nothing, signs=3, m=m) for table in (lin_1, strong_0, lin_0)]
-    return Exact(_value(cases), (_value([positive]), *(_value([zero]) for zero in zeros)))  # type: ignore[arg-type]
+    return ExactProbabilities(_value(cases), (_value([positive]), *(_value([zero]) for zero in zeros)))  # type: ignore[arg-type]
 
 
 def _different_classes(setting: AttentionSetting) -> tuple[Counts, Counts]:

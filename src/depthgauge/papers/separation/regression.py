@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int8
 
 from depthgauge.papers.separation.sampling import RegressionDraws, unpack
-from depthgauge.papers.separation.score_maps import LIN, Attention
+from depthgauge.papers.separation.score_maps import LIN, ScoreMap
 from depthgauge.papers.separation.settings import Dataset, Regression, strong
 from depthgauge.papers.separation.settle import sign_of_sum
 
@@ -24,7 +24,7 @@ def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, 
     Because Σ f = 1, ⟨f, y⟩ > τ is equivalent to Σ_{i: yᵢ = +1} fᵢ > (1 + τ)/2.
     """
     bits = unpack(draws.words, setting.n)
-    cases: list[tuple[Attention, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
+    cases: list[tuple[ScoreMap, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
     f = np.stack([_normalised(kind, setting.n, _scores(draws, dataset)) for kind, dataset in cases], axis=-1)
     single = setting.n <= _SINGLE_UP_TO
     kept = np.float32 if single else np.float64
@@ -46,7 +46,7 @@ def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "mode
     return scores
 
 
-def _normalised(kind: Attention, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
+def _normalised(kind: ScoreMap, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
     """Return f = k(u) / Σ k(u) with u = log n · scores."""
     u = log(n) * scores
     if kind.family == "exp":
@@ -75,7 +75,7 @@ def _settled(
     setting: Regression,
     draws: RegressionDraws,
     bits: Int8[np.ndarray, "models m n"],
-    kind: Attention,
+    kind: ScoreMap,
     dataset: Dataset,
     model: int,
     vector: int,

@@ -21,13 +21,13 @@ from typing import Any
 
 from flint import arb, ctx, fmpz
 
-from depthgauge.papers.separation.score_maps import Attention, to_arb, weights
+from depthgauge.papers.separation.score_maps import ScoreMap, to_arb, weights
 
 _FIRST_PRECISION = 128
 _MODERATE_BITS = 10_000
 
 
-def sign_of_sum(kind: Attention, n: int, terms: Iterable[tuple[Fraction, Fraction]]) -> int:
+def sign_of_sum(kind: ScoreMap, n: int, terms: Iterable[tuple[Fraction, Fraction]]) -> int:
     """Return the sign (−1, 0 or 1) of Σ r·k(q·log n) over the (r, q) of `terms`, with all q ≥ 0 and n ≥ 2.
 
     >>> from depthgauge.papers.separation.score_maps import EXP
@@ -62,7 +62,7 @@ def _sign(number: Fraction) -> int:
     return (number > 0) - (number < 0)
 
 
-def _sum_in_arb(kind: Attention, n: int, nonzero: dict[Fraction, Fraction]) -> Any:
+def _sum_in_arb(kind: ScoreMap, n: int, nonzero: dict[Fraction, Fraction]) -> Any:
     """Return Σ r·k(q·log n) as arb, up to a positive factor."""
     return sum(
         (to_arb(r) * w for r, w in zip(nonzero.values(), weights(kind, n, list(nonzero)), strict=True)),
@@ -70,7 +70,7 @@ def _sum_in_arb(kind: Attention, n: int, nonzero: dict[Fraction, Fraction]) -> A
     )
 
 
-def _is_zero(kind: Attention, n: int, nonzero: dict[Fraction, Fraction]) -> bool:
+def _is_zero(kind: ScoreMap, n: int, nonzero: dict[Fraction, Fraction]) -> bool:
     """Return whether the sum is exactly zero. For exp, n must not be a perfect power."""
     return _zero_polynomial(kind.degree, nonzero) if kind.family == "poly" else _zero_powers(n, nonzero)
 
