@@ -22,13 +22,15 @@ import torch
 
 from depthgauge._io import write_text
 from depthgauge.papers.reproduce.draw import reproduce
-from depthgauge.papers.separation import dense as naive
 from depthgauge.papers.separation import structured
 from depthgauge.papers.separation.decisions import tables
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.panels import PAPER_PANELS, SHEETS
 from depthgauge.papers.separation.sampling import draw_attention
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+import dense_separation as naive
 
 NAIVE_MODELS, AT_ONCE, MANY = 24, 4, 20_000
 LEAST_RATIO, MOST_PANEL_SECONDS, MOST_LARGE_SECONDS = 100.0, 60.0, 1.0

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dense_separation import inputs
 
 from depthgauge import random_network
 from depthgauge._records import ArrayRecord
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.signs import sign_norm_up
-from depthgauge.papers.separation.datasets import inputs
 from depthgauge.papers.separation.sampling import draw_attention, draw_regression
 from depthgauge.papers.separation.settings import CrossAttention, Regression
 

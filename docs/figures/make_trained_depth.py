@@ -22,26 +22,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, Family, Plan, families, member_seeds
+from depthgauge.papers.trained_depth.experiment import FULL, QUICK, ExperimentPlan, ModelFamily, families, member_seeds
 
 SEED = 0
 
 
-def parameters_of(plan: Plan) -> Iterator[dict[str, Any]]:
+def parameters_of(plan: ExperimentPlan) -> Iterator[dict[str, Any]]:
     """Yield the parameters of every cell of T1, T2 and T3."""
     for lists in (*plan.depth_grids(), *plan.variant_grids()):
         for values in itertools.product(*lists.values()):
             yield dict(zip(lists, values, strict=True))
 
 
-def batches(plan: Plan, problems: Sequence[str] = ()) -> list[Family]:
+def batches(plan: ExperimentPlan, problems: Sequence[str] = ()) -> list[ModelFamily]:
     """Return the batches of the plan, the deepest first; `problems` names the tasks, and none of them means all."""
     found = families(list(parameters_of(plan)), member_seeds(SEED, plan.seeds))
     chosen = [family for family in found if not problems or family.parameters["problem"] in problems]
     return sorted(chosen, key=lambda family: -family.parameters["layers"])
 
 
-def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequence[str] = ()) -> None:
+def train(plan: ExperimentPlan, folder: Path, device: str, limit: float, problems: Sequence[str] = ()) -> None:
     """Train every batch and print its accuracies; stop before a batch if `limit` seconds have passed."""
     folder.mkdir(parents=True, exist_ok=True)
     begun, models = time.perf_counter(), 0
@@ -58,7 +58,7 @@ def train(plan: Plan, folder: Path, device: str, limit: float, problems: Sequenc
     print(f"{models} models in {time.perf_counter() - begun:.0f} s on {device}")
 
 
-def certify(plan: Plan, folder: Path, store: Path, jobs: int) -> None:
+def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
     """Commit a row for every cell whose models `train` has finished."""
     import joblib
 

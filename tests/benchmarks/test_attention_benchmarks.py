@@ -12,6 +12,7 @@ import pytest
 import torch
 from benchmark_files import benchmark
 
+pytestmark = pytest.mark.soak
 fresh, checks, gpu = benchmark("fresh_tensors"), benchmark("attention_checks"), benchmark("attention_gpu")
 dropin = benchmark("attention_dropin", "encoder_pair")
 CPU = torch.device("cpu")

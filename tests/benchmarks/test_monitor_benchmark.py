@@ -1,7 +1,9 @@
 """The benchmark of the monitor works on a tiny model."""
 
+import pytest
 from benchmark_files import benchmark
 
+pytestmark = pytest.mark.soak
 monitor = benchmark("monitor")
 
 

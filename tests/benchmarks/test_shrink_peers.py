@@ -13,10 +13,11 @@ from benchmark_files import benchmark
 from layered_models import LAYERS, layered_model
 from torch import Tensor
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.errors import InputError
-from depthgauge.surgery.block_runner import BlockRunner
 
+pytestmark = pytest.mark.soak
 peers = benchmark("shrink_peers")
 REMOVED = [(2,), (1, 2, 3), (1, 4), (3, 4, 5)]
 

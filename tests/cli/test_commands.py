@@ -343,19 +343,19 @@ HEAVY = {
 
 
 def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    typed = [["--help"], ["gauge", "--help"], ["random", "--help"], ["--version"], ["bogus"]]
     script = (
-        "import sys; sys.argv = ['depthgauge', *sys.argv[1:]]\n"
+        "import sys\n"
         "from depthgauge.cli.main import main\n"
-        "try:\n    main()\n"
-        "except SystemExit: pass\n"
-        f"heavy = {HEAVY}\n"
-        "print('HEAVY', sorted(heavy & set(sys.modules)))\n"
+        f"for words in {typed}:\n"
+        "    sys.argv = ['depthgauge', *words]\n"
+        "    try:\n        main()\n"
+        "    except SystemExit: pass\n"
+        f"    print('HEAVY', words, sorted({HEAVY} & set(sys.modules)))\n"
     )
-    for arguments in (["--help"], ["gauge", "--help"], ["random", "--help"], ["--version"], ["bogus"]):
-        finished = subprocess.run(
-            [sys.executable, "-c", script, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert "HEAVY []" in finished.stdout, arguments
+    finished = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = [line for line in finished.stdout.splitlines() if line.startswith("HEAVY")]
+    assert found == [f"HEAVY {words} []" for words in typed]
 
 
 def test_the_public_names_are_all_there_and_lazy() -> None:
@@ -371,22 +371,15 @@ def test_the_public_names_are_all_there_and_lazy() -> None:
 # --- as a process of its own -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_from_drawing_to_gauging_as_processes(tmp_path: Path) -> None:
     made = real("random", "--layers", "2", "--heads", "2", "--dim", "4", "--eta", "0.05", "--seed", "1",
                 "--distribution", "sign", "--norm", "pre", "--out", "n.safetensors", cwd=tmp_path)  # fmt: skip
     assert made == Outcome(
         0, "", "wrote n.safetensors: 2 layers × 2 heads, dim 4, largest weight η = 0.05, skip, pre-norm\n"
     )
-    shown = real("gauge", "n.safetensors", cwd=tmp_path)
-    assert shown.code == 0
-    assert "│     1 │" in shown.out
-    assert shown.err == ""
-    document = json.loads(real("gauge", "n.safetensors", "--json", cwd=tmp_path).out)
-    assert len(document["subjects"][0]["layers"]) == 2
-    refused = real("gauge", truncated(tmp_path), cwd=tmp_path)
-    assert refused.code == 2
-    assert is_one_sentence(refused.err)
+    shown = real("gauge", "n.safetensors", "--json", cwd=tmp_path)
+    assert (shown.code, shown.err) == (0, "")
+    assert len(json.loads(shown.out)["subjects"][0]["layers"]) == 2
 
 
 def test_the_installed_script_is_the_same_command() -> None:

@@ -2,23 +2,23 @@
 
 import csv
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from depthgauge.papers.reproduce.catalog import FIGURES
 
-
-def run(*words: str) -> tuple[int, str, str]:
-    """Run `depthgauge` in a separate process; return exit code, standard output, standard error."""
-    code = "from depthgauge.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, encoding="utf-8")
-    return done.returncode, done.stdout, done.stderr
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_a_panel_is_written_and_listed(tmp_path: Path) -> None:
+@pytest.fixture
+def run(typed: Run) -> Run:
+    """Run `depthgauge` with these words."""
+    return typed
+
+
+def test_a_panel_is_written_and_listed(run: Run, tmp_path: Path) -> None:
     out_dir = tmp_path / "figs"
     code, out, _ = run("reproduce", "B4b", "--out", str(out_dir), "--models", "8", "--jobs", "1", "--json")
     assert code == 0
@@ -29,9 +29,11 @@ def test_a_panel_is_written_and_listed(tmp_path: Path) -> None:
     assert {path.suffix for path in out_dir.iterdir()} == {".png", ".svg", ".csv", ".json", ".txt", ".db"}
 
 
-def test_named_store_and_reproducible_files(tmp_path: Path) -> None:
+def test_named_store_and_reproducible_files(run: Run, tmp_path: Path) -> None:
     store = tmp_path / "mine.db"
-    code, _, _ = run("reproduce", "B7b", "--out", str(tmp_path / "one"), "--models", "5", "--store", str(store))
+    code, _, _ = run(
+        "reproduce", "B7b", "--out", str(tmp_path / "one"), "--models", "5", "--store", str(store), "--jobs", "1"
+    )
     assert code == 0
     assert store.exists()
     code, _, _ = run("reproduce", "B7b", "--out", str(tmp_path / "two"), "--models", "5", "--jobs", "1")
@@ -43,7 +45,7 @@ def test_named_store_and_reproducible_files(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
 
 
-def test_separate_gives_the_same_numbers_as_a_row(tmp_path: Path) -> None:
+def test_separate_gives_the_same_numbers_as_a_row(run: Run, tmp_path: Path) -> None:
     run("reproduce", "B4b", "--out", str(tmp_path), "--models", "40", "--seed", "2", "--jobs", "1")
     with open(tmp_path / "B4b.csv", encoding="utf-8", newline="") as handle:
         row = next(row for row in csv.DictReader(handle) if row["value"] == "10")
@@ -55,7 +57,7 @@ def test_separate_gives_the_same_numbers_as_a_row(tmp_path: Path) -> None:
     assert alone["interval"] == [float(row["low"]), float(row["high"])]
 
 
-def test_help_names_every_figure() -> None:
+def test_help_names_every_figure(run: Run) -> None:
     code, out, _ = run("reproduce", "--help")
     assert code == 0
     for figure in FIGURES.values():
@@ -63,7 +65,7 @@ def test_help_names_every_figure() -> None:
         assert all(need.label in " ".join(out.split()) for need in figure.needs)
 
 
-def test_without_json_standard_output_stays_empty(tmp_path: Path) -> None:
+def test_without_json_standard_output_stays_empty(run: Run, tmp_path: Path) -> None:
     code, out, _ = run("reproduce", "B7b", "--out", str(tmp_path), "--models", "3", "--jobs", "1")
     assert code == 0
     assert out == ""
@@ -80,7 +82,7 @@ def test_without_json_standard_output_stays_empty(tmp_path: Path) -> None:
         (["A1", "--engine", "dask"], "needs --scheduler ADDRESS"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(words: list[str], sentence: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_sentence_and_exit_2(run: Run, words: list[str], sentence: str, tmp_path: Path) -> None:
     out_dir = tmp_path / "never"
     code, out, err = run("reproduce", *words, "--out", str(out_dir))
     assert (code, out) == (2, "")

@@ -1,22 +1,21 @@
 """The command `depthgauge separate`."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-
-def run(*words: str) -> tuple[int, str, str]:
-    """Run `depthgauge` in a separate process; return exit code, standard output, standard error."""
-    code = "from depthgauge.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "separate", *words], capture_output=True, text=True, encoding="utf-8"
-    )
-    return done.returncode, done.stdout, done.stderr
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_json_has_exactly_these_keys() -> None:
+@pytest.fixture
+def run(typed: Run) -> Run:
+    """Run `depthgauge separate` with these words."""
+    return partial(typed, "separate")
+
+
+def test_json_has_exactly_these_keys(run: Run) -> None:
     words = (
         "--kind self --x identity --n 200 --d 22 --m 15 --a0 0.01 --a1 1.2 --b 0.2 --c 0.8 --models 500 --seed 3 --json"
     )
@@ -32,7 +31,7 @@ def test_json_has_exactly_these_keys() -> None:
     assert run(*words.split())[1] == out
 
 
-def test_regression_has_no_exact_value() -> None:
+def test_regression_has_no_exact_value(run: Run) -> None:
     code, out, _ = run("--kind", "regression", "--n", "100", "--m", "5", "--models", "20", "--json")
     document = json.loads(out)
     assert code == 0
@@ -40,19 +39,19 @@ def test_regression_has_no_exact_value() -> None:
     assert document["exact_parts"] is None
 
 
-def test_tied_b_follows_c() -> None:
+def test_tied_b_follows_c(run: Run) -> None:
     tied = run("--c", "0.7", "--b", "tied", "--models", "9", "--json")[1]
     assert tied == run("--c", "0.7", "--b", "0.3", "--models", "9", "--json")[1]
     assert tied != run("--c", "0.7", "--models", "9", "--json")[1]
 
 
-def test_a_polynomial_of_low_degree_does_not_separate() -> None:
+def test_a_polynomial_of_low_degree_does_not_separate(run: Run) -> None:
     for degree, least, most in ((1, 0, 0), (40, 0.9, 1)):
         _, out, _ = run(*f"--kind cross --attention poly:{degree} --models 9 --json".split())
         assert least <= json.loads(out)["exact"] <= most
 
 
-def test_without_json_a_small_table() -> None:
+def test_without_json_a_small_table(run: Run) -> None:
     code, out, _ = run("--models", "10")
     assert code == 0
     assert len(out.splitlines()) == 7
@@ -81,7 +80,7 @@ def test_without_json_a_small_table() -> None:
         ("--n ten", "'--n'"),
     ],
 )
-def test_bad_input_is_one_sentence_and_exit_2(words: str, sentence: str) -> None:
+def test_bad_input_is_one_sentence_and_exit_2(run: Run, words: str, sentence: str) -> None:
     code, out, err = run(*words.split(), "--json")
     assert code == 2
     assert out == ""
@@ -90,7 +89,7 @@ def test_bad_input_is_one_sentence_and_exit_2(words: str, sentence: str) -> None
     assert sentence in err
 
 
-def test_values_outside_the_definition_of_the_paper_run() -> None:
+def test_values_outside_the_definition_of_the_paper_run(run: Run) -> None:
     code, out, _ = run("--kind", "cross", "--a0", "0.9", "--models", "10", "--json")
     assert code == 0
     assert 0.4 < json.loads(out)["exact"] < 0.6

@@ -30,6 +30,7 @@ KIND = Kind(
 )  # fmt: skip
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("options", [["--attacked"], ["--attacked", "--cheap"]])
 def test_a_piece_passes_on_the_cpu(options: list[str]) -> None:
     """In a process of its own, where annotations are not enforced: this is ten times as fast."""

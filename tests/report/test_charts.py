@@ -41,7 +41,7 @@ def figures(record):
         for subject in record.subjects
         for part in section(subject, record.settings).parts
         if part.chart is not None
-        for choice in part.chart.choices
+        for choice in part.chart.views
     ]
 
 
@@ -87,8 +87,8 @@ def test_words_and_marks_stand_out_and_shades_have_an_order():
 
 def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(document, record):
     chart = head_map(record.subjects[0].layers, share_measures(record.subjects[0].collapse))
-    by_name = {choice.name: choice for choice in chart.choices}
-    assert [choice.group for choice in chart.choices] == ["Measured"] * 11 + ["Proved"] * 2
+    by_name = {choice.name: choice for choice in chart.views}
+    assert [choice.group for choice in chart.views] == ["Measured"] * 11 + ["Proved"] * 2
     trace = by_name["score range θ"].figure["data"][0]
     layers = document["subjects"][0]["layers"]
     assert trace["z"] == [
@@ -109,7 +109,7 @@ def test_the_heat_map_shows_the_measure_with_gaps_where_there_is_no_head(documen
 def test_many_layers_are_labelled_in_steps(document):
     subject = document["subjects"][0]
     subject["layers"] = [{**subject["layers"][0], "index": k} for k in range(40)]
-    axis = head_map(check_result(document).subjects[0].layers).choices[0].figure["layout"]["xaxis"]
+    axis = head_map(check_result(document).subjects[0].layers).views[0].figure["layout"]["xaxis"]
     assert axis["tickvals"] == [str(k) for k in range(0, 40, 3)]
 
 
@@ -120,7 +120,7 @@ def test_colours_show_differences_at_every_size(document):
         head["entropy"] = 4.0 + 0.01 * k  # nearly constant
         head["score_range"] = 10.0 ** (-k)  # several decades
         head["tv_max"] = 0.2 * (k + 1)
-    choices = {choice.name: choice for choice in head_map(check_result(document).subjects[0].layers).choices}
+    choices = {choice.name: choice for choice in head_map(check_result(document).subjects[0].layers).views}
 
     def scale(name):
         trace = choices[name].figure["data"][0]
@@ -137,33 +137,33 @@ def test_colours_show_differences_at_every_size(document):
 
 def test_the_residual_of_a_checkpoint_is_shown_about_the_mean_first():
     record = read_result(Path(__file__).parents[1] / "data" / "release-0.1" / "gauge-decoder.json")
-    names = [choice.name for choice in residual_curve(record.subjects[0]).choices]
+    names = [choice.name for choice in residual_curve(record.subjects[0]).views]
     assert names == ["differences from the mean token", "differences from the mid-range"]
 
 
 def test_a_checkpoint_shows_the_measures_it_has(record):
     chart = head_map(record.subjects[2].layers)
-    assert [choice.name for choice in chart.choices] == ["attention on the first token", "largest weight η"]
-    assert chart.choices[0].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
+    assert [choice.name for choice in chart.views] == ["attention on the first token", "largest weight η"]
+    assert chart.views[0].figure["data"][0]["z"] == [[0.0, 0.0], [0.25, 0.25], [0.5, 0.5]]
     assert residual_curve(record.subjects[2]) is None
 
 
 def test_the_residual_curve_runs_from_the_input_and_takes_a_log_axis_when_it_falls(document):
     subject = document["subjects"][0]
     chart = residual_curve(check_result(document).subjects[0])
-    figure = chart.choices[1].figure
+    figure = chart.views[1].figure
     assert figure["data"][1]["x"] == ["in", "0", "1", "2"]
     states = [subject["input"], *subject["layers"]]
     assert figure["data"][1]["y"] == [state["residual"]["mean"]["frobenius"]["ratio"] for state in states]
     assert figure["layout"]["yaxis"]["type"] == "log"
     for layer in subject["layers"]:
         layer["residual"] = subject["input"]["residual"]
-    assert "type" not in residual_curve(check_result(document).subjects[0]).choices[0].figure["layout"]["yaxis"]
+    assert "type" not in residual_curve(check_result(document).subjects[0]).views[0].figure["layout"]["yaxis"]
 
 
 def test_the_sandwich_marks_what_is_refused_and_what_is_infinite(record):
     subject = record.subjects[0]
-    figure = sandwich_chart(subject.collapse, subject.printed).choices[0].figure
+    figure = sandwich_chart(subject.collapse, subject.printed).views[0].figure
     link, lower, upper = figure["data"]
     assert lower["x"] == [0.01, 0.3, 0.001]
     assert upper["x"] == [0.02, 0.5]
@@ -178,14 +178,14 @@ def test_the_sandwich_marks_what_is_refused_and_what_is_infinite(record):
 def test_log_axes_have_a_few_finite_ticks(record, values):
     subject = record.subjects[0]
     row = msgspec.structs.replace(subject.collapse[0], lower=values[0], upper=values[1])
-    axis = sandwich_chart([row], subject.printed).choices[0].figure["layout"]["xaxis"]
+    axis = sandwich_chart([row], subject.printed).views[0].figure["layout"]["xaxis"]
     assert 1 <= len(axis["tickvals"]) <= 8
     assert all(0 < tick < math.inf for tick in axis["tickvals"])
     assert len(axis["ticktext"]) == len(axis["tickvals"])
 
 
 def test_depth_shows_certified_next_to_measured(record):
-    proved, measured = depth_chart(record.subjects[0].depth, 3).choices[0].figure["data"]
+    proved, measured = depth_chart(record.subjects[0].depth, 3).views[0].figure["data"]
     assert (proved["name"], measured["name"]) == ("proved for every input", "measured on the inputs")
     assert measured["y"] == [1, 2]
     assert proved["x"] == ["0.1", "1e-6"]

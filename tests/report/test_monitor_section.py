@@ -33,9 +33,9 @@ def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> Non
     assert {alarm.name for alarm in record.alarms} == set(ALARM_LABELS)
     chart = step_maps(record)
     assert chart is not None
-    assert [choice.name for choice in chart.choices] == [quantity.label for quantity in QUANTITIES.values()]
+    assert [choice.name for choice in chart.views] == [quantity.label for quantity in QUANTITIES.values()]
     assert [name for names in GROUPS.values() for name in names] == list(QUANTITIES)
-    for choice, quantity in zip(chart.choices, QUANTITIES.values(), strict=True):
+    for choice, quantity in zip(chart.views, QUANTITIES.values(), strict=True):
         traces = choice.figure["data"]
         heat = traces[0]
         assert heat["x"] == [str(probe.step) for probe in probes()]

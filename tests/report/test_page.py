@@ -9,12 +9,13 @@ import sys
 from html import unescape
 
 import pytest
+from markupsafe import escape
 
 import depthgauge as dg
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError, MissingPackageError, OutputError
-from depthgauge.report.markup import Table, escape, printable
-from depthgauge.report.page import render
+from depthgauge.report.markup import Table, printable
+from depthgauge.report.page import render, templates
 from depthgauge.report.sections import gauge_command, section
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import check_result
@@ -111,12 +112,18 @@ def test_a_file_needs_no_saving(document):
     assert "has no file" not in render(check_result(document), "")
 
 
-def test_characters_that_steer_are_replaced():
+def test_characters_that_steer_are_replaced(document):
     assert printable("a\u202eb\x1b[1m\nc") == "a\ufffdb\ufffd[1m\ufffdc"
+    for subject in document["subjects"]:
+        subject["name"] = subject["verdict"] = "a\u202eb"
+    page = render(check_result(document), "")
+    assert "\u202e" not in page
+    assert "a\ufffdb" in page
 
 
 def test_tables_show_three_digits_and_carry_them_all():
-    html = Table("t", ("name", "value"), (("a<b", 0.123456789), ("c", None))).html("t")
+    shown = Table("t", ("name", "value"), (("a<b", 0.123456789), ("c", None)))
+    html = templates().get_template("parts.html").module.table(shown, "t")
     assert '<th scope="row">a&lt;b</th><td class="number" data-value="0.123456789">0.123</td>' in html
     assert '<td class="number" data-value="">–</td>' in html
     assert '<th scope="col" class="number">value</th>' in html
@@ -137,9 +144,10 @@ def test_write_report_takes_a_result_a_document_or_a_file(document, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.html", "1.html", "2.html", "3.html", "r.json"]
 
 
-def test_without_plotly_the_error_says_what_to_install(document, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+@pytest.mark.parametrize("missing", [("plotly", "plotly.offline"), ("jinja2",)])
+def test_without_the_extra_the_error_says_what_to_install(document, tmp_path, monkeypatch, missing):
+    for module in missing:
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match=r"needs the extra `report`; install it with `pip install 'plotly>="):
         dg.write_report(document, tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []

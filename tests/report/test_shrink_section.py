@@ -28,7 +28,7 @@ from shrink_documents import (
 
 from depthgauge.errors import InputError
 from depthgauge.report.page import render
-from depthgauge.report.page_parts import Part
+from depthgauge.report.page_parts import PagePart
 from depthgauge.report.shrink_section import shrink_command, shrink_facts, shrink_page, shrink_parts
 from depthgauge.report.write import write_report
 from depthgauge.results.record import ResultError
@@ -46,13 +46,13 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def parts_of(document: dict[str, Any]) -> dict[str, Part]:
+def parts_of(document: dict[str, Any]) -> dict[str, PagePart]:
     return {part.name: part for part in shrink_parts(check_shrink(document))}
 
 
-def traces(part: Part) -> list[dict[str, Any]]:
+def traces(part: PagePart) -> list[dict[str, Any]]:
     assert part.chart is not None
-    (choice,) = part.chart.choices
+    (choice,) = part.chart.views
     return choice.figure["data"]
 
 
@@ -104,10 +104,9 @@ def test_the_curve_compares_ours_with_the_others() -> None:
 
 def test_the_guarantee_is_stated_with_its_assumption() -> None:
     part = parts_of(DOCUMENT)["guarantee"]
-    quantile, mean = part.statements
+    (quantile,) = part.statements
     assert "on at least 95 % of windows" in quantile
     assert "at most 0.613 nats per token" in quantile
-    assert "on average" in mean
     assert part.caption == ASSUMPTION
     assert part.chart is None
     part = parts_of(with_limit())["guarantee"]
@@ -115,7 +114,7 @@ def test_the_guarantee_is_stated_with_its_assumption() -> None:
     assert bars["y"] == [0.1431, 0.1823, 0.2377, 0.3519]
     assert len(set(bars["marker"]["color"][:3])) == 1
     assert bars["marker"]["color"][3] != bars["marker"]["color"][2]
-    (line,) = part.chart.choices[0].figure["layout"]["shapes"]
+    (line,) = part.chart.views[0].figure["layout"]["shapes"]
     assert line["y0"] == line["y1"] == 0.25
     assert part.table.rows == ((1, 0.1431, "yes"), (2, 0.1823, "yes"), (3, 0.2377, "yes"), (4, 0.3519, "no"))
     assert part.table_open
@@ -198,7 +197,7 @@ def test_the_page_has_the_verdict_and_figures_that_plotly_knows(name: str) -> No
     assert "How small can it be?" in render(record, "")
     for part in page.sections[0].parts:
         if part.chart is not None:
-            for choice in part.chart.choices:
+            for choice in part.chart.views:
                 drawn = json.dumps(choice.figure)
                 go.Figure(json.loads(re.sub(r'"@[\w-]+"', '"#123456"', drawn)))
                 assert all(STYLE.count(f"--{role}: #") == 3 for role in re.findall(r'"@([\w-]+)"', drawn))

@@ -7,18 +7,23 @@ import resource
 import signal
 import sqlite3
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from sweeping import rows_done, rows_sha256, sweep, undisturbed, wait_until, write_grid
 
+from depthgauge.cli.main import main
+from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.grid import read_grid
+from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.store import Store
 
 
-def finish(*words: object) -> tuple[int, str, str]:
-    process = sweep(*words)
-    out, err = process.communicate(timeout=120)
-    return process.returncode, out, err
+def resumed(grid: Path, store: Path) -> int:
+    """Run the grid to its end in this process; return how many cells were computed."""
+    return run_grid(read_grid(grid, TASKS), store, engine=Local(1)).computed
 
 
 def committed(store: Path) -> dict[str, str]:
@@ -66,8 +71,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
         assert before.items() <= after.items()  # no committed row is lost or changed
         before = after
     assert killed >= kills // 2
-    code, _, err = finish(grid, "--store", store, "--jobs", 2)
-    assert code == 0, err
+    assert resumed(grid, store) == 6 * repetitions - len(before)
     assert rows_sha256(store) == undisturbed(grid, tmp_path)
     assert len(committed(store)) == 6 * repetitions
     connection = sqlite3.connect(store)
@@ -77,7 +81,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
 
 @pytest.mark.long
 def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=3, repetitions=15, seed=1)
+    kill_and_resume(tmp_path, kills=2, repetitions=12, seed=1)
 
 
 @pytest.mark.soak
@@ -86,17 +90,26 @@ def test_killed_twenty_times_and_resumed(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
+def test_locked_interrupted_and_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A second run is rejected, --status works meanwhile, and Ctrl-C to the process group ends the run cleanly."""
     grid, store, total = write_grid(tmp_path, 16), tmp_path / "s.db", 96
+
+    def typed(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["depthgauge", "sweep", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
     process = sweep(grid, "--store", store, "--jobs", 2)
     wait_until(lambda: rows_done(store) > 5)
     os.kill(process.pid, signal.SIGSTOP)  # the stopped process keeps the lock
-    code, out, err = finish(grid, "--store", store)
+    code, out, err = typed(grid, "--store", store)
     assert (code, out) == (2, "")
     assert f"in use by process {process.pid} on" in err
     assert err.count("\n") == 1
-    code, out, _ = finish("--status", store, "--json")
+    code, out, _ = typed("--status", store, "--json")
     assert json.loads(out)["running"]["pid"] == process.pid
     os.killpg(process.pid, signal.SIGINT)
     os.kill(process.pid, signal.SIGCONT)
@@ -107,7 +120,7 @@ def test_locked_interrupted_and_resumed(tmp_path: Path) -> None:
     expected = f"error: interrupted: {kept} of {total} cells done and kept in {store}; "
     # Progress comes first, as standard error is not a terminal.
     assert err.splitlines()[-1] == expected + "run the same command again to resume"
-    code, out, err = finish(grid, "--store", store, "--json", "--jobs", 2)
+    code, out, err = typed(grid, "--store", store, "--json", "--jobs", 1)
     assert code == 0
     assert f"{total - kept} cells computed" in err
     found = json.loads(out)
@@ -131,7 +144,5 @@ def test_a_full_disk_ends_the_run_with_one_error_and_keeps_rows(tmp_path: Path) 
     assert "free some disk space and run the same command again" in err
     kept = rows_done(store)
     assert 0 < kept < 180
-    code, _, err = finish(grid, "--store", store, "--jobs", 1)
-    assert code == 0
-    assert f"{180 - kept} cells computed" in err
+    assert resumed(grid, store) == 180 - kept
     assert rows_sha256(store) == undisturbed(grid, tmp_path)

@@ -16,9 +16,10 @@ from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.scores import SublayerScores
-from depthgauge.checkpoints.what_if import relative_change, what_if
+from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.probe_batch import IGNORED, ProbeBatch, check_ids
@@ -227,7 +228,7 @@ class ModelProbe:
         real = self.batch.real
         if self.objective == "loss":
             return lambda output: processes.mean(float(output.double() - intact.double()))
-        return lambda output: processes.mean(relative_change(output[real], intact[real]))
+        return lambda output: processes.mean(float(relative_distance(output[real][None], intact[real][None])))
 
 
 @contextmanager

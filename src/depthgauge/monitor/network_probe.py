@@ -7,7 +7,7 @@ from torch import Tensor
 
 from depthgauge.checkpoints.circuits import layer_sizes
 from depthgauge.checkpoints.interface import AttentionCall
-from depthgauge.checkpoints.what_if import relative_change
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
@@ -105,7 +105,7 @@ class NetworkProbe:
         x, intact = states[first], states[-1]
         for layer in range(first, len(self.model)):
             x = x if layer in removed else self.model.step(layer, x)
-        return relative_change(x, intact)
+        return float(relative_distance(x[None], intact[None]))
 
 
 def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, tokens: int) -> Tensor:

@@ -1,8 +1,10 @@
 """Charts of the page as data for plotly.js. Colours are roles such as `@blue`, which the page's theme resolves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 from depthgauge._format import number
@@ -24,7 +26,7 @@ _AXIS, _DIGIT, _SPACE = 255, 7, 3
 
 
 @dataclass(frozen=True)
-class Choice:
+class View:
     """One view of a chart: its name in the menu, its explanation, its description for screen readers, the figure."""
 
     name: str
@@ -42,9 +44,20 @@ class Choice:
 class Chart:
     """A chart with one view or several, of a fixed height in pixels; `pick` is the label of the menu."""
 
-    choices: tuple[Choice, ...]
+    views: tuple[View, ...]
     height: int
     pick: str = ""
+
+    @property
+    def groups(self) -> list[tuple[str, list[tuple[int, View]]]]:
+        """The views with their numbers, by consecutive group."""
+        grouped = groupby(enumerate(self.views), key=lambda entry: entry[1].group)
+        return [(group, list(views)) for group, views in grouped]
+
+
+def single(alt: str, height: int, figure: Figure, note: str = "") -> Chart:
+    """Return a chart with one view, which has no menu."""
+    return Chart((View("", note, alt, figure),), height)
 
 
 def label(text: str) -> str:
@@ -57,16 +70,11 @@ def on_log(value: float | None) -> bool:
     return value is not None and value > 0
 
 
-def figure(*traces: Figure, layout: Figure) -> Figure:
-    """Return a figure of plotly."""
-    return {"data": list(traces), "layout": layout}
-
-
 def names_axis(title: str, names: Any) -> Figure:
     """Return an axis of layers or steps that labels as many of them as fit on a phone, at most fifteen."""
     room = _AXIS // (_DIGIT * max((len(str(name)) for name in names), default=1) + _SPACE)
     named = list(names)[:: -(-len(names) // max(1, min(15, room))) or 1]
-    return {"type": "category", "title": {"text": title}, "tickvals": named, "tickangle": 0, "showgrid": False}
+    return {"type": "category", "title": title, "tickvals": named, "tickangle": 0, "showgrid": False}
 
 
 def log_axis(values: Sequence[float]) -> Figure:
@@ -83,22 +91,135 @@ def log_axis(values: Sequence[float]) -> Figure:
     return {"type": "log", "tickvals": ticks, "ticktext": [number(tick) for tick in ticks]}
 
 
-def layout(**own: Any) -> Figure:
-    """Return the layout that all charts share, extended by the axes, margins and other settings of one chart."""
+def hovering(texts: Sequence[Any]) -> Figure:
+    """Return the entries of a trace that shows a text for the mark under the pointer."""
+    return {"hoverinfo": "text", "hovertext": texts}
+
+
+def figure(*traces: Figure, x: Figure, y: Figure, left: int = 60, right: int = 8, top: int = 24, **more: Any) -> Figure:
+    """Return a figure of plotly.
+
+    Args:
+        traces: what is drawn.
+        x: the horizontal axis; `title` may be a text.
+        y: the vertical axis.
+        left: the left margin in pixels.
+        right: the right margin.
+        top: the margin above, which holds the legend.
+        more: other settings of the layout; further axes have names such as `yaxis2`.
+    """
     axis = {
         "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
         "tickfont": {"color": "@faint", "size": 12}, "fixedrange": True, "ticks": "", "showline": False,
     }  # fmt: skip
-    for name in [name for name in own if name.startswith(("xaxis", "yaxis"))]:
-        title = {"font": {"color": "@faint", "size": 12}}
-        own[name] = {**axis, **own[name]}
-        if "title" in own[name]:
-            own[name]["title"] = {**title, **own[name]["title"]}
+    more |= {"xaxis": x, "yaxis": y}
+    for name in [name for name in more if name.startswith(("xaxis", "yaxis"))]:
+        more[name] = axis | more[name]
+        if "title" in more[name]:
+            more[name]["title"] = {"font": {"color": "@faint", "size": 12}, "text": more[name]["title"]}
     font = {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 13, "color": "@ink"}
-    return {
+    look = {
         "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)", "dragmode": False, "hovermode": "closest",
         "font": font,
         "hoverlabel": {"bgcolor": "@raised", "bordercolor": "@rule-strong", "font": font, "align": "left"},
-        "legend": LEGEND,
-        **own,
+        "legend": LEGEND, "margin": {"l": left, "r": right, "t": top, "b": 44},
     }  # fmt: skip
+    return {"data": list(traces), "layout": look | more}
+
+
+@dataclass(frozen=True)
+class ColorScale:
+    """The range of values that the colours of a heat map cover, linear or logarithmic."""
+
+    low: float
+    high: float
+    logarithmic: bool = False
+
+    @property
+    def note(self) -> str:
+        """What a reader must know to compare colours."""
+        return "The colours are logarithmic." if self.logarithmic else ""
+
+    def color(self, value: float | None) -> float | None:
+        """Return the position of a value on the scale."""
+        if value is None or not self.logarithmic:
+            return value
+        return math.log10(max(value, self.low))
+
+
+def color_scale(values: Sequence[float], top: float) -> ColorScale:
+    """Choose a scale on which differences are visible.
+
+    Positive values over more than two decades get a logarithmic scale. Otherwise the scale is linear: from 0, or from
+    the smallest value if all values are within a quarter of the largest; to the natural maximum `top`, or to the
+    largest value if that is far below `top`.
+    """
+    if not values:
+        return ColorScale(0.0, top or 1.0)
+    least, largest = min(values), max(values)
+    if least > 0 and largest > 100 * least:
+        return ColorScale(least, largest, logarithmic=True)
+    if largest == least:
+        return ColorScale(min(0.0, least), max(top, largest) or 1.0)
+    low = least if least > 0 and largest - least < 0.25 * largest else min(0.0, least)
+    return ColorScale(low, max(largest, top) if largest > 0.05 * top else largest)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The values of a heat map by row and column; None is a gap.
+
+    Attributes:
+        name: what is shown.
+        z: z[row][column].
+        columns: the names of the columns.
+        place: returns the words for a row and a column.
+        top: the natural maximum of the values, if there is one.
+        show: returns the text of a value.
+    """
+
+    name: str
+    z: Sequence[Sequence[float | None]]
+    columns: Sequence[str]
+    place: Callable[[int, int, str], str]
+    top: float = 0.0
+    show: Callable[[float | None], str] = number
+
+    @cached_property
+    def known(self) -> dict[tuple[int, int], float]:
+        """The values that are not gaps, by row and column, in the order of columns."""
+        places = ((i, k) for k in range(len(self.columns)) for i in range(len(self.z)))
+        return {(i, k): value for i, k in places if (value := self.z[i][k]) is not None}
+
+    @cached_property
+    def scale(self) -> ColorScale:
+        """The scale of the colours."""
+        return color_scale(list(self.known.values()), self.top)
+
+    def extremes(self, nothing: str) -> str:
+        """Return the smallest and the largest value with their places, for readers who cannot use the colours."""
+        if not self.known:
+            return nothing
+        found = [choose(self.known, key=self.known.__getitem__) for choose in (min, max)]
+        least, largest = (f"{self.show(self.known[at])} ({self.place(*at, ', ')})" for at in found)
+        return f"Here from {least} to {largest}."
+
+    def trace(self, gap: int) -> Figure:
+        """Return the heat map, with `gap` pixels between cells and the scale of its colours above it."""
+        scale, show = self.scale, self.show
+        ends = [scale.color(scale.low), scale.color(scale.high)]
+        texts = [
+            [f"{self.place(i, k, ' · ')}<br>{label(self.name)} <b>{show(value)}</b>" for k, value in enumerate(row)]
+            for i, row in enumerate(self.z)
+        ]
+        return {
+            "type": "heatmap", "z": [[scale.color(value) for value in row] for row in self.z],
+            "x": list(self.columns), "y": [str(i) for i in range(len(self.z))], **hovering(texts),
+            "hoverongaps": False, "xgap": gap, "ygap": gap, "zmin": ends[0], "zmax": ends[1],
+            "colorscale": [[k / 4, f"@shade-{k}"] for k in range(5)],
+            "colorbar": {
+                "orientation": "h", "x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "ypad": 8, "len": 0.4,
+                "thickness": 8, "outlinewidth": 0, "ticks": "", "tickfont": {"size": 12, "color": "@faint"},
+                "tickvals": ends, "ticktext": [show(scale.low), show(scale.high)], "ticklabelposition": "outside top",
+            },
+        }  # fmt: skip

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from depthgauge._format import DASH, counted, number
-from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, layout, log_axis, names_axis
+from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis
 from depthgauge.report.markup import Table
-from depthgauge.report.page_parts import Part, head_part, residual_part
+from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
 from depthgauge.results.verdicts import mean_caption
@@ -37,38 +37,37 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def checkpoint_parts(subject: CheckpointSubject) -> tuple[Part, ...]:
+def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    found = (
+    return present(
         what_if_part(subject),
         trust_part(subject),
         residual_part(subject),
         head_part(subject),
         notes_part(subject),
     )
-    return tuple(part for part in found if part is not None)
 
 
-def what_if_part(subject: CheckpointSubject) -> Part | None:
+def what_if_part(subject: CheckpointSubject) -> PagePart | None:
     """Return bars with intervals per layer, with one view per what-if."""
     layers = subject.layers
     kinds = [kind for kind in WHAT_IFS if any(kind in layer.what_if for layer in layers)]
     if not kinds:
         return None
     measured = unit(subject.model.objective)
-    choices = tuple(_bars(layers, kind, measured) for kind in kinds)
+    views = tuple(_bars(layers, kind, measured) for kind in kinds)
     columns = ("layer", *(f"{WHAT_IFS[kind].label}{end}" for kind in kinds for end in ("", ", low", ", high")))
     rows = tuple((layer.index, *(end for kind in kinds for end in _ends(layer.what_if.get(kind)))) for layer in layers)
     caption = f"{mean_caption(subject)} Layers are counted from 0."
     table = Table(f"What if: {measured}", columns, rows)
-    return Part("what-if", "What each layer is worth", caption, Chart(choices, 340, "What if"), table)
+    return PagePart("what-if", "What each layer is worth", caption, Chart(views, 340, "What if"), table)
 
 
 def _ends(found: Interval | None) -> tuple[float | None, float | None, float | None]:
     return (None, None, None) if found is None else (found.loss, found.low, found.high)
 
 
-def _bars(layers: Sequence[CheckpointLayer], kind: str, measured: str) -> Choice:
+def _bars(layers: Sequence[CheckpointLayer], kind: str, measured: str) -> View:
     names = [str(layer.index) for layer in layers]
     title, note = WHAT_IFS[kind].label, WHAT_IFS[kind].sentence
     found = [layer.what_if.get(kind) for layer in layers]
@@ -80,20 +79,14 @@ def _bars(layers: Sequence[CheckpointLayer], kind: str, measured: str) -> Choice
             "array": [0.0 if one is None or one.high is None else one.high - one.loss for one in found],
             "arrayminus": [0.0 if one is None or one.low is None else one.loss - one.low for one in found],
         },
-        "hoverinfo": "text",
-        "hovertext": [_bar_text(name, title, one) for name, one in zip(names, found, strict=True)],
+        **hovering([_bar_text(name, title, one) for name, one in zip(names, found, strict=True)]),
     }  # fmt: skip
-    look = layout(
-        xaxis=names_axis("layer", names),
-        yaxis={"title": {"text": measured}, "rangemode": "tozero"},
-        margin={"l": 60, "r": 8, "t": 24, "b": 44},
-        bargap=0.25,
-    )
     known = {name: one.loss for name, one in zip(names, found, strict=True) if one is not None}
     least, most = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
     words = f"Smallest at layer {least} ({number(known[least])}), largest at layer {most} ({number(known[most])})."
     alt = f"Bar chart of {measured} by layer, {title}. {words}"
-    return Choice(title, f"{note} {words}", alt, figure(trace, layout=look))
+    y = {"title": measured, "rangemode": "tozero"}
+    return View(title, f"{note} {words}", alt, figure(trace, x=names_axis("layer", names), y=y, bargap=0.25))
 
 
 def _bar_text(name: str, title: str, one: Interval | None) -> str:
@@ -103,12 +96,12 @@ def _bar_text(name: str, title: str, one: Interval | None) -> str:
     return f"layer {name}<br>{title} <b>{number(one.loss)}</b>{between}"
 
 
-def trust_part(subject: CheckpointSubject) -> Part | None:
+def trust_part(subject: CheckpointSubject) -> PagePart | None:
     """Return each layer score against the measured cost, one point per layer."""
     rows = [row for row in subject.scores if row.score in SCORES and row.what_if in WHAT_IFS]
     if not rows:
         return None
-    choices = tuple(_scatter(subject, row) for row in rows)
+    views = tuple(_scatter(subject, row) for row in rows)
     table = Table(
         "Rank correlation of layer scores with the measured cost",
         ("score", "against", "rank correlation"),
@@ -116,10 +109,10 @@ def trust_part(subject: CheckpointSubject) -> Part | None:
     )
     caption = "A useful score ranks the layers in the order of the measured cost; rank correlation 1 is the same order."
     title = "Which layer score predicts the cost"
-    return Part("trust", title, caption, Chart(choices, 340, "Score"), table, table_open=True, half=True)
+    return PagePart("trust", title, caption, Chart(views, 340, "Score"), table, table_open=True, half=True)
 
 
-def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> Choice:
+def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> View:
     score, title = SCORES[row.score], WHAT_IFS[row.what_if].label
     points = [
         (layer.index, value, layer.what_if[row.what_if].loss)
@@ -130,18 +123,15 @@ def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> Choice:
     trace = {
         "type": "scatter", "mode": "markers+text", "x": x, "y": y, "text": [str(index) for index, _, _ in points],
         "textposition": "top center", "textfont": {"size": 10, "color": "@faint"}, "showlegend": False,
-        "marker": {"color": MEASURED, "size": 8}, "hoverinfo": "text", "hovertext": [
+        "marker": {"color": MEASURED, "size": 8}, **hovering([
             f"layer {index}<br>{score.label} <b>{number(a)}</b><br>{title} <b>{number(b)}</b>" for index, a, b in points
-        ],
+        ]),
     }  # fmt: skip
-    look = layout(
-        xaxis={"title": {"text": score.label}, **_axis(x)},
-        yaxis={"title": {"text": f"{title}: {unit(subject.model.objective)}"}, **_axis(y)},
-        margin={"l": 64, "r": 16, "t": 24, "b": 44},
-    )
+    down = {"title": f"{title}: {unit(subject.model.objective)}", **_axis(y)}
+    drawn = figure(trace, x={"title": score.label, **_axis(x)}, y=down, left=64, right=16)
     words = f"Rank correlation {number(row.spearman, 2)} over {counted(row.layers, 'layer')}."
     alt = f"Scatter plot of {score.label} against {title}, one point per layer. {words}"
-    return Choice(score.label, f"{score.sentence} {words}", alt, figure(trace, layout=look))
+    return View(score.label, f"{score.sentence} {words}", alt, drawn)
 
 
 def _axis(values: Sequence[float]) -> Figure:
@@ -149,7 +139,7 @@ def _axis(values: Sequence[float]) -> Figure:
     return log_axis(values) if values and min(values) > 0 and max(values) > 20 * min(values) else {}
 
 
-def notes_part(subject: CheckpointSubject) -> Part | None:
+def notes_part(subject: CheckpointSubject) -> PagePart | None:
     """Return what was not measured and why, and which heads can use fast attention."""
     plans = [layer.fast.line for layer in subject.layers if layer.fast is not None]
     if not subject.notes and not plans:
@@ -157,4 +147,4 @@ def notes_part(subject: CheckpointSubject) -> Part | None:
     table = Table("Fast attention: which heads can use it", ("layer by layer",), tuple((line,) for line in plans))
     default = "Heads whose scores are proved to be small enough can run on a polynomial within the tolerance."
     caption = "; ".join(subject.notes) or default
-    return Part("notes", "Fast attention and notes", caption, None, table if plans else None)
+    return PagePart("notes", "Fast attention and notes", caption, None, table if plans else None)

@@ -1,14 +1,13 @@
-"""Text, numbers and tables as HTML. Nothing that comes from a file is interpreted as markup."""
+"""Texts, commands and tables as the page shows them; the templates escape them."""
 
-import html
 import json
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from depthgauge._format import DASH, number
+from depthgauge._format import DASH
 
 
 def printable(text: str) -> str:
@@ -16,32 +15,9 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def escape(text: str) -> str:
-    """Return a text escaped for an HTML element or a quoted attribute.
-
-    >>> escape('<b title="x">')
-    '&lt;b title=&quot;x&quot;&gt;'
-    """
-    return html.escape(printable(text), quote=True)
-
-
-def short(text: str, most: int = 20) -> str:
-    """Return a text shortened to fit next to a chart.
-
-    >>> short("mean-field"), short("a name that goes on and on")
-    ('mean-field', 'a name that goes on…')
-    """
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
 def capital(text: str) -> str:
     """Return a text that begins with a capital letter."""
     return text[:1].upper() + text[1:]
-
-
-def sentence(text: str) -> str:
-    """Return a sentence as HTML in which numbers do not break at the minus sign of an exponent."""
-    return re.sub(r"\d[\d.]*e[+-]\d+", r'<span class="whole">\g<0></span>', escape(text))
 
 
 def percent(value: float | None) -> str:
@@ -73,22 +49,9 @@ def runs(indices: Sequence[int]) -> str:
     >>> runs([0, 1, 2, 5]), runs([])
     ('0–2, 5', 'none')
     """
-    found: list[list[int]] = []
-    for index in sorted(indices):
-        if found and index == found[-1][-1] + 1:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return ", ".join(span(run) for run in found) or "none"
-
-
-def with_code(text: str) -> str:
-    """Return a text as HTML in which code is between backticks.
-
-    >>> with_code("Run `f(x)` <first>.")
-    'Run <code>f(x)</code> &lt;first&gt;.'
-    """
-    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+    # Within a run of consecutive indices, the index minus its rank is constant.
+    found = groupby(enumerate(sorted(indices)), key=lambda pair: pair[1] - pair[0])
+    return ", ".join(span([index for _, index in run]) for _, run in found) or "none"
 
 
 def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> str:
@@ -119,8 +82,6 @@ def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> s
 
 
 Cell = str | int | float | None
-_LONG = 40
-"""The number of characters from which a cell of a table gets room for several words in a line."""
 
 
 @dataclass(frozen=True)
@@ -131,46 +92,11 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
-    def html(self, name: str) -> str:
-        """Return the table as HTML. Copied cells keep every digit, shown cells have three."""
-        numeric = [
-            any(_is_number(row[k]) for row in self.rows) and all(not isinstance(row[k], str) for row in self.rows)
-            for k in range(len(self.columns))
-        ]
-        head = "".join(
-            f'<th scope="col"{_class(is_numeric)}>{escape(title)}</th>'
-            for title, is_numeric in zip(self.columns, numeric, strict=True)
-        )
-        body = "\n".join(
-            "<tr>" + "".join(_cell(cell, k == 0, numeric[k]) for k, cell in enumerate(row)) + "</tr>"
-            for row in self.rows
-        )
-        hint = (
-            '<p class="hint" aria-hidden="true">Scroll sideways for more columns →</p>' if len(self.columns) > 2 else ""
-        )
-        return (
-            f'{hint}<div class="scroll" tabindex="0" role="region" aria-label="{escape(self.title)}">'
-            f'<table id="{escape(name)}"><caption class="unseen">{escape(self.title)}</caption>\n'
-            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-        )
-
-
-def _is_number(cell: Cell) -> bool:
-    return isinstance(cell, int | float) and not isinstance(cell, bool)
-
-
-def _class(is_numeric: bool) -> str:
-    return ' class="number"' if is_numeric else ""
-
-
-def _cell(cell: Cell, names_row: bool, is_numeric: bool) -> str:
-    tag, scope = ("th", ' scope="row"') if names_row else ("td", "")
-    if cell is None:
-        return f'<{tag}{scope}{_class(is_numeric)} data-value="">{DASH}</{tag}>'
-    if isinstance(cell, str):
-        prose = ' class="prose"' if len(cell) > _LONG else ""
-        return f"<{tag}{scope}{prose}>{escape(cell)}</{tag}>"
-    return f'<{tag}{scope}{_class(is_numeric)} data-value="{cell!r}">{number(cell)}</{tag}>'
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column has numbers and no strings."""
+        columns = [{type(row[k]) for row in self.rows} for k in range(len(self.columns))]
+        return [bool(found & {int, float}) and str not in found for found in columns]
 
 
 def settings_table(settings: Mapping[str, Any]) -> Table:

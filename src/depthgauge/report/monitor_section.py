@@ -3,7 +3,7 @@
 from depthgauge._format import counted, duration, number
 from depthgauge.report.markup import Table, capital, command_line, settings_table, span
 from depthgauge.report.monitor_charts import depth_chart, known_quantities, shown_probes, step_maps
-from depthgauge.report.page_parts import Page, Part, Section
+from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.results.monitor_labels import ALARM_LABELS, QUANTITIES, monitor_verdict
 from depthgauge.results.monitor_record import Alarm, MonitorRecord
 
@@ -47,16 +47,15 @@ def monitor_facts(record: MonitorRecord) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def monitor_parts(record: MonitorRecord) -> tuple[Part, ...]:
+def monitor_parts(record: MonitorRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
-    found = (alarm_part(record), map_part(record), depth_part(record), notes_part(record))
-    return tuple(part for part in found if part is not None)
+    return present(alarm_part(record), map_part(record), depth_part(record), notes_part(record))
 
 
-def alarm_part(record: MonitorRecord) -> Part:
+def alarm_part(record: MonitorRecord) -> PagePart:
     """Return the alarms in sentences and as a table; of many alarms, the first of each kind in sentences."""
     if not record.alarms:
-        return Part("alarms", "Alarms", "No alarm was raised.")
+        return PagePart("alarms", "Alarms", "No alarm was raised.")
     first: dict[str, Alarm] = {}
     for alarm in record.alarms:
         first.setdefault(alarm.name, alarm)
@@ -65,10 +64,10 @@ def alarm_part(record: MonitorRecord) -> Part:
     names = [name for name in ALARM_LABELS if name in first]
     caption = " ".join(f"{capital(name)}: {ALARM_LABELS[name].sentence}" for name in names)
     statements = tuple(capital(first[name].message) for name in names)
-    return Part("alarms", "Alarms", caption, None, table, table_open=len(rows) <= 20, statements=statements)
+    return PagePart("alarms", "Alarms", caption, None, table, table_open=len(rows) <= 20, statements=statements)
 
 
-def map_part(record: MonitorRecord) -> Part | None:
+def map_part(record: MonitorRecord) -> PagePart | None:
     """Return the heat maps with the table of all quantities by step and layer."""
     chart = step_maps(record)
     if chart is None:
@@ -85,10 +84,10 @@ def map_part(record: MonitorRecord) -> Part | None:
     caption = "Point at a cell, or move through the cells with the arrow keys, to read its value."
     if left_out:
         caption += f" {counted(left_out, 'probe')} between the shown ones are in the log and not on this page."
-    return Part("steps", "Layer by step", caption, chart, Table("Every quantity by step and layer", columns, rows))
+    return PagePart("steps", "Layer by step", caption, chart, Table("Every quantity by step and layer", columns, rows))
 
 
-def depth_part(record: MonitorRecord) -> Part | None:
+def depth_part(record: MonitorRecord) -> PagePart | None:
     """Return the measured effective depth over the steps."""
     chart = depth_chart(record)
     if chart is None:
@@ -105,11 +104,11 @@ def depth_part(record: MonitorRecord) -> Part | None:
         else f"the final states change by at most {number(increase)} of their norm"
     )
     caption = f"Layers that are left when blocks are removed greedily while {limit}."
-    return Part("depth", "Effective depth, measured", caption, chart, table, half=True)
+    return PagePart("depth", "Effective depth, measured", caption, chart, table, half=True)
 
 
-def notes_part(record: MonitorRecord) -> Part | None:
+def notes_part(record: MonitorRecord) -> PagePart | None:
     """Return what was not measured, and why."""
     if not record.run.notes:
         return None
-    return Part("notes", "Notes", " ".join(f"{capital(note)}." for note in record.run.notes))
+    return PagePart("notes", "Notes", " ".join(f"{capital(note)}." for note in record.run.notes))

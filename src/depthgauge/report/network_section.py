@@ -2,22 +2,11 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, number
-from depthgauge.report.charts import (
-    MEASURED,
-    PROVED,
-    Chart,
-    Choice,
-    Figure,
-    figure,
-    label,
-    layout,
-    log_axis,
-    on_log,
-)
+from depthgauge._format import DASH, counted, number, short
+from depthgauge.report.charts import MEASURED, PROVED, Chart, Figure, figure, hovering, label, log_axis, on_log, single
 from depthgauge.report.layer_charts import Measure
-from depthgauge.report.markup import Cell, Table, percent, printable, runs, short, span
-from depthgauge.report.page_parts import Part, head_part, residual_part
+from depthgauge.report.markup import Cell, Table, percent, printable, runs, span
+from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Sandwich
 from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
@@ -54,15 +43,10 @@ def _inputs(settings: GaugeSettings) -> str:
     return size if settings.radius is None else f"{size}, uniform up to {number(settings.radius)}, seed {settings.seed}"
 
 
-def network_parts(subject: NetworkSubject) -> tuple[Part, ...]:
+def network_parts(subject: NetworkSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
-    found = (
-        depth_part(subject),
-        residual_part(subject),
-        sandwich_part(subject),
-        head_part(subject, share_measures(subject.collapse)),
-    )
-    return tuple(part for part in found if part is not None)
+    heads = head_part(subject, share_measures(subject.collapse))
+    return present(depth_part(subject), residual_part(subject), sandwich_part(subject), heads)
 
 
 def share_measures(collapse: Sequence[Sandwich]) -> tuple[Measure, ...]:
@@ -76,7 +60,7 @@ def share_measures(collapse: Sequence[Sandwich]) -> tuple[Measure, ...]:
     return tuple(measures)
 
 
-def sandwich_part(subject: NetworkSubject) -> Part | None:
+def sandwich_part(subject: NetworkSubject) -> PagePart | None:
     """Return one layer instead of all: the attained and the proved error of every method."""
     if not subject.collapse:
         return None
@@ -88,7 +72,7 @@ def sandwich_part(subject: NetworkSubject) -> Part | None:
         f"input is off by this. Proved: no input is off by more. {_printed_text(subject)}"
     )
     chart = sandwich_chart(subject.collapse, subject.printed)
-    return Part("sandwich", "One layer instead of all", caption, chart, table, table_open=True)
+    return PagePart("sandwich", "One layer instead of all", caption, chart, table, table_open=True)
 
 
 def _bound_row(row: Sandwich) -> tuple[Cell, ...]:
@@ -131,21 +115,21 @@ def sandwich_chart(collapse: Sequence[Sandwich], printed: PrintedTheorem) -> Cha
     remarks += [(row, "no finite bound") for row in bounded if row.upper is None]
     errors = [value for row in bounded for value in (row.lower, row.upper) if value is not None and value > 0]
     methods = [label(row.method) for row in collapse]
-    look = layout(
-        xaxis={"title": {"text": "largest error in any entry"}, **log_axis(errors)},
-        yaxis={
+    bound = printed.printed_bound
+    printed_shown = bound is not None and on_log(bound) and errors and bound < 1e3 * max(errors)
+    drawn = figure(
+        link, lower, upper,
+        x={"title": "largest error in any entry", **log_axis(errors)},
+        y={
             "type": "category", "categoryorder": "array", "automargin": True,
             "categoryarray": methods, "tickvals": methods,
-            "ticktext": [label(short(row.method)) for row in collapse],
+            "ticktext": [label(short(row.method, 20)) for row in collapse],
             "range": [len(collapse) - 0.5, -0.5], "ticklabelstandoff": 6,
         },
-        margin={"l": 12, "r": 16, "t": 36, "b": 44},
+        left=12, right=16, top=36,
         annotations=[_remark(row.method, words) for row, words in remarks],
-        shapes=[],
+        shapes=[_printed_line(bound or 0.0, printed.printed_applies)] if printed_shown else [],
     )  # fmt: skip
-    bound = printed.printed_bound
-    if bound is not None and on_log(bound) and errors and bound < 1e3 * max(errors):
-        look["shapes"].append(_printed_line(bound, printed.printed_applies))
     best = min((row for row in bounded if row.upper is not None), key=lambda row: row.upper or 0.0, default=None)
     alt = "Sandwich per method on a logarithmic axis, from the attained to the proved error."
     if best is not None:
@@ -153,16 +137,15 @@ def sandwich_chart(collapse: Sequence[Sandwich], printed: PrintedTheorem) -> Cha
             f" The smallest bound is that of {printable(best.method)}: {number(best.upper)} proved, "
             f"{number(best.lower)} attained."
         )
-    choice = Choice("sandwich", "", alt, figure(link, lower, upper, layout=look))
-    return Chart((choice,), 104 + 42 * len(collapse))
+    return single(alt, 104 + 42 * len(collapse), drawn)
 
 
 def _markers(bounded: Sequence[Sandwich], key: str, name: str, marker: Figure) -> Figure:
     shown = [(row, getattr(row, key)) for row in bounded if on_log(getattr(row, key))]
     return {
-        "type": "scatter", "mode": "markers", "name": name, "marker": marker, "hoverinfo": "text",
+        "type": "scatter", "mode": "markers", "name": name, "marker": marker,
         "x": [value for _, value in shown], "y": [label(row.method) for row, _ in shown],
-        "hovertext": [f"{label(row.method)}<br>{name} <b>{number(value)}</b>" for row, value in shown],
+        **hovering([f"{label(row.method)}<br>{name} <b>{number(value)}</b>" for row, value in shown]),
     }  # fmt: skip
 
 
@@ -181,10 +164,12 @@ def _printed_line(bound: float, applies: bool) -> Figure:
     return {**place, "line": line, "showlegend": True, "name": f"{name}, as printed"}
 
 
-def depth_part(subject: NetworkSubject) -> Part:
+def depth_part(subject: NetworkSubject) -> PagePart:
     """Return the effective depth per tolerance, proved and measured."""
     if not subject.depth:
-        return Part("depth", "Effective depth", "Effective depth is not defined for this kind of network.", half=True)
+        return PagePart(
+            "depth", "Effective depth", "Effective depth is not defined for this kind of network.", half=True
+        )
     layers = len(subject.layers)
     columns = ("tolerance", "", "layers", "error", "method", "kept", "folded into one each")
     rows = tuple(
@@ -204,7 +189,7 @@ def depth_part(subject: NetworkSubject) -> Part:
         f"to {number(subject.radius)}, and measured on the inputs."
     )
     table = Table("Layers that are enough, by tolerance", columns, rows)
-    return Part("depth", "Effective depth", caption, depth_chart(subject.depth, layers), table, half=True)
+    return PagePart("depth", "Effective depth", caption, depth_chart(subject.depth, layers), table, half=True)
 
 
 def depth_chart(depth: Sequence[DepthRow], layers: int) -> Chart:
@@ -219,19 +204,18 @@ def depth_chart(depth: Sequence[DepthRow], layers: int) -> Chart:
             "type": "bar", "name": name, "marker": {"color": color, "pattern": {"shape": "" if certified else "/"}},
             "x": [number(tolerance) for tolerance in there], "y": [found[tolerance].layers for tolerance in there],
             "text": [str(found[tolerance].layers) for tolerance in there], "textposition": "outside",
-            "textfont": {"size": 11}, "cliponaxis": False, "hoverinfo": "text", "hovertext": [
+            "textfont": {"size": 11}, "cliponaxis": False, **hovering([
                 f"within {number(tolerance)}<br>{name} <b>{found[tolerance].layers} of {layers}</b><br>"
                 f"error {number(found[tolerance].error)}" for tolerance in there
-            ],
+            ]),
         })  # fmt: skip
-    look = layout(
-        xaxis={"type": "category", "title": {"text": "tolerance in any entry"}, "showgrid": False},
-        yaxis={"title": {"text": "layers that are enough"}, "range": [0, layers * 1.14], "dtick": -(-layers // 6) or 1},
-        margin={"l": 52, "r": 8, "t": 36, "b": 44},
-        barmode="group", bargap=0.25, bargroupgap=0.14,
+    drawn = figure(
+        *traces,
+        x={"type": "category", "title": "tolerance in any entry", "showgrid": False},
+        y={"title": "layers that are enough", "range": [0, layers * 1.14], "dtick": -(-layers // 6) or 1},
+        left=52, top=36, barmode="group", bargap=0.25, bargroupgap=0.14,
     )  # fmt: skip
     words = "; ".join(
         f"{row.layers} within {number(row.tolerance)}, {'proved' if row.certified else 'measured'}" for row in depth
     )
-    alt = f"Bar chart of the layers that are enough, out of {layers}: {words}."
-    return Chart((Choice("depth", "", alt, figure(*traces, layout=look)),), 330)
+    return single(f"Bar chart of the layers that are enough, out of {layers}: {words}.", 330, drawn)

@@ -10,7 +10,7 @@ from depthgauge.results.labels import CENTERS, HEAD_MEASURES, NORMS
 
 
 @dataclass(frozen=True)
-class Part:
+class PagePart:
     """A titled part of a section: a chart, the numbers behind it, and a caption.
 
     `statements` are sentences that the part is about; each is a paragraph above the chart.
@@ -33,7 +33,7 @@ class Section:
     name: str
     verdict: str
     facts: tuple[tuple[str, str], ...]
-    parts: tuple[Part, ...]
+    parts: tuple[PagePart, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,12 @@ class Page:
     how: str = ""
 
 
-def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> Part | None:
+def present(*parts: PagePart | None) -> tuple[PagePart, ...]:
+    """Return the parts that are not None."""
+    return tuple(part for part in parts if part is not None)
+
+
+def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> PagePart | None:
     """Return the layer × head heat map with a menu of measures, and the table of all of them."""
     chart, keys = head_map(subject.layers, more), head_measures(subject.layers)
     if chart is None:
@@ -71,10 +76,10 @@ def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> Part | None:
     )
     columns = ("layer", "head", *(HEAD_MEASURES[key].label for key in keys))
     caption = "Point at a cell, or move through the cells with the arrow keys, to read its value."
-    return Part("heads", "Layer by head", caption, chart, Table("Every measure of every head", columns, rows))
+    return PagePart("heads", "Layer by head", caption, chart, Table("Every measure of every head", columns, rows))
 
 
-def residual_part(subject: Subject) -> Part | None:
+def residual_part(subject: Subject) -> PagePart | None:
     """Return the residual curve: how much the tokens still differ after each layer."""
     chart = residual_curve(subject)
     if chart is None:
@@ -86,4 +91,4 @@ def residual_part(subject: Subject) -> Part | None:
     )
     caption = "Mean over the inputs, with one standard deviation; “in” is the input."
     table = Table("‖Res X‖ / ‖X‖ by layer, centre and norm", columns, rows)
-    return Part("residual", "What still differs between tokens", caption, chart, table, half=True)
+    return PagePart("residual", "What still differs between tokens", caption, chart, table, half=True)

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Sequence
 
-from depthgauge._format import counted, number
-from depthgauge.report.charts import MEASURED, Chart, Choice, Figure, figure, label, layout, names_axis
-from depthgauge.report.markup import Table, capital, runs, short
-from depthgauge.report.page_parts import Part
-from depthgauge.results.shrink_record import CurvePoint, RepairStep, ShrinkRecord, TextRecord
+from depthgauge._format import counted, number, short
+from depthgauge.report.charts import MEASURED, Figure, figure, hovering, label, names_axis, single
+from depthgauge.report.markup import Table, capital, runs
+from depthgauge.report.page_parts import PagePart
+from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import SHORT_TEXTS, increase_text, objective_label, text_label
 
 _OURS = "depthgauge"
@@ -24,7 +24,7 @@ _STATES = {
 """State of a block → name and colour."""
 
 
-def stack_part(record: ShrinkRecord) -> Part | None:
+def stack_part(record: ShrinkRecord) -> PagePart | None:
     """Return the stack before and after, one cell per block."""
     if not record.removed:
         return None
@@ -42,17 +42,14 @@ def stack_part(record: ShrinkRecord) -> Part | None:
     names = [str(layer) for layer in range(record.layers_before)]
     trace = {
         "type": "heatmap", "x": names, "y": ["before", "after"], "z": [states, after],
-        "hovertext": [before_text, after_text], "hoverinfo": "text", "hoverongaps": False, "xgap": 2, "ygap": 10,
+        **hovering([before_text, after_text]), "hoverongaps": False, "xgap": 2, "ygap": 10,
         "zmin": 0, "zmax": 2, "showscale": False,
         "colorscale": [[(state + end) / 3, color] for state, (_, color) in _STATES.items() for end in (0, 1)],
     }  # fmt: skip
     shown = {state for state in (*states, *after) if state is not None}
     legend = [_legend(*_STATES[state]) for state in sorted(shown)]
-    look = layout(
-        xaxis=names_axis("layer", names),
-        yaxis={"type": "category", "showgrid": False, "autorange": "reversed"},
-        margin={"l": 56, "r": 16, "t": 40, "b": 44},
-    )
+    y = {"type": "category", "showgrid": False, "autorange": "reversed"}
+    drawn = figure(trace, *legend, x=names_axis("layer", names), y=y, left=56, right=16, top=40)
     sizes = f"{counted(record.layers_before, 'layer')} before, {record.layers_after} after"
     words = f"{sizes}; removed: {runs(record.removed)}."
     rows = tuple(
@@ -60,10 +57,9 @@ def stack_part(record: ShrinkRecord) -> Part | None:
         for layer, state in enumerate(states)
     )
     table = Table("Every layer", ("layer", "what happened", "new number", "repair step"), rows)
-    alt = f"The stack of layers before and after. {words}"
-    chart = Chart((Choice("stack", "", alt, figure(trace, *legend, layout=look)),), 200)
+    chart = single(f"The stack of layers before and after. {words}", 200, drawn)
     caption = f"{words} Layers are counted from 0; the smaller model numbers its layers again."
-    return Part("stack", "What was removed", caption, chart, table)
+    return PagePart("stack", "What was removed", caption, chart, table)
 
 
 def _state(layer: int, steps: dict[int, float]) -> int:
@@ -78,7 +74,7 @@ def _legend(name: str, color: str) -> Figure:
     }  # fmt: skip
 
 
-def text_part(record: ShrinkRecord) -> Part | None:
+def text_part(record: ShrinkRecord) -> PagePart | None:
     """Return the increase on every kind of text with its interval."""
     texts = record.texts
     if not texts:
@@ -92,19 +88,18 @@ def text_part(record: ShrinkRecord) -> Part | None:
             "type": "data", "symmetric": False, "width": 0, "thickness": 1.5, "color": "@ink",
             "array": [_error_bar(text)[1] for text in known], "arrayminus": [_error_bar(text)[0] for text in known],
         },
-        "hoverinfo": "text", "hovertext": [
+        **hovering([
             f"{label(text_label(text))}<br><b>{label(increase_text(text.increase, text.low, text.high))}</b>"
             f"<br>{counted(text.windows, 'window')}"
             for text in known
-        ],
+        ]),
     }  # fmt: skip
-    look = layout(
-        xaxis={"title": {"text": objective_label(record.objective).added}, "rangemode": "tozero"},
-        yaxis={"tickvals": list(range(len(known))), "ticktext": names, "autorange": "reversed", "showgrid": False,
-               "automargin": True},
-        margin={"l": 16, "r": 16, "t": 16, "b": 44},
-        bargap=0.45,
-    )  # fmt: skip
+    x = {"title": objective_label(record.objective).added, "rangemode": "tozero"}
+    y = {
+        "tickvals": list(range(len(known))), "ticktext": names, "autorange": "reversed", "showgrid": False,
+        "automargin": True,
+    }  # fmt: skip
+    drawn = figure(trace, x=x, y=y, left=16, right=16, top=16, bargap=0.45)
     words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
     caption = (
         "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
@@ -116,8 +111,8 @@ def text_part(record: ShrinkRecord) -> Part | None:
         tuple((text_label(t), t.windows, t.dense, t.shrunk, t.increase, t.low, t.high) for t in texts),
     )
     alt = f"Bar chart of {objective_label(record.objective).added} by kind of text. {words}."
-    chart = Chart((Choice("texts", "", alt, figure(trace, layout=look)),), 96 + 56 * len(known)) if known else None
-    return Part("texts", "What it costs on each text", caption, chart, table, half=True)
+    chart = single(alt, 96 + 56 * len(known), drawn) if known else None
+    return PagePart("texts", "What it costs on each text", caption, chart, table, half=True)
 
 
 def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
@@ -134,7 +129,7 @@ def _error_bar(text: TextRecord) -> tuple[float, float]:
     return min(below, sys.float_info.max), min(above, sys.float_info.max)  # infinity is not JSON
 
 
-def curve_part(record: ShrinkRecord) -> Part | None:
+def curve_part(record: ShrinkRecord) -> PagePart | None:
     """Return the increase against the number of removed layers, for this and the other ways to choose them."""
     points = [point for point in record.curve if point.increase is not None]
     if not points:
@@ -146,11 +141,7 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         for method in methods
     ]
     most, added = max(point.removed for point in points), objective_label(record.objective).added
-    look = layout(
-        xaxis={"title": {"text": "layers removed"}, "dtick": max(1, -(-most // 10)), "showgrid": False},
-        yaxis={"title": {"text": added}},
-        margin={"l": 60, "r": 12, "t": 76, "b": 44},
-    )
+    x = {"title": "layers removed", "dtick": max(1, -(-most // 10)), "showgrid": False}
     last = [
         f"{point.method}: {number(point.increase)}"
         for point in sorted(points, key=lambda point: point.increase or 0.0)
@@ -167,8 +158,8 @@ def curve_part(record: ShrinkRecord) -> Part | None:
         f"Measured on the selection windows, the other methods without repair. {words} The increases by text were "
         "measured on other windows."
     )
-    chart = Chart((Choice("curve", "", alt, figure(*traces, layout=look)),), 380)
-    return Part("curve", "Other ways to choose the layers", caption, chart, table, half=True)
+    chart = single(alt, 380, figure(*traces, x=x, y={"title": added}, right=12, top=76))
+    return PagePart("curve", "Other ways to choose the layers", caption, chart, table, half=True)
 
 
 def _line(method: str, points: Sequence[CurvePoint], color: str) -> Figure:
@@ -177,32 +168,30 @@ def _line(method: str, points: Sequence[CurvePoint], color: str) -> Figure:
         "type": "scatter", "mode": "lines+markers", "name": label(short(method, 32)),
         "x": [point.removed for point in ordered], "y": [point.increase for point in ordered],
         "line": {"color": color, "width": 3 if method == _OURS else 1.5}, "showlegend": True,
-        "marker": {"color": color, "size": 7 if method == _OURS else 5}, "hoverinfo": "text",
-        "hovertext": [
+        "marker": {"color": color, "size": 7 if method == _OURS else 5}, **hovering([
             f"{label(method)}<br>{counted(point.removed, 'layer')} removed<br><b>{number(point.increase)}</b>"
             for point in ordered
-        ],
+        ]),
     }  # fmt: skip
 
 
-def repair_part(record: ShrinkRecord) -> Part | None:
+def repair_part(record: ShrinkRecord) -> PagePart | None:
     """Return the step length of the repair of every kept layer."""
     steps = record.repair
     if not steps:
         return None
-    names = [str(step.layer) for step in steps]
+    texts = [
+        f"layer {step.layer}<br>step length <b>{number(step.step)}</b><br>objective {number(step.objective, 4)}"
+        for step in steps
+    ]
     trace = {
         "type": "bar", "x": list(range(len(steps))), "y": [step.step for step in steps], "showlegend": False,
-        "marker": {"color": "@blue"}, "hoverinfo": "text", "hovertext": [_repair_text(step) for step in steps],
+        "marker": {"color": "@blue"}, **hovering(texts),
     }  # fmt: skip
     named = list(range(0, len(steps), -(-len(steps) // 15)))
-    look = layout(
-        xaxis={"title": {"text": "layer of the source"}, "tickvals": named, "ticktext": [names[k] for k in named],
-               "showgrid": False},
-        yaxis={"title": {"text": "step length"}, "rangemode": "tozero"},
-        margin={"l": 60, "r": 8, "t": 24, "b": 44},
-        bargap=0.25,
-    )  # fmt: skip
+    ticks = {"tickvals": named, "ticktext": [str(steps[k].layer) for k in named]}
+    x = {"title": "layer of the source", **ticks, "showgrid": False}
+    drawn = figure(trace, x=x, y={"title": "step length", "rangemode": "tozero"}, bargap=0.25)
     changed = sum(1 for step in steps if step.step)
     words = f"{changed} of {counted(len(steps), 'layer')} changed."
     caption = (
@@ -211,10 +200,5 @@ def repair_part(record: ShrinkRecord) -> Part | None:
     )
     rows = tuple((step.layer, step.step, step.objective) for step in steps)
     table = Table("Repair, layer by layer", ("layer", "step length", "objective after it"), rows)
-    alt = f"Bar chart of the step length of the repair by layer. {words}"
-    chart = Chart((Choice("repair", "", alt, figure(trace, layout=look)),), 300)
-    return Part("repair", "How each layer was repaired", caption, chart, table, half=True)
-
-
-def _repair_text(step: RepairStep) -> str:
-    return f"layer {step.layer}<br>step length <b>{number(step.step)}</b><br>objective {number(step.objective, 4)}"
+    chart = single(f"Bar chart of the step length of the repair by layer. {words}", 300, drawn)
+    return PagePart("repair", "How each layer was repaired", caption, chart, table, half=True)

@@ -3,9 +3,9 @@
 import sys
 
 from depthgauge._format import DASH, counted, duration, number
-from depthgauge.report.charts import PROVED, Chart, Choice, figure, layout, names_axis
+from depthgauge.report.charts import PROVED, figure, hovering, names_axis, single
 from depthgauge.report.markup import Table, capital, command_line, runs, settings_table
-from depthgauge.report.page_parts import Page, Part, Section
+from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.report.shrink_charts import curve_part, repair_part, stack_part, text_part
 from depthgauge.results.shrink_record import ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
@@ -68,46 +68,37 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
         facts.append((f"to {meaning}", total + f" of {calibration.window} tokens"))
     if calibration.bos is not None:
         facts.append(("BOS token", f"{'added' if calibration.bos else 'not added'}: {calibration.bos_reason}"))
-    facts.append(("effort, seed", f"{settings.effort or 'default'}, {settings.seed or 0}"))
+    facts.append(("effort, seed", f"{settings.effort}, {settings.seed}"))
     facts.append(("duration", duration(record.seconds)))
     facts.append(("written to", record.out or "nothing was written"))
     return tuple(facts)
 
 
-def shrink_parts(record: ShrinkRecord) -> tuple[Part, ...]:
+def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
-    found = (
-        stack_part(record),
-        guarantee_part(record),
-        text_part(record),
-        curve_part(record),
-        cost_part(record),
-        repair_part(record),
-        search_part(record),
-        notes_part(record),
-    )
-    return tuple(part for part in found if part is not None)
+    makers = (stack_part, guarantee_part, text_part, curve_part, cost_part, repair_part, search_part, notes_part)
+    return present(*(make(record) for make in makers))
 
 
-def guarantee_part(record: ShrinkRecord) -> Part:
+def guarantee_part(record: ShrinkRecord) -> PagePart:
     """Return the guarantee in sentences, and the sizes that were tested against a limit."""
     guarantee, title = record.guarantee, "What is guaranteed"
     sentences = guarantee_sentences(record)
     if guarantee is None or (not sentences and not limit_failed(guarantee)):
         statement = f"{capital(why_not_guaranteed(record))}."
-        return Part("guarantee", title, "The increases below were measured.", statements=(statement,))
+        return PagePart("guarantee", title, "The increases below were measured.", statements=(statement,))
     statements = sentences[:-1] or (f"{capital(shrink_verdict(record))}.",)
     if not guarantee.tested:
-        return Part("guarantee", title, guarantee.assumption, statements=statements)
+        return PagePart("guarantee", title, guarantee.assumption, statements=statements)
     names = [str(size.removed) for size in guarantee.tested]
     bars = {
         "type": "bar", "x": names, "y": [size.bound for size in guarantee.tested], "showlegend": False,
         "marker": {"color": [PROVED if size.passed else "@rule-strong" for size in guarantee.tested]},
-        "hoverinfo": "text", "hovertext": [
+        **hovering([
             f"{counted(size.removed, 'layer')} removed<br>bound <b>{number(size.bound)}</b><br>"
             f"within the limit: {tested_words(size)}"
             for size in guarantee.tested
-        ],
+        ]),
     }  # fmt: skip
     legend = {
         "type": "scatter", "mode": "lines", "x": [None], "y": [None], "hoverinfo": "skip", "name": "limit",
@@ -121,10 +112,12 @@ def guarantee_part(record: ShrinkRecord) -> Part:
     known = [0.0, guarantee.limit or 0.0, *bounds]
     low, high = min(known), max(known)
     margin = min(0.1 * (high / 2 - low / 2), sys.float_info.max - max(high, -low))
-    look = layout(
-        xaxis=names_axis("layers removed", names),
-        yaxis={"title": {"text": "bound"}, "range": [low - margin if low else 0.0, high + margin or 1.0]},
-        margin={"l": 60, "r": 8, "t": 32, "b": 44},
+    drawn = figure(
+        bars,
+        legend,
+        x=names_axis("layers removed", names),
+        y={"title": "bound", "range": [low - margin if low else 0.0, high + margin or 1.0]},
+        top=32,
         bargap=0.4,
         shapes=[] if guarantee.limit is None else [line],
     )
@@ -136,11 +129,11 @@ def guarantee_part(record: ShrinkRecord) -> Part:
         ("layers removed", "bound", "within the limit"),
         tuple((size.removed, size.bound, tested_words(size)) for size in guarantee.tested),
     )
-    chart = Chart((Choice("tested", "", alt, figure(bars, legend, layout=look)),), 300)
-    return Part("guarantee", title, guarantee.assumption, chart, table, table_open=True, statements=statements)
+    chart = single(alt, 300, drawn)
+    return PagePart("guarantee", title, guarantee.assumption, chart, table, table_open=True, statements=statements)
 
 
-def cost_part(record: ShrinkRecord) -> Part | None:
+def cost_part(record: ShrinkRecord) -> PagePart | None:
     """Return parameters, bytes, memory and times before and after."""
     costs = shrink_costs(record)
     if not costs:
@@ -149,10 +142,10 @@ def cost_part(record: ShrinkRecord) -> Part | None:
     table = Table("Size and speed", ("cost", "before", "after", "after ÷ before"), rows)
     what = "" if record.speed is None or not record.speed.what else f" Times: {record.speed.what}."
     caption = f"Both models were measured in turns in one run; a ratio below 1 is smaller or faster.{what}"
-    return Part("costs", "Size, memory and speed", caption, None, table, table_open=True, half=True)
+    return PagePart("costs", "Size, memory and speed", caption, None, table, table_open=True, half=True)
 
 
-def search_part(record: ShrinkRecord) -> Part | None:
+def search_part(record: ShrinkRecord) -> PagePart | None:
     """Return the removals of the search in their order."""
     plan = record.plan
     if not plan.search:
@@ -167,10 +160,10 @@ def search_part(record: ShrinkRecord) -> Part | None:
         caption += f" The model without the first {len(plan.removed)} of them was written."
     if swaps:
         caption += f" Then {'; '.join(swaps)}."
-    return Part("search", "The search", caption, None, Table("Removals in order", columns, rows), table_open=True)
+    return PagePart("search", "The search", caption, None, Table("Removals in order", columns, rows), table_open=True)
 
 
-def notes_part(record: ShrinkRecord) -> Part | None:
+def notes_part(record: ShrinkRecord) -> PagePart | None:
     """Return the check of the written model, healing, remarks and versions."""
     lines = [reload_sentence(record.reload)] if record.reload is not None else []
     lines += [heal_sentence(record.heal)] if record.heal is not None else []
@@ -178,4 +171,4 @@ def notes_part(record: ShrinkRecord) -> Part | None:
     if not caption and not record.versions:
         return None
     table = Table("Versions", ("package", "version"), tuple(record.versions.items()))
-    return Part("notes", "Checks and notes", caption or DASH, None, table if record.versions else None)
+    return PagePart("notes", "Checks and notes", caption or DASH, None, table if record.versions else None)

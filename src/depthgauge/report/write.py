@@ -30,7 +30,7 @@ def write_report(
         The path of the page.
 
     Raises:
-        MissingPackageError: plotly is not installed.
+        MissingPackageError: plotly or jinja2 is not installed.
         ResultError: the document is not a result; the message names the place that does not fit.
     """
     record: GaugeRecord | ShrinkRecord | MonitorRecord
@@ -52,7 +52,7 @@ def page_of(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
     """Return the page of a record.
 
     Raises:
-        MissingPackageError: plotly is not installed.
+        MissingPackageError: plotly or jinja2 is not installed.
     """
     return render(record, plotly_code())
 
@@ -69,8 +69,9 @@ def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:
 
 
 def plotly_code() -> str:
-    """Return the source code of plotly.js, which the page contains."""
+    """Return the source code of plotly.js, which the page contains; raise if a package of the extra is missing."""
     try:
+        import jinja2  # noqa: F401 - `render` needs it
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise missing_extra("the page", "report") from error

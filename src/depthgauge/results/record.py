@@ -15,7 +15,7 @@ from typing import Annotated, Any, NoReturn, SupportsFloat, TypeVar
 
 import msgspec
 
-from depthgauge._format import number
+from depthgauge._format import number, short
 from depthgauge._frames import html_table
 from depthgauge.errors import InputError, require_path
 
@@ -133,7 +133,9 @@ def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
         ResultError: says which schema was found and which was expected.
     """
     if not isinstance(document, dict):
-        raise ResultError(f"{name} is not a result document: expected an object, got {_short(document)}; {advice}")
+        raise ResultError(
+            f"{name} is not a result document: expected an object, got {short(repr(document), 60)}; {advice}"
+        )
     schema = document.get("schema")
     if schema == expected:
         return
@@ -143,13 +145,8 @@ def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
             f"{name} has the schema {schema!r} of another version of depthgauge; this version reads {expected!r}. "
             f"Run `depthgauge {family.rpartition('.')[2]}` again, or use the version that wrote the file"
         )
-    given = "no schema" if schema is None else f"the schema {_short(schema)}"
+    given = "no schema" if schema is None else f"the schema {short(repr(schema), 60)}"
     raise ResultError(f"{name} is not a result document: it has {given}, expected {expected!r}; {advice}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
 
 
 def read(document: Any, kind: type[T], name: str, advice: str) -> T:

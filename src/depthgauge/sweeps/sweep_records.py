@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from depthgauge._format import counted
+from depthgauge._format import counted, short
 from depthgauge._frames import frame, html_table
 from depthgauge._lock import Holder
 from depthgauge.sweeps.cells import canonical_json
-from depthgauge.sweeps.store import Count, Row
+from depthgauge.sweeps.store import Count, StoredRow
 
 SCHEMA = "depthgauge.sweep/1"
 _HTML_ROWS = 10
@@ -38,7 +38,7 @@ class RunSummary:
 class SweepRows:
     """The table of rows of a sweep: one row for each cell that is done or failed."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -69,7 +69,8 @@ class SweepRows:
     def _repr_html_(self) -> str:
         rows = self.to_json()
         names = [name for name in _names(rows) if name not in ("identity", "version")]
-        shown = [{name: _short(row.get(name)) for name in names} for row in rows[:_HTML_ROWS]]
+        cells = [{name: _csv_value(row.get(name)) for name in names} for row in rows[:_HTML_ROWS]]
+        shown = [{name: short(v, 40) if isinstance(v, str) else v for name, v in row.items()} for row in cells]
         more = f", the first {_HTML_ROWS} shown" if len(rows) > _HTML_ROWS else ""
         return html_table(f"{counted(len(rows), 'row')}{more}", shown)
 
@@ -175,7 +176,7 @@ class SweepStatus:
         return html_table(f"{self.store}: {self.count}", rows)
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: StoredRow) -> dict[str, Any]:
     cell = row.cell
     head = {"identity": cell.identity, "task": cell.task, "version": cell.version, "repetition": cell.repetition}
     return head | dict(cell.parameters) | (row.result or {}) | {"error_text": row.error}
@@ -197,9 +198,3 @@ def to_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _csv_value(value: Any) -> Any:
     return canonical_json(value) if isinstance(value, list | dict | bool) else value
-
-
-def _short(value: Any) -> Any:
-    """Shorten a list or a long text for a notebook; leave numbers as they are."""
-    text = _csv_value(value)
-    return f"{text[:39]}…" if isinstance(text, str) and len(text) > 40 else text

@@ -19,7 +19,7 @@ from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step
 from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
-from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, PrintedTheorem, Sandwich
+from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
 from depthgauge.results.verdicts import network_verdict
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
 from depthgauge.workflows.target import Target
@@ -98,7 +98,7 @@ def _subject(
             layers=profile.layer_records(),
             collapse=tuple(sandwiches),
             depth=tuple(depths),
-            printed=PrintedTheorem(**printed_bound(network, radius).to_json()),
+            printed=printed_bound(network, radius),
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import depthgauge as dg
 from depthgauge.errors import InputError
-from depthgauge.papers.ledger.claim import Claim, Observed, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import ratio_text
 from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.registry import registry, run, select
@@ -142,7 +142,7 @@ def test_after_the_budget_no_study_and_no_search_starts():
         started.append("study")
         return Observed("holds", None, 1)
 
-    claim = Claim("ours.x", "nowhere", "1 ≤ 1", Study(study))
+    claim = Claim("ours.x", "nowhere", "1 ≤ 1", Computation(study))
     assert judge(claim, deadline=time.monotonic() - 1).verdict == "undecided"
     assert started == []
     assert judge(claim, deadline=time.monotonic() + 60).verdict == "holds"

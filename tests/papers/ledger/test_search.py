@@ -12,7 +12,7 @@ from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact
 from depthgauge.papers.ledger.claim import Inequality, Misprint
 from depthgauge.papers.ledger.formulas import attention, residual, softm
 from depthgauge.papers.ledger.instances import drawing, sizes
-from depthgauge.papers.ledger.judge import judge, judge_inequality
+from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.registry import registry
 from depthgauge.papers.ledger.search import ratio, search
 from depthgauge.papers.ledger.witness import cost, refute, show, simplest, violated
@@ -24,7 +24,7 @@ SHARP = [claim.id for claim in registry().values() if claim.sharp]
 def test_a_sharp_constant_shrunk_by_a_tenth_is_refuted(id):
     check = registry()[id].check
     inequality = check.proved if isinstance(check, Misprint) else check
-    found = judge_inequality(inequality.shrunk(Fraction(9, 10)), f"{id}/planted")
+    found = search(inequality.shrunk(Fraction(9, 10)), f"{id}/planted")
     assert found.verdict == "fails"
     assert found.witness.ratio > 1
 
@@ -67,7 +67,7 @@ def test_a_rounding_error_is_no_witness():
     tiny = Inequality("(x + 1) − 1", "x", evaluate, lambda r, s: {"x": float(r.random()) * 1e-8}, ({},))
     seen = [FLOATS.number("1/3") * 10.0**-k for k in range(6, 12)]
     assert any((x + 1) - 1 > x for x in seen)
-    assert judge_inequality(tiny, "rounding").verdict != "fails"
+    assert search(tiny, "rounding").verdict != "fails"
 
 
 def test_the_hypotheses_hold_exactly_at_every_witness():
@@ -83,7 +83,7 @@ def test_the_hypotheses_hold_exactly_at_every_witness():
 
 def test_without_an_instance_the_verdict_is_undecided():
     never = Inequality("x", "x", square(1).evaluate, drawing({"x": ""}), ({},), allowed=lambda ar, x: False)
-    assert judge_inequality(never, "never").verdict == "undecided"
+    assert search(never, "never").verdict == "undecided"
 
 
 def test_a_search_is_reproducible():
@@ -149,7 +149,6 @@ def test_exact_numbers_contain_the_true_value(value):
         x = to_exact(value)
         assert EXACT.sqrt(x * x) == abs(x)
         assert abs(EXACT.log(EXACT.exp(x)) - x) < fmpq(1, 10**60)
-        assert EXACT.power(x * x + 1, 2) == (x * x + 1) ** 2
 
 
 def test_numbers_as_text():

@@ -5,13 +5,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
+import dense_separation as naive
 import numpy as np
 import pytest
 import torch
+from dense_separation import inputs, threshold
 
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
-from depthgauge.papers.ledger.claim import Inequality, Misprint, Observed, Study
-from depthgauge.papers.ledger.judge import judge, judge_inequality
+from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
+from depthgauge.papers.ledger.judge import judge
+from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear import CLAIMS, sign_probabilities
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
@@ -26,8 +29,6 @@ from depthgauge.papers.ledger.softmax_linear.sign_probabilities import NetworkEv
 from depthgauge.papers.ledger.softmax_linear.softmax_regression import largest_squares
 from depthgauge.papers.ledger.story import explain
 from depthgauge.papers.ledger.witness import refute
-from depthgauge.papers.separation import dense as naive
-from depthgauge.papers.separation.datasets import inputs, threshold
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.rows import rows
 from depthgauge.papers.separation.score_maps import EXP, LIN, parse_attention
@@ -92,7 +93,7 @@ def test_verdicts(id):
 @pytest.mark.parametrize("id", [claim.id for claim in CLAIMS if isinstance(claim.check, Misprint)])
 def test_the_intended_form_of_every_misprint_holds(id):
     check = BY_ID[id].check
-    assert judge_inequality(check.proved, f"{id}/proved", FEW).verdict == "holds"
+    assert search(check.proved, f"{id}/proved", FEW).verdict == "holds"
     witness = judged(id).witness
     if witness is not None:
         assert refute(check.printed, witness.arrays()) is not None
@@ -105,7 +106,7 @@ SHARP = [claim.id for claim in CLAIMS if claim.sharp]
 @pytest.mark.parametrize("id", SHARP)
 def test_planted_variants_are_refuted(id):
     planted = BY_ID[id].check.shrunk(Fraction(9, 10))
-    assert judge_inequality(planted, id, 600).verdict == "fails"
+    assert search(planted, id, 600).verdict == "fails"
 
 
 def test_sharp_claims_are_those_with_ratios_near_one():
@@ -320,5 +321,5 @@ def test_the_story_of_lemma_e_1():
 
 def test_every_study_states_its_reading():
     for claim in CLAIMS:
-        if isinstance(claim.check, Study) and judged(claim.id).verdict == "holds":
+        if isinstance(claim.check, Computation) and judged(claim.id).verdict == "holds":
             assert any("δ = 1/10" in remark for remark in judged(claim.id).remarks)

@@ -2,12 +2,12 @@
 
 import itertools
 
+import dense_separation as naive
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.papers.separation import dense as naive
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.sampling import AttentionDraws
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, SelfAttention, build_setting

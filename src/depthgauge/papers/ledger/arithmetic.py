@@ -8,8 +8,9 @@ true value) from there on. A comparison of `EXACT` numbers that returns True is 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -21,82 +22,20 @@ PRECISION = 256
 """Precision of arb numbers in bits."""
 
 
-class Floats:
-    """Double precision. The search uses it; no verdict of failure rests on it."""
+@dataclass(frozen=True)
+class Arithmetic:
+    """The functions that the two sides of a claim may use, besides + − · / @ and comparisons.
 
-    def number(self, value: int | str | Fraction) -> Value:
-        """Return a constant, rounded."""
-        return float(Fraction(value))
+    `number` returns a constant; `max` and `min` take an array and an optional axis.
+    """
 
-    def exp(self, x: Value) -> Value:
-        """e^x."""
-        return np.exp(x)
-
-    def log(self, x: Value) -> Value:
-        """log x."""
-        return np.log(x)
-
-    def sqrt(self, x: Value) -> Value:
-        """√x."""
-        return np.sqrt(x)
-
-    def tanh(self, x: Value) -> Value:
-        """tanh x."""
-        return np.tanh(x)
-
-    def power(self, x: Value, y: Value) -> Value:
-        """x^y."""
-        return np.power(x, y)
-
-    def max(self, x: Value, axis: int | None = None) -> Value:
-        """The largest entry."""
-        return np.max(x, axis=axis)
-
-    def min(self, x: Value, axis: int | None = None) -> Value:
-        """The smallest entry."""
-        return np.min(x, axis=axis)
-
-
-class Exact:
-    """Fractions where possible, otherwise arb numbers. A comparison is True only if it is true for the exact values."""
-
-    def number(self, value: int | str | Fraction) -> Value:
-        """Return a constant, exactly."""
-        fraction = Fraction(value)
-        return fmpq(fraction.numerator, fraction.denominator)
-
-    def exp(self, x: Value) -> Value:
-        """e^x; e⁰ is exactly 1."""
-        return _each(lambda v: fmpq(1) if v == 0 else _arb(v).exp(), x)
-
-    def log(self, x: Value) -> Value:
-        """log x; log 1 is exactly 0."""
-        return _each(lambda v: fmpq(0) if v == 1 else _arb(v).log(), x)
-
-    def sqrt(self, x: Value) -> Value:
-        """√x, as a fraction where it is rational."""
-        return _each(_root, x)
-
-    def tanh(self, x: Value) -> Value:
-        """tanh x; tanh 0 is exactly 0."""
-        return _each(lambda v: fmpq(0) if v == 0 else _arb(v).tanh(), x)
-
-    def power(self, x: Value, y: Value) -> Value:
-        """x^y, as a fraction where y is an integer."""
-        return np.frompyfunc(_power, 2, 1)(x, y) if isinstance(x, np.ndarray) else _power(x, y)
-
-    def max(self, x: Value, axis: int | None = None) -> Value:
-        """The largest entry. Where intervals overlap, an interval that contains it."""
-        return _fold(_larger, x, axis)
-
-    def min(self, x: Value, axis: int | None = None) -> Value:
-        """The smallest entry."""
-        return -_fold(_larger, -x, axis)
-
-
-FLOATS, EXACT = Floats(), Exact()
-Arithmetic = Floats | Exact
-"""The functions that the two sides of a claim may use, besides + − · / @ and comparisons."""
+    number: Callable[[int | str | Fraction], Value]
+    exp: Callable[[Value], Value]
+    log: Callable[[Value], Value]
+    sqrt: Callable[[Value], Value]
+    tanh: Callable[[Value], Value]
+    max: Callable[..., Value]
+    min: Callable[..., Value]
 
 
 def to_floats(value: Value) -> Value:
@@ -110,10 +49,7 @@ def to_exact(value: Value) -> Value:
     """Convert to fractions without rounding; integers stay integers."""
     if isinstance(value, np.ndarray):
         return fill(value.shape, (to_exact(v) for v in value.flat))
-    if isinstance(value, int):  # a size or a count, which is also used as an index
-        return value
-    fraction = Fraction(value)
-    return fmpq(fraction.numerator, fraction.denominator)
+    return value if isinstance(value, int) else _rational(value)  # an int is a size, which is also used as an index
 
 
 def to_float(value: Value) -> float:
@@ -141,6 +77,11 @@ def fill(shape: tuple[int, ...], entries: Iterable[Value]) -> np.ndarray:
     return out
 
 
+def _rational(value: Value) -> fmpq:
+    fraction = Fraction(value)
+    return fmpq(fraction.numerator, fraction.denominator)
+
+
 def _arb(value: Value) -> arb:
     return value if isinstance(value, arb) else arb(value)
 
@@ -149,7 +90,13 @@ def _each(function: Callable[[Value], Value], x: Value) -> Value:
     return np.frompyfunc(function, 1, 1)(x) if isinstance(x, np.ndarray) else function(x)
 
 
+def _entrywise(name: str, at: int, value: int) -> Callable[[Value], Value]:
+    """Return a function of arb numbers for every entry; it has the rational value `value` at `at`."""
+    return partial(_each, lambda v: fmpq(value) if v == at else getattr(_arb(v), name)())
+
+
 def _root(value: Value) -> Value:
+    """√x, as a fraction where it is rational."""
     if isinstance(value, arb):
         return value.sqrt()
     fraction = Fraction(int(fmpq(value).p), int(fmpq(value).q))
@@ -160,21 +107,28 @@ def _root(value: Value) -> Value:
     return _arb(value).sqrt()
 
 
-def _power(x: Value, y: Value) -> Value:
-    if isinstance(y, int) or (isinstance(y, fmpq) and y.q == 1):
-        return x ** int(y)
-    return (_arb(y) * _arb(x).log()).exp()
-
-
 def _larger(x: Value, y: Value) -> Value:
+    """The larger number; an interval that contains it where the intervals overlap."""
     if x >= y:
         return x
     return y if y >= x else _arb(x).max(_arb(y))
 
 
-def _fold(pick: Callable[[Value, Value], Value], x: Value, axis: int | None) -> Value:
+def _largest(x: Value, axis: int | None = None) -> Value:
     if not isinstance(x, np.ndarray):
         return x
-    if axis is None:
-        return reduce(pick, x.flat)
-    return np.frompyfunc(pick, 2, 1).reduce(x, axis=axis)
+    return reduce(_larger, x.flat) if axis is None else np.frompyfunc(_larger, 2, 1).reduce(x, axis=axis)
+
+
+FLOATS = Arithmetic(lambda value: float(Fraction(value)), np.exp, np.log, np.sqrt, np.tanh, np.max, np.min)
+"""Double precision. The search uses it; no verdict of failure rests on it."""
+EXACT = Arithmetic(
+    number=_rational,
+    exp=_entrywise("exp", 0, 1),
+    log=_entrywise("log", 1, 0),
+    sqrt=partial(_each, _root),
+    tanh=_entrywise("tanh", 0, 0),
+    max=_largest,
+    min=lambda x, axis=None: -_largest(-x, axis),
+)
+"""Fractions where possible, otherwise arb numbers."""

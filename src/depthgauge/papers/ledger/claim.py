@@ -19,14 +19,7 @@ Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
 """A generator that yields named intermediate values and returns the two sides."""
 Evaluate = Callable[..., Steps]
 """`evaluate(ar, **instance)` returns `Steps`. The two sides are numbers, or arrays that are compared entry by entry."""
-
-
-def _always(ar: Arithmetic, **_: Value) -> bool:
-    return True
-
-
-def _nothing(size: Size) -> Iterable[Instance]:
-    return ()
+Starts = Callable[[Size], Iterable[Instance]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +27,7 @@ class Inequality:
     """The statement that left ≤, < or = right for every instance that satisfies the hypotheses.
 
     Attributes:
-        left: The left side, as text.
-        right: The right side, as text.
+        left, right: The two sides, as text.
         evaluate: Computes the two sides at an instance.
         draw: `draw(random, size)` returns a random instance, which need not satisfy the hypotheses.
         sizes: The dimensions to try, smallest first.
@@ -52,8 +44,8 @@ class Inequality:
     evaluate: Evaluate
     draw: Callable[[Random, Size], Instance]
     sizes: Sequence[Size]
-    allowed: Callable[..., bool] = _always
-    starts: Callable[[Size], Iterable[Instance]] = _nothing
+    allowed: Callable[..., bool] = lambda ar, **_: True
+    starts: Starts = lambda size: ()
     relation: Relation = "<="
     right_factor: Fraction = Fraction(1)
     condition: str = ""
@@ -70,15 +62,20 @@ class Inequality:
         condition = f" for {self.condition}" if self.condition else ""
         return f"{self.left} {sign} {factor}{self.right}{condition}"
 
+    def evaluated(self, ar: Arithmetic, instance: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
+        """Return the intermediate values and the two sides at an instance."""
+        evaluation, steps = self.evaluate(ar, **instance), []
+        while True:
+            try:
+                steps.append(next(evaluation))
+            except StopIteration as end:
+                left, right = end.value
+                return tuple(steps), left, right * ar.number(self.right_factor)
+
 
 @dataclass(frozen=True)
 class Misprint:
-    """A statement whose printed form differs from the intended form.
-
-    Attributes:
-        printed: The statement as printed.
-        proved: The intended form, which the proof or the context uses.
-    """
+    """A statement whose printed form differs from the intended form, which the proof or the context uses."""
 
     printed: Inequality
     proved: Inequality
@@ -105,14 +102,11 @@ class Observed:
 
 
 @dataclass(frozen=True)
-class Study:
-    """A statement that is not checked by a search but by a computation of its own.
+class Computation:
+    """A statement that `run` checks by a computation of its own instead of a search.
 
     Examples are statements about probabilities, which are computed for a list of sizes, and statements with hidden
     constants, which stay undecided.
-
-    Attributes:
-        run: Runs the computation.
     """
 
     run: Callable[[], Observed]
@@ -136,7 +130,7 @@ class Claim:
     id: str
     where: str
     statement: str
-    check: Inequality | Misprint | Study
+    check: Inequality | Misprint | Computation
     hypothesis: str = "none"
     corrected: str | None = None
     sharp: bool = False

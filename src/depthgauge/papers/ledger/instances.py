@@ -1,13 +1,17 @@
-"""Random and structured instances: matrices of several scales and kinds, so that extreme cases are frequent."""
+"""Random and structured instances, and the claims that are searched over them.
+
+Matrices have several scales and kinds, so that extreme cases are frequent.
+"""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 
-from depthgauge.papers.ledger.claim import Instance, Size
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Size
 
 SCALES = (0.05, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -33,11 +37,10 @@ def drawing(shapes: Mapping[str, str]) -> Callable[[Random, Size], Instance]:
     """
 
     def draw(random: Random, size: Size) -> Instance:
-        instance: dict[str, object] = {}
-        for name, shape in shapes.items():
-            entries = matrix(random, *(size[axis] for axis in shape.split())) if shape else random.choice(SCALES)
-            instance[name] = entries
-        return instance
+        return {
+            name: matrix(random, *(size[axis] for axis in shape.split())) if shape else random.choice(SCALES)
+            for name, shape in shapes.items()
+        }
 
     return draw
 
@@ -62,3 +65,28 @@ def corners(shapes: Mapping[str, str], most: int = 1000) -> Callable[[Size], Ite
 def sizes(**lists: tuple[int, ...]) -> tuple[dict[str, int], ...]:
     """Zip lists of dimensions: `sizes(n=(1, 2), d=(3, 4))` is `({"n": 1, "d": 3}, {"n": 2, "d": 4})`."""
     return tuple(dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
+
+
+def searched(
+    id: str,
+    where: str,
+    sides: tuple[str, str],
+    evaluate: Evaluate,
+    shapes: Mapping[str, str] | Callable[[Random, Size], Instance],
+    over: Sequence[Size],
+    hypothesis: str = "none",
+    corrected: str | None = None,
+    *,
+    statement: str | None = None,
+    sharp: bool = False,
+    note: str = "",
+    **more: Any,
+) -> Claim:
+    """Return the claim left ≤ right, which a search checks.
+
+    `shapes` are those of `drawing`, or a function that draws an instance; `over` are the sizes. The statement is the
+    text of the inequality unless it is given. `more` are further attributes of the `Inequality`.
+    """
+    draw = shapes if callable(shapes) else drawing(shapes)
+    check = Inequality(*sides, evaluate, draw, over, **more)
+    return Claim(id, where, statement or check.text(), check, hypothesis, corrected, sharp, note)

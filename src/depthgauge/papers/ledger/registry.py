@@ -19,16 +19,7 @@ from depthgauge.progress import Step, silent
 PAPERS = ("A", "B", "ours")
 
 
-def _by_id(all_claims: Sequence[Claim]) -> Mapping[str, Claim]:
-    found: dict[str, Claim] = {}
-    for claim in all_claims:
-        if claim.id in found:
-            raise ValueError(f"two claims have the id {claim.id}")
-        found[claim.id] = claim
-    return MappingProxyType(found)
-
-
-_REGISTRY = _by_id((*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED))
+_REGISTRY = MappingProxyType({claim.id: claim for claim in (*LAYER_COLLAPSE, *SOFTMAX_LINEAR, *CORRECTED)})
 
 
 def registry() -> Mapping[str, Claim]:
@@ -95,13 +86,9 @@ def finding(claim: Claim, observed: Observed) -> Finding:
         id=claim.id,
         paper=claim.paper,
         statement=claim.statement,
-        verdict=observed.verdict,
-        ratio=observed.ratio,
-        witness=observed.witness,
         corrected=claim.corrected,
-        evaluations=observed.evaluations,
-        remarks=observed.remarks,
         story=explain(claim, observed, corrected),
+        **vars(observed),
     )
 
 

@@ -6,18 +6,17 @@ result; a deadline can only stop it early. A violation found in floats counts on
 
 import time
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 from numpy.random import default_rng
 
-from depthgauge.papers.ledger.arithmetic import FLOATS, Value, to_floats
-from depthgauge.papers.ledger.claim import Inequality, Instance, Relation, Size
+from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, Value, precise, to_exact, to_float, to_floats
+from depthgauge.papers.ledger.claim import Inequality, Instance, Observed, Relation, Size
 from depthgauge.papers.ledger.finding import Witness
-from depthgauge.papers.ledger.witness import simplest
+from depthgauge.papers.ledger.witness import entries, simplest
 
 EVALUATIONS = 3000
 """The number of instances that a search evaluates, divided equally among the sizes."""
@@ -36,27 +35,15 @@ class StoppedError(Exception):
     """The deadline passed before the search ended."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a search.
+def search(
+    inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None
+) -> Observed:
+    """Search for a counterexample to an inequality, smallest sizes first; `name` seeds the random numbers.
 
-    Attributes:
-        ratio: The largest left/right found, in floats.
-        instance: Where it was found; None if no instance satisfied the hypotheses.
-        witness: The counterexample, if one was found.
-        evaluations: The number of instances evaluated.
-        clean_sizes: The sizes at which no counterexample was found.
+    Returns:
+        `fails` with a witness, `holds` with the largest ratio found, or `undecided` if no instance that satisfies the
+        hypotheses was found.
     """
-
-    ratio: float
-    instance: Instance | None
-    witness: Witness | None
-    evaluations: int
-    clean_sizes: tuple[Size, ...]
-
-
-def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Outcome:
-    """Search for a counterexample, smallest sizes first; `name` seeds the random numbers."""
     seen, best, where = 0, 0.0, None
     clean: list[Size] = []
     for index, size in enumerate(inequality.sizes):
@@ -67,9 +54,26 @@ def search(inequality: Inequality, name: str, evaluations: int = EVALUATIONS, de
         if where is None or at_size.best > best:
             best, where = at_size.best, at_size.where
         if witness is not None:
-            return Outcome(at_size.best, at_size.where, witness, seen, tuple(clean))
+            remarks = (f"No counterexample was found at the smaller sizes {_listed(clean)}.",) if clean else ()
+            return Observed("fails", witness.ratio, seen, remarks, witness)
         clean.append(size)
-    return Outcome(best, where, None, seen, tuple(clean))
+    if where is None:
+        return Observed("undecided", None, seen, ("No instance that satisfies the hypotheses was found.",))
+    return Observed("holds", _exact_ratio(inequality, where), seen, (f"Sizes searched: {_listed(clean)}.",))
+
+
+def _listed(sizes: Sequence[Size]) -> str:
+    return ", ".join("(" + ", ".join(f"{k} = {v}" for k, v in size.items()) + ")" for size in sizes)
+
+
+def _exact_ratio(inequality: Inequality, instance: Instance) -> float | None:
+    """Return left/right in exact arithmetic, so that rounding cannot push it over 1; for an equation it is 1."""
+    if inequality.relation == "=":
+        return 1.0
+    with precise():
+        _, left, right = inequality.evaluated(EXACT, {name: to_exact(value) for name, value in instance.items()})
+        ratios = [to_float(x / y) for x, y in entries(left, right) if to_float(y) > 0]
+    return max(ratios, default=None)
 
 
 def ratio(left: Value, right: Value, relation: Relation) -> float:
@@ -134,7 +138,8 @@ class _SearchAtSize:
         with np.errstate(all="ignore"):
             if not inequality.allowed(FLOATS, **instance):
                 return -1.0
-            value = ratio(*_sides(inequality, instance), inequality.relation)
+            _, left, right = inequality.evaluated(FLOATS, instance)
+            value = ratio(left, right, inequality.relation)
         strict = inequality.relation == "<" and value >= 1 - _ROUNDING
         if value > 1 + _ROUNDING or strict:
             self._verify(instance, value)
@@ -194,13 +199,3 @@ class _SearchAtSize:
 
 def _as_floats(instance: Instance) -> Instance:
     return {name: to_floats(value) for name, value in instance.items()}
-
-
-def _sides(inequality: Inequality, instance: Instance) -> tuple[Value, Value]:
-    evaluation = inequality.evaluate(FLOATS, **instance)
-    while True:
-        try:
-            next(evaluation)
-        except StopIteration as end:
-            left, right = end.value
-            return left, right * float(inequality.right_factor)

@@ -4,12 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from depthgauge._format import number
-from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint, Observed, Study
-from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness, ratio_text
+from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
+from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness
 
-HEADINGS: Mapping[str, str] = MappingProxyType(
-    {"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"}
-)
+HEADINGS = MappingProxyType({"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"})
 MEANING: Mapping[Verdict, str] = MappingProxyType(
     {
         "holds": "no counterexample found by this search (not a proof)",
@@ -38,7 +36,7 @@ def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) ->
         observed: The result of its check.
         corrected: The corrected statement, if there is one.
     """
-    meaning = (STUDY_MEANING if isinstance(claim.check, Study) else MEANING)[observed.verdict]
+    meaning = (STUDY_MEANING if isinstance(claim.check, Computation) else MEANING)[observed.verdict]
     lines = [f"{claim.id} · {claim.where} · {observed.verdict}: {meaning}", ""]
     lines += [f"Statement   {claim.statement}", f"Hypothesis  {claim.hypothesis}"]
     tested = _tested_form(claim)
@@ -114,14 +112,9 @@ def page(findings: Sequence[Finding]) -> str:
         lines += ["", f"## {heading}", "", f"{chosen.summary()}.", ""]
         lines += ["| id | statement | verdict | ratio | corrected statement |", "| --- | --- | --- | --- | --- |"]
         for finding in chosen:
-            cells = (finding.id, finding.statement, finding.verdict, ratio_text(finding.ratio), finding.corrected or "")
-            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in finding.cells()) + " |")
     lines += ["", "## Stories", "", "The explanation of every finding whose verdict is not `holds`."]
     for finding in findings:
         if finding.verdict != "holds":
             lines += ["", f"### {finding.id}", "", "```text", finding.story, "```"]
     return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -27,12 +27,7 @@ _READABLE = 12
 class Refutation:
     """An instance at which, in exact arithmetic, the hypotheses hold and the statement fails.
 
-    Attributes:
-        instance: Named arrays of fractions, fractions and integers.
-        left: The value of the left side.
-        right: The value of the right side.
-        steps: Named intermediate values.
-        relation: The relation that is violated.
+    The instance has named arrays of fractions, fractions and integers; `relation` is the violated one.
     """
 
     instance: dict[str, Any]
@@ -57,24 +52,13 @@ def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
         try:
             if not inequality.allowed(EXACT, **exact):
                 return None
-            steps, left, right = evaluate_exactly(inequality, exact)
+            steps, left, right = inequality.evaluated(EXACT, exact)
         except (ZeroDivisionError, OverflowError):
             return None
         if not violated(left, right, inequality.relation):
             return None
     fractions = {name: _fractions(value) for name, value in exact.items()}
     return Refutation(fractions, left, right, steps, inequality.relation)
-
-
-def evaluate_exactly(inequality: Inequality, exact: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
-    """Return the intermediate values and the two sides in exact arithmetic."""
-    evaluation, steps = inequality.evaluate(EXACT, **exact), []
-    while True:
-        try:
-            steps.append(next(evaluation))
-        except StopIteration as end:
-            left, right = end.value
-            return tuple(steps), left, right * EXACT.number(inequality.right_factor)
 
 
 def violated(left: Value, right: Value, relation: Relation) -> bool:

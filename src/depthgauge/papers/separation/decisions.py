@@ -6,8 +6,8 @@ import numpy as np
 from flint import ctx
 from jaxtyping import Bool, Float
 
-from depthgauge.papers.separation.rows import Row, Signs, rows
-from depthgauge.papers.separation.score_maps import LIN, Attention
+from depthgauge.papers.separation.rows import OutputRow, Signs, rows
+from depthgauge.papers.separation.score_maps import LIN, ScoreMap
 from depthgauge.papers.separation.settings import AttentionSetting, Dataset, strong
 from depthgauge.papers.separation.settle import sign_of_sum
 
@@ -21,16 +21,11 @@ Table = Bool[np.ndarray, "2 2 2 classes"]
 @lru_cache(maxsize=8)
 def tables(setting: AttentionSetting) -> tuple[Table, Table, Table, Table]:
     """Return the decision tables of (strong, D₁), (lin, D₁), (strong, D₀) and (lin, D₀)."""
-    kind = strong(setting)
-    return (
-        decision_table(setting, 1, kind),
-        decision_table(setting, 1, LIN),
-        decision_table(setting, 0, kind),
-        decision_table(setting, 0, LIN),
-    )
+    cases: tuple[tuple[Dataset, ScoreMap], ...] = ((1, strong(setting)), (1, LIN), (0, strong(setting)), (0, LIN))
+    return tuple(decision_table(setting, dataset, kind) for dataset, kind in cases)  # type: ignore[return-value]
 
 
-def decision_table(setting: AttentionSetting, dataset: Dataset, kind: Attention) -> Table:
+def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) -> Table:
     """Return the table whose entry [y₁, y_d, y_κ, p] is True if Σ_{j₀} φ_τ(⟨c_{j₀}, y⟩) > 0.
 
     Index 0 stands for the sign − and index 1 for +. p is the number of + among the K − 1 classes other than κ. Among
@@ -66,7 +61,7 @@ def _signs(index: list[int], others: int) -> Signs:
     return Signs(2 * first - 1, 2 * own - 1, 2 * plus - others, 1 if plus > 0 else -1, 2 * last - 1)
 
 
-def _rounded(row: Row, kind: Attention, n: int) -> Float[np.ndarray, " 5"]:
+def _rounded(row: OutputRow, kind: ScoreMap, n: int) -> Float[np.ndarray, " 5"]:
     """Return the coefficients of the row, each with relative error at most 2⁻⁵²."""
     with ctx.workprec(_PRECISION):
         return np.array([float(value.mid()) for value in row.coefficients(kind, n)])

@@ -5,7 +5,7 @@ from typing import Any
 
 from depthgauge._format import counted
 from depthgauge._frames import frame, html_table
-from depthgauge.papers.separation.exact import Exact, exact
+from depthgauge.papers.separation.exact import ExactProbabilities, exact
 from depthgauge.papers.separation.montecarlo import Estimate, estimate, wilson
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
 from depthgauge.progress import Step, silent
@@ -23,7 +23,7 @@ class Separation:
     """
 
     setting: Setting
-    exact: Exact | None
+    exact: ExactProbabilities | None
     estimate: Estimate
     seed: int
 

@@ -4,10 +4,10 @@ from fractions import Fraction
 from math import log
 
 import numpy as np
-from jaxtyping import Bool, Float, Int8
+from jaxtyping import Bool, Float
 
 from depthgauge.papers.separation.sampling import RegressionDraws, unpack
-from depthgauge.papers.separation.score_maps import LIN, Attention
+from depthgauge.papers.separation.score_maps import LIN, ScoreMap
 from depthgauge.papers.separation.settings import Dataset, Regression, strong
 from depthgauge.papers.separation.settle import sign_of_sum
 
@@ -24,7 +24,7 @@ def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, 
     Because Σ f = 1, ⟨f, y⟩ > τ is equivalent to Σ_{i: yᵢ = +1} fᵢ > (1 + τ)/2.
     """
     bits = unpack(draws.words, setting.n)
-    cases: list[tuple[Attention, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
+    cases: list[tuple[ScoreMap, Dataset]] = [(strong(setting), 1), (LIN, 1), (strong(setting), 0), (LIN, 0)]
     f = np.stack([_normalised(kind, setting.n, _scores(draws, dataset)) for kind, dataset in cases], axis=-1)
     single = setting.n <= _SINGLE_UP_TO
     kept = np.float32 if single else np.float64
@@ -33,9 +33,10 @@ def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, 
     positive = margin > 0
     for model, vector, case in np.argwhere(np.abs(margin) <= _rounding(setting, single)):
         kind, dataset = cases[case]
-        positive[model, vector, case] = _settled(setting, draws, bits, kind, dataset, int(model), int(vector))
-    any_positive = positive.any(axis=1)
-    return np.stack([any_positive[:, 0], *(~any_positive[:, case] for case in (1, 2, 3))], axis=1)
+        signs, scores = 2 * bits[model, vector].astype(int) - 1, _exact_scores(draws, dataset, int(model))
+        terms = [(int(y) - setting.threshold, q) for y, q in zip(signs, scores, strict=True)]
+        positive[model, vector, case] = sign_of_sum(kind, setting.n, terms) > 0  # of ⟨f, y⟩ − τ
+    return np.asarray(positive.any(axis=1) == [True, False, False, False])
 
 
 def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "models n"]:
@@ -46,7 +47,7 @@ def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "mode
     return scores
 
 
-def _normalised(kind: Attention, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
+def _normalised(kind: ScoreMap, n: int, scores: Float[np.ndarray, "models n"]) -> Float[np.ndarray, "models n"]:
     """Return f = k(u) / Σ k(u) with u = log n · scores."""
     u = log(n) * scores
     if kind.family == "exp":
@@ -71,19 +72,9 @@ def _rounding(setting: Regression, single: bool) -> float:
     return (1.01 * (setting.n + 4) * 2.0**-24 if single else 0.0) + 4 * in_double
 
 
-def _settled(
-    setting: Regression,
-    draws: RegressionDraws,
-    bits: Int8[np.ndarray, "models m n"],
-    kind: Attention,
-    dataset: Dataset,
-    model: int,
-    vector: int,
-) -> bool:
-    """Decide ⟨f, y⟩ > τ exactly, from the sign of Σ (yᵢ − τ)·k(qᵢ·log n)."""
+def _exact_scores(draws: RegressionDraws, dataset: Dataset, model: int) -> list[Fraction]:
+    """Return (Ax)ᵢ / log n of one model as fractions."""
     scores = [1 + _INTERVAL * Fraction(float(u)) for u in draws.uniform[model, dataset]]
     if dataset == 1:
         scores[int(draws.j[model])] = _PEAK
-    signs = 2 * bits[model, vector].astype(int) - 1
-    terms = [(int(y) - setting.threshold, q) for y, q in zip(signs, scores, strict=True)]
-    return sign_of_sum(kind, setting.n, terms) > 0
+    return scores

@@ -41,10 +41,13 @@ class RegressionDraws(ArrayRecord):
 
 
 def stream_key(setting: Setting, seed: int) -> int:
-    """Return a 128-bit key from the task, its parameters and the seed."""
+    """Return a 128-bit key from the task, its parameters and the seed.
+
+    The name `depthgauge.separation/1` must not change with the name of a module: the drawn networks depend on it.
+    """
     require_seed(seed)
     parameters = [f"{f.name}={_plain(getattr(setting, f.name))}" for f in fields(setting) if f.name != "attention"]
-    text = "|".join(["depthgauge.papers.separation/1", setting.kind, *parameters, f"seed={seed}"])
+    text = "|".join(["depthgauge.separation/1", setting.kind, *parameters, f"seed={seed}"])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:16], "big")
 
 

@@ -11,7 +11,7 @@ from depthgauge.errors import InputError, unknown_name
 
 
 @dataclass(frozen=True)
-class Attention:
+class ScoreMap:
     """A kind of attention f = k(u) / Σ k(u), with k(u) = eᵘ (exp), k(u) = u (lin) or k(u) = Σ_{i≤g} uⁱ/i! (poly:g).
 
     As in the paper, lin is k(u) = u. It differs from poly:1, which is 1 + u.
@@ -26,15 +26,15 @@ class Attention:
         return f"poly:{self.degree}" if self.family == "poly" else self.family
 
 
-EXP = Attention("exp")
-LIN = Attention("lin")
+EXP = ScoreMap("exp")
+LIN = ScoreMap("lin")
 
 
-def parse_attention(name: str) -> Attention:
+def parse_attention(name: str) -> ScoreMap:
     """Return the attention kind with the given name.
 
     >>> parse_attention("poly:3")
-    Attention(family='poly', degree=3)
+    ScoreMap(family='poly', degree=3)
     """
     if name == "exp":
         return EXP
@@ -46,7 +46,7 @@ def parse_attention(name: str) -> Attention:
     degree = int(match[1])
     if degree < 1:
         raise InputError(f"the degree of {name} must be at least 1; poly:0 gives all tokens the same weight")
-    return Attention("poly", degree)
+    return ScoreMap("poly", degree)
 
 
 def to_arb(number: Fraction | int) -> Any:
@@ -54,7 +54,7 @@ def to_arb(number: Fraction | int) -> Any:
     return arb(fmpq(number.numerator, number.denominator))
 
 
-def weights(kind: Attention, n: int, scores: list[Fraction]) -> list[Any]:
+def weights(kind: ScoreMap, n: int, scores: list[Fraction]) -> list[Any]:
     """Return k(q·log n) for each q in `scores` as arb, up to a common positive factor.
 
     For exp the factor is n^(−max q), which avoids overflow for large scores.

@@ -1,15 +1,14 @@
 """The bounds of the library, tested on random networks: certified upper bound against attack (docs/math.md §3)."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.certificate import certify
 from depthgauge.linalg.signs import scaled_spectral, sign_norm_up, sign_vectors
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
-from depthgauge.papers.ledger.claim import Claim, Observed, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import Verdict
 from depthgauge.surrogates.closed_forms import closed_form, fold
 
@@ -17,50 +16,28 @@ _SHAPES = ((2, 1, 4, 0.01), (2, 1, 4, 0.2), (3, 2, 4, 0.05), (4, 2, 8, 0.01))
 """(layers, heads, dim, η) of the random networks."""
 
 
-@dataclass(frozen=True)
-class _Pair:
-    network: SelfAttentionNetwork
-    surrogate: SelfAttentionNetwork
-    ball: bool = False
-
-    def certificate(self) -> Certificate:
-        radius, ball = (None, 1.0) if self.ball else (1.0, None)
-        return certify(self.network, self.surrogate, radius=radius, ball=ball, starts=4, steps=10)
-
-
-def _networks(**more: object) -> Iterator[SelfAttentionNetwork]:
-    for seed, (layers, heads, dim, eta) in enumerate(_SHAPES):
-        yield random_network(layers=layers, heads=heads, dim=dim, eta=eta, seed=seed, **more)  # type: ignore[arg-type]
-
-
-def _sandwiched(pairs: Callable[[], Iterator[_Pair]]) -> Callable[[], Observed]:
+def _sandwiched(
+    surrogate: Callable[[SelfAttentionNetwork], SelfAttentionNetwork], ball: bool = False, mlp: int | None = None
+) -> Callable[[], Observed]:
     """Return a check that holds if no attack exceeds its certificate; its ratio is the largest attack/certificate."""
 
     def run() -> Observed:
-        certificates = [pair.certificate() for pair in pairs()]
-        ratios = [c.lower / c.upper for c in certificates if c.upper is not None]
+        found = []
+        for seed, (layers, heads, dim, eta) in enumerate(_SHAPES):
+            network = random_network(layers=layers, heads=heads, dim=dim, eta=eta, seed=seed, mlp=mlp)
+            inputs = {"ball": 1.0} if ball else {"radius": 1.0}
+            found.append(certify(network, surrogate(network), **inputs, starts=4, steps=10))  # type: ignore[arg-type]
+        ratios = [c.lower / c.upper for c in found if c.upper is not None]
         broken = sum(ratio > 1 for ratio in ratios)
         remark = f"{len(ratios)} random networks with a finite certificate; an attack exceeded it for {broken} of them."
-        verdict: Verdict = "holds" if ratios else "undecided"
-        return Observed("fails" if broken else verdict, max(ratios, default=None), len(certificates), (remark,))
+        verdict: Verdict = "fails" if broken else "holds" if ratios else "undecided"
+        return Observed(verdict, max(ratios, default=None), len(found), (remark,))
 
     return run
 
 
-def _by_method(method: str) -> Callable[[], Iterator[_Pair]]:
-    return lambda: (_Pair(network, closed_form(network, method)) for network in _networks())
-
-
-def _folded() -> Iterator[_Pair]:
-    return (_Pair(network, fold(network, [len(network.layers) - 1])) for network in _networks())
-
-
-def _in_ball() -> Iterator[_Pair]:
-    return (_Pair(network, closed_form(network, "mean-field"), ball=True) for network in _networks())
-
-
-def _with_mlp() -> Iterator[_Pair]:
-    return (_Pair(network, closed_form(network, "identity")) for network in _networks(mlp=8))
+def _by_method(method: str, ball: bool = False, mlp: int | None = None) -> Callable[[], Observed]:
+    return _sandwiched(lambda network: closed_form(network, method), ball, mlp)
 
 
 def _sign_norms() -> Observed:
@@ -80,52 +57,41 @@ _SET = "‖X‖max ≤ φ, any number of tokens"
 
 
 def _claim(id: str, statement: str, run: Callable[[], Observed], hypothesis: str = _SET) -> Claim:
-    return Claim(f"ours.{id}", "docs/math.md §3", statement, Study(run), hypothesis)
+    return Claim(f"ours.{id}", "docs/math.md §3", statement, Computation(run), hypothesis)
 
 
 CLAIMS: tuple[Claim, ...] = (
     _claim(
-        "sign-norm",
-        "max over sign vectors x, y of xᵀMy ≤ σ_max(diag(u)^-½ M diag(v)^-½) √(Σu Σv)",
-        _sign_norms,
+        "sign-norm", "max over sign vectors x, y of xᵀMy ≤ σ_max(diag(u)^-½ M diag(v)^-½) √(Σu Σv)", _sign_norms,
         "any u, v > 0; tested with the smallest bound over several u, v",
     ),
     _claim(
         "joint-certificate",
         "‖S(X) − S'(X)‖max ≤ lead + remainder, where S' is the mean-field layer and all heads are bounded jointly",
-        _sandwiched(_by_method("mean-field")),
+        _by_method("mean-field"),
     ),
-    _claim("identity", "‖S(X) − X‖max ≤ max φ1|N_{0:L} − I| + err_L", _sandwiched(_by_method("identity"))),
+    _claim("identity", "‖S(X) − X‖max ≤ max φ1|N_{0:L} − I| + err_L", _by_method("identity")),
+    _claim("last-layer", "‖S(X) − layer_L(X)‖max ≤ its certificate", _by_method("last-layer")),
     _claim(
-        "last-layer",
-        "‖S(X) − layer_L(X)‖max ≤ its certificate",
-        _sandwiched(_by_method("last-layer")),
-    ),
-    _claim(
-        "parallel",
-        "‖S(X) − S'(X)‖max ≤ its certificate, where S' has all heads in one layer",
-        _sandwiched(_by_method("parallel")),
+        "parallel", "‖S(X) − S'(X)‖max ≤ its certificate, where S' has all heads in one layer", _by_method("parallel")
     ),
     _claim(
         "corrected",
         "‖S(X) − S'(X)‖max ≤ its certificate, where S' has all heads and the mean-field correction in one layer",
-        _sandwiched(_by_method("corrected")),
+        _by_method("corrected"),
     ),
     _claim(
-        "effective-depth",
-        "‖S(X) − S_K(X)‖max ≤ its certificate, where S_K keeps only the layers in K",
-        _sandwiched(_folded),
+        "effective-depth", "‖S(X) − S_K(X)‖max ≤ its certificate, where S_K keeps only the layers in K",
+        _sandwiched(lambda network: fold(network, [len(network.layers) - 1])),
     ),
     _claim(
-        "row-ball",
-        "‖S(X) − S'(X)‖max ≤ its certificate, where S' is the mean-field layer",
-        _sandwiched(_in_ball),
-        "every token has Euclidean norm at most r; any number of tokens",
+        "row-ball", "‖S(X) − S'(X)‖max ≤ its certificate, where S' is the mean-field layer",
+        _by_method("mean-field", ball=True), "every token has Euclidean norm at most r; any number of tokens",
     ),
     _claim(
         "mlp-deletion",
         "deleting the attention of layer ℓ changes the output by at most λ_ℓ out_ℓ Π_{k>ℓ} λ_k (1 + Lip_k)",
-        _sandwiched(_with_mlp),
+        _by_method("identity", mlp=8),
         "X_{ℓ+1} = f_ℓ(X_ℓ + Σ_h attention_h(X_ℓ)), f_ℓ with Lipschitz constant λ_ℓ in the max norm",
     ),
-)
+)  # fmt: skip

@@ -1,11 +1,11 @@
 """Inequalities for norms, residuals and softmax with sharp constants (docs/math.md §2)."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Instance, Size, Starts, Steps
 from depthgauge.papers.ledger.formulas import (
     attention,
     column_norm,
@@ -19,7 +19,7 @@ from depthgauge.papers.ledger.formulas import (
     spread,
     total_variation,
 )
-from depthgauge.papers.ledger.instances import drawing, sizes
+from depthgauge.papers.ledger.instances import searched, sizes
 from depthgauge.papers.ledger.layer_collapse.attention_layers import balance, opposite_tokens
 
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
@@ -69,19 +69,12 @@ def _average(ar: Arithmetic, S: Value, Y: Value) -> Steps:
     return max_norm(ar, P @ Y), max_norm(ar, Y)
 
 
-def _value_product(ar: Arithmetic, A: Value, B: Value) -> Steps:
-    yield "AB", A @ B
-    return max_norm(ar, A @ B), max_norm(ar, A) * column_norm(ar, B)
+def _product(sides: Callable[[Arithmetic, Value, Value], tuple[Value, Value]]) -> Evaluate:
+    def evaluate(ar: Arithmetic, A: Value, B: Value) -> Steps:
+        yield "AB", A @ B
+        return sides(ar, A, B)
 
-
-def _inner_product(ar: Arithmetic, A: Value, B: Value) -> Steps:
-    yield "AB", A @ B
-    return max_norm(ar, A @ B), A.shape[1] * max_norm(ar, A) * max_norm(ar, B)
-
-
-def _sum_product(ar: Arithmetic, A: Value, B: Value) -> Steps:
-    yield "AB", A @ B
-    return entry_sum(A @ B), entry_sum(A) * row_norm(ar, B)
+    return evaluate
 
 
 def _contraction(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
@@ -102,9 +95,8 @@ def _cumulant(ar: Arithmetic, x: Value, s: Value, z: Value) -> Steps:
     p = _shares(x)
     deviation, other = s - (p * s).sum(), z - (p * z).sum()
     yield "p", p
-    return abs((p * deviation * deviation * other).sum()), spread(ar, s) ** 2 * spread(ar, z) / (
-        6 * ar.sqrt(ar.number(3))
-    )
+    bound = spread(ar, s) ** 2 * spread(ar, z) / (6 * ar.sqrt(ar.number(3)))
+    return abs((p * deviation * deviation * other).sum()), bound
 
 
 def _score_range(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Steps:
@@ -156,11 +148,6 @@ def _widened(size: Size) -> Iterator[Instance]:
     yield {"X": 0.01 * X, "Y": X, "Q": one, "K": one, "V": np.ones_like(one)}
 
 
-def _without_values(size: Size) -> Iterator[Instance]:
-    for start in _widened(size):
-        yield {name: value for name, value in start.items() if name != "V"}
-
-
 def _small_scores(size: Size) -> Iterator[Instance]:
     """A share of high scores near (1 − 1/√3)/2, where the third cumulant is largest."""
     n = size["n"]
@@ -168,21 +155,13 @@ def _small_scores(size: Size) -> Iterator[Instance]:
     yield {"s": 0.01 * (np.arange(n) < high)}
 
 
-def _none(size: Size) -> Iterator[Instance]:
-    return iter(())
-
-
 def _ours(
-    id: str,
-    sides: tuple[str, str],
-    evaluate: Evaluate,
-    shapes: dict[str, str],
-    searched: tuple[Size, ...],
-    hypothesis: str = "none",
-    starts: Callable[[Size], Iterable[Instance]] = _none,
-) -> Claim:
-    check = Inequality(*sides, evaluate, drawing(shapes), searched, starts=starts)
-    return Claim(f"ours.{id}", "docs/math.md §2", " ≤ ".join(sides), check, hypothesis, sharp=True)
+    id: str, sides: tuple[str, str], evaluate: Evaluate, shapes: dict[str, str], over: tuple[Size, ...],
+    hypothesis: str = "none", starts: Starts = lambda size: (),
+) -> Claim:  # fmt: skip
+    return searched(
+        f"ours.{id}", "docs/math.md §2", sides, evaluate, shapes, over, hypothesis, starts=starts, sharp=True
+    )
 
 
 _PAIR = {"a": "n", "b": "n"}
@@ -194,63 +173,63 @@ _COLUMNS = {"A": "n d", "B": "n d"}
 
 CLAIMS: tuple[Claim, ...] = (
     _ours(
-        "softmax-tv",
-        ("TV(softm(a + b), softm(a))", "tanh(range(b)/4)"),
+        "softmax-tv", ("TV(softm(a + b), softm(a))", "tanh(range(b)/4)"),
         _shift_tv, _PAIR, _LENGTHS, starts=_crossing,
     ),
     _ours(
-        "softmax-shift",
-        ("‖softm(a + b) − softm(a)‖max", "tanh(‖b‖max/2)"),
+        "softmax-shift", ("‖softm(a + b) − softm(a)‖max", "tanh(‖b‖max/2)"),
         _shift_max, _PAIR, _LENGTHS, starts=_crossing,
     ),
     _ours("softmax-uniform", ("TV(softm(a), uniform)", "tanh(range(a)/4)"), _uniform, {"a": "n"}, _LENGTHS),
     _ours(
-        "average-gap",
-        ("|Σ_j (p_j − q_j) z_j|", "TV(p, q) range(z)"),
+        "average-gap", ("|Σ_j (p_j − q_j) z_j|", "TV(p, q) range(z)"),
         _gap, {"x": "n", "y": "n", "z": "n"}, _LENGTHS, "p, q are probability vectors",
     ),
     _ours(
-        "residual-lipschitz",
-        ("‖Res(A) − Res(B)‖max", "2‖A − B‖max"),
+        "residual-lipschitz", ("‖Res(A) − Res(B)‖max", "2‖A − B‖max"),
         _residual, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)), "Res subtracts the mid-range from every column",
     ),
     _ours(
-        "residual-norm",
-        ("|‖Res(A)‖max − ‖Res(B)‖max|", "‖A − B‖max"),
+        "residual-norm", ("|‖Res(A)‖max − ‖Res(B)‖max|", "‖A − B‖max"),
         _residual_norm, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)),
     ),
     _ours(
         "stochastic-product", ("‖PY‖max", "‖Y‖max"), _average, {"S": "n n", "Y": "n d"}, _TOKENS, "P is row-stochastic"
     ),
-    _ours("product-max", ("‖AB‖max", "‖A‖max ‖B‖col"), _value_product, _FACTORS, _SHAPES),
-    _ours("product-inner", ("‖AB‖max", "m ‖A‖max ‖B‖max"), _inner_product, _FACTORS, _SHAPES, "A has m columns"),
-    _ours("product-sum", ("‖AB‖₁", "‖A‖₁ ‖B‖row"), _sum_product, _FACTORS, _SHAPES),
     _ours(
-        "residual-contraction",
-        ("‖Res(attention(X))‖max", "tanh(θ/2) ‖V‖col ‖Res(X)‖max"),
+        "product-max", ("‖AB‖max", "‖A‖max ‖B‖col"),
+        _product(lambda ar, A, B: (max_norm(ar, A @ B), max_norm(ar, A) * column_norm(ar, B))), _FACTORS, _SHAPES,
+    ),
+    _ours(
+        "product-inner", ("‖AB‖max", "m ‖A‖max ‖B‖max"),
+        _product(lambda ar, A, B: (max_norm(ar, A @ B), A.shape[1] * max_norm(ar, A) * max_norm(ar, B))),
+        _FACTORS, _SHAPES, "A has m columns",
+    ),
+    _ours(
+        "product-sum", ("‖AB‖₁", "‖A‖₁ ‖B‖row"),
+        _product(lambda ar, A, B: (entry_sum(A @ B), entry_sum(A) * row_norm(ar, B))), _FACTORS, _SHAPES,
+    ),
+    _ours(
+        "residual-contraction", ("‖Res(attention(X))‖max", "tanh(θ/2) ‖V‖col ‖Res(X)‖max"),
         _contraction, {"X": "n d", **_WEIGHTS}, sizes(n=(2, 2, 2), d=(1, 2, 3)),
         "E = Res(X) W Res(X)ᵀ is θ-balanced", opposite_tokens,
     ),
     _ours(
-        "softmax-linear",
-        ("TV(softm(s), (1 + s − s̄)/n)", "range(s)²/(12√3)"),
+        "softmax-linear", ("TV(softm(s), (1 + s − s̄)/n)", "range(s)²/(12√3)"),
         _linear, {"s": "n"}, sizes(n=(5, 14, 19)), starts=_small_scores,
     ),
     _ours(
-        "third-cumulant",
-        ("|Σ_j p_j (s_j − Σps)² (z_j − Σpz)|", "range(s)² range(z)/(6√3)"),
+        "third-cumulant", ("|Σ_j p_j (s_j − Σps)² (z_j − Σpz)|", "range(s)² range(z)/(6√3)"),
         _cumulant, {"x": "n", "s": "n", "z": "n"}, sizes(n=(2, 3)), "p is a probability vector",
     ),
     _ours(
-        "score-range",
-        ("max_i D_ii(Res(X) W Res(X)ᵀ)", "2 ‖Res(X)‖max² Σ|W|"),
+        "score-range", ("max_i D_ii(Res(X) W Res(X)ᵀ)", "2 ‖Res(X)‖max² Σ|W|"),
         _score_range, {"X": "n d", "Q": "d d", "K": "d d"}, sizes(n=(2, 2), d=(1, 2)),
     ),
     _ours(
-        "attention-lipschitz",
-        ("‖softm(X) − softm(Y)‖max", "tanh(½ Σ|W| (‖X‖max + ‖Y‖max) ‖X − Y‖max)"),
+        "attention-lipschitz", ("‖softm(X) − softm(Y)‖max", "tanh(½ Σ|W| (‖X‖max + ‖Y‖max) ‖X − Y‖max)"),
         _lipschitz, {"X": "n d", "Y": "n d", "Q": "d d", "K": "d d"}, sizes(n=(2, 2), d=(1, 2)),
-        "softm(X) = softm(X W Xᵀ)", _without_values,
+        "softm(X) = softm(X W Xᵀ)", lambda size: ({name: start[name] for name in "XYQK"} for start in _widened(size)),
     ),
     _ours(
         "attention-lipschitz-values",
@@ -259,8 +238,7 @@ CLAIMS: tuple[Claim, ...] = (
         "softmv(X) = softm(X W Xᵀ) X V", _widened,
     ),
     _ours(
-        "layer-growth",
-        ("‖X + softmv(X)‖max", "‖X‖max (1 + ‖V‖col)"),
+        "layer-growth", ("‖X + softmv(X)‖max", "‖X‖max (1 + ‖V‖col)"),
         _growth, {"X": "n d", **_WEIGHTS}, _TOKENS,
         "one head; for several heads ‖V‖col is replaced by the sum over the heads",
     ),

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Instance, Size, Steps
 from depthgauge.papers.ledger.formulas import attention, max_norm, residual, row_ranges, scores, softm
-from depthgauge.papers.ledger.instances import drawing, sizes
+from depthgauge.papers.ledger.instances import drawing, searched, sizes
 
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
-_BETA = "Tested with β = 1; another β only rescales Q."
 
 
 def growth(ar: Arithmetic, epsilon: Value) -> Value:
@@ -49,51 +48,39 @@ def _contracted(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps
 
 def _second_layer(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value) -> Steps:
     """Lemma 5.2: the first layer adds its attention matrix, so n = d."""
-    A = softm(ar, scores(X, Q1, K1))
+    A, bound = softm(ar, scores(X, Q1, K1)), 2 * growth(ar, 2 * eps)
+    before, after = softm(ar, scores(X, Q2, K2)), softm(ar, scores(X + A, Q2, K2))
     yield "A = softm₁(X)", A
     yield "Res(A)", residual(ar, A)
     yield "K‖Res(X)‖∞ with K = (e^θ − 1)‖V₁‖∞", _first_bound(ar, X, Q1, K1, V1)
     yield "B = X + A", X + A
-    yield "softm₂(X)", softm(ar, scores(X, Q2, K2))
-    yield "softm₂(B)", softm(ar, scores(X + A, Q2, K2))
-    yield "ε₀ = 2g(2ε)", 2 * growth(ar, 2 * eps)
-    moved = softm(ar, scores(X + A, Q2, K2)) - softm(ar, scores(X, Q2, K2))
-    return max_norm(ar, moved), 2 * growth(ar, 2 * eps)
+    yield "softm₂(X)", before
+    yield "softm₂(B)", after
+    yield "ε₀ = 2g(2ε)", bound
+    return max_norm(ar, after - before), bound
 
 
 def _first_bound(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value) -> Value:
     return (ar.exp(balance(ar, X, Q1, K1)) - 1) * max_norm(ar, V1) * max_norm(ar, residual(ar, X))
 
 
-def _second_layer_needs(
-    ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value
-) -> bool:
-    first = max_norm(ar, residual(ar, softm(ar, scores(X, Q1, K1))))
-    bound = _first_bound(ar, X, Q1, K1, V1)
-    return bool(eps > 0 and first <= bound and bound <= eps)
+def _second_layer_needs(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, eps: Value, **_: Value) -> bool:
+    first, bound = softm(ar, scores(X, Q1, K1)), _first_bound(ar, X, Q1, K1, V1)
+    return bool(eps > 0 and max_norm(ar, residual(ar, first)) <= bound and bound <= eps)
 
 
 def _uniform_first_layer(size: Size) -> Iterator[Instance]:
     """Layer 1 with Q = 0: its attention is uniform and has residual zero, but it moves every token."""
-    n = size["n"]
+    zero, eye = np.zeros((size["n"], size["n"])), np.eye(size["n"])
+    X = zero.copy()
+    X[0, 0] = 1.0
     for scale in (1.0, 2.0, 4.0):
-        eye = np.eye(n)
-        X = np.zeros((n, n))
-        X[0, 0] = 1.0
-        yield {
-            "X": X,
-            "Q1": 0 * eye,
-            "K1": 0 * eye,
-            "V1": 0 * eye,
-            "Q2": scale * eye,
-            "K2": eye,
-            "eps": 0.01,
-        }
+        yield {"X": X, "Q1": zero, "K1": zero, "V1": zero, "Q2": scale * eye, "K2": eye, "eps": 0.01}
 
 
-def _skipped(with_values: bool) -> Inequality:
+def _skipped(part: int, where: str, corrected: str) -> Claim:
     """Lemma C.1: H equal heads in layer 1; the attention matrix (part 1) or output (part 2) of a head in layer 2."""
-    names = ("Q1", "K1", "V1", "Q2", "K2", "V2")
+    with_values = part == 2
 
     def evaluate(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Steps:
         A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
@@ -140,21 +127,18 @@ def _skipped(with_values: bool) -> Inequality:
                 "V2": last,
             }  # fmt: skip
 
+    draw = drawing({"X": "n d", **dict.fromkeys(("Q1", "K1", "V1", "Q2", "K2", "V2"), "d d"), "eps": ""})
     left = "‖softmv₂(B) − softmv₂(X)‖∞" if with_values else "‖softm₂(B) − softm₂(X)‖∞"
-    draw = drawing({"X": "n d", **dict.fromkeys(names, "d d"), "eps": ""})
-    return Inequality(
-        left,
-        "3g(2Hε)",
-        evaluate,
-        lambda random, size: {**draw(random, size), "H": 1},
-        sizes(n=(2, 2), d=(1, 2)),
-        needs,
-        starts,
-    )
+    return searched(
+        f"A.C.1.{part}", f"Lemma C.1 ({part})", (left, "3g(2Hε)"), evaluate,
+        lambda random, size: {**draw(random, size), "H": 1}, sizes(n=(2, 2), d=(1, 2)), where, corrected,
+        allowed=needs, starts=starts, note=_COLUMN_SHIFT,
+    )  # fmt: skip
 
 
-def _close(with_values: bool) -> Inequality:
+def _close(part: int, right: str, corrected: str) -> Claim:
     """Lemma D.6: the distance between the attention matrices (part 1) or outputs (part 2) of two inputs."""
+    with_values = part == 2
 
     def evaluate(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
         W, gap = Q @ K.T, max_norm(ar, X - Y)
@@ -185,83 +169,38 @@ def _close(with_values: bool) -> Inequality:
             yield {"X": X, "Y": 3 * X, "Q": score * column, "K": column, "V": ones if with_values else 0 * ones}
 
     left = "‖softmv(X) − softmv(Y)‖∞" if with_values else "‖softm(X) − softm(Y)‖∞"
-    right = "K₂ ‖X − Y‖∞" if with_values else "K₁ ‖X − Y‖∞"
-    shapes = sizes(n=(1, 1, 2), d=(1, 2, 2)) if with_values else sizes(n=(2, 2, 2), d=(1, 2, 3))
-    return Inequality(left, right, evaluate, drawing({"X": "n d", "Y": "n d", **_WEIGHTS}), shapes, needs, starts)
+    over = sizes(n=(1, 1, 2), d=(1, 2, 2)) if with_values else sizes(n=(2, 2, 2), d=(1, 2, 3))
+    return searched(
+        f"A.D.6.{part}", f"Lemma D.6 ({part})", (left, f"K{'₁₂'[part - 1]} ‖X − Y‖∞"), evaluate,
+        {"X": "n d", "Y": "n d", **_WEIGHTS}, over, "‖Y − X‖∞ ≤ 2‖X‖∞, W = W_q W_kᵀ", corrected,
+        statement=f"{left} ≤ {right} ‖X − Y‖∞", allowed=needs, starts=starts,
+    )  # fmt: skip
 
 
-_SECOND = dict.fromkeys(("Q1", "K1", "V1", "Q2", "K2"), "d d")
 _COLUMN_SHIFT = (
     "A uniform first layer has residual zero, but it adds the same row to every token. This does not shift the rows of "
     "the score matrix by constants, so softmax does not cancel it."
 )
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "A.5.1",
-        "Lemma 5.1",
-        "‖Res(SAtt(X))‖∞ ≤ (e^θ − 1) ‖W_v‖∞ ‖Res(X)‖∞",
-        Inequality(
-            "‖Res(SAtt(X))‖∞",
-            "(e^θ − 1) ‖V‖∞ ‖Res(X)‖∞",
-            _contracted,
-            drawing({"X": "n d", **_WEIGHTS}),
-            sizes(n=(2, 2, 2), d=(1, 2, 3)),
-            starts=opposite_tokens,
-        ),
-        "E = β Res(X) W Res(X)ᵀ is θ-balanced, W = W_q W_kᵀ",
-        "ours.residual-contraction",
-        note=_BETA,
+    searched(
+        "A.5.1", "Lemma 5.1", ("‖Res(SAtt(X))‖∞", "(e^θ − 1) ‖V‖∞ ‖Res(X)‖∞"), _contracted,
+        {"X": "n d", **_WEIGHTS}, sizes(n=(2, 2, 2), d=(1, 2, 3)),
+        "E = β Res(X) W Res(X)ᵀ is θ-balanced, W = W_q W_kᵀ", "ours.residual-contraction",
+        statement="‖Res(SAtt(X))‖∞ ≤ (e^θ − 1) ‖W_v‖∞ ‖Res(X)‖∞", starts=opposite_tokens,
+        note="Tested with β = 1; another β only rescales Q.",
     ),
-    Claim(
-        "A.5.2",
-        "Lemma 5.2",
-        "‖softm₂(X + softm₁(X)) − softm₂(X)‖∞ ≤ 2g(2ε), g(ε) = 2(e^ε − 1)",
-        Inequality(
-            "‖softm₂(B) − softm₂(X)‖∞",
-            "2g(2ε)",
-            _second_layer,
-            drawing({"X": "d d", **_SECOND, "eps": ""}),
-            sizes(n=(1, 2), d=(1, 2)),
-            _second_layer_needs,
-            _uniform_first_layer,
-        ),
-        "‖Res(A)‖∞ ≤ K‖Res(X)‖∞ ≤ ε for A = softm₁(X), n = d",
-        "ours.attention-lipschitz",
-        note=_COLUMN_SHIFT,
+    searched(
+        "A.5.2", "Lemma 5.2", ("‖softm₂(B) − softm₂(X)‖∞", "2g(2ε)"), _second_layer,
+        {"X": "d d", **dict.fromkeys(("Q1", "K1", "V1", "Q2", "K2"), "d d"), "eps": ""}, sizes(n=(1, 2), d=(1, 2)),
+        "‖Res(A)‖∞ ≤ K‖Res(X)‖∞ ≤ ε for A = softm₁(X), n = d", "ours.attention-lipschitz",
+        statement="‖softm₂(X + softm₁(X)) − softm₂(X)‖∞ ≤ 2g(2ε), g(ε) = 2(e^ε − 1)",
+        allowed=_second_layer_needs, starts=_uniform_first_layer, note=_COLUMN_SHIFT,
     ),
-    Claim(
-        "A.C.1.1",
-        "Lemma C.1 (1)",
-        "‖softm₂(B) − softm₂(X)‖∞ ≤ 3g(2Hε)",
-        _skipped(with_values=False),
-        "B = X + Σ_i A_i, ‖Res(A_i)‖∞ ≤ K‖Res(X)‖∞ ≤ ε, ‖(B − X)W_v‖∞ ≤ Hε, ‖XW_v‖∞ ≤ 1",
-        "ours.attention-lipschitz",
-        note=_COLUMN_SHIFT,
+    _skipped(
+        1, "B = X + Σ_i A_i, ‖Res(A_i)‖∞ ≤ K‖Res(X)‖∞ ≤ ε, ‖(B − X)W_v‖∞ ≤ Hε, ‖XW_v‖∞ ≤ 1", "ours.attention-lipschitz"
     ),
-    Claim(
-        "A.C.1.2",
-        "Lemma C.1 (2)",
-        "‖softmv₂(B) − softmv₂(X)‖∞ ≤ 3g(2Hε)",
-        _skipped(with_values=True),
-        "as in part 1",
-        "ours.attention-lipschitz-values",
-        note=_COLUMN_SHIFT,
-    ),
-    Claim(
-        "A.D.6.1",
-        "Lemma D.6 (1)",
-        "‖softm(X) − softm(Y)‖∞ ≤ 12 ‖X‖∞ ‖W‖∞ ‖X − Y‖∞",
-        _close(with_values=False),
-        "‖Y − X‖∞ ≤ 2‖X‖∞, W = W_q W_kᵀ",
-        "ours.attention-lipschitz",
-    ),
-    Claim(
-        "A.D.6.2",
-        "Lemma D.6 (2)",
-        "‖softmv(X) − softmv(Y)‖∞ ≤ (12 ‖X‖∞² ‖W‖∞ + 1) ‖W_v‖∞ ‖X − Y‖∞",
-        _close(with_values=True),
-        "‖Y − X‖∞ ≤ 2‖X‖∞, W = W_q W_kᵀ",
-        "ours.attention-lipschitz-values",
-    ),
-)
+    _skipped(2, "as in part 1", "ours.attention-lipschitz-values"),
+    _close(1, "12 ‖X‖∞ ‖W‖∞", "ours.attention-lipschitz"),
+    _close(2, "(12 ‖X‖∞² ‖W‖∞ + 1) ‖W_v‖∞", "ours.attention-lipschitz-values"),
+)  # fmt: skip

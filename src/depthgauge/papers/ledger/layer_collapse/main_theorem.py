@@ -11,9 +11,9 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Observed, Size, Steps, Study
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Instance, Observed, Size, Steps
 from depthgauge.papers.ledger.formulas import attention, depth, layer, max_norm
-from depthgauge.papers.ledger.instances import matrix
+from depthgauge.papers.ledger.instances import matrix, searched
 from depthgauge.papers.ledger.layer_collapse.attention_layers import growth
 from depthgauge.papers.ledger.layer_collapse.small_weight_networks import epsilon, largest_weight
 
@@ -73,49 +73,38 @@ def _drawn(random: np.random.Generator, size: Size) -> Instance:
     return {"X": matrix(random, 1, d), **weights, "H": 1, "L": size["L"]}
 
 
-def _explicit(displayed: bool, shapes: tuple[Size, ...]) -> Inequality:
+def _explicit(displayed: bool, over: tuple[Size, ...], where: str, statement: str, note: str) -> Claim:
     left = "‖softmv_L(X_{L−1}) − softmv_L(X)‖∞" if displayed else "‖S(X) − S'(X)‖∞"
-    return Inequality(left, "(C^L + … + C + 1)δ", _collapsed(displayed), _drawn, shapes, _conditions, _aligned)
-
-
-def _identity_errors(dims: tuple[int, ...] = (2, 8, 32)) -> list[tuple[int, float]]:
-    """‖S(X) − X‖∞/η for constant weights and growing d: the constant hidden in O(η) when S' is the identity."""
-    eta, found = 1e-3, []
-    for d in dims:
-        weight = eta * np.ones((d, d))
-        X = np.ones((1, d))
-        end = depth(FLOATS, X, (weight, weight, weight), 4, 1)
-        found.append((d, float(np.abs(end - X).max() / eta)))
-    return found
+    return searched(
+        "A.D.1.displayed" if displayed else "A.D.1", f"Theorem D.1, {where} of its proof",
+        (left, "(C^L + … + C + 1)δ"), _collapsed(displayed), _drawn, over, _SETTING, "ours.mean-field-certificate",
+        statement=statement, allowed=_conditions, starts=_aligned, note=f"{note} {_SAME}",
+    )  # fmt: skip
 
 
 def _informal() -> Observed:
-    seen = _identity_errors()
-    table = ", ".join(f"{number(value)} at d = {d}" for d, value in seen)
-    return Observed(
-        "undecided",
-        None,
-        len(seen),
-        (
-            "The O(·) hides a constant, and the statement does not say what the constant may depend on.",
-            f"For S' = identity, L = 4 and all weights equal to η = 10⁻³, ‖S(X) − S'(X)‖∞/η is {table}. For this S' "
-            "the constant grows with d. Whether another S' avoids this is not decided here.",
-            "For fixed width, depth and number of heads the mean-field layer has an error of order η³ "
-            "(docs/math.md §3), which ours.mean-field-certificate bounds.",
-        ),
+    """Compute ‖S(X) − X‖∞/η for constant weights and growing d: the constant hidden in O(η) when S' = identity."""
+    eta, found = 1e-3, []
+    for d in (2, 8, 32):
+        weight, X = eta * np.ones((d, d)), np.ones((1, d))
+        end = depth(FLOATS, X, (weight, weight, weight), 4, 1)
+        found.append(f"{number(float(np.abs(end - X).max() / eta))} at d = {d}")
+    remarks = (
+        "The O(·) hides a constant, and the statement does not say what the constant may depend on.",
+        f"For S' = identity, L = 4 and all weights equal to η = 10⁻³, ‖S(X) − S'(X)‖∞/η is {', '.join(found)}. For "
+        "this S' the constant grows with d. Whether another S' avoids this is not decided here.",
+        "For fixed width, depth and number of heads the mean-field layer has an error of order η³ "
+        "(docs/math.md §3), which ours.mean-field-certificate bounds.",
     )
+    return Observed("undecided", None, len(found), remarks)
 
 
 def _remark() -> Observed:
-    return Observed(
-        "undecided",
-        None,
-        0,
-        (
-            "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
-            "ours.mlp-deletion is a bound of this kind.",
-        ),
+    remarks = (
+        "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
+        "ours.mlp-deletion is a bound of this kind.",
     )
+    return Observed("undecided", None, 0, remarks)
 
 
 _SETTING = "every weight has absolute value at most η, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
@@ -123,46 +112,29 @@ _SAME = "All layers and heads of the witness have the same Q, K, V; the conditio
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
-        "A.1.2",
-        "Theorem 1.2 (informal)",
+        "A.1.2", "Theorem 1.2 (informal)",
         "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(η) for every ‖X‖∞ ≤ O(1)",
-        Study(_informal),
-        "every weight has absolute value at most η",
-        "ours.mean-field-certificate",
+        Computation(_informal), "every weight has absolute value at most η", "ours.mean-field-certificate",
     ),
-    Claim(
-        "A.D.1",
-        "Theorem D.1, the bound of its proof",
+    _explicit(
+        False, tuple({"d": 1, "L": L} for L in (4, 8, 16, 24)), "the bound",
         "‖S(X) − S'(X)‖∞ ≤ (C^L + … + C + 1)δ, where S' is the last layer alone",
-        _explicit(False, tuple({"d": 1, "L": L} for L in (4, 8, 16, 24))),
-        _SETTING,
-        "ours.mean-field-certificate",
-        note="The witness is one token with one coordinate. Its attention output is η times the token, so each layer "
-        "multiplies it by 1 + η and no softmax is needed to check it. Wider tokens need fewer layers. " + _SAME,
+        "The witness is one token with one coordinate. Its attention output is η times the token, so each layer "
+        "multiplies it by 1 + η and no softmax is needed to check it. Wider tokens need fewer layers.",
     ),
-    Claim(
-        "A.D.1.displayed",
-        "Theorem D.1, the displayed inequality of its proof",
+    _explicit(
+        True, tuple({"d": d, "L": 4} for d in (2, 4, 8)), "the displayed inequality",
         "‖softmv_L(B_L⁰) − softmv_L(B_L^L)‖∞ ≤ (C^L + … + C + 1)δ",
-        _explicit(True, tuple({"d": d, "L": 4} for d in (2, 4, 8))),
-        _SETTING,
-        "ours.mean-field-certificate",
-        note="These are the attention outputs of the last layer, without the skip connection. " + _SAME,
+        "These are the attention outputs of the last layer, without the skip connection.",
     ),
     Claim(
-        "A.D.1.exists",
-        "Theorem D.1, as an existence statement",
+        "A.D.1.exists", "Theorem D.1, as an existence statement",
         "there is a one-layer S' with ‖S(X) − S'(X)‖∞ ≤ O(A/L)",
-        Study(_informal),
-        _SETTING,
-        "ours.mean-field-certificate",
+        Computation(_informal), _SETTING, "ours.mean-field-certificate",
     ),
     Claim(
-        "A.D.2",
-        "Remark D.2",
+        "A.D.2", "Remark D.2",
         "the proof generalises to layers with an MLP f, with the Lipschitz constant of f in the bound",
-        Study(_remark),
-        "X_ℓ = f(B_ℓ)",
-        "ours.mlp-deletion",
+        Computation(_remark), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
     ),
-)
+)  # fmt: skip

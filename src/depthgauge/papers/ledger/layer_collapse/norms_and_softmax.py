@@ -1,19 +1,14 @@
 """Paper A on norms, residuals and softmax: 3.2, 3.3, 4.1, 4.2, B.1, B.2, B.3, B.4, D.3, D.4, D.5."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Size, Steps
-from depthgauge.papers.ledger.formulas import (
-    alpha,
-    entry_sum,
-    max_norm,
-    residual,
-    row_ranges,
-    scores,
-    softm,
-)
-from depthgauge.papers.ledger.instances import corners, drawing, sizes
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Misprint, Steps
+from depthgauge.papers.ledger.formulas import alpha, entry_sum, max_norm, residual, row_ranges, scores, softm
+from depthgauge.papers.ledger.instances import corners, drawing, searched, sizes
 
 _STRICT = (
     "The transcription has a strict <, which may be a ≤ in the paper; the verdict is about the transcription. "
@@ -22,11 +17,9 @@ _STRICT = (
 
 
 def _shift(ar: Arithmetic, x: Value, a: Value) -> Steps:
-    left = softm(ar, x)
-    yield "softm(x)", left
-    right = softm(ar, x + a)
-    yield "softm(x + a·1)", right
-    return left, right
+    yield "softm(x)", softm(ar, x)
+    yield "softm(x + a·1)", softm(ar, x + a)
+    return softm(ar, x), softm(ar, x + a)
 
 
 def _norms(left: str, first: str, second: str) -> Evaluate:
@@ -120,10 +113,6 @@ def _score_range(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Steps:
     return ar.max(row_ranges(ar, E)), ar.number(1)
 
 
-def _score_range_needs(ar: Arithmetic, X: Value, Q: Value, K: Value) -> bool:
-    return bool(max_norm(ar, residual(ar, X)) > 0 and max_norm(ar, Q) > 0 and max_norm(ar, K) > 0)
-
-
 def _entry_sum_against_max(ar: Arithmetic, W: Value) -> Steps:
     yield "‖W‖∞", max_norm(ar, W)
     return entry_sum(W), W.shape[0] ** 2 * max_norm(ar, W)
@@ -134,7 +123,7 @@ def _residual_norm(ar: Arithmetic, X: Value) -> Steps:
     return max_norm(ar, residual(ar, X)), max_norm(ar, X)
 
 
-_PAIR = drawing({"a": "n", "b": "n"})
+_PAIR = {"a": "n", "b": "n"}
 _TWO = {"A": "n d", "B": "n d"}
 _SCORES = {"X": "n d", "Q": "d d", "K": "d d"}
 _LENGTHS = sizes(n=(1, 2, 3, 5))
@@ -142,158 +131,98 @@ _FACTORS = {"A": "n m", "B": "m p"}
 _SHAPES = sizes(n=(1, 1, 1, 2, 2), m=(1, 1, 2, 2, 3), p=(1, 2, 1, 2, 2))
 
 
-def _product_claim(part: int, left: str, first: str, second: str, corrected: str | None, sharp: bool) -> Claim:
+def _product_claim(part: int, norms: Sequence[str], corrected: str | None) -> Claim:
+    left, first, second = norms
     names = {"1": "₁", "m": "∞"}
-    text = (f"‖AB‖{names[left]}", f"‖A‖{names[first]} ‖B‖{names[second]}")
-    check = Inequality(*text, _norms(left, first, second), drawing(_FACTORS), _SHAPES, starts=corners(_FACTORS))
-    where = f"Fact 3.3 ({part})"
-    return Claim(f"A.3.3.{part}", where, f"{text[0]} ≤ {text[1]}", check, "any A, B", corrected, sharp)
+    return searched(
+        f"A.3.3.{part}", f"Fact 3.3 ({part})",
+        (f"‖AB‖{names[left]}", f"‖A‖{names[first]} ‖B‖{names[second]}"), _norms(left, first, second), _FACTORS, _SHAPES,
+        "any A, B", corrected, starts=corners(_FACTORS), sharp=corrected is None,
+    )  # fmt: skip
 
 
 def _strict(id: str, where: str, left: str, right: str, evaluate: Evaluate) -> Claim:
     """A statement that is transcribed with < and whose proof gives ≤."""
-    printed = Inequality(left, right, evaluate, _PAIR, _LENGTHS, relation="<", starts=_no_change)
-    proved = Inequality(left, right, evaluate, _PAIR, _LENGTHS)
+    proved = Inequality(left, right, evaluate, drawing(_PAIR), _LENGTHS)
+    printed = replace(proved, relation="<", starts=lambda size: [{"a": np.zeros(size["n"]), "b": np.zeros(size["n"])}])
     return Claim(id, where, f"{left} < {right}", Misprint(printed, proved), "‖b‖∞ ≤ ε", sharp=True, note=_STRICT)
 
 
-def _no_change(size: Size) -> list[Instance]:
-    return [{"a": np.zeros(size["n"]), "b": np.zeros(size["n"])}]
+def _pair(
+    id: str, where: str, left: str, right: str, evaluate: Evaluate, hypothesis: str = "‖b‖∞ ≤ ε", note: str = ""
+) -> Claim:
+    """A statement about a and b; the constant is sharp unless there is a note."""
+    return searched(id, where, (left, right), evaluate, _PAIR, _LENGTHS, hypothesis, sharp=not note, note=note)
 
 
-def _pair(id: str, where: str, left: str, right: str, evaluate: Evaluate, sharp: bool, **more: str) -> Claim:
-    check = Inequality(left, right, evaluate, _PAIR, _LENGTHS)
-    return Claim(id, where, f"{left} ≤ {right}", check, more.pop("hypothesis", "‖b‖∞ ≤ ε"), sharp=sharp, **more)
-
+_SOFTM_B = Inequality(
+    "‖softm(a + b) − softm(b)‖∞", "4‖b‖∞", _moved(4, linear=True, against_b=True), drawing(_PAIR), _LENGTHS,
+    lambda ar, a, b: bool(max_norm(ar, b) <= 1 and max_norm(ar, b) > 0),
+    lambda size: ({"a": x["a"], "b": x["b"] / 8} for x in corners(_PAIR)(size)),
+)  # fmt: skip
+_SOFTM_A = Inequality(
+    "‖softm(a + b) − softm(a)‖∞", "4‖b‖∞", _moved(4, linear=True), drawing(_PAIR), _LENGTHS,
+    lambda ar, a, b: bool(max_norm(ar, b) <= 1),
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "A.3.2",
-        "Fact 3.2",
-        "softm(x) = softm(x + a·1)",
-        Inequality("softm(x)", "softm(x + a·1)", _shift, drawing({"x": "n", "a": ""}), _LENGTHS, relation="="),
-        "x is a vector, a is a number",
+    searched(
+        "A.3.2", "Fact 3.2", ("softm(x)", "softm(x + a·1)"), _shift, {"x": "n", "a": ""}, _LENGTHS,
+        "x is a vector, a is a number", relation="=",
     ),
-    _product_claim(1, "1", "1", "1", None, True),
-    _product_claim(2, "m", "m", "m", "ours.product-max", False),
-    _product_claim(3, "1", "1", "m", "ours.product-sum", False),
-    Claim(
-        "A.4.1",
-        "Lemma 4.1",
-        "‖Res(A) − Res(B)‖∞ ≤ ε",
-        Inequality(
-            "‖Res(A) − Res(B)‖∞",
-            "‖A − B‖∞",
-            _residuals,
-            drawing(_TWO),
-            sizes(n=(1, 2, 3, 3), d=(1, 1, 1, 2)),
-            starts=corners(_TWO),
-        ),
-        "‖A − B‖∞ ≤ ε; Res(Z) = Z − 1yᵀ where y minimises ‖Z − 1yᵀ‖∞",
-        "ours.residual-lipschitz",
+    _product_claim(1, "111", None),
+    _product_claim(2, "mmm", "ours.product-max"),
+    _product_claim(3, "11m", "ours.product-sum"),
+    searched(
+        "A.4.1", "Lemma 4.1", ("‖Res(A) − Res(B)‖∞", "‖A − B‖∞"), _residuals, _TWO,
+        sizes(n=(1, 2, 3, 3), d=(1, 1, 1, 2)),
+        "‖A − B‖∞ ≤ ε; Res(Z) = Z − 1yᵀ where y minimises ‖Z − 1yᵀ‖∞", "ours.residual-lipschitz",
+        statement="‖Res(A) − Res(B)‖∞ ≤ ε", starts=corners(_TWO),
         note="With one column the minimiser y is unique, so the witness does not depend on a choice.",
     ),
-    _pair("A.4.2.1", "Lemma 4.2 (1)", "|exp(a_i + b_i) − exp(a_i)|", "(e^ε − 1) exp(a_i)", _exp(False, False), True),
-    _pair(
-        "A.4.2.2", "Lemma 4.2 (2)", "|exp(a_i + b_i) − exp(a_i)|", "(e^ε − 1) exp(a_i + b_i)", _exp(True, False), True
-    ),
+    _pair("A.4.2.1", "Lemma 4.2 (1)", "|exp(a_i + b_i) − exp(a_i)|", "(e^ε − 1) exp(a_i)", _exp(False, False)),
+    _pair("A.4.2.2", "Lemma 4.2 (2)", "|exp(a_i + b_i) − exp(a_i)|", "(e^ε − 1) exp(a_i + b_i)", _exp(True, False)),
     _strict("A.4.2.3", "Lemma 4.2 (3)", "|α(a + b) − α(a)|", "(e^ε − 1) α(a)", _exp(False, True)),
-    _pair("A.4.2.4", "Lemma 4.2 (4)", "|α(a + b) − α(a)|", "(e^ε − 1) α(a + b)", _exp(True, True), True),
+    _pair("A.4.2.4", "Lemma 4.2 (4)", "|α(a + b) − α(a)|", "(e^ε − 1) α(a + b)", _exp(True, True)),
     _strict("A.B.1.1", "Lemma B.1 (1)", "|α(a + b)⁻¹ − α(a)⁻¹|", "(e^ε − 1) α(a)⁻¹", _inverse(False)),
     _strict("A.B.1.2", "Lemma B.1 (2)", "|α(a + b)⁻¹ − α(a)⁻¹|", "(e^ε − 1) α(a + b)⁻¹", _inverse(True)),
     _pair(
-        "A.B.2",
-        "Lemma B.2",
-        "‖softm(a + b) − softm(a)‖∞",
-        "2(e^ε − 1)",
-        _moved(2, linear=False),
-        False,
+        "A.B.2", "Lemma B.2", "‖softm(a + b) − softm(a)‖∞", "2(e^ε − 1)", _moved(2, linear=False),
         note="The bound is four times larger than necessary at small ε; ours.softmax-shift has the sharp constant.",
     ),
-    Claim(
-        "A.B.3",
-        "Lemma B.3",
-        "e^{−D_ii} P̃_ij ≤ P_ij ≤ e^{D_ii} P̃_ij",
-        Inequality(
-            "P_ij/(e^{D_ii} P̃_ij) and P̃_ij/(e^{D_ii} P_ij)",
-            "1",
-            _balanced,
-            drawing({"A": "n n", "E": "n n"}),
-            sizes(n=(1, 2, 3)),
-            starts=lambda size: [{"A": 8 * np.eye(size["n"]), "E": E * np.eye(size["n"])} for E in (0.0, -0.5, 0.5)],
-        ),
+    searched(
+        "A.B.3", "Lemma B.3", ("P_ij/(e^{D_ii} P̃_ij) and P̃_ij/(e^{D_ii} P_ij)", "1"), _balanced,
+        {"A": "n n", "E": "n n"}, sizes(n=(1, 2, 3)),
         "P = softm(A), P̃ = softm(A − E), D_ii is the range of row i of E",
-        sharp=True,
+        statement="e^{−D_ii} P̃_ij ≤ P_ij ≤ e^{D_ii} P̃_ij", sharp=True,
+        starts=lambda size: [{"A": 8 * np.eye(size["n"]), "E": E * np.eye(size["n"])} for E in (0.0, -0.5, 0.5)],
     ),
-    Claim(
-        "A.B.4",
-        "Lemma B.4",
-        "E = β Res(X) W Res(X)ᵀ is 1-balanced: every row of E has range ≤ 1",
-        Inequality(
-            "max_i D_ii(E)",
-            "1",
-            _score_range,
-            drawing(_SCORES),
-            sizes(n=(2, 2), d=(1, 2)),
-            _score_range_needs,
-            corners(_SCORES),
+    searched(
+        "A.B.4", "Lemma B.4", ("max_i D_ii(E)", "1"), _score_range, _SCORES, sizes(n=(2, 2), d=(1, 2)),
+        "W = W_q W_kᵀ, ‖W_q‖∞, ‖W_k‖∞ ≤ η, β ≤ 1/(‖Res(X)‖∞² η²)", "ours.score-range",
+        statement="E = β Res(X) W Res(X)ᵀ is 1-balanced: every row of E has range ≤ 1",
+        allowed=lambda ar, X, Q, K: bool(
+            max_norm(ar, residual(ar, X)) > 0 and max_norm(ar, Q) > 0 and max_norm(ar, K) > 0
         ),
-        "W = W_q W_kᵀ, ‖W_q‖∞, ‖W_k‖∞ ≤ η, β ≤ 1/(‖Res(X)‖∞² η²)",
-        "ours.score-range",
+        starts=corners(_SCORES),
         note="The entries of E have absolute value at most d³, so its row ranges are at most 2d³.",
     ),
-    Claim(
-        "A.D.3",
-        "Remark D.3",
-        "‖W‖₁ ≤ d² ‖W‖∞",
-        Inequality("‖W‖₁", "d² ‖W‖∞", _entry_sum_against_max, drawing({"W": "d d"}), sizes(d=(1, 2, 3))),
-        "W is d × d",
-        sharp=True,
+    searched(
+        "A.D.3", "Remark D.3", ("‖W‖₁", "d² ‖W‖∞"), _entry_sum_against_max, {"W": "d d"}, sizes(d=(1, 2, 3)),
+        "W is d × d", sharp=True,
         note="From the remark's comparison of Dong's β with η. Its O(·) conditions have hidden constants.",
     ),
-    Claim(
-        "A.D.3.residual",
-        "Remark D.3",
-        "‖Res(X)‖∞ ≤ ‖X‖∞",
-        Inequality("‖Res(X)‖∞", "‖X‖∞", _residual_norm, drawing({"X": "n d"}), sizes(n=(1, 2, 3), d=(1, 1, 2))),
-        "any X",
-        sharp=True,
+    searched(
+        "A.D.3.residual", "Remark D.3", ("‖Res(X)‖∞", "‖X‖∞"), _residual_norm, {"X": "n d"},
+        sizes(n=(1, 2, 3), d=(1, 1, 2)), "any X", sharp=True,
     ),
     _pair(
-        "A.D.4",
-        "Corollary D.4",
-        "‖softm(a + b) − softm(a)‖∞",
-        "2(e^{‖b‖∞} − 1)",
-        _moved(2, linear=False),
-        False,
-        hypothesis="any a, b",
-        note="See Lemma B.2; ours.softmax-shift has the sharp constant.",
+        "A.D.4", "Corollary D.4", "‖softm(a + b) − softm(a)‖∞", "2(e^{‖b‖∞} − 1)", _moved(2, linear=False),
+        "any a, b", "See Lemma B.2; ours.softmax-shift has the sharp constant.",
     ),
     Claim(
-        "A.D.5",
-        "Lemma D.5",
-        "‖softm(a + b) − softm(b)‖∞ ≤ 4‖b‖∞",
-        Misprint(
-            Inequality(
-                "‖softm(a + b) − softm(b)‖∞",
-                "4‖b‖∞",
-                _moved(4, linear=True, against_b=True),
-                _PAIR,
-                _LENGTHS,
-                lambda ar, a, b: bool(max_norm(ar, b) <= 1 and max_norm(ar, b) > 0),
-                lambda size: ({"a": x["a"], "b": x["b"] / 8} for x in corners({"a": "n", "b": "n"})(size)),
-            ),
-            Inequality(
-                "‖softm(a + b) − softm(a)‖∞",
-                "4‖b‖∞",
-                _moved(4, linear=True),
-                _PAIR,
-                _LENGTHS,
-                allowed=lambda ar, a, b: bool(max_norm(ar, b) <= 1),
-            ),
-        ),
-        "‖b‖∞ ≤ 1",
+        "A.D.5", "Lemma D.5", "‖softm(a + b) − softm(b)‖∞ ≤ 4‖b‖∞", Misprint(_SOFTM_B, _SOFTM_A), "‖b‖∞ ≤ 1",
         "ours.softmax-shift",
         note="softm(b) is printed where the proof uses softm(a). With softm(a), ½‖b‖∞ is a bound too.",
     ),
-)
+)  # fmt: skip

@@ -5,14 +5,15 @@ about all networks.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Instance, Size, Starts, Steps
 from depthgauge.papers.ledger.formulas import attention, depth, max_norm, residual
-from depthgauge.papers.ledger.instances import drawing
+from depthgauge.papers.ledger.instances import drawing, searched
 
 _NETWORK = "every weight has absolute value at most η, ‖X₀‖∞ ≤ φ₀, X_ℓ is the output of layer ℓ"
 _EQUAL = "The network of the witness has equal layers, equal heads and β = 1."
@@ -42,7 +43,7 @@ def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int,
     return depth(ar, X0, (Q, K, V), ell, H), epsilon(ar, eta, phi, H, ell)
 
 
-def _condition(part: int) -> Callable[..., Steps]:
+def _condition(part: int) -> Evaluate:
     def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         yield "X_ℓ", X
@@ -62,7 +63,7 @@ def _condition(part: int) -> Callable[..., Steps]:
     return evaluate
 
 
-def _lipschitz(restored: bool) -> Callable[..., Steps]:
+def _lipschitz(restored: bool) -> Evaluate:
     def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         eta, gap = largest_weight(ar, Q, K, V), max_norm(ar, X - Y)
@@ -126,7 +127,7 @@ def _starts_for_conditions(size: Size) -> Iterator[Instance]:
         yield {**start, "H": 1, "ell": 1}
 
 
-def _starts_for_growth(entry: str) -> Callable[[Size], Iterator[Instance]]:
+def _starts_for_growth(entry: str) -> Starts:
     def starts(size: Size) -> Iterator[Instance]:
         for start in _aligned(size, entry, (1.0,), (1.0, 0.1)):
             zero = np.zeros_like(start["Q"])
@@ -143,12 +144,24 @@ def _starts_for_lipschitz(size: Size) -> Iterator[Instance]:
         yield {**start, "Y": 0.75 * X, "H": 1, "ell": 1}
 
 
-_ONE = {"X0": "n d", "Q": "d d", "K": "d d", "V": "d d"}
+_WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
+_ONE = {"X0": "n d", **_WEIGHTS}
 
 
-def _conditional(part: int, left: str, right: str, shapes: tuple[Size, ...]) -> Inequality:
-    return Inequality(
-        left, right, _condition(part), _drawn(_ONE, H=1, ell=1), shapes, _small, _starts_for_conditions
+def _condition_claim(part: int, sides: tuple[str, str], hypothesis: str, over: tuple[Size, ...], **more: Any) -> Claim:
+    """A part of Lemma C.2."""
+    return searched(
+        f"A.C.2.{part}", f"Lemma C.2 ({part})", sides, _condition(part), _drawn(_ONE, H=1, ell=1), over, hypothesis,
+        "ours.layer-growth", allowed=_small, starts=_starts_for_conditions, note=_EQUAL, **more,
+    )  # fmt: skip
+
+
+def _lipschitz_claim(id: str, where: str, right: str, relation: str, over: tuple[Size, ...], note: str) -> Claim:
+    """Lemma D.7, as printed or with the factor ‖X_ℓ − Y‖∞ of its proof."""
+    return searched(
+        id, where, ("‖softmv(X_ℓ) − softmv(Y)‖∞", right), _lipschitz(restored=relation == "<="),
+        _drawn({**_ONE, "Y": "n d"}, H=1, ell=1), over, f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
+        "ours.attention-lipschitz-values", allowed=_near, starts=_starts_for_lipschitz, relation=relation, note=note,
     )  # fmt: skip
 
 
@@ -157,99 +170,31 @@ def _shapes(n: int, *dims: int) -> tuple[Size, ...]:
 
 
 CLAIMS: tuple[Claim, ...] = (
-    Claim(
-        "A.C.2.1",
-        "Lemma C.2 (1)",
-        "K‖Res(X_ℓ)‖∞ ≤ ε_ℓ, K = (e − 1)‖W_v‖∞",
-        _conditional(1, "(e − 1)‖W_v‖∞ ‖Res(X_ℓ)‖∞", "ε_ℓ", _shapes(2, 1, 2, 3)),
-        f"{_NETWORK}, η ∈ (0, 1], ε_ℓ = 2ηφ₀(1 + Hη)^ℓ ∈ (0, 1); θ = 1 by Lemma B.4",
-        "ours.layer-growth",
-        note=_EQUAL,
+    _condition_claim(
+        1, ("(e − 1)‖W_v‖∞ ‖Res(X_ℓ)‖∞", "ε_ℓ"),
+        f"{_NETWORK}, η ∈ (0, 1], ε_ℓ = 2ηφ₀(1 + Hη)^ℓ ∈ (0, 1); θ = 1 by Lemma B.4", _shapes(2, 1, 2, 3),
+        statement="K‖Res(X_ℓ)‖∞ ≤ ε_ℓ, K = (e − 1)‖W_v‖∞",
     ),
-    Claim(
-        "A.C.2.2",
-        "Lemma C.2 (2)",
-        "‖(B − X_ℓ)W_v‖∞ ≤ Hε_ℓ",
-        _conditional(2, "‖(B − X_ℓ)W_v‖∞", "Hε_ℓ", _shapes(1, 1, 2)),
-        "as in part 1; B = X_ℓ + Σ_i softmv_i(X_ℓ)",
-        "ours.layer-growth",
-        note=_EQUAL,
+    _condition_claim(
+        2, ("‖(B − X_ℓ)W_v‖∞", "Hε_ℓ"), "as in part 1; B = X_ℓ + Σ_i softmv_i(X_ℓ)", _shapes(1, 1, 2)
     ),
-    Claim(
-        "A.C.2.3",
-        "Lemma C.2 (3)",
-        "‖X_ℓ W_v‖∞ ≤ 1",
-        _conditional(3, "‖X_ℓ W_v‖∞", "1", _shapes(1, 1, 2)),
-        "as in part 1",
-        "ours.layer-growth",
-        note=_EQUAL,
-    ),
-    Claim(
-        "A.D.7",
-        "Lemma D.7",
-        "‖softmv(X_ℓ) − softmv(Y)‖∞ < 3η(ε_ℓ² + 1)",
-        Inequality(
-            "‖softmv(X_ℓ) − softmv(Y)‖∞",
-            "3η(ε_ℓ² + 1)",
-            _lipschitz(restored=False),
-            _drawn({**_ONE, "Y": "n d"}, H=1, ell=1),
-            _shapes(1, 1, 2),
-            _near,
-            _starts_for_lipschitz,
-            relation="<",
-        ),
-        f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
-        "ours.attention-lipschitz-values",
-        note="The factor ‖X_ℓ − Y‖∞ of the proof is missing in the statement. A.D.7.restored has it and fails too. "
+    _condition_claim(3, ("‖X_ℓ W_v‖∞", "1"), "as in part 1", _shapes(1, 1, 2)),
+    _lipschitz_claim(
+        "A.D.7", "Lemma D.7", "3η(ε_ℓ² + 1)", "<", _shapes(1, 1, 2),
+        "The factor ‖X_ℓ − Y‖∞ of the proof is missing in the statement. A.D.7.restored has it and fails too. "
         + _EQUAL,
     ),
-    Claim(
-        "A.D.7.restored",
-        "Lemma D.7, with the factor of its proof",
-        "‖softmv(X_ℓ) − softmv(Y)‖∞ ≤ 3η(ε_ℓ² + 1) ‖X_ℓ − Y‖∞",
-        Inequality(
-            "‖softmv(X_ℓ) − softmv(Y)‖∞",
-            "3η(ε_ℓ² + 1) ‖X_ℓ − Y‖∞",
-            _lipschitz(restored=True),
-            _drawn({**_ONE, "Y": "n d"}, H=1, ell=1),
-            _shapes(2, 1, 2, 3),
-            _near,
-            _starts_for_lipschitz,
-        ),
-        f"{_NETWORK}, ‖Y − X_ℓ‖∞ < 2‖X_ℓ‖∞",
-        "ours.attention-lipschitz-values",
-        note=_EQUAL,
+    _lipschitz_claim(
+        "A.D.7.restored", "Lemma D.7, with the factor of its proof", "3η(ε_ℓ² + 1) ‖X_ℓ − Y‖∞", "<=",
+        _shapes(2, 1, 2, 3), _EQUAL,
     ),
-    Claim(
-        "A.D.8.1",
-        "Lemma D.8 (1)",
-        "‖X_{ℓ+1}‖∞ ≤ ‖X_ℓ‖∞ (1 + Hη)",
-        Inequality(
-            "‖X_{ℓ+1}‖∞",
-            "‖X_ℓ‖∞ (1 + Hη)",
-            _growing,
-            _drawn({"X": "n d", "Q": "d d", "K": "d d", "V": "d d"}, H=1),
-            _shapes(1, 1, 2),
-            starts=_starts_for_growth("X"),
-        ),
-        "‖W_v‖∞ ≤ η, H heads",
-        "ours.layer-growth",
-        note=_EQUAL,
+    searched(
+        "A.D.8.1", "Lemma D.8 (1)", ("‖X_{ℓ+1}‖∞", "‖X_ℓ‖∞ (1 + Hη)"), _growing,
+        _drawn({"X": "n d", **_WEIGHTS}, H=1), _shapes(1, 1, 2), "‖W_v‖∞ ≤ η, H heads", "ours.layer-growth",
+        starts=_starts_for_growth("X"), note=_EQUAL,
     ),
-    Claim(
-        "A.D.8.2",
-        "Lemma D.8 (2)",
-        "‖X_ℓ‖∞ ≤ φ₀ (1 + Hη)^ℓ",
-        Inequality(
-            "‖X_ℓ‖∞",
-            "φ₀ (1 + Hη)^ℓ",
-            _grown,
-            _drawn(_ONE, H=1, ell=2),
-            _shapes(1, 1, 2),
-            starts=_starts_for_growth("X0"),
-        ),
-        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads",
-        "ours.layer-growth",
-        note=_EQUAL,
+    searched(
+        "A.D.8.2", "Lemma D.8 (2)", ("‖X_ℓ‖∞", "φ₀ (1 + Hη)^ℓ"), _grown, _drawn(_ONE, H=1, ell=2), _shapes(1, 1, 2),
+        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads", "ours.layer-growth", starts=_starts_for_growth("X0"), note=_EQUAL,
     ),
-)
+)  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Any
 
 from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.parts import Lemma, Part, data_set_inequality
+from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, data_set_inequality
 
 SETUPS = {(kind, dataset): AttentionSetup("cross", dataset, kind) for kind in ("exp", "lin") for dataset in (0, 1)}
 HYPOTHESIS = "Definition F.1 (n = (d−1)t ≥ 2, {a}), QKᵀ = I_d, V = I_d"
@@ -28,61 +28,61 @@ _TILTED_LOG = ("(1 + {a}) log n", lambda att: (1 + att.a) * att.log)
 _TILTED_T = ("(1 + {a}) t/n", lambda att: (1 + att.a) * att.fraction(att.t, att.n))
 
 U_EXP = (
-    Part("1a", "u", _J2, _KEY, "=", "n^(1 + {a})", lambda att: att.power(1 + att.a)),
-    Part("1b", "u", _J2, _NOT_KEY, "=", *_N),
-    Part("2a", "u", _NOT_J2, _KEY, "=", *_N),
-    Part("2b", "u", _NOT_J2, _NOT_KEY, "=", *_N),
+    LemmaPart("1a", "u", _J2, _KEY, "=", "n^(1 + {a})", lambda att: att.power(1 + att.a)),
+    LemmaPart("1b", "u", _J2, _NOT_KEY, "=", *_N),
+    LemmaPart("2a", "u", _NOT_J2, _KEY, "=", *_N),
+    LemmaPart("2b", "u", _NOT_J2, _NOT_KEY, "=", *_N),
 )
 _FLAT = (
-    Part("4a", "f", _NOT_J2, _KEY, "=", *_NTH, printed={"rows": _J2, "keys": "any j₁"}),
-    Part("4b", "f", _NOT_J2, "any j₁", "=", *_NTH),
+    LemmaPart("4a", "f", _NOT_J2, _KEY, "=", *_NTH, printed={"rows": _J2, "keys": "any j₁"}),
+    LemmaPart("4b", "f", _NOT_J2, "any j₁", "=", *_NTH),
 )
 F_1 = (
-    Part("3a", "f", _J2, _KEY, ">=", *_HALF, sharp=True),
-    Part("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
+    LemmaPart("3a", "f", _J2, _KEY, ">=", *_HALF, sharp=True),
+    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
     *_FLAT,
 )
 F_0 = (
-    Part("3a", "f", _J2, _KEY, "<=", *_NEAR),
-    Part("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
+    LemmaPart("3a", "f", _J2, _KEY, "<=", *_NEAR),
+    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
     *_FLAT,
 )
 C_1 = (
-    Part("1", "c", _J2, _FIRST, ">=", *_HALF, sharp=True),
-    Part("2a", "c", _J2, _OWN, ">=", *_HALF),
-    Part("2b", "c", _J2, _OTHER, "<=", *_TH),
-    Part("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True),
-    Part("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True),
+    LemmaPart("1", "c", _J2, _FIRST, ">=", *_HALF, sharp=True),
+    LemmaPart("2a", "c", _J2, _OWN, ">=", *_HALF),
+    LemmaPart("2b", "c", _J2, _OTHER, "<=", *_TH),
+    LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True),
+    LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True),
 )
 C_0 = (
-    Part("1", "c", _J2, _FIRST, "<=", *_NEAR, printed=_AS_J3),
-    Part("2", "c", _J2, _CLASS, "<=", "t/n^(1 − {a})", lambda att: att.t * att.power(att.a - 1), printed=_AS_J3),
-    Part("4", "c", _NOT_J2, _FIRST, "<=", *_NTH, printed=_AS_NOT_J3),
-    Part("5", "c", _NOT_J2, _CLASS, "<=", *_TH, printed=_AS_NOT_J3),
+    LemmaPart("1", "c", _J2, _FIRST, "<=", *_NEAR, printed=_AS_J3),
+    LemmaPart("2", "c", _J2, _CLASS, "<=", "t/n^(1 − {a})", lambda att: att.t * att.power(att.a - 1), printed=_AS_J3),
+    LemmaPart("4", "c", _NOT_J2, _FIRST, "<=", *_NTH, printed=_AS_NOT_J3),
+    LemmaPart("5", "c", _NOT_J2, _CLASS, "<=", *_TH, printed=_AS_NOT_J3),
 )
 
 
-def _linear_u_and_f(row: dict[str, Any], other: dict[str, Any]) -> tuple[Part, ...]:
+def _linear_u_and_f(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
     """Lemmas F.10 and F.14 without Part 2; `row` and `other` are the conditions on the rows as printed."""
     return (
-        Part("1", "u", _J2, _KEY, "=", *_TILTED_LOG, printed=row),
-        Part("3", "f", _J2, _KEY, "<=", *_TILTED, sharp=True, printed=row),
-        Part("4", "f", _J2, _NOT_KEY, "<=", *_NTH, sharp=True, printed=row),
-        Part("5", "f", _NOT_J2, "any j₁", "=", *_NTH, printed=other),
+        LemmaPart("1", "u", _J2, _KEY, "=", *_TILTED_LOG, printed=row),
+        LemmaPart("3", "f", _J2, _KEY, "<=", *_TILTED, sharp=True, printed=row),
+        LemmaPart("4", "f", _J2, _NOT_KEY, "<=", *_NTH, sharp=True, printed=row),
+        LemmaPart("5", "f", _NOT_J2, "any j₁", "=", *_NTH, printed=other),
     )
 
 
-def _linear_c(row: dict[str, Any], other: dict[str, Any]) -> tuple[Part, ...]:
+def _linear_c(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
     """Lemmas F.11 and F.15."""
     return (
-        Part("1", "c", _J2, _FIRST, "<=", *_TILTED, sharp=True, printed=row),
-        Part("2", "c", _J2, _CLASS, "<=", *_TILTED_T, printed=row),
-        Part("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True, printed=other),
-        Part("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True, printed=other),
+        LemmaPart("1", "c", _J2, _FIRST, "<=", *_TILTED, sharp=True, printed=row),
+        LemmaPart("2", "c", _J2, _CLASS, "<=", *_TILTED_T, printed=row),
+        LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True, printed=other),
+        LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True, printed=other),
     )
 
 
-def _lemma(id: str, kind: str, a: int, parts: tuple[Part, ...], note: str = "", **printed: Any) -> Lemma:
+def _lemma(id: str, kind: str, a: int, parts: tuple[LemmaPart, ...], note: str = "", **printed: Any) -> Lemma:
     """A lemma about D₀ (a = 0) or D₁ (a = 1); `printed` holds the parts of the setup that are printed differently."""
     setup = SETUPS[kind, a]
     size = " and ".join(SIZE[name] for name in dict.fromkeys((setup.symbol, *(("a1", "a0") if printed else ()))))
@@ -92,7 +92,7 @@ def _lemma(id: str, kind: str, a: int, parts: tuple[Part, ...], note: str = "", 
 _FLAT_ROW = "Part 4a is printed for j₀ = j₂, but its proof has n/(n·n) for every entry, which needs j₀ ≠ j₂."
 _D1_FOR_D0 = "D₁ is printed in place of D₀: the formulas contain a₀."
 _D0_FOR_D1 = "D₀ is printed in place of D₁: the formulas contain a₁."
-_PART_2 = Part("2", "u", _NOT_J2, _NOT_KEY, "=", *_LOG, printed=_AS_NOT_J3)
+_PART_2 = LemmaPart("2", "u", _NOT_J2, _NOT_KEY, "=", *_LOG, printed=_AS_NOT_J3)
 LEMMAS = (
     _lemma("F.2", "exp", 1, U_EXP + F_1, note=_FLAT_ROW),
     _lemma("F.3", "exp", 1, C_1, note="The unnumbered bullets are called a and b here."),
@@ -100,14 +100,7 @@ LEMMAS = (
     _lemma("F.7", "exp", 0, C_0, note=f"{_ROW} The paper numbers its parts 1, 2, 4, 5."),
     _lemma("F.10", "lin", 1, _linear_u_and_f({}, {})),
     _lemma("F.11", "lin", 1, _linear_c(_AS_J3, _AS_NOT_J3), note=f"{_D0_FOR_D1} {_ROW}", dataset=0),
-    _lemma(
-        "F.14",
-        "lin",
-        0,
-        (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2),
-        note=f"{_D1_FOR_D0} {_ROW}",
-        dataset=1,
-    ),
+    _lemma("F.14", "lin", 0, (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2), f"{_D1_FOR_D0} {_ROW}", dataset=1),
     _lemma("F.15", "lin", 0, tuple(replace(part, sharp=True) for part in _linear_c({}, {}))),
 )
 
@@ -118,36 +111,26 @@ def _everywhere_else(att: DenseAttention) -> tuple[Any, Any]:
 
 
 _F_10_2 = Claim(
-    id="B.F.10.2",
-    where="Lemma F.10, Part 2",
-    statement="for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
-    check=replace(
-        data_set_inequality(SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="="),
+    "B.F.10.2", "Lemma F.10, Part 2", "for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
+    data_set_inequality(
+        SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="=",
         condition="j₀ ≠ j₂ or j₁ ≠ j₃",
     ),
-    hypothesis=HYPOTHESIS.format(a=SIZE["a1"]),
-    sharp=True,
-    note=_COLUMNS,
-)
+    HYPOTHESIS.format(a=SIZE["a1"]), sharp=True, note=_COLUMNS,
+)  # fmt: skip
 
 
 def _token_count(extra_columns: int) -> Inequality:
     return data_set_inequality(
-        SETUPS["lin", 0],
-        "a0",
-        ("the number of rows of A₂", f"t(d−{extra_columns})"),
-        lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)),
-        relation="=",
-    )
+        SETUPS["lin", 0], "a0", ("the number of rows of A₂", f"t(d−{extra_columns})"),
+        lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)), relation="=",
+    )  # fmt: skip
 
 
 _F_15 = Claim(
-    id="B.F.15",
-    where="Lemma F.15, its condition on n",
-    statement="n = t(d−2) for the data set of Definition F.1",
-    check=Misprint(_token_count(2), _token_count(1)),
-    hypothesis=HYPOTHESIS.format(a=SIZE["a0"]),
+    "B.F.15", "Lemma F.15, its condition on n", "n = t(d−2) for the data set of Definition F.1",
+    Misprint(_token_count(2), _token_count(1)), HYPOTHESIS.format(a=SIZE["a0"]),
     note=f"The parts of the lemma are checked with n = t(d−1). {_COLUMNS}",
-)
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (*(claim for lemma in LEMMAS for claim in lemma.claims()), _F_10_2, _F_15)

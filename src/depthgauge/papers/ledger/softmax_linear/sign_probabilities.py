@@ -15,10 +15,11 @@ from typing import Any, Literal
 from flint import arb, ctx, fmpz
 
 from depthgauge._format import number
+from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.exact import exact
-from depthgauge.papers.separation.rows import Row, Signs, rows
-from depthgauge.papers.separation.score_maps import Attention, parse_attention
+from depthgauge.papers.separation.rows import OutputRow, Signs, rows
+from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, Dataset, SelfAttention
 from depthgauge.papers.separation.settle import sign_of_sum
 
@@ -49,10 +50,7 @@ class Case:
 
     def text(self, dataset: Dataset | None) -> str:
         """Return these parameters as text."""
-        letters = {"a0": "a₀", "a1": "a₁"}
-        return ", ".join(
-            f"{letters.get(name, name)} = {number(value, 6)}" for name, value in self.used(dataset).items()
-        )
+        return ", ".join(f"{NAMES.get(name, name)} = {number(value, 6)}" for name, value in self.used(dataset).items())
 
 
 def self_case(x: str = "ones", *, a0: float = 0.01, a1: float = 1.2, b: float = 0.2, c: float = 0.8) -> Case:
@@ -72,8 +70,7 @@ class RowEvent:
     Attributes:
         dataset: 0 or 1, for D₀ or D₁.
         kind: `exp` or `lin`.
-        which: The rows in question: the special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or
-            every row.
+        which: The special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or every row.
         comparison: `reaches` is ⟨c, σ⟩ ≥ τ, `below` is ⟨c, σ⟩ < τ, `within` is |⟨c, σ⟩| < τ.
         threshold: τ, in units of √(log n) for self-attention; the setting's own threshold if None.
     """
@@ -88,7 +85,7 @@ class RowEvent:
         """Return the largest probability, over the rows, that the event does not occur."""
         return self._worst(setting)[0]
 
-    def _worst(self, setting: AttentionSetting) -> tuple[float, Row]:
+    def _worst(self, setting: AttentionSetting) -> tuple[float, OutputRow]:
         found = rows(setting, self.dataset)
         chosen = {"special": found[:1], "other": found[1:], "every": found}[self.which]
         return max(((self._row_failure(setting, row), row) for row in chosen), key=lambda pair: pair[0])
@@ -96,7 +93,7 @@ class RowEvent:
     def _tau(self, setting: AttentionSetting) -> Fraction:
         return self.threshold or setting.threshold
 
-    def _row_failure(self, setting: AttentionSetting, row: Row) -> float:
+    def _row_failure(self, setting: AttentionSetting, row: OutputRow) -> float:
         above = probability_at_least(setting, row, parse_attention(self.kind), self._tau(setting))
         return {"reaches": 1 - above, "below": above, "within": 2 * above}[self.comparison]
 
@@ -119,13 +116,7 @@ class RowEvent:
 
 @dataclass(frozen=True)
 class NetworkEvent:
-    """The event that F = φ(Σ φ_τ(⟨c, y⟩)) with m random sign vectors y is positive, or that it is zero.
-
-    Attributes:
-        dataset: 0 or 1, for D₀ or D₁.
-        kind: `exp` or `lin`.
-        positive: Whether the event is F > 0 or F = 0.
-    """
+    """The event that F = φ(Σ φ_τ(⟨c, y⟩)) with m random sign vectors y is positive, or that it is zero."""
 
     dataset: Dataset
     kind: str
@@ -164,12 +155,16 @@ class SuccessEvent:
         return tuple((f"Pr[{name}]", number(part, 7)) for name, part in zip(names, parts, strict=True))
 
 
+SignEvent = RowEvent | NetworkEvent | SuccessEvent
+"""An event over random signs. Its `dataset` is None if it involves both data sets."""
+
+
 def width(n: int, factor: int = WIDTH) -> int:
     """m = ⌈C log(n/δ)⌉, where C is `factor`."""
     return math.ceil(factor * math.log(n / DELTA))
 
 
-def probability_at_least(setting: AttentionSetting, row: Row, kind: Attention, tau: Fraction) -> float:
+def probability_at_least(setting: AttentionSetting, row: OutputRow, kind: ScoreMap, tau: Fraction) -> float:
     """P(⟨c_row, σ⟩ ≥ τ) over random signs σ; every comparison is decided without rounding.
 
     For each pattern of the named signs, ⟨c, σ⟩ increases with the number p of positive signs among the remaining
@@ -191,9 +186,9 @@ def probability_at_least(setting: AttentionSetting, row: Row, kind: Attention, t
         return float((total / len(patterns)).mid())
 
 
-def _reaches(n: int, row: Row, kind: Attention, tau: Fraction, fewest: Signs, p: int) -> bool:
+def _reaches(n: int, row: OutputRow, kind: ScoreMap, tau: Fraction, fewest: Signs, p: int) -> bool:
     """Return whether ⟨c_row, σ⟩ ≥ τ when p of the remaining classes have a positive sign."""
-    signs = replace(fewest, others=fewest.others + 2 * p)
+    signs = fewest._replace(others=fewest.others + 2 * p)
     return sign_of_sum(kind, n, row.excess(signs, tau)) >= 0
 
 
@@ -230,7 +225,7 @@ def _tail(r: int, p: int) -> Any:
         return total
 
 
-def positive_probability(setting: AttentionSetting, dataset: Dataset, kind: Attention) -> float:
+def positive_probability(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) -> float:
     """P(⟨c[j₀], y⟩ > τ for some row j₀) for one random sign vector y, from the table of all sign patterns."""
     counts = decision_table(setting, dataset, kind).sum(axis=(0, 1, 2))
     edges = [0, *(p for p in range(1, len(counts)) if counts[p] != counts[p - 1])]

@@ -1,24 +1,92 @@
-"""The networks as defined in the paper: dense matrices, batched over models, O(n²·d) operations per model.
+"""The data sets and networks of paper B as dense matrices, batched over models: O(n²·d) operations per model.
 
-This is the reference for `structured` and `exact`. It shares only the drawn models and `sign_of_sum` with them.
+Tests and the benchmark compare `structured` and `exact` with it. It shares only the drawn models and `sign_of_sum`.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from math import lgamma
+from math import lgamma, log, sqrt
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge.papers.separation.datasets import inputs, rational_inputs, threshold
+from depthgauge._records import ArrayRecord
 from depthgauge.papers.separation.sampling import AttentionDraws, RegressionDraws, unpack
-from depthgauge.papers.separation.score_maps import LIN, Attention
-from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, Dataset, Regression, strong
+from depthgauge.papers.separation.score_maps import LIN, ScoreMap
+from depthgauge.papers.separation.settings import (
+    AttentionSetting,
+    CrossAttention,
+    Dataset,
+    Regression,
+    SelfAttention,
+    decimal,
+    special,
+    strong,
+)
 from depthgauge.papers.separation.settle import sign_of_sum
 
 _ULP = 2.0**-53
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Inputs(ArrayRecord):
+    """A₁ and A₂. In all data sets, A₃ = A₂."""
+
+    a1: Float[Tensor, "models n d"]
+    a2: Float[Tensor, "models n d"]
+
+
+def inputs(
+    setting: AttentionSetting, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
+) -> Inputs:
+    """Return the inputs of the models from D₀ or D₁ (`dataset`), with special tokens in rows `j2` and `j3`."""
+    if isinstance(setting, SelfAttention):
+        return self_inputs(setting, dataset, j3)
+    models, n, d = len(j3), setting.n, setting.d
+    a1 = torch.zeros(models, n, d, dtype=torch.float64)
+    a1[torch.arange(models), j2, 0] = float(special(setting, dataset)) * log(n)
+    a1[:, :, 1:] = log(n)
+    a2 = torch.zeros(models, n, d, dtype=torch.float64)
+    a2[torch.arange(models), j3, 0] = 1.0
+    a2[:, :, 1:] = torch.eye(d - 1, dtype=torch.float64).repeat(n // (d - 1), 1)
+    return Inputs(a1, a2)
+
+
+def self_inputs(setting: SelfAttention, dataset: Dataset, j3: Int[Tensor, " models"]) -> Inputs:
+    """Return Definition D.1: √(log n) · [ a·e_{j₃} | b·I repeated | c·1 ]."""
+    models, n, d = len(j3), setting.n, setting.d
+    a = torch.zeros(models, n, d, dtype=torch.float64)
+    a[torch.arange(models), j3, 0] = float(special(setting, dataset))
+    a[:, :, 1:-1] = setting.b * torch.eye(d - 2, dtype=torch.float64).repeat(n // (d - 2), 1)
+    a[:, :, -1] = setting.c
+    a = a * sqrt(log(n))
+    return Inputs(a, a)
+
+
+def threshold(setting: AttentionSetting) -> float:
+    """Return τ: (c + 0.1)·√(log n) for self-attention, 0.9 for cross-attention."""
+    return float(setting.threshold) * (sqrt(log(setting.n)) if isinstance(setting, SelfAttention) else 1.0)
+
+
+Rational = list[list[Fraction]]
+
+
+def rational_inputs(setting: AttentionSetting, dataset: Dataset, j2: int, j3: int) -> tuple[Rational, Rational]:
+    """Return A₁ and A₂ of one model, divided by √(log n) both (self), or by log n and 1 (cross): rational matrices."""
+    n, d, a = setting.n, setting.d, special(setting, dataset)
+    classes, zero, one = setting.classes, Fraction(0), Fraction(1)
+    if isinstance(setting, SelfAttention):
+        b, c = decimal(setting.b), decimal(setting.c)
+        both = [
+            [a if i == j3 else zero, *(b if i % classes == k else zero for k in range(classes)), c] for i in range(n)
+        ]
+        return both, both
+    a1 = [[a if i == j2 else zero, *([one] * (d - 1))] for i in range(n)]
+    a2 = [[one if i == j3 else zero, *(one if i % classes == k else zero for k in range(classes))] for i in range(n)]
+    return a1, a2
 
 
 def product(setting: AttentionSetting) -> Float[Tensor, "d d"]:
@@ -42,7 +110,7 @@ def scores_kronecker(
     return (torch.kron(a1, a2) @ x.reshape(-1)).reshape(n, n)
 
 
-def attend(kind: Attention, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*models n"]:
+def attend(kind: ScoreMap, u: Float[Tensor, "*models n"]) -> Float[Tensor, "*models n"]:
     """Return f = k(u) / Σ k(u) along the last axis."""
     if kind.family == "exp":
         return torch.softmax(u, dim=-1)
@@ -60,7 +128,7 @@ def network(c: Float[Tensor, "models n d"], y: Float[Tensor, "models d m"], tau:
 
 
 def output(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, j2: Int[Tensor, " models"], j3: Int[Tensor, " models"]
 ) -> Float[Tensor, "models n d"]:
     """Return c = f·A₃V with V = I."""
     given = inputs(setting, dataset, j2, j3)
@@ -86,7 +154,7 @@ def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndar
 
 
 def positive(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, draws: AttentionDraws
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, draws: AttentionDraws
 ) -> Bool[np.ndarray, " models"]:
     """Return whether F > 0 on the data set. Margins within the rounding error are decided in exact arithmetic."""
     j2, j3 = torch.from_numpy(draws.j2[:, dataset]), torch.from_numpy(draws.j3[:, dataset])
@@ -111,7 +179,7 @@ def _any(entries: Bool[Tensor, "models n m"]) -> Bool[np.ndarray, " models"]:
     return np.asarray(entries.flatten(1).any(dim=1).numpy())
 
 
-def rounding(setting: AttentionSetting, kind: Attention, dataset: Dataset) -> float:
+def rounding(setting: AttentionSetting, kind: ScoreMap, dataset: Dataset) -> float:
     """Return a bound on the rounding error of ⟨c, y⟩ − τ, relative to Σ|c| + τ.
 
     All numbers before the product with y are non-negative, so relative errors add. In units of 2⁻⁵³: a score u has
@@ -155,7 +223,7 @@ def _first_alike(setting: AttentionSetting, dataset: Dataset, at: tuple[int, int
 
 @lru_cache(maxsize=4096)
 def _settled(
-    setting: AttentionSetting, kind: Attention, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
+    setting: AttentionSetting, kind: ScoreMap, dataset: Dataset, at: tuple[int, int], row: int, y: tuple[int, ...]
 ) -> bool:
     """Decide ⟨c_row, y⟩ > τ exactly, from the sign of Σ_j (⟨(A₃)_j, y⟩ − τ)·k(u_{row,j}) over all n keys."""
     a1, a2 = _rational(setting, dataset, at)
@@ -193,7 +261,7 @@ def regression_scores(setting: Regression, dataset: Dataset, draws: RegressionDr
 
 
 def _regression_positive(
-    setting: Regression, kind: Attention, dataset: Dataset, draws: RegressionDraws
+    setting: Regression, kind: ScoreMap, dataset: Dataset, draws: RegressionDraws
 ) -> Bool[np.ndarray, " models"]:
     u = regression_scores(setting, dataset, draws)
     y = signs(draws, setting.n)
