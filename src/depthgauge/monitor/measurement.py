@@ -69,8 +69,8 @@ class Measurement:
         return Probe(
             step=step,
             segment=segment,
-            loss=None if self.training_loss is None else finite(self.training_loss),
-            probe_loss=finite(self.loss),
+            loss=None if self.training_loss is None else finite(*self.training_loss.reshape(1).tolist()),
+            probe_loss=finite(*self.loss.reshape(1).tolist()),
             depth=self.depth,
             seconds=seconds,
             layers=tuple(made),
