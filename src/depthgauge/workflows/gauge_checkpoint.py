@@ -65,9 +65,9 @@ from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSet
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
+from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.results.verdicts import checkpoint_verdict
 from depthgauge.surgery.stored_weights import weights_digest
-from depthgauge.workflows.shrink_subject import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
