@@ -8,15 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_checkpoints import save_checkpoint, text_of
+from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge._format import duration
 from depthgauge._journal import journal_folder
-from depthgauge.checkpoints.what_if import passes
+from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
+from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.what_if import objective, passes, what_if
+from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
-from depthgauge.results.labels import SCORES, WHAT_IFS
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
 
 SMALL = {"window": 16, "device": "cpu"}
@@ -47,7 +54,7 @@ def subject_of(folder: Path, corpus: Path | None, tokens: int = 48, **options: A
 
 
 def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> None:
-    subject = subject_of(folders["llama"], corpus, tokens=64, what_if="all", depth=0.5)
+    subject = subject_of(folders["llama"], corpus, tokens=64, what_if="all")
     assert subject["kind"] == "model"
     assert subject["model"]["objective"] == "loss"
     assert subject["text"]["windows"] == LEAST_WINDOWS
@@ -64,6 +71,45 @@ def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> No
     assert [row["score"] for row in subject["scores"]] == list(SCORES)
     assert all(-1 <= row["spearman"] <= 1 for row in subject["scores"])
     assert subject["regime"]["corrected_orders"] > 0
+    assert subject["depth"] == []
+    assert subject["notes"] == []
+    assert subject["verdict"].startswith("3 layers; skipping layer ")
+
+
+def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus)
+    model = tiny_model("llama")
+    tokenizer = load_tokenizer(find(folders["llama"]), Placement())
+    windows = read_windows(tokenizer, corpus, tokens=48, window=16, context=64, seed=0)
+    checkpoint = wrap(model)
+    with attending(model) as session:
+        stack = Stack(checkpoint, session)
+        for kind in DEFAULT_WHAT_IFS:
+            for layer in range(3):
+                losses = []
+                for ids in windows.ids:
+                    base = stack.full(ids[None])
+                    lost = objective("loss", ids[None], base.output)
+                    losses.append(lost(what_if(stack, ids[None], base.states, kind, layer)))
+                found = subject["layers"][layer]["what_if"][kind]["loss"]
+                assert found == pytest.approx(sum(losses) / 3, abs=1e-6)
+        states = [stack.full(ids[None]).states for ids in windows.ids]
+    with torch.no_grad():
+        losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in windows.ids]
+    assert subject["baseline"]["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
+    for index, found in enumerate([subject["input"], *subject["layers"]]):
+        ratios = [
+            float((x - x.mean(dim=0)).norm() / x.norm()) for x in (window[index][0].double() for window in states)
+        ]
+        assert found["residual"]["mean"]["frobenius"]["ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-5)
+        assert max(ratios) - min(ratios) > 1e-3  # the windows differ, so the mean over them is what is tested
+
+
+def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["bert"], corpus)
+    assert subject["model"]["objective"] == "states"
+    assert subject["baseline"] is None
+    assert all(one["loss"] > 0 for layer in subject["layers"] for one in layer["what_if"].values())
     assert subject["depth"] == []
 
 

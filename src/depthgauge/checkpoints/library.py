@@ -58,13 +58,7 @@ def _without_gguf_progress_bar() -> Iterator[None]:
 
 
 def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
-    """Run a loader and turn every exception into a `CheckpointError` of one sentence.
-
-    Args:
-        path: the checkpoint, as the user calls it.
-        what: what is loaded, such as `weights`.
-        load: the loader.
-    """
+    """Run the loader of `what`, such as `weights`; turn every exception into a `CheckpointError` of one sentence."""
     try:
         with quiet():
             return load()

@@ -30,13 +30,8 @@ _TOKENIZER_FILES = (
 class Placement:
     """How to load a checkpoint.
 
-    Args:
-        dtype: one of `DTYPES`; `auto` means float32 on a CPU, where half precision is slow, and the stored dtype on a
-            GPU.
-        device: device name such as `cuda:1`; by default a GPU if there is one, else the CPU.
-        device_map: how accelerate distributes the model over several devices, such as `auto`; replaces `device`.
-        trust_remote_code: whether Python code in the checkpoint's directory may run.
-        ignore_unused: accept weights that no module of the model takes.
+    The fields are those of `GaugeOptions`. `dtype` is one of `DTYPES`; `auto` means float32 on a CPU, where half
+    precision is slow, and the stored dtype on a GPU. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
@@ -142,13 +137,9 @@ def measured_part(model: Any, loss: bool) -> Any:
 
 
 def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
-    """Wrap a transformers model that is already in memory.
+    """Wrap a transformers model that is already in memory, and switch it to evaluation mode.
 
-    Args:
-        model: the model; it is switched to evaluation mode.
-        name: name shown to the user.
-        source: where it was loaded from.
-        objective: `loss` or `states`; by default `loss` for causal language models and `states` for all others.
+    The objective is `loss` by default for causal language models, and `states` for all others.
     """
     if objective is None:
         causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
@@ -162,13 +153,7 @@ def load_config(source: Source, placement: Placement) -> Any:
     library = transformers()
     if source.gguf is None and not placement.trust_remote_code:
         _refuse_remote_code(library, source)
-    config = attempt(
-        source.path,
-        "configuration",
-        lambda: library.AutoConfig.from_pretrained(
-            source.folder, trust_remote_code=placement.trust_remote_code, **source.keywords()
-        ),
-    )
+    config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.path} is an encoder–decoder model; only encoders and decoders can be gauged")
     for key in ("num_hidden_layers", "num_attention_heads"):
@@ -189,9 +174,6 @@ def loader_of(config: Any) -> tuple[Any, str]:
 
     The class is the one that the configuration names. Causal language models are measured by their loss, all other
     models, such as classifiers, masked language models and bare decoders, by the states before their head.
-
-    Args:
-        config: the configuration of the checkpoint.
     """
     library = transformers()
     auto = library.models.auto.modeling_auto
@@ -233,32 +215,21 @@ def load_tokenizer(source: Source, placement: Placement) -> Any:
             f"{source.path} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with "
             "the model"
         )
-    return attempt(
-        source.path,
-        "tokenizer",
-        lambda: library.AutoTokenizer.from_pretrained(
-            source.folder, trust_remote_code=placement.trust_remote_code, **source.keywords()
-        ),
-    )
+    return _from_pretrained(library.AutoTokenizer, "tokenizer", source, placement)
+
+
+def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:
+    keywords |= {"trust_remote_code": placement.trust_remote_code, **source.keywords()}
+    return attempt(source.path, what, lambda: kind.from_pretrained(source.folder, **keywords))
 
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
-    """Load the weights, after a check that they fit into memory.
-
-    Args:
-        source: the checkpoint.
-        config: its configuration, from `load_config`.
-        placement: dtype and device.
-
-    Raises:
-        CheckpointError: the weights do not fit into memory, a weight is missing, not used or not finite.
-    """
+    """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     if placement.device_map is None:
         check_memory(source, placement)
     chosen, objective = loader_of(config)
-    keywords: dict[str, Any] = source.keywords() | {
+    keywords: dict[str, Any] = {
         "dtype": placement.torch_dtype(),
-        "trust_remote_code": placement.trust_remote_code,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # checked below, with the name of the weight
     }
@@ -266,7 +237,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         keywords |= {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
-    model, found = attempt(source.path, "weights", lambda: chosen.from_pretrained(source.folder, **keywords))
+    model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, str(source.path))
     if placement.device_map is None:
@@ -301,12 +272,7 @@ def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str,
 
 
 def refuse_infinite(model: Any, name: str) -> None:
-    """Raise if a weight is NaN or infinite; the message names its tensor. Offloaded weights are not read.
-
-    Args:
-        model: the model.
-        name: what the user calls it.
-    """
+    """Raise if a weight of the model called `name` is NaN or infinite. Offloaded weights are not read."""
     for key, weight in model.named_parameters():
         if weight.is_meta or not weight.is_floating_point() or not weight.numel():
             continue

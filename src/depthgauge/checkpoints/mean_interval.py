@@ -18,11 +18,7 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float]) -> Interval:
-    """Return the mean of n values as `loss`, and from `LEAST_WINDOWS` values on the ends of its interval.
-
-    Args:
-        values: one value per window.
-    """
+    """Return the mean of one value per window as `loss`, and from `LEAST_WINDOWS` windows on its interval."""
     v = torch.tensor(list(values), dtype=torch.float64)
     low, high = (None, None) if len(v) < LEAST_WINDOWS else map(float, interval_ends(v))
     return Interval(loss=float(v.mean()), low=low, high=high)
@@ -37,11 +33,7 @@ def interval_ends(values: Float[Tensor, "*batch n"]) -> tuple[Float[Tensor, "*ba
     - Hall (1992): from m − s w(t/√n) to m − s w(−t/√n), where w is the inverse of f(w) = w + γw²/3 + γ²w³/27 + γ/(6n),
       which removes the skewness of (m − μ)/s; too short for heavy tails
 
-    Args:
-        values: independent values, in the last dimension.
-
-    Returns:
-        The lower and the upper ends.
+    The values are in the last dimension and independent of each other.
     """
     n = values.shape[-1]
     mean, spread = values.mean(dim=-1), values.std(dim=-1)

@@ -17,18 +17,11 @@ TOKENS = 32
 def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
     """Check that the attention of a checkpoint can be observed and its blocks rerun.
 
-    The output with observed attention is compared with the output of stock eager attention. An architecture that passes
-    an unknown argument to its attention is thereby detected and refused.
-
-    Args:
-        checkpoint: the model.
-        ids: token ids; the first `TOKENS` are used.
+    The output with observed attention is compared with the output of stock eager attention, on `TOKENS` tokens. An
+    architecture that passes an unknown argument to its attention is thereby detected and refused.
 
     Returns:
         The reason why blocks cannot be rerun, or None if they can.
-
-    Raises:
-        CheckpointError: The attention cannot be observed.
     """
     ids, model, name = ids[:, :TOKENS], checkpoint.model, type(checkpoint.model).__name__
     own = model.config._attn_implementation

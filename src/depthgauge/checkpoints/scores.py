@@ -30,12 +30,7 @@ def angular_distance(before: Float[Tensor, "batch n d"], after: Float[Tensor, "b
 
 
 def added_influence(before: Float[Tensor, "batch n d"], added: Float[Tensor, "batch n d"]) -> float:
-    """Return 1 − mean over tokens of cos(y, y + f(y)), LLM-Drop's score of a sublayer f.
-
-    Args:
-        before: y, the residual stream that the sublayer reads.
-        added: f(y), what the sublayer adds to it.
-    """
+    """Return 1 − mean over tokens of cos(y, y + f(y)), LLM-Drop's score of a sublayer f that reads y and adds f(y)."""
     return float(1 - _cosine(before, before + added).mean())
 
 
@@ -97,11 +92,7 @@ class SublayerScores:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's rank correlation of two lists, with mean ranks for ties.
-
-    Returns:
-        The correlation, or None if it is undefined (a constant list, a NaN) or the lists have fewer than 3 entries.
-    """
+    """Return Spearman's rank correlation of two lists; None for a constant list, a NaN, or fewer than 3 entries."""
     if len(x) < 3 or len(set(x)) == 1 or len(set(y)) == 1:
         return None
     correlation = float(stats.spearmanr(x, y).statistic)

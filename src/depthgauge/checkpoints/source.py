@@ -1,13 +1,14 @@
 """Checkpoints on disk: which files they consist of, and what these say without being loaded."""
 
 import json
-from collections.abc import Iterable
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
 from depthgauge.checkpoints.library import CheckpointError, attempt
 
@@ -40,15 +41,10 @@ class Source:
 
 
 def find(target: str | Path, allow_pickle: bool = False) -> Source:
-    """Return the checkpoint at a path.
+    """Return the checkpoint in a directory or a `.gguf` file; raise if something is missing.
 
-    Args:
-        target: a directory or a `.gguf` file.
-        allow_pickle: accept weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
-            which does not run code from the file.
-
-    Raises:
-        CheckpointError: There is no checkpoint; the message names what is missing.
+    `allow_pickle` accepts weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
+    which does not run code from the file.
     """
     path = Path(target)
     if path.suffix.lower() == ".gguf" and not path.is_dir():
@@ -82,11 +78,7 @@ def find(target: str | Path, allow_pickle: bool = False) -> Source:
 
 
 def weight_files(source: Source) -> list[Path]:
-    """Return the files that transformers reads the weights from; other weight files in the directory do not count.
-
-    Raises:
-        CheckpointError: the index of the files is damaged or names a file that is missing, or a file cannot be read.
-    """
+    """Return the files that transformers reads the weights from; raise if one is missing or cannot be read."""
     single = source.path if source.gguf else source.folder / ("pytorch_model.bin" if source.pickled else _SAFETENSORS)
     index = source.folder / f"{single.name}.index.json"
     paths = [single] if single.is_file() else []
@@ -124,29 +116,20 @@ def count_parameters(source: Source) -> tuple[int, int]:
         parameters = sum(int(tensor.n_elements) for tensor in tensors)
         return parameters, 4 * parameters  # the loader unpacks to float32
     parameters = stored = 0
-    if source.pickled:
-        for path in weight_files(source):
-            tensors = attempt(source.path, "weights", partial(torch.load, path, map_location="meta", weights_only=True))
-            parameters += sum(tensor.numel() for tensor in tensors.values())
-            stored += sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
-        return parameters, stored
     for path in weight_files(source):
-        for shape, width in _headers(source, path):
-            count = int(torch.tensor(shape).prod()) if shape else 1
+        for count, width in attempt(source.path, "weights", partial(_sizes, path, source.pickled)):
             parameters, stored = parameters + count, stored + count * width
     return parameters, stored
 
 
-def _headers(source: Source, path: Path) -> Iterable[tuple[list[int], int]]:
-    from safetensors import safe_open
-
-    def read() -> list[tuple[list[int], int]]:
-        with safe_open(path, framework="pt") as handle:
-            slices = [handle.get_slice(key) for key in handle.keys()]  # noqa: SIM118
-            return [(part.get_shape(), _WIDTH.get(part.get_dtype(), 4)) for part in slices]
-
-    found: list[tuple[list[int], int]] = attempt(source.path, "weights", read)
-    return found
+def _sizes(path: Path, pickled: bool) -> list[tuple[int, int]]:
+    """Return the number of entries and the bytes per entry of every tensor in a file."""
+    if pickled:
+        tensors = torch.load(path, map_location="meta", weights_only=True).values()
+        return [(tensor.numel(), tensor.itemsize) for tensor in tensors]
+    with safe_open(path, framework="pt") as handle:
+        slices = [handle.get_slice(key) for key in handle.keys()]  # noqa: SIM118
+        return [(math.prod(part.get_shape()), _WIDTH.get(part.get_dtype(), 4)) for part in slices]
 
 
 _WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}

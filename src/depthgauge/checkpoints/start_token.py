@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.source import Source, gguf_metadata
 from depthgauge.checkpoints.what_if import cross_entropy
@@ -53,14 +53,8 @@ class Start:
 def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
     """Decide about the BOS token as far as possible without the weights.
 
-    Args:
-        choice: `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says; if neither adds the token, the
-            decision is left to `measure_start`.
-        source: the checkpoint; None for a model in memory.
-        tokenizer: its tokenizer.
-
-    Raises:
-        InputError: `choice` is unknown, or it is `yes` and the model has no BOS token.
+    `choice` is `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says. If neither adds the token, the
+    decision is left to `measure_start`. `source` is None for a model in memory.
     """
     if choice not in CHOICES:
         raise unknown_name("bos", choice, CHOICES)
@@ -90,13 +84,9 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
 def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]]) -> Start:
     """Measure the loss with and without the BOS token where that is undecided, and choose the smaller one.
 
-    Both losses are means over the same predicted tokens: those after the first token of each body. Bodies are shortened
-    so that they fit the context with the token.
-
-    Args:
-        start: an undecided start; a decided one is returned unchanged.
-        checkpoint: the model; models without a loss are left without the token.
-        bodies: windows of text without special tokens.
+    Both losses are means over the same predicted tokens: those after the first token of each body, which is a window
+    without special tokens. Bodies are shortened so that they fit the context with the token. Models without a loss are
+    left without the token.
     """
     if start.candidate is None or checkpoint.objective != "loss":
         return Start(start.before, start.after, start.bos, start.reason)
@@ -113,8 +103,7 @@ def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Ten
             logits = checkpoint.model(input_ids=ids.to(checkpoint.device)).logits
             losses[bos].append(cross_entropy(logits[:, len(prefix) :], ids[:, len(prefix) :]))
     added, bare = (sum(losses[bos]) / len(losses[bos]) for bos in (True, False))
-    windows = f"{len(losses[True])} window{'' if len(losses[True]) == 1 else 's'}"
-    reason = f"measured on {windows}: loss {number(added)} with it and {number(bare)} without it"
+    reason = f"measured on {counted(len(bodies), 'window')}: loss {number(added)} with it and {number(bare)} without it"
     if added < bare:
         return start.with_bos(start.candidate, reason)
     return start.without_bos(start.candidate, reason)

@@ -106,8 +106,7 @@ def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFi
 def split_field(text: str | Path) -> tuple[Path, str | None]:
     """Return the path and the field of `path:field`; a file that exists under the whole name has no field.
 
-    Args:
-        text: a path or `path:field`. The path may contain colons, as in `C:/data.jsonl:text`.
+    The path may contain colons, as in `C:/data.jsonl:text`.
     """
     given = str(text)
     if not os.path.exists(given):
@@ -121,20 +120,10 @@ def split_field(text: str | Path) -> tuple[Path, str | None]:
 def read_text(
     text: TextFile, render: Callable[[list[Any]], str], *, wanted: int, length: int, seed: int
 ) -> TextContent:
-    """Read a text; of a text above `WHOLE_BYTES`, read about as much as is needed.
+    """Read a text; of a text above `WHOLE_BYTES`, read `wanted` pieces of more than `length` tokens, chosen by `seed`.
 
     The documents of a JSONL file are separated by an empty line. Chats are not separated, because the chat template
     marks where they start and end. The pieces of a large JSONL file consist of whole lines.
-
-    Args:
-        text: the text.
-        render: converts the messages of a chat to text.
-        wanted: number of pieces to read from a large text, one per window.
-        length: tokens per window without special tokens.
-        seed: chooses the pieces.
-
-    Raises:
-        InputError: the file cannot be read, is not UTF-8, or a line has no text in the field.
     """
     if text.path is None:
         default = resources.files("depthgauge.checkpoints").joinpath("text.txt").read_bytes()
@@ -231,20 +220,16 @@ def _refuse_markup(handle: BinaryIO, path: Path) -> None:
     head = start.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
     if path.suffix.lower() in (".html", ".htm") or _HTML.match(head):
         raise _markup(path, "an HTML page", "convert it to plain text")
-    if head[:1] in ("{", "[") and (_OBJECT.match(head) or _parses(start, handle)):
+    rest = handle.read(WHOLE_BYTES) if head[:1] in ("{", "[") else b""
+    whole = (start + rest).decode("utf-8-sig", errors="replace") if len(rest) < WHOLE_BYTES else ""
+    if head[:1] in ("{", "[") and (_OBJECT.match(head) or _is_json(whole)):
         advice = "write one JSON object per line to a .jsonl file, and name the field with the text: --text FILE:FIELD"
-        if _parses_alone(head.split("\n", 1)[0]):
+        if _is_json(head.split("\n", 1)[0]):
             advice = f"name the field with the text, --text {path}:FIELD, if the file has one JSON object per line"
         raise _markup(path, "JSON", advice)
 
 
-def _parses(start: bytes, handle: BinaryIO) -> bool:
-    """Return whether a file of at most `WHOLE_BYTES` is one JSON document."""
-    rest = handle.read(WHOLE_BYTES)
-    return len(rest) < WHOLE_BYTES and _parses_alone((start + rest).decode("utf-8-sig", errors="replace"))
-
-
-def _parses_alone(text: str) -> bool:
+def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -278,15 +263,7 @@ def lines_between(handle: BinaryIO, first: int, last: int) -> Iterator[tuple[int
 
 
 def parse_line(line: bytes, where: str) -> dict[str, Any] | None:
-    """Return the object on a line, or None if the line is empty.
-
-    Args:
-        line: the bytes of the line.
-        where: the line and its file, for error messages.
-
-    Raises:
-        InputError: the line is not a JSON object.
-    """
+    """Return the object on a line, or None if the line is empty; `where` names the line in errors."""
     try:
         text = line.decode("utf-8-sig").strip()
         if not text:
@@ -305,14 +282,8 @@ def parse_line(line: bytes, where: str) -> dict[str, Any] | None:
 def document_of(record: dict[str, Any], field: str, where: str, render: Callable[[list[Any]], str]) -> str:
     """Return the document in a field of an object: a text followed by an empty line, or a chat by its template.
 
-    Args:
-        record: the object.
-        field: the name of the field.
-        where: the line and its file, for error messages.
-        render: converts the messages of a chat, objects with `role` and `content`, to text.
-
-    Raises:
-        InputError: the object has no such field, or the field holds neither a text nor a chat.
+    `render` converts the messages of a chat, objects with `role` and `content`, to text; `where` names the line in
+    errors.
     """
     if field not in record:
         names = list(record)

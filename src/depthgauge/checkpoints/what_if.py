@@ -53,12 +53,7 @@ def what_if(
     - `uniform`: every score of the layer's attention is 0
     - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), where B_ℓ is block ℓ
 
-    Args:
-        stack: the model's blocks.
-        ids: token ids of one window, or of a batch.
-        states: X_0 … X_L of the intact pass.
-        kind: name of the what-if.
-        layer: ℓ, from 0.
+    Here ℓ is `layer`, and `states` are X_0 … X_L of the intact pass.
     """
     state = states[layer]
     if kind == "block":

@@ -41,22 +41,13 @@ class Windows(ArrayRecord):
     def record(self, bos: bool | None, reason: str) -> TextWindows:
         """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
         windows, n = self.ids.shape
-        return TextWindows(
-            source=self.source,
-            sha256=self.digest,
-            windows=windows,
-            window=n,
-            tokens=windows * n,
-            bos=bos,
-            bos_reason=reason,
-        )
+        counts = {"windows": windows, "window": n, "tokens": windows * n}
+        return TextWindows(source=self.source, sha256=self.digest, **counts, bos=bos, bos_reason=reason)
 
     def with_first(self, token: int, after: int) -> "Windows":
         """Return the windows with a token added at the start, and the last token of their text removed.
 
-        Args:
-            token: the token id to add.
-            after: number of special tokens at the end of every window, which stay.
+        The `after` special tokens at the end of every window stay.
         """
         n = self.ids.shape[1] - after
         first = self.ids.new_full((len(self.ids), 1), token)
@@ -95,14 +86,9 @@ class TokenizedText(ArrayRecord):
 def tokenize_text(
     tokenizer: Any, text: str | Path | TextFile | None, *, wanted: int, length: int, seed: int
 ) -> TokenizedText:
-    """Read a text and convert it to token ids; of a large text, read about as much as is needed.
+    """Read a text (see `find_text`) and convert it to token ids; of a large text, read about as much as is needed.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        text: the text, or what stands for it (see `find_text`); None means the built-in text.
-        wanted: number of windows that will be cut; one piece per window is read from a large text.
-        length: tokens per window without special tokens.
-        seed: chooses the pieces.
+    `wanted` windows of `length` tokens without special tokens will be cut; `seed` chooses the pieces of a large text.
     """
     found = find_text(text)
     content = read_text(found, lambda chat: _chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed)
@@ -135,11 +121,11 @@ def read_windows(
     seed: int,
     special: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Windows:
-    """Cut a text into disjoint windows of token ids.
+    """Cut a text (see `find_text`) into disjoint windows of token ids.
 
     Args:
         tokenizer: the model's tokenizer.
-        text: the text, or what stands for it (see `find_text`); None means the built-in text.
+        text: the text; None means the built-in text.
         tokens: total number of tokens to use; at least one window is used.
         window: tokens per window, special tokens included; by default `usual_window`.
         context: the longest window the model accepts, or None if unknown.
@@ -168,9 +154,7 @@ def read_windows(
 def usual_window(tokens: int, context: int | None) -> int:
     """Return the tokens per window where none is requested: `WINDOW`, or fewer so that there are `WINDOWS` windows.
 
-    Args:
-        tokens: total number of tokens to use.
-        context: the longest window the model accepts, or None if unknown.
+    `tokens` is the total number of tokens, and `context` the longest window the model accepts, if that is known.
 
     >>> [usual_window(tokens, 8192) for tokens in (2**20, 2048, 256, 32)]
     [512, 256, 64, 32]
@@ -179,15 +163,10 @@ def usual_window(tokens: int, context: int | None) -> int:
 
 
 def body_length(window: int, context: int | None, around: int) -> int:
-    """Return the number of tokens of a window that are not special tokens.
-
-    Args:
-        window: tokens per window, special tokens included.
-        context: the longest window the model accepts; None means 512.
-        around: number of special tokens in each window.
+    """Return the number of tokens of a window that are not special tokens, of which each window has `around`.
 
     Raises:
-        InputError: the window is longer than the context, or holds special tokens only.
+        InputError: the window is longer than the context (512 if that is None), or holds special tokens only.
     """
     longest = context or 512
     require_count("window", window, "the number of tokens in one window", least=2)
@@ -228,12 +207,7 @@ def drawn_windows(
 
 
 def require_rows(checkpoint: Checkpoint, ids: Sequence[Int[Tensor, "..."]]) -> None:
-    """Raise if a token id has no row in the model's embedding.
-
-    Args:
-        checkpoint: the model.
-        ids: all token ids that it will read: windows of text, special tokens.
-    """
+    """Raise if one of the token ids that the model will read has no row in its embedding."""
     rows = int(checkpoint.model.get_input_embeddings().weight.shape[0])
     largest = max((int(one.max()) for one in ids if one.numel()), default=0)
     if largest >= rows:

@@ -24,12 +24,7 @@ _Value = Callable[[CheckpointHead], float | None]
 
 
 def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
-    """Yield the tables and lines of one checkpoint.
-
-    Args:
-        subject: the checkpoint.
-        width: characters per line.
-    """
+    """Yield the tables and lines of one checkpoint, `width` characters wide."""
     yield from heads_tables(subject, width)
     if any(layer.what_if for layer in subject.layers):
         yield from what_if_tables(subject, width)

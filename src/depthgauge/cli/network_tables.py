@@ -8,17 +8,12 @@ from rich.markup import escape
 
 from depthgauge._format import DASH, counted, number
 from depthgauge.cli.stacking import Column, stacked
-from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Residual, Sandwich
+from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Sandwich
 from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
 
 
 def network_tables(subject: NetworkSubject, width: int) -> Iterator[RenderableType]:
-    """Yield the tables of one network: its layers, the sandwich per method, its effective depth.
-
-    Args:
-        subject: the network.
-        width: characters per line.
-    """
+    """Yield the tables of one network, `width` characters wide: layers, the sandwich per method, effective depth."""
     yield from profile_tables(subject, width)
     reach = number(subject.radius, 6)
     layers = {row.layers_after for row in subject.collapse if not row.refused}
@@ -40,8 +35,9 @@ def profile_tables(subject: NetworkSubject, width: int) -> Iterator[RenderableTy
         f"{'skip' if network.skip else 'no skip'}{', causal' if network.causal else ''}"
     )
     layers = subject.layers
+    states = [subject.input.residual, *(layer.residual for layer in layers)]
     columns = [
-        Column("residual", [_ratio(subject.input.residual), *(_ratio(layer.residual) for layer in layers)]),
+        Column("residual", [number(state.midrange.max.ratio) for state in states]),
         Column("score range θ", ["", *(spread(layer.heads, lambda head: head.score_range) for layer in layers)]),
         Column("TV to uniform", ["", *(spread(layer.heads, lambda head: head.tv_mean) for layer in layers)]),
         Column("contraction", ["", *(_largest([head.contraction for head in layer.heads]) for layer in layers)]),
@@ -133,10 +129,6 @@ def _depth(depth: DepthRow, layers: int) -> str:
     return f"{depth.layers} of {layers}{fewer}"
 
 
-def _ratio(residual: Residual) -> str:
-    return number(residual.midrange.max.ratio)
-
-
 def spread(heads: Sequence[Any], value: Callable[[Any], float | None]) -> str:
     """Return the minimum and the maximum of a measure over the heads."""
     values = [found for head in heads if (found := value(head)) is not None]
@@ -147,5 +139,4 @@ def spread(heads: Sequence[Any], value: Callable[[Any], float | None]) -> str:
 
 
 def _largest(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return number(max(known)) if known else DASH
+    return number(max((value for value in values if value is not None), default=None))

@@ -48,13 +48,7 @@ def check_action(action: object) -> Action:
 
 
 def act(action: Action, alarms: Sequence[Alarm], is_main: bool) -> None:
-    """Report alarms. In a distributed run every process raises, so that none waits for the others; one reports.
-
-    Args:
-        action: what to do.
-        alarms: the alarms that began with this probe.
-        is_main: whether this process reports.
-    """
+    """Report the alarms that began with a probe, in the main process; each process raises, so that none waits."""
     if not alarms:
         return
     if action == "raise":

@@ -80,12 +80,7 @@ class Measurement:
 def moved(found: Measurement, training_loss: float | Tensor | None, device: torch.device) -> Measurement:
     """Return a measurement on the CPU, with the training loss of this process, NaN if it is unknown.
 
-    All values are moved in one transfer, because each transfer waits for the GPU.
-
-    Args:
-        found: the measurement of this process.
-        training_loss: the loss of the training step in this process, or None.
-        device: where the values are brought together.
+    All values are collected on `device` and moved in one transfer, because each transfer waits for the GPU.
     """
     if isinstance(training_loss, Tensor):
         loss = training_loss.detach().float().mean()  # without a wait for the GPU
@@ -121,9 +116,7 @@ def state_measures(states: Sequence[Float[Tensor, "batch n d"]], real: Tensor | 
     - `update`: mean over tokens of ‖x_{ℓ+1} − x_ℓ‖/‖x_ℓ‖
     - `block_influence`: 1 − mean over tokens of cos(x_ℓ, x_{ℓ+1})
 
-    Args:
-        states: X_0 … X_L.
-        real: which tokens count, `[batch, n]`; None counts all.
+    `real` says which tokens count, `[batch, n]`; None counts all.
     """
     device, together = states[0].device, max(1, _ENTRIES // states[0].numel())
     found = [
@@ -177,10 +170,8 @@ def token_sizes(state: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
 def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | None) -> Float[Tensor, " layers"]:
     """Return the mean over tokens of ‖f(y)‖/‖y‖ per layer, the size of an update relative to what it is added to.
 
-    Args:
-        sizes: ‖y‖ of the tokens that a sublayer reads and ‖f(y)‖ of what it adds; None for a layer without the
-            sublayer, which gives NaN.
-        real: which tokens count, `[batch, n]`; None counts all.
+    `sizes` has ‖y‖ of the tokens that a sublayer reads and ‖f(y)‖ of what it adds; None for a layer without the
+    sublayer, which gives NaN.
     """
     known = [pair for pair in sizes if pair is not None]
     if not known:

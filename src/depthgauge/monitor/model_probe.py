@@ -149,11 +149,8 @@ class ModelProbe:
     def measure(self, weights: bool, skip: bool, depth: float | None, processes: Processes) -> Measurement:
         """Measure the model on the batch, without an effect on its training.
 
-        Args:
-            weights: whether to measure the sizes of the weights.
-            skip: whether to measure the cost of skipping each block.
-            depth: the largest increase of the loss for the measured effective depth; None does not measure it.
-            processes: those that measure together; they exchange the cost of skipping blocks.
+        `weights` and `skip` say whether to measure the sizes of the weights and the cost of skipping each block, which
+        the processes exchange. `depth` is the largest increase for the effective depth; None does not measure it.
         """
         with undisturbed(self.model):
             self.batch = self.batch.to(self.device)

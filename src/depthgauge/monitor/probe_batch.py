@@ -37,14 +37,8 @@ class ProbeBatch:
 def make_batch(probe: Any, sequences: int, tokens: int) -> ProbeBatch:
     """Cut a training batch to a few short sequences.
 
-    Args:
-        probe: the keyword arguments of the model's forward pass, with `input_ids`, as a data loader yields them; or
-            the token ids alone.
-        sequences: how many sequences to keep.
-        tokens: how many tokens of each to keep.
-
-    Raises:
-        InputError: The probe has no token ids, or a sequence has only padding in its first tokens.
+    `probe` has the keyword arguments of the model's forward pass, with `input_ids`, as a data loader yields them; or it
+    is the token ids alone.
     """
     given = {"input_ids": probe} if isinstance(probe, Tensor) else probe
     if not isinstance(given, Mapping):

@@ -40,10 +40,6 @@ class Failure:
 class ProbeError(Exception):
     """A probe failed in at least one process; raised in all of them. The message is the cause."""
 
-    def __init__(self, failures: list[Failure], processes: int) -> None:
-        first = failures[0]
-        super().__init__(first.cause if processes == 1 else f"{first.cause} (in process {first.process})")
-
 
 class ExchangeError(DepthgaugeError):
     """The processes of a distributed run could not exchange what they measured."""
@@ -85,9 +81,9 @@ class Processes:
                     f"process {self.index} could not exchange the measures of a probe with the other processes "
                     f"({cause_of(error)}); one of them has ended, or waits in a forward pass that failed here"
                 ) from error
-        failures = [one for one in found if isinstance(one, Failure)]
-        if failures:
-            raise ProbeError(failures, self.count)
+        for one in found:
+            if isinstance(one, Failure):
+                raise ProbeError(one.cause if self.count == 1 else f"{one.cause} (in process {one.process})")
         return cast(list[T], found)
 
     def mean(self, value: float) -> float:

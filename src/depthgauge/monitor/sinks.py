@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -158,35 +159,25 @@ def further_sinks(folder: Path, options: MonitorOptions) -> list[Sink]:
         OutputError: TensorBoard events cannot be written.
     """
     sinks: list[Sink] = []
-    if options.tensorboard is not False and (writer := _summary_writer(bool(options.tensorboard))) is not None:
+    events, runs = "torch.utils.tensorboard", "wandb"
+    if options.tensorboard is not False and (found := _installed(events, "tensorboard", bool(options.tensorboard))):
         try:
-            sinks.append(TensorBoard(writer(log_dir=str(folder))))
+            sinks.append(TensorBoard(found.SummaryWriter(log_dir=str(folder))))
         except OSError as error:
             raise OutputError(f"cannot write TensorBoard events to {folder}: {error.strerror or error}") from error
-    if options.wandb is not False and (library := _wandb(bool(options.wandb))) is not None:
-        sinks.append(WeightsAndBiases(library))
+    if options.wandb is not False and (library := _installed(runs, "wandb", bool(options.wandb))):
+        if library.run is not None:
+            sinks.append(WeightsAndBiases(library))
+        elif options.wandb:
+            raise InputError("wandb=True needs an active run; call wandb.init() before the monitor is made")
     return sinks
 
 
-def _summary_writer(required: bool) -> Any:
+def _installed(module: str, name: str, required: bool) -> Any:
+    """Return a module; None if it is not installed and not required."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(module)
     except ImportError as error:
         if required:
-            raise MissingPackageError("tensorboard=True needs the package: pip install tensorboard") from error
+            raise MissingPackageError(f"{name}=True needs the package: pip install {name}") from error
         return None
-    return SummaryWriter
-
-
-def _wandb(required: bool) -> Any:
-    try:
-        import wandb
-    except ImportError as error:
-        if required:
-            raise MissingPackageError("wandb=True needs the package: pip install wandb") from error
-        return None
-    if wandb.run is None:
-        if required:
-            raise InputError("wandb=True needs an active run; call wandb.init() before the monitor is made")
-        return None
-    return wandb

@@ -31,9 +31,14 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
     before = [_ModuleState(module) for module in modules]
     with ExitStack() as contexts:
-        for context in (*_generators(devices), torch.no_grad(), *_without_autocast(devices, dtypes), *_uncompiled()):
+        for context in (*_generators(devices), torch.no_grad()):
             contexts.enter_context(context)
-        contexts.callback(_restore, before)
+        for kind in sorted({device.type for device in devices} - {"meta"} if len(dtypes) <= 1 else ()):
+            contexts.enter_context(torch.autocast(kind, enabled=False))
+        if "torch._dynamo" in sys.modules:  # nothing can be compiled before
+            contexts.enter_context(torch.compiler.set_stance("force_eager"))
+        for state in before:
+            contexts.callback(state.restore)
         contexts.callback(_reshard, modules)
         model.eval()
         try:
@@ -107,12 +112,6 @@ def _leave_forward(modules: list[nn.Module]) -> None:
         state._state_ctx.iter_forward_root = None
 
 
-def _restore(states: list[_ModuleState]) -> None:
-    with torch.no_grad():
-        for state in states:
-            state.restore()
-
-
 @contextmanager
 def _python_generators() -> Iterator[None]:
     """Put the global generators of Python and numpy back."""
@@ -132,16 +131,3 @@ def _generators(devices: set[torch.device]) -> list[Any]:
             indices.setdefault(device.type, set()).add(device.index or 0)
     forks = [torch.random.fork_rng(devices=sorted(found), device_type=kind) for kind, found in indices.items()]
     return [_python_generators(), *forks]
-
-
-def _without_autocast(devices: set[torch.device], dtypes: set[torch.dtype]) -> list[Any]:
-    """Return contexts that switch autocast off, where the model can run without it: all weights have one dtype."""
-    if len(dtypes) > 1:
-        return []
-    kinds = {device.type for device in devices} - {"meta"}
-    return [torch.autocast(kind, enabled=False) for kind in sorted(kinds)]
-
-
-def _uncompiled() -> list[Any]:
-    """Return a context in which compiled modules run uncompiled; nothing can be compiled before dynamo is imported."""
-    return [torch.compiler.set_stance("force_eager")] if "torch._dynamo" in sys.modules else []

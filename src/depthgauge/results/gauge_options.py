@@ -74,12 +74,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         return {name: value for name, value in values.items() if value is not None and value is not False}
 
     def refuse_other_kind(self, kind: str, target: str) -> None:
-        """Raise if an option is set that does not apply to this kind of target.
-
-        Args:
-            kind: `networks` or `checkpoints`.
-            target: what was given, for the error message.
-        """
+        """Raise if an option is set that does not apply to this kind of target; `target` is its name in the error."""
         other = {NETWORKS: "checkpoints (directories and .gguf files)", CHECKPOINTS: "network files"}[kind]
         noun = {NETWORKS: "a network", CHECKPOINTS: "a checkpoint"}[kind]
         for name in self.given():
@@ -102,11 +97,7 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
-    """Combine an options record with single options given by keyword; check the types of both.
-
-    Raises:
-        InputError: names an option that does not exist or whose type does not fit.
-    """
+    """Combine an options record with single options given by keyword; raise for unknown names and other types."""
     require_options(options, GaugeOptions, "gauge")
     known = GaugeOptions.__struct_fields__
     for name in fields:

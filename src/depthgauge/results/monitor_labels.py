@@ -1,10 +1,12 @@
 """Names of the alarms and of the quantities of a monitored run, with the text that logs and pages show for them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from statistics import fmean as mean
 
 from depthgauge._format import counted, number
-from depthgauge.results.monitor_record import Alarm, MonitorRecord, ProbedLayer
+from depthgauge.results.monitor_record import MonitorRecord, ProbedLayer
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,21 @@ class Quantity:
     """One quantity of the page: a number per layer and step.
 
     - `label`, `sentence`: the name and the definition
-    - `of`: reads the value from a layer's record
+    - `read`: reads the value from a layer's record; None reads the attribute with the name of the quantity
     - `top`: the largest possible value where there is one
     - `alarms`: the alarms that judge this quantity
     """
 
     label: str
     sentence: str
-    of: Callable[[ProbedLayer], float | None]
+    read: Callable[[ProbedLayer], float | None] | None = None
     top: float = 0.0
     alarms: tuple[str, ...] = ()
+
+    def of(self, layer: ProbedLayer) -> float | None:
+        """Return the value of a layer."""
+        assert self.read is not None
+        return self.read(layer)
 
 
 def _head(name: str, combine: Callable[[Sequence[float]], float]) -> Callable[[ProbedLayer], float | None]:
@@ -62,11 +69,6 @@ def _head(name: str, combine: Callable[[Sequence[float]], float]) -> Callable[[P
     return of
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the mean of a few numbers."""
-    return sum(values) / len(values)
-
-
 def entropy_share(layer: ProbedLayer) -> float | None:
     """Return the mean entropy of a layer's heads as a share of the entropy of uniform attention."""
     entropy = _head("entropy", mean)(layer)
@@ -75,42 +77,35 @@ def entropy_share(layer: ProbedLayer) -> float | None:
 
 largest_score_range = _head("score_range", max)
 
-QUANTITIES: Mapping[str, Quantity] = {
+_QUANTITIES: Mapping[str, Quantity] = {
     "direction_ratio": Quantity(
         "direction ratio",
         "‖Res X‖F/‖X‖F of the state after the layer, with every token scaled to length 1 and Res X = X minus the mean "
         "token: 0 if all tokens point in one direction.",
-        lambda layer: layer.direction_ratio,
-        1.0,
-        ("rank-collapse",),
+        top=1.0,
+        alarms=("rank-collapse",),
     ),
     "residual_ratio": Quantity(
         "residual ratio",
         "‖Res X‖F/‖X‖F of the state after the layer, with Res X = X minus the mean token: 0 if all tokens are equal.",
-        lambda layer: layer.residual_ratio,
-        1.0,
+        top=1.0,
     ),
     "update": Quantity(
         "update of the block",
         "Size of what the layer changes divided by the size of its input, mean over tokens.",
-        lambda layer: layer.update,
-        0.0,
-        ("dead-layer",),
+        alarms=("dead-layer",),
     ),
     "attention_update": Quantity(
         "update of attention",
         "Size of what attention adds divided by the size of the stream that it reads, mean over tokens.",
-        lambda layer: layer.attention_update,
     ),
     "mlp_update": Quantity(
         "update of the MLP",
         "Size of what the MLP adds divided by the size of the stream that it reads, mean over tokens.",
-        lambda layer: layer.mlp_update,
     ),
     "block_influence": Quantity(
         "block influence (ShortGPT)",
         "1 − mean cosine of the states before and after the layer.",
-        lambda layer: layer.block_influence,
     ),
     "score_range": Quantity(
         "score range, largest head",
@@ -151,25 +146,22 @@ QUANTITIES: Mapping[str, Quantity] = {
     "eta": Quantity(
         "largest weight η",
         "The largest |entry| of the query, key and value–output matrices of the layer's heads.",
-        lambda layer: layer.eta,
     ),
     "qk_norm": Quantity(
         "query–key circuit, largest head",
         "The largest spectral norm of QKᵀ over the heads of the layer.",
-        lambda layer: layer.qk_norm,
     ),
     "ov_norm": Quantity(
         "value–output circuit, largest head",
         "The largest spectral norm of the value–output map over the heads of the layer.",
-        lambda layer: layer.ov_norm,
     ),
     "skip_loss": Quantity(
         "cost of skipping the block",
         "Increase of the probe loss (of a model without a loss: relative change of the final states) if the layer "
         "returns its input.",
-        lambda layer: layer.skip_loss,
     ),
 }
+QUANTITIES = {name: replace(quantity, read=quantity.read or attrgetter(name)) for name, quantity in _QUANTITIES.items()}
 """Quantity → label, in the order in which they are shown."""
 
 
@@ -184,14 +176,10 @@ def layer_ranges(layers: Sequence[int]) -> str:
     >>> layer_ranges([3]), layer_ranges([0, 1, 2, 5])
     ('layer 3', 'layers 0–2, 5')
     """
-    runs: list[list[int]] = []
-    for layer in sorted(set(layers)):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    words = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
-    return f"layer {words}" if len(set(layers)) == 1 else f"layers {words}"
+    found = set(layers)
+    starts, ends = (sorted(layer for layer in found if layer + step not in found) for step in (-1, 1))
+    words = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True))
+    return f"layer {words}" if len(found) == 1 else f"layers {words}"
 
 
 def monitor_verdict(record: MonitorRecord) -> str:
@@ -203,18 +191,11 @@ def monitor_verdict(record: MonitorRecord) -> str:
     losses = [probe.loss for probe in record.probes if probe.loss is not None]
     if losses:
         parts.append(f"loss {number(losses[0])} → {number(losses[-1])}")
-    parts += _alarm_parts(record.alarms) or ["no alarm"]
-    return "; ".join(parts)
-
-
-def _alarm_parts(alarms: Sequence[Alarm]) -> list[str]:
-    parts = []
     for name in ALARM_LABELS:
-        found = [alarm for alarm in alarms if alarm.name == name]
-        if found:
+        if found := [alarm for alarm in record.alarms if alarm.name == name]:
             where = layer_ranges([alarm.layer for alarm in found])
             parts.append(f"{name} at {where}, first at step {min(alarm.step for alarm in found)}")
-    return parts
+    return "; ".join(parts if record.alarms else [*parts, "no alarm"])
 
 
 GROUPS: Mapping[str, tuple[str, ...]] = {

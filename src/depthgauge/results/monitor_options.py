@@ -66,8 +66,7 @@ class MonitorSettings(Record, frozen=True, kw_only=True):
 
 def check_options(options: object) -> MonitorOptions:
     """Return the options of a monitor, or the defaults for None; raise `InputError` for a value out of range."""
-    if options is None:
-        return MonitorOptions()
+    options = MonitorOptions() if options is None else options
     if not isinstance(options, MonitorOptions):
         raise InputError(f"options must be MonitorOptions, got {type(options).__name__}; see depthgauge.MonitorOptions")
     require_count("sequences", options.sequences, "the number of sequences of the probe batch that are used")
@@ -86,8 +85,7 @@ def check_options(options: object) -> MonitorOptions:
 
 def check_thresholds(thresholds: object) -> AlarmThresholds:
     """Return the thresholds of the alarms, or the defaults for None; raise `InputError` for a value out of range."""
-    if thresholds is None:
-        return AlarmThresholds()
+    thresholds = AlarmThresholds() if thresholds is None else thresholds
     if not isinstance(thresholds, AlarmThresholds):
         kind = type(thresholds).__name__
         raise InputError(f"thresholds must be AlarmThresholds, got {kind}; see depthgauge.results.AlarmThresholds")

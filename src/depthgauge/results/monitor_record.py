@@ -169,13 +169,12 @@ def read_log(path: str | Path) -> MonitorRecord:
     check_schema(document, MONITOR_SCHEMA, str(folder / RUN), MONITOR_ADVICE)
     run = read(document, MonitorRun, str(folder / RUN), MONITOR_ADVICE)
     probes, alarms = read_lines(folder / METRICS, Probe), read_lines(folder / ALARMS, Alarm)
-    starts = segment_starts(probes)
     return MonitorRecord(
         log=str(path),
         name=folder.resolve().name,
         run=run,
-        probes=tuple(kept(probes, starts)),
-        alarms=tuple(kept(alarms, starts)),
+        probes=kept(probes, probes),
+        alarms=kept(alarms, probes),
     )
 
 
@@ -184,9 +183,7 @@ Line = TypeVar("Line", Probe, Alarm)
 
 def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     """Return the records of a JSON lines file; a file that does not exist has none."""
-    if not path.is_file():
-        return []
-    whole = path.read_bytes()
+    whole = path.read_bytes() if path.is_file() else b""
     found = []
     for number, line in enumerate(whole[: whole.rfind(b"\n") + 1].splitlines(), 1):
         place = f"{path}:{number}"
@@ -198,19 +195,10 @@ def read_lines(path: Path, kind: type[Line]) -> list[Line]:
     return found
 
 
-def segment_starts(probes: Sequence[Probe]) -> dict[int, int]:
-    """Return the first step of every segment."""
+def kept(lines: Sequence[Line], probes: Sequence[Probe]) -> tuple[Line, ...]:
+    """Return the lines that no later segment supersedes, by step; a segment starts with the first of its probes."""
     starts: dict[int, int] = {}
     for probe in probes:
         starts[probe.segment] = min(probe.step, starts.get(probe.segment, probe.step))
-    return starts
-
-
-def kept(lines: Sequence[Line], starts: Mapping[int, int]) -> list[Line]:
-    """Return the lines that no later segment supersedes, by step."""
-
-    def is_kept(line: Line) -> bool:
-        later = [start for segment, start in starts.items() if segment > line.segment]
-        return all(line.step < start for start in later)
-
-    return sorted(filter(is_kept, lines), key=lambda line: line.step)
+    valid = [line for line in lines if all(line.step < at for k, at in starts.items() if k > line.segment)]
+    return tuple(sorted(valid, key=lambda line: line.step))

@@ -17,11 +17,8 @@ from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwic
 def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], largest: float) -> str:
     """State how many layers are enough, within what error, and for which inputs: proved, refuted or undecided.
 
-    Args:
-        layers: L, the depth of the network.
-        radius: the certified inputs have |entries| up to this.
-        depths: effective depth per tolerance; empty where it is not defined.
-        largest: the largest tolerance tried.
+    `depths` is the effective depth per tolerance up to `largest`, for inputs with |entries| up to `radius`; it is empty
+    where it is not defined.
     """
     deep, inputs = counted(layers, "layer"), f"for every input up to {number(radius, 6)}"
     if not depths:
@@ -53,14 +50,9 @@ def checkpoint_verdict(
     trust: Sequence[ScoreTrust],
     regime: RegimeDistance | None,
 ) -> str:
-    """State which layers cost least and most, and which layer score to trust.
+    """State which layers cost least and most to skip (`blocks`), and which layer score to trust.
 
-    Args:
-        layers: L, the number of blocks.
-        objective: `loss` or `states`.
-        blocks: the cost of skipping each block; empty where it was not measured.
-        trust: rank correlations of the layer scores.
-        regime: the distance of the weights from the small-weight regime, if known.
+    Where nothing was measured on text, state how far the weights are from the small-weight regime.
     """
     parts = []
     unit = "of loss" if objective == "loss" else "of change in the final states"

@@ -288,15 +288,10 @@ def observe(
 def expected_duration(
     layers: int, kinds: Sequence[str], seconds: float, observing: float, windows: int, tokens: int
 ) -> str:
-    """Return how long the rest takes, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
+    """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
 
-    Args:
-        layers: L, the number of layers.
-        kinds: the what-ifs.
-        seconds: the time of one forward pass.
-        observing: the time of observing one window.
-        windows: how many windows are left, including the one that was observed.
-        tokens: tokens per window.
+    A forward pass takes `seconds`, and the observation of a window takes `observing` seconds; one of the `windows` that
+    are left was observed already.
     """
     count = 1 + sum(passes(kind, layers) for kind in kinds)
     left = duration(count * seconds * windows + observing * (windows - 1))

@@ -37,17 +37,7 @@ WORTH_TELLING = 5.0
 def gauge_networks(
     target: Target, options: GaugeOptions, progress: Step, message: Callable[[str], None]
 ) -> tuple[GaugeSettings, tuple[NetworkSubject, ...]]:
-    """Gauge the networks of a target.
-
-    Args:
-        target: a network, a network file or the built-in pair.
-        options: the inputs to draw or to read.
-        progress: called as the work advances.
-        message: called with the expected duration of long work.
-
-    Returns:
-        The options with their defaults filled in, and one subject per network.
-    """
+    """Gauge the networks of a target; return the options with their defaults filled in, and one subject per network."""
     settings = _settings(target, options)
     networks = target.networks()
     inputs = [_inputs(settings, network) for network in networks]
@@ -115,11 +105,8 @@ def _subject(
 def seconds_left(done: int, longest: float) -> float:
     """Return about how long the other certificates and the effective depth take.
 
-    The first certificate is a simple one, so the others are compared with what it usually costs relative to them.
-
-    Args:
-        done: the index of the last finished certificate.
-        longest: the seconds of the longest certificate so far.
+    `done` is the index of the last finished certificate, and `longest` the seconds of the longest one so far. The first
+    certificate is a simple one, so the others are compared with what it usually costs relative to them.
     """
     return longest * (WHOLE_OVER_FIRST if done == 0 else len(CLOSED_FORMS) - 1 - done)
 
