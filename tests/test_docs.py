@@ -245,18 +245,37 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_a_request_travels_as_contributing_describes() -> None:
+TRAVELS = {
+    "depthgauge gauge ./model": "src/depthgauge/cli/gauge.py",
+    "depthgauge shrink ./model": "src/depthgauge/cli/shrink.py",
+    "dg.attention(q, k, v)": "src/depthgauge/fast_attention/attention.py",
+}
+"""Request → the file where it starts."""
+
+
+@pytest.mark.parametrize("request_", TRAVELS)
+def test_a_request_travels_as_contributing_describes(request_: str) -> None:
     """Each file of the list exists and is imported by a file before it; there are at most eight."""
-    files = re.findall(
-        r"^\d+\. \[[^\]]+\]\((src/[^)]+\.py)\)",
-        section(ROOT / "CONTRIBUTING.md", "How a request travels"),
-        re.MULTILINE,
-    )
+    lists = section(ROOT / "CONTRIBUTING.md", "How a request travels")
+    part = lists.split(f"\n### `{request_}`\n", 1)[1].split("\n### ")[0]
+    links = re.findall(r"^\d+\. \[([^\]]+)\]\((src/[^)]+\.py)\)", part, re.MULTILINE)
+    files = [path for _, path in links]
+    assert all(path == f"src/depthgauge/{name}" for name, path in links)
     assert 4 <= len(files) <= 8
-    assert files[0] == "src/depthgauge/cli/gauge.py"
+    assert files[0] == TRAVELS[request_]
     for index, name in enumerate(files[1:], 1):
         module = name.removeprefix("src/").removesuffix(".py").replace("/", ".")
         assert any(module in imported(ROOT / before) for before in files[:index]), name
+
+
+def test_contributing_lists_the_levels_of_the_architecture_test() -> None:
+    levels = load(ROOT / "tests" / "test_architecture.py").LEVELS
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", section(ROOT / "CONTRIBUTING.md", "Packages"), re.MULTILINE)
+    listed = [set[str]() for _ in levels]
+    for level, names in rows:
+        listed[int(level)] |= {name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", names)}
+    levels[0].discard("_version")
+    assert listed[:-1] == levels[:-1]
 
 
 def test_the_changelog_lists_what_moved() -> None:
@@ -366,8 +385,6 @@ def test_workflows_run_targets_of_the_makefile() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     for path in re.findall(r"tests/\w+(?=[ \n])", makefile):
         assert (ROOT / path).is_dir(), path
-    for name in re.search(r"tests/surgery/test_,([^)]*)\)", makefile)[1].split():  # type: ignore[index]
-        assert (ROOT / "tests" / "surgery" / f"test_{name}").exists(), name
     tested = jobs["linux"]["strategy"]["matrix"]["python"]
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     assert tested == [line.rpartition(" ")[2] for line in classifiers if re.search(r":: 3\.\d+$", line)]

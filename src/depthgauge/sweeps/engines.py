@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from depthgauge._version import __version__
 from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
+from depthgauge.linalg.threads import threads_for
 from depthgauge.sweeps.cells import Cell, CellOutcome
 
 ENGINES = ("local", "dask")
@@ -44,7 +43,8 @@ def compute(cell: Cell) -> CellOutcome:
     """Compute one cell on one thread, and return its result or its error."""
     assert cell.run is not None, "a cell that was read from a store is not computed"
     # The precision of arb numbers is global to the process, so a process computes one cell at a time.
-    with _ONE_CELL, one_thread():
+    # On one thread, sums are reproducible and worker processes do not compete for cores.
+    with _ONE_CELL, threads_for(1):
         begun = time.perf_counter()
         try:
             result, error = cell.run(cell), None
@@ -56,20 +56,6 @@ def compute(cell: Cell) -> CellOutcome:
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, DepthgaugeError) else f"{type(error).__name__}: {text}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread, so that sums are reproducible and worker processes do not compete for cores."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _initialise_worker(parent: int) -> None:

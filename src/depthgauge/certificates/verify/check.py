@@ -28,7 +28,7 @@ from depthgauge.surrogates.matching import match_heads
 
 
 def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
-    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.value` again.
+    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.upper` again.
 
     Args:
         comparison: the two networks and the set of inputs.
@@ -42,14 +42,14 @@ def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
         VerificationError: the bound could not be proved; the message names the step that failed.
     """
     require_count("bits", bits, "the precision of the interval arithmetic", least=64)
-    if bound.value is None or not math.isfinite(bound.value):
+    if bound.upper is None or not math.isfinite(bound.upper):
         raise VerificationError("there is no finite upper bound to prove")
     try:
         with precision(bits):
-            _prove(comparison, bound, arb(bound.value))
+            _prove(comparison, bound, arb(bound.upper))
     except VerificationError:
         with precision(2 * bits):
-            _prove(comparison, bound, arb(bound.value))
+            _prove(comparison, bound, arb(bound.upper))
     return True
 
 
