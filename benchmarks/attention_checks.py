@@ -15,14 +15,14 @@ from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.naive import softmax_attention
-from depthgauge.fast_attention.plan import Plan
+from depthgauge.fast_attention.plan import AttentionPlan
 
 CHECKED_ROWS = 64
 GRADIENT_GAP = 0.03
 """The largest relative error of a gradient in Frobenius norm; the unit roundoff of bf16 is 2⁻⁸."""
 
 
-def not_fused(plan: Plan, place: Place, degree: int | None = None) -> bool:
+def not_fused(plan: AttentionPlan, place: Place, degree: int | None = None) -> bool:
     """Return whether a head is not a polynomial of the degree in Triton. On a CPU any polynomial is accepted."""
     if place.device.type != "cuda":
         return plan.path != "polynomial"
@@ -87,7 +87,7 @@ def check_trained(place: Place, n: int, is_causal: bool, m: int | None = None, b
     true = torch.autograd.grad(exact, wide, call.up.double())
     theirs = torch.autograd.grad(peer, given, call.up)
     lost = float((peer - exact).detach().abs().max())
-    for at in range(4):  # calls after a refusal may be exact without a look
+    for at in range(4):  # calls after a refusal may be exact without a decision
         out = attention(*given, is_causal=is_causal, tolerance=tolerance)
         assert isinstance(out, Tensor)
         allowed = tolerance * value_range(call.v) + 2 * lost + plan.output_floor

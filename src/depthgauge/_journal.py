@@ -196,7 +196,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_files(folder: Path) -> None:
-    """Raise if a folder is not a journal, or has files that no run of ours has left there."""
+    """Raise if a folder is not a journal, or has files that no run of depthgauge has left there."""
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

@@ -37,7 +37,7 @@ def test_joint_beats_plain_and_squares_beat_both():
     high = certify(network, surrogate, radius=1.0, effort="high", starts=1, steps=1)
     assert default.methods == ("joint",)
     assert high.methods == ("joint", "squares")
-    assert high.upper < default.upper < 0.5 * float(default.upper_bound.proof.plain.max())
+    assert high.upper < default.upper < 0.5 * float(default.proof.plain.max())
 
 
 def test_the_bound_on_a_ball_is_tight():

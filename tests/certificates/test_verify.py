@@ -37,17 +37,16 @@ def of_method(method: str = "mean-field", *, eta: float = 0.02, dim: int = 4, **
 
 def changed(c: Certificate, *, upper: float | None = None, proof: Any = ..., **comparison: Any) -> Certificate:
     """The certificate with another upper bound, another proof, or other fields of the comparison."""
-    bound = c.upper_bound
     if upper is not None:
-        bound = replace(bound, value=upper)
+        c = replace(c, upper=upper)
     if proof is not ...:
-        bound = replace(bound, proof=proof)
-    return replace(c, upper_bound=bound, comparison=replace(c.comparison, **comparison))
+        c = replace(c, proof=proof)
+    return replace(c, comparison=replace(c.comparison, **comparison))
 
 
 def expansion_proof(c: Certificate) -> ExpansionProof:
-    assert isinstance(c.upper_bound.proof, ExpansionProof)
-    return c.upper_bound.proof
+    assert isinstance(c.proof, ExpansionProof)
+    return c.proof
 
 
 # --- accepted certificates ----------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ def test_bounds_of_another_network_or_box_are_rejected_before_the_proof() -> Non
 def test_incomplete_certificates_and_too_few_bits_are_rejected() -> None:
     c = of_method()
     with pytest.raises(VerificationError, match="no finite upper bound"):
-        replace(c, upper_bound=replace(c.upper_bound, value=None)).verify()
+        replace(c, upper=None).verify()
     with pytest.raises(VerificationError, match="does not contain its proof"):
         changed(c, proof=None).verify()
     with pytest.raises(InputError, match="bits"):

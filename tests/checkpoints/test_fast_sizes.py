@@ -69,7 +69,7 @@ def test_the_sizes_of_blocks_are_the_largest_of_their_heads(
 
 def test_the_sizes_of_values_wider_than_queries() -> None:
     query, key, value, output = normal(2, 4, 8, 3), normal(2, 2, 8, 3), normal(2, 2, 8, 5), normal(2, 4, 5, 8)
-    found = layer_sizes(query, key, value, output)
+    found = layer_sizes([(query, key, value, output)])
     for layer in range(2):
         heads = [
             circuit_sizes(HeadWeights(query[layer, h], key[layer, h // 2], value[layer, h // 2], output[layer, h], 1.0))

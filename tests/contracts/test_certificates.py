@@ -150,12 +150,11 @@ def test_the_contract_rejects_damaged_certificates() -> None:
     c = certify(network, closed_form(network, "identity"), radius=1.0, starts=2, steps=6)
     assert c.upper is not None
     check_contract(c, 0)
-    upper, lower = c.upper_bound, c.lower_bound
     for damaged in (
-        replace(c, upper_bound=replace(upper, value=c.lower * (1 - 1e-9))),
-        replace(c, lower_bound=replace(lower, value=math.nextafter(c.upper, math.inf))),
-        replace(c, upper_bound=replace(upper, value=None)),
-        replace(c, lower_bound=replace(lower, witness=c.witness * (1 + 1e-12))),
+        replace(c, upper=c.lower * (1 - 1e-9)),
+        replace(c, lower=math.nextafter(c.upper, math.inf)),
+        replace(c, upper=None),
+        replace(c, witness=c.witness * (1 + 1e-12)),
         replace(c, comparison=replace(c.comparison, tokens=len(c.witness) + 1)),
     ):
         with pytest.raises(AssertionError):

@@ -13,7 +13,7 @@ import depthgauge as dg
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends, following
 from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.plan import Fixed, Plan
+from depthgauge.fast_attention.plan import AttentionPlan, Fixed
 from depthgauge.fast_attention.problem import GuaranteeError
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.workspace import Workspace
@@ -30,12 +30,12 @@ def draw(n: int = 70, m: int = 90, groups: int = 1, size: float = 0.06, seed: in
     return [x.to(DEVICE) for x in (q, k, torch.randn(1, 2, m, 16, generator=generator) + 3)]
 
 
-def plan_of(*given: Tensor, **options: Any) -> Plan:
+def plan_of(*given: Tensor, **options: Any) -> AttentionPlan:
     """Make a plan that every head follows with a polynomial."""
     return dg.attention_plan(*given, **{**FORCED, **options})
 
 
-def follow(plan: Plan, *given: Tensor, **options: Any) -> Tensor:
+def follow(plan: AttentionPlan, *given: Tensor, **options: Any) -> Tensor:
     out = dg.attention(*given, tolerance=TOLERANCE, scale=1.0, plan=plan, **options)
     assert isinstance(out, Tensor)
     return out

@@ -18,7 +18,7 @@ from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.decide.minimax import at_index, grid_index, output_error
 from depthgauge.fast_attention.naive import softmax_attention
-from depthgauge.fast_attention.plan import Plan
+from depthgauge.fast_attention.plan import AttentionPlan
 from depthgauge.fast_attention.problem import GuaranteeError
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,14 +156,14 @@ def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | Non
     return out, 2.0**-48 * (1 + largest * case.d)
 
 
-def reported_bound(plan: Plan, case: Case) -> tuple[Tensor, Tensor]:
+def reported_bound(plan: AttentionPlan, case: Case) -> tuple[Tensor, Tensor]:
     """Return guarantee + rounding of every query head, and whether its path is polynomial: two [2, heads, 1, 1]."""
     shares = torch.tensor([h.guarantee + h.rounding for h in plan.heads], dtype=torch.float64, device=DEVICE)
     fast = torch.tensor([h.path == "polynomial" for h in plan.heads], device=DEVICE)
     return (x.view(2, 2, 1, 1).repeat_interleave(case.groups, dim=1) for x in (shares, fast))  # type: ignore[return-value]
 
 
-def check(case: Case, force: str | None) -> Plan:
+def check(case: Case, force: str | None) -> AttentionPlan:
     q, k, v, padding = case.tensors()
     arguments = {
         "is_causal": case.causal, "tolerance": case.tolerance, "scale": case.used_scale, "key_padding": padding,

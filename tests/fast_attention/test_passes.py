@@ -24,7 +24,7 @@ from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.gradient_kernels import gradient_kernels
 from depthgauge.fast_attention.triton.kernels import kernels
 from depthgauge.fast_attention.triton.launch import Launch
-from depthgauge.fast_attention.triton.passes import Layout, Pass, Room, Step
+from depthgauge.fast_attention.triton.passes import LaunchPass, LaunchStep, Layout, Room
 from depthgauge.fast_attention.triton.workspace import Workspace
 
 pytestmark = [pytest.mark.kernels, pytest.mark.skipif(DEVICE.type != "cpu", reason="imitates a GPU")]
@@ -200,17 +200,17 @@ class Recorder:
         return by_triton
 
 
-def small_pass(kernel: Recorder) -> Pass:
+def small_pass(kernel: Recorder) -> LaunchPass:
     """Return a pass on a given tensor, a table, two kept tensors and three of its own; two of these share memory."""
     step = Launch(kernel, (1, 1, 1), (5,), (True,))
     parts = [
-        [Step(step, ("x", "always", "early", "table"), (0.5,))],
-        [Step(step, ("x", ("x", 4), "late", ("always", 8)), "numbers")],
-        [Step(step, ("first", "second", "second", "always"), (0.0,))],
+        [LaunchStep(step, ("x", "always", "early", "table"), (0.5,))],
+        [LaunchStep(step, ("x", ("x", 4), "late", ("always", 8)), "numbers")],
+        [LaunchStep(step, ("first", "second", "second", "always"), (0.0,))],
     ]
     rooms = {name: Room((64,), torch.float32) for name in ("always", "early", "late")}
     kept = {"first": Room((10,), torch.float32), "second": Room((70,), torch.float32)}
-    return Pass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, rooms, torch.device("cpu"), kept)
+    return LaunchPass(parts, ["x"], {"table": torch.zeros(4, dtype=torch.float32)}, rooms, torch.device("cpu"), kept)
 
 
 def test_addresses_are_those_of_the_named_tensors(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 import pytest
+import sharp_constants as sharp
 import torch
 from drawn import floats, matrices, probability, vectors
 from hypothesis import given
@@ -28,15 +29,15 @@ def test_softmax_by_its_definition(x: Tensor) -> None:
     expected = torch.tensor([w / math.fsum(weights) for w in weights], dtype=torch.float64)
     assert torch.allclose(sm.softm(x), expected, rtol=1e-12, atol=0)
     assert sm.softm(x).sum().item() == pytest.approx(1, abs=1e-12)
-    assert sm.alpha(x).item() == pytest.approx(math.fsum(map(math.exp, x.tolist())), rel=1e-12)
+    assert sharp.alpha(x).item() == pytest.approx(math.fsum(map(math.exp, x.tolist())), rel=1e-12)
 
 
 @given(E=matrices(), theta=st.floats(0, 20))
 def test_ranges_and_balance_by_their_definition(E: Tensor, theta: float) -> None:
     by_hand = [max(abs(a - b) for a in row for b in row) for row in E.tolist()]
-    assert sm.row_ranges(E).tolist() == by_hand
-    assert bool(sm.is_balanced(E, theta)) == (max(by_hand) <= theta)
-    assert bool(sm.is_balanced(E, max(by_hand)))
+    assert sharp.row_ranges(E).tolist() == by_hand
+    assert bool(sharp.is_balanced(E, theta)) == (max(by_hand) <= theta)
+    assert bool(sharp.is_balanced(E, max(by_hand)))
 
 
 @given(p=vectors(st.floats(0, 1), 3, 3), q=vectors(st.floats(0, 1), 3, 3))
@@ -60,24 +61,24 @@ def test_shifted_scores_move_softmax_by_at_most_tanh_of_a_quarter(pair: tuple[Te
     a, b = pair
     before, after = sm.softm(a), sm.softm(a + b)
     tv = sm.total_variation(after, before).item()
-    assert tv <= sm.shift_tv_bound(spread(b)) * ROUNDING + 1e-14
+    assert tv <= sharp.shift_tv_bound(spread(b)) * ROUNDING + 1e-14
     largest = (after - before).abs().max().item()
-    assert largest <= sm.shift_max_bound(b.abs().max().item()) * ROUNDING + 1e-14
+    assert largest <= sharp.shift_max_bound(b.abs().max().item()) * ROUNDING + 1e-14
     printed = 2 * math.expm1(b.abs().max().item())
-    assert sm.shift_max_bound(b.abs().max().item()) <= printed / 4 + 1e-15
+    assert sharp.shift_max_bound(b.abs().max().item()) <= printed / 4 + 1e-15
 
 
 @given(a=vectors(SCORES, 1, 40))
 def test_softmax_is_near_uniform_where_scores_are_close(a: Tensor) -> None:
     uniform = torch.full_like(a, 1 / len(a))
-    assert sm.total_variation(sm.softm(a), uniform).item() <= sm.uniform_tv_bound(spread(a)) * ROUNDING + 1e-14
+    assert sm.total_variation(sm.softm(a), uniform).item() <= sharp.uniform_tv_bound(spread(a)) * ROUNDING + 1e-14
 
 
 @given(p=vectors(st.floats(0, 1), 6, 6), q=vectors(st.floats(0, 1), 6, 6), z=vectors(st.floats(-100, 100), 6, 6))
 def test_averages_differ_by_at_most_tv_times_range(p: Tensor, q: Tensor, z: Tensor) -> None:
     p, q = probability(p), probability(q)
     gap = abs(((p - q) * z).sum().item())
-    assert gap <= sm.average_gap_bound(sm.total_variation(p, q).item(), spread(z)) * ROUNDING + 1e-12
+    assert gap <= sharp.average_gap_bound(sm.total_variation(p, q).item(), spread(z)) * ROUNDING + 1e-12
 
 
 @given(
@@ -90,7 +91,7 @@ def test_attention_contracts_by_at_most_the_corrected_lemma(X: Tensor, W: Tensor
     X = X + offset
     out = sm.softm(X @ W @ X.mT) @ X @ V
     E = residual(X) @ W @ residual(X).mT
-    theta = sm.row_ranges(E).amax()
+    theta = sharp.row_ranges(E).amax()
     bound = sm.contraction_bound(theta, column_norm(V)) * max_norm(residual(X))
     assert max_norm(residual(out)) <= bound * ROUNDING + 1e-10
 
@@ -102,7 +103,7 @@ def linear_remainder(s: Tensor) -> float:
 @given(s=vectors(st.one_of(st.floats(-3, 3), st.sampled_from([0.0, 1.0])), 1, 40), size=st.sampled_from([1, 0.1, 10]))
 def test_softmax_is_linear_up_to_the_sharp_remainder(s: Tensor, size: float) -> None:
     s = s * size
-    assert linear_remainder(s) <= sm.linearization_bound(spread(s)) * ROUNDING + 1e-14
+    assert linear_remainder(s) <= sharp.linearization_bound(spread(s)) * ROUNDING + 1e-14
 
 
 # --- cases that attain the bounds ------------------------------------------------------------------------------------
@@ -115,13 +116,13 @@ def two_levels(n: int, high: int, height: float) -> Tensor:
 
 def shift_tv(r: float) -> tuple[float, float]:
     a, b = torch.tensor([-r / 2, 0.0], dtype=torch.float64), torch.tensor([r, 0.0], dtype=torch.float64)
-    return sm.total_variation(sm.softm(a + b), sm.softm(a)).item(), sm.shift_tv_bound(r)
+    return sm.total_variation(sm.softm(a + b), sm.softm(a)).item(), sharp.shift_tv_bound(r)
 
 
 def shift_max(epsilon: float) -> tuple[float, float]:
     a = torch.tensor([-epsilon, 0.0], dtype=torch.float64)
     b = torch.tensor([epsilon, -epsilon], dtype=torch.float64)
-    return (sm.softm(a + b) - sm.softm(a)).abs().max().item(), sm.shift_max_bound(epsilon)
+    return (sm.softm(a + b) - sm.softm(a)).abs().max().item(), sharp.shift_max_bound(epsilon)
 
 
 def uniform_tv(k_of_n: tuple[int, int]) -> tuple[float, float]:
@@ -129,13 +130,13 @@ def uniform_tv(k_of_n: tuple[int, int]) -> tuple[float, float]:
     k, n = k_of_n
     r = 2 * math.log((n - k) / k)
     a = two_levels(n, k, r)
-    return sm.total_variation(sm.softm(a), torch.full_like(a, 1 / n)).item(), sm.uniform_tv_bound(r)
+    return sm.total_variation(sm.softm(a), torch.full_like(a, 1 / n)).item(), sharp.uniform_tv_bound(r)
 
 
 def average_gap(tv: float) -> tuple[float, float]:
     p, q = (torch.tensor(x, dtype=torch.float64) for x in ([tv, 0.0, 1 - tv], [0.0, tv, 1 - tv]))
     z = torch.tensor([5.0, -2.0, 1.0], dtype=torch.float64)
-    return ((p - q) * z).sum().item(), sm.average_gap_bound(sm.total_variation(p, q).item(), spread(z))
+    return ((p - q) * z).sum().item(), sharp.average_gap_bound(sm.total_variation(p, q).item(), spread(z))
 
 
 def contraction(d_and_eta: tuple[int, float]) -> tuple[float, float]:
@@ -144,7 +145,7 @@ def contraction(d_and_eta: tuple[int, float]) -> tuple[float, float]:
     X = torch.stack([torch.ones(d, dtype=torch.float64), -torch.ones(d, dtype=torch.float64)])
     weight = torch.full((d, d), eta, dtype=torch.float64)
     E = residual(X) @ weight @ weight.mT @ residual(X).mT
-    theta = sm.row_ranges(E).amax()
+    theta = sharp.row_ranges(E).amax()
     out = sm.softm(X @ weight @ weight.mT @ X.mT) @ X @ weight
     value = (max_norm(residual(out)) / max_norm(residual(X))).item()
     return value, sm.contraction_bound(theta, column_norm(weight)).item()
@@ -154,7 +155,7 @@ def linearization(theta: float) -> tuple[float, float]:
     """A fraction (1 − 1/√3)/2 of the scores is θ, the others are 0. The bound is attained as θ → 0 and n → ∞."""
     n = 10_000
     s = two_levels(n, round(n * (1 - 1 / math.sqrt(3)) / 2), theta)
-    return linear_remainder(s), sm.linearization_bound(theta)
+    return linear_remainder(s), sharp.linearization_bound(theta)
 
 
 ATTAINED: list[tuple[Callable[..., tuple[float, float]], object, float]] = [
@@ -190,4 +191,4 @@ def test_the_printed_contraction_fails_from_three_dimensions_on() -> None:
 
 def test_the_linear_remainder_is_the_named_constant() -> None:
     assert pytest.approx(1 / (12 * 3**0.5), rel=1e-15) == sm.LINEAR_REMAINDER
-    assert sm.linearization_bound(2.0) == pytest.approx(4 * sm.LINEAR_REMAINDER)
+    assert sharp.linearization_bound(2.0) == pytest.approx(4 * sm.LINEAR_REMAINDER)

@@ -27,7 +27,7 @@ from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide.cost import Rates
-from depthgauge.fast_attention.plan import Plan
+from depthgauge.fast_attention.plan import AttentionPlan
 
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-44}
 """The unit to which products and results of a dtype are rounded; float32 operands are products of TF32 parts."""
@@ -101,7 +101,9 @@ def is_clean(drawn: Drawn) -> Tensor:
     return by_key.repeat_interleave(groups, dim=1)[..., None, None]
 
 
-def check_output(drawn: Drawn, plan: Plan, out: Tensor, ref: Reference, peer: Tensor, bound: Tensor | None) -> float:
+def check_output(
+    drawn: Drawn, plan: AttentionPlan, out: Tensor, ref: Reference, peer: Tensor, bound: Tensor | None
+) -> float:
     """Compare the output with float64. Return the largest error as a fraction of the allowed error of the plan.
 
     On the polynomial path the error is at most (guarantee + rounding) × range(v) plus the error of storing the result.
@@ -141,7 +143,9 @@ def check_output(drawn: Drawn, plan: Plan, out: Tensor, ref: Reference, peer: Te
     return float(ratio.max())
 
 
-def check_gradients(drawn: Drawn, plan: Plan, found: Sequence[Tensor], ref: Reference, peer: Sequence[Tensor]) -> None:
+def check_gradients(
+    drawn: Drawn, plan: AttentionPlan, found: Sequence[Tensor], ref: Reference, peer: Sequence[Tensor]
+) -> None:
     """Compare the gradients with float64.
 
     Relative to the sum of the absolute values of their terms they may differ by the tolerance and by some roundings,

@@ -2,7 +2,7 @@
 
 A kind fixes everything but the numbers: dtype, shapes, masks, gradients, tolerance and scale. Several calls of a kind
 differ in their numbers, in the memory layout, in the attack and in `force`. They therefore meet decisions that earlier
-calls of the kind left behind: prepared routes, and exact calls without a look.
+calls of the kind left behind: prepared routes, and exact calls without a decision.
 """
 
 import math

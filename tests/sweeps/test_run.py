@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from joblib.externals.loky import reusable_executor
 from sweeping import rows_sha256, undisturbed, write_grid
 
 from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps import engines
-from depthgauge.sweeps.cells import Cell, Outcome
-from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine, one_thread
+from depthgauge.sweeps.cells import Cell, CellOutcome
+from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine
 from depthgauge.sweeps.grid import Grid, read_grid
 from depthgauge.sweeps.parameters import SEED, Parameter, count
 from depthgauge.sweeps.read import export_rows, read_status
@@ -47,7 +46,7 @@ class Counting:
     def check(self) -> None:
         pass
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         self.given.append(len(cells))
         yield from Local(1).outcomes(cells)
 
@@ -145,16 +144,6 @@ def test_a_dead_worker_ends_the_run_and_rows_are_kept(tmp_path: Path) -> None:
     assert 5 <= kept < 30
     assert run_grid(grid, tmp_path / "s.db", engine=Local(1)).computed == 30 - kept
     assert rows_sha256(tmp_path / "s.db") == undisturbed(tmp_path / "grid.toml", tmp_path)
-
-
-def test_one_thread_is_restored_afterwards() -> None:
-    torch.set_num_threads(2)
-    try:
-        with one_thread():
-            assert torch.get_num_threads() == 1
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

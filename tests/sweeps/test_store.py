@@ -11,7 +11,7 @@ import pytest
 
 from depthgauge._lock import Holder, holder_of
 from depthgauge.errors import InputError, OutputError
-from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.store import Count, Store, lock_path, run_lock
 
 
@@ -19,8 +19,8 @@ def cells(count: int, task: str = "t") -> list[Cell]:
     return [Cell(task, 1, {"eta": 0.1 * k, "word": "é"}, 0) for k in range(count)]
 
 
-def done(cell: Cell, value: float = 1.0) -> Outcome:
-    return Outcome(cell.identity, {"value": value}, None, 0.25)
+def done(cell: Cell, value: float = 1.0) -> CellOutcome:
+    return CellOutcome(cell.identity, {"value": value}, None, 0.25)
 
 
 def record_all(store: Store, every: list[Cell]) -> None:
@@ -28,8 +28,8 @@ def record_all(store: Store, every: list[Cell]) -> None:
         store.record(done(cell))
 
 
-def failed(cell: Cell) -> Outcome:
-    return Outcome(cell.identity, None, "it broke", 0.25)
+def failed(cell: Cell) -> CellOutcome:
+    return CellOutcome(cell.identity, None, "it broke", 0.25)
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_durability_settings(path: Path) -> None:
 def test_the_hash_depends_on_identities_and_results_only(tmp_path: Path) -> None:
     hashes = []
     outcomes = [done(cell, 0.1 * k) for k, cell in enumerate(cells(4))]
-    slower = [Outcome(o.identity, o.result, o.error, 9.0) for o in reversed(outcomes)]
+    slower = [CellOutcome(o.identity, o.result, o.error, 9.0) for o in reversed(outcomes)]
     other = [*outcomes[:3], done(cells(4)[3], 0.31)]
     fewer, broken = outcomes[:3], [*outcomes[:3], failed(cells(4)[3])]
     for k, rows in enumerate((outcomes, slower, other, fewer, broken)):

@@ -18,7 +18,6 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.multiset import Evaluate, prepare
 from depthgauge.errors import InputError, require_count
 from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.progress import Step, silent
 
 MANY = 1024
 """Number of tokens beside the probe when the number of tokens is free."""
@@ -149,15 +148,13 @@ def attack(
     comparison: Comparison,
     options: AttackOptions = DEFAULT_OPTIONS,
     hints: Hints = NO_HINTS,
-    progress: Step = silent,
 ) -> Candidate:
     """Return the input of the set with the largest max|S(X) − S'(X)| that was found.
 
     The search starts from random corners of the set and from the points that `hints` suggests.
     """
     best: Candidate | None = None
-    for index, (points, counts, values) in enumerate(search(comparison, options, hints)):
-        progress(index + 1, len(SHARES) + 1, "attacking")
+    for points, counts, values in search(comparison, options, hints):
         winner = int(values.argmax())
         if best is None or float(values[winner]) > best.value:
             best = Candidate(points[winner], counts, float(values[winner]))

@@ -9,6 +9,7 @@ Every vector is an upper bound per coordinate, valid for every token and for any
 """
 
 from dataclasses import dataclass, field
+from functools import reduce
 
 import torch
 from jaxtyping import Float
@@ -85,10 +86,7 @@ def column_sums(M: Enclosure, radius: float) -> Vector:
 
 def total(*terms: Tensor) -> Tensor:
     """Bound the sum of the terms."""
-    result = terms[0]
-    for term in terms[1:]:
-        result = add_up(result, term)
-    return result
+    return reduce(add_up, terms)
 
 
 def gap_of(theta: PerHead, spread: Vector) -> HeadVectors:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge._frames import html_table
-from depthgauge.certificates.attack import AttackOptions, Hints, attack
+from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
@@ -26,40 +26,32 @@ EFFORTS = ("default", "high")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class LowerBound:
-    """An attained bound: ‖S(witness) − S'(witness)‖max ≥ value, evaluated in interval arithmetic and rounded down.
-
-    Attributes:
-        value: the bound.
-        witness: the input [n, d], a member of the set.
-        seconds: the time of the search and the evaluation.
-    """
-
-    value: float
-    witness: Float[Tensor, "n d"]
-    seconds: float = 0.0
-
-    def __repr__(self) -> str:
-        return f"LowerBound({number(self.value)}, witness of {counted(len(self.witness), 'token')})"
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class Certificate:
+class Certificate(UpperBound):
     """Both sides of sup ‖S(X) − S'(X)‖max over a set of inputs: `lower` ≤ sup ≤ `upper`.
 
     Certificates compare by identity.
 
     Attributes:
+        upper: the proved bound, rounding errors included; None if no finite bound was found.
+        methods: how the upper bound was obtained: "plain", "joint", "squares" or "deletion".
+        notes: remarks on the upper bound.
+        share: share[k][h] is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
+        coordinate: the output coordinate with the largest upper bound.
+        lost_at: the layer at which the upper bound became infinite, or None.
+        seconds: the time of the upper bound.
+        proof: what `verify` needs to prove the upper bound again.
         comparison: the networks S and S' in the precision in which the bounds were proved, the set, and the tokens.
-        upper_bound: the proved bound, with its proof.
-        lower_bound: the bound attained at an input.
+        lower: the bound attained at `witness`, evaluated in interval arithmetic and rounded down.
+        witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
+        attack_seconds: the time of the lower bound.
         effort: "default" or "high", the effort of the proof.
     """
 
     comparison: Comparison
-    upper_bound: UpperBound
-    lower_bound: LowerBound
-    effort: str = "default"
+    lower: float
+    witness: Float[Tensor, "n d"]
+    attack_seconds: float
+    effort: str
 
     @property
     def network(self) -> SelfAttentionNetwork:
@@ -82,59 +74,9 @@ class Certificate:
         return self.comparison.tokens
 
     @property
-    def upper(self) -> float | None:
-        """The proved bound, rounding errors included; None if no finite bound was found."""
-        return self.upper_bound.value
-
-    @property
-    def lower(self) -> float:
-        """The bound attained at `witness`."""
-        return self.lower_bound.value
-
-    @property
     def ratio(self) -> float | None:
         """`upper`/`lower`, or None if there is no upper bound or the lower bound is zero."""
         return None if self.upper is None or self.lower <= 0 else self.upper / self.lower
-
-    @property
-    def witness(self) -> Float[Tensor, "n d"]:
-        """The input [n, d] at which the networks differ by at least `lower`."""
-        return self.lower_bound.witness
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """How the upper bound was obtained: "plain", "joint", "squares" or "deletion"."""
-        return self.upper_bound.methods
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Remarks on the upper bound."""
-        return self.upper_bound.notes
-
-    @property
-    def share(self) -> tuple[tuple[float, ...], ...]:
-        """`share[k][h]`: the part of head h of layer k in the upper bound at its worst coordinate; the sum is 1."""
-        return self.upper_bound.share
-
-    @property
-    def coordinate(self) -> int | None:
-        """The output coordinate with the largest upper bound."""
-        return self.upper_bound.coordinate
-
-    @property
-    def lost_at(self) -> int | None:
-        """The layer at which the upper bound became infinite, or None."""
-        return self.upper_bound.lost_at
-
-    @property
-    def seconds(self) -> float:
-        """The time of the upper bound."""
-        return self.upper_bound.seconds
-
-    @property
-    def attack_seconds(self) -> float:
-        """The time of the lower bound."""
-        return self.lower_bound.seconds
 
     def verify(self, bits: int = 128) -> bool:
         """Prove `upper` a second time, in interval arithmetic with independent code (docs/math.md §3.10).
@@ -148,7 +90,7 @@ class Certificate:
         Raises:
             VerificationError: the bound could not be proved; the message names the step that failed.
         """
-        return verify(self.comparison, self.upper_bound, bits)
+        return verify(self.comparison, self, bits)
 
     def to_json(self) -> dict[str, Any]:
         """Return the certificate as it appears in the result JSON."""
@@ -243,17 +185,14 @@ def certify(
         progress(0, 2, "proving")
         upper = prove_upper(comparison, effort, bounds)
         progress(1, 2, "attacking")
-        lower = attained_lower(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints())
+        begun = time.perf_counter()
+        witness = attack(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints()).expand()
+        lower = difference_below(comparison.network, comparison.surrogate, witness)
+        spent = time.perf_counter() - begun
         progress(2, 2, "")
-    return Certificate(comparison, upper, lower, effort)
-
-
-def attained_lower(comparison: Comparison, options: AttackOptions, hints: Hints) -> LowerBound:
-    """Search an input on which the networks differ, and prove the difference there."""
-    begun = time.perf_counter()
-    witness = attack(comparison, options, hints).expand()
-    value = difference_below(comparison.network, comparison.surrogate, witness)
-    return LowerBound(value, witness, time.perf_counter() - begun)
+    return Certificate(
+        **vars(upper), comparison=comparison, lower=lower, witness=witness, attack_seconds=spent, effort=effort
+    )
 
 
 def check_request(

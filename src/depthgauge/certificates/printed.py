@@ -4,11 +4,10 @@ They are for comparison with the certificates. Several are false as printed; the
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
-from depthgauge.errors import require_count, require_radius
+from depthgauge.errors import require_radius
 from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.results.network_subject import PrintedTheorem
 
 
 def log_epsilon(eta: float, phi: float, heads: int, layer: int) -> float:
@@ -19,11 +18,6 @@ def log_epsilon(eta: float, phi: float, heads: int, layer: int) -> float:
 def log_g(log_eps: float) -> float:
     """Return log g(ε) with g(ε) = 2(e^ε − 1) (Definition A.3), given log ε."""
     return math.log(2.0) + _log_expm1(log_eps)
-
-
-def log_K(theta: float, value_max: float) -> float:
-    """Return log K with K = (e^θ − 1)‖W_v‖max (Lemma 5.1)."""
-    return _log_expm1(math.log(theta)) + math.log(value_max)
 
 
 def log_delta(eta: float, phi: float, heads: int, layers: int) -> float:
@@ -55,67 +49,34 @@ def log_dong_rate(beta: float, heads: int, key_dim: int, layers: int, log_residu
     return _times_power(base, (3**layers - 1) // 2) + _times_power(log_residual, 3**layers)
 
 
-def log_equation_1(beta: float, layers: int) -> float:
-    """Return the logarithm of β^{(3^L − 1)/2}, equation (1) of paper A with the omitted constant set to 1."""
-    return _times_power(math.log(beta), (3**layers - 1) // 2)
+def printed_bound(network: SelfAttentionNetwork, radius: float) -> PrintedTheorem:
+    """Evaluate the explicit bound of Theorem D.1 with η, H and L of the network; `radius` is φ₀.
 
-
-@dataclass(frozen=True)
-class PrintedBound:
-    """The explicit bound of Theorem D.1 for a network on ‖X‖max ≤ φ₀, and the conditions that its proof uses.
-
-    `A`, the parameter of the theorem, is the least number with η ≤ A·min(1/(HL), 1/φ₀).
+    The bound is None where it overflows float64.
     """
-
-    eta: float
-    phi: float
-    heads: int
-    layers: int
-    A: float
-    log_bound: float
-    conditions: dict[str, bool]
-
-    @property
-    def applies(self) -> bool:
-        """Whether all conditions hold."""
-        return all(self.conditions.values())
-
-    @property
-    def bound(self) -> float | None:
-        """The bound, or None if it overflows float64."""
-        return math.exp(self.log_bound) if self.log_bound < 709.0 else None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the bound as it appears in the result JSON."""
-        return {
-            "printed_bound": self.bound,
-            "printed_log10": self.log_bound / math.log(10.0) if math.isfinite(self.log_bound) else None,
-            "printed_applies": self.applies,
-            "printed_conditions": dict(self.conditions),
-        }
-
-
-def printed_bound(network: SelfAttentionNetwork, radius: float) -> PrintedBound:
-    """Evaluate the explicit bound of Theorem D.1 with η, H and L of the network; `radius` is φ₀."""
     require_radius(radius)
-    heads, layers = max(layer.heads for layer in network), require_count("layers", len(network), "L")
-    shape = {
+    heads, layers, eta = max(layer.heads for layer in network), len(network), network.eta
+    conditions = {
         "has skip connections": network.skip,
         "is not causal": not network.causal,
         "has neither MLP nor LayerNorm": network.norm == "none" and all(layer.mlp is None for layer in network),
     }
-    eta = network.eta
-    if eta == 0.0:
-        return PrintedBound(0.0, radius, heads, layers, 0.0, -math.inf, shape)
-    log_eps, log_c = log_epsilon(eta, radius, heads, layers), log_C(eta, radius, heads, layers)
-    conditions = shape | {
-        "η ≤ 1": eta <= 1.0,
-        "ε_L < 1": log_eps < 0.0,
-        "2Hε_L < 1/2": math.log(2.0 * heads) + log_eps < math.log(0.5),
-        "C < 1/2": log_c < math.log(0.5),
-    }
-    bound = log_final_bound(eta, radius, heads, layers)
-    return PrintedBound(eta, radius, heads, layers, eta * max(heads * layers, radius), bound, conditions)
+    log_bound = -math.inf
+    if eta != 0.0:
+        log_eps, log_c = log_epsilon(eta, radius, heads, layers), log_C(eta, radius, heads, layers)
+        conditions |= {
+            "η ≤ 1": eta <= 1.0,
+            "ε_L < 1": log_eps < 0.0,
+            "2Hε_L < 1/2": math.log(2.0 * heads) + log_eps < math.log(0.5),
+            "C < 1/2": log_c < math.log(0.5),
+        }
+        log_bound = log_final_bound(eta, radius, heads, layers)
+    return PrintedTheorem(
+        printed_bound=math.exp(log_bound) if log_bound < 709.0 else None,
+        printed_log10=log_bound / math.log(10.0) if math.isfinite(log_bound) else None,
+        printed_applies=all(conditions.values()),
+        printed_conditions=conditions,
+    )
 
 
 def _log_expm1(log_x: float) -> float:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -18,10 +18,10 @@ BALL_AS_BOX = "tokens of bounded length were taken as a box of the same radius"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class UpperBound:
-    """A proved bound: sup ‖S(X) − S'(X)‖max ≤ value.
+    """A proved bound: sup ‖S(X) − S'(X)‖max ≤ upper.
 
     Attributes:
-        value: the bound, or None if no finite bound was found.
+        upper: the bound, rounding errors included; None if no finite bound was found.
         coordinate: the output coordinate with the largest bound; None without a finite bound.
         methods: how the bound was obtained: "plain", "joint", "squares" or "deletion".
         notes: remarks, for example that the network was too wide for the joint bound.
@@ -31,17 +31,17 @@ class UpperBound:
         proof: the data that `verify` needs to prove the bound again.
     """
 
-    value: float | None
+    upper: float | None
     coordinate: int | None
     methods: tuple[str, ...]
     notes: tuple[str, ...]
     share: tuple[tuple[float, ...], ...]
     lost_at: int | None
-    seconds: float = 0.0
-    proof: ExpansionProof | Deletion | None = field(default=None)
+    seconds: float
+    proof: ExpansionProof | Deletion | None
 
     def __repr__(self) -> str:
-        return f"UpperBound({number(self.value)}, {' + '.join(self.methods)})"
+        return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
 
     def hints(self) -> Hints:
         """Return starting points for the attack."""
@@ -73,7 +73,7 @@ def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = 
     value = float(proof.value[coordinate])
     finite = math.isfinite(value)
     return UpperBound(
-        value=value if finite else None,
+        upper=value if finite else None,
         coordinate=coordinate if finite else None,
         methods=proof.methods,
         notes=notes,

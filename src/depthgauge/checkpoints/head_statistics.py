@@ -81,20 +81,6 @@ def visible_keys(
     return VisibleKeys.of(shown, call.query.dtype, rows, masked=visible is not None)
 
 
-class HeadWatch:
-    """A `Watch` that collects the statistics of every layer; `rows` is False for padding tokens."""
-
-    def __init__(self, rows: Bool[Tensor, "batch n"] | None = None) -> None:
-        self.rows = rows
-        self.layers: list[HeadStatistics] = []
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """Append the statistics of one layer and return its output."""
-        output, statistics = head_statistics(call, self.rows)
-        self.layers.append(statistics)
-        return output
-
-
 def head_statistics(
     call: AttentionCall, rows: Bool[Tensor, "batch n"] | None = None
 ) -> tuple[Float[Tensor, "batch heads n v"], HeadStatistics]:

@@ -5,12 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from depthgauge.cli.output import Overwrite, note, print_json, print_terms, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, print_terms, progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from depthgauge.papers.ledger.claim import Claim
     from depthgauge.papers.ledger.finding import Findings
 
 _EXAMPLES = """
@@ -72,15 +69,20 @@ def command(
         raise unknown_name("verdict", verdict, VERDICTS)
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     chosen = select(paper, id)
+    if only_list and as_json:
+        print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
+    elif only_list:
+        print_terms({claim.id: claim.statement for claim in chosen})
     if only_list:
-        _print_list(chosen, as_json)
         return
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
     shown = Findings(found for found in findings if verdict in (None, found.verdict))
-    with printing_even_if_writing_fails(lambda: _print(shown, as_json, one=id is not None)):
+    try:
         if out is not None:
             write_text(out, page(findings), replace=overwrite)
+    finally:
+        _print(shown, as_json, one=id is not None)  # also if the file cannot be written
     if out is not None:
         note(f"ledger written to {out}")
 
@@ -95,14 +97,6 @@ def _print(findings: "Findings", as_json: bool, one: bool) -> None:
         typer.echo(findings[0].story)
     else:
         _print_table(findings)
-
-
-def _print_list(chosen: "Sequence[Claim]", as_json: bool) -> None:
-    """Print ids and statements, without verdicts."""
-    if as_json:
-        print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
-        return
-    print_terms({claim.id: claim.statement for claim in chosen})
 
 
 def _print_table(findings: "Findings") -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from depthgauge._format import counted
-from depthgauge.cli.output import Overwrite, note, print_json, printing_even_if_writing_fails, progress_bar
+from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 
 if TYPE_CHECKING:
     from depthgauge.results.collapse_record import CollapseRecord
@@ -56,8 +56,10 @@ def command(
     options = CollapseOptions(method, radius, ball, tokens, effort, seed)
     with progress_bar("collapsing") as progress:
         found = collapse_file(network, options, progress=progress)
-    with printing_even_if_writing_fails(lambda: _print(found.record, as_json)):
+    try:
         found.save(out, witness)
+    finally:
+        _print(found.record, as_json)  # also if a file cannot be written
     for what, place in (("network", out), ("witness", witness)):
         if place is not None:
             note(f"{what} written to {place}")

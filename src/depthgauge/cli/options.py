@@ -31,7 +31,9 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
         @functools.wraps(command)
         def run(*args: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in fields}
-            command(*args, options=record(**{name: _plain(value) for name, value in chosen.items()}), **given)
+            plain = {name: _plain(value) for name, value in chosen.items()}
+            options = record(**{name: value for name, value in plain.items() if value is not None})
+            command(*args, options=options, **given)
 
         parameters = []
         for name, parameter in inspect.signature(command).parameters.items():
@@ -61,7 +63,9 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
     default: Any
     annotation = _annotation(record, name)
     meta = annotation.__metadata__[0]
-    (plain,) = (kind for kind in get_args(annotation.__origin__) if kind is not types.NoneType)
+    plain = annotation.__origin__
+    if isinstance(plain, types.UnionType):
+        (plain,) = (kind for kind in get_args(plain) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
     metavar = None
     if plain is bool:

@@ -5,7 +5,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -13,7 +13,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from depthgauge.errors import OutputError
 from depthgauge.progress import Step
 
 stderr = Console(stderr=True)
@@ -43,19 +42,6 @@ def print_terms(terms: Mapping[str, str]) -> None:
 def print_json(document: Any) -> None:
     """Print one JSON document on standard output, in ASCII. NaN and infinities are an error."""
     sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
-
-
-@contextmanager
-def printing_even_if_writing_fails(show: Callable[[], None]) -> Iterator[None]:
-    """Run the block, which writes files, then print the result. A failed write is raised after that."""
-    failure = None
-    try:
-        yield
-    except OutputError as error:
-        failure = error
-    show()
-    if failure is not None:
-        raise failure
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class FoldBounds:
         else:
             inputs = InputSet("box", self.radius)
             comparison = Comparison(self.network, closed_form(self.network, method), inputs)
-            value = prove_upper(comparison, "default", self.S).value
+            value = prove_upper(comparison, "default", self.S).upper
         return math.inf if value is None else value
 
     def certificate(self, choice: Choice) -> Certificate:

@@ -1,17 +1,12 @@
 """Foldings: which layers a shallower network keeps, and which candidates to try."""
 
+from itertools import groupby
+
 
 def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return the runs of consecutive layers that are not kept."""
-    runs: list[list[int]] = []
-    for index in range(depth):
-        if index in kept:
-            continue
-        if runs and runs[-1][-1] == index - 1:
-            runs[-1].append(index)
-        else:
-            runs.append([index])
-    return tuple(tuple(run) for run in runs)
+    runs = groupby(range(depth), key=lambda index: index in kept)
+    return tuple(tuple(run) for is_kept, run in runs if not is_kept)
 
 
 def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:

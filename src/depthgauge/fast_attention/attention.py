@@ -27,7 +27,7 @@ from depthgauge.fast_attention.exact_path import (
     is_known,
 )
 from depthgauge.fast_attention.following import fixed, followed
-from depthgauge.fast_attention.plan import Plan, exact_plan
+from depthgauge.fast_attention.plan import AttentionPlan, exact_plan
 from depthgauge.fast_attention.polynomial_path import run
 from depthgauge.fast_attention.problem import (
     Kind,
@@ -59,7 +59,7 @@ def attention(
     enable_gqa: bool = False,
     force: str | None = None,
     return_bound: bool = False,
-    plan: Plan | None = None,
+    plan: AttentionPlan | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softm(s q kᵀ) v with a guaranteed error, by a polynomial where the scores are small.
 
@@ -67,11 +67,11 @@ def attention(
     the head's value column over its keys. Rounding adds the allowance that `attention_plan` reports. If q or k require
     gradients, the tolerance holds for the gradients as well. Heads with large scores are computed exactly.
 
-    A call is decided by its numbers. If the decision is exact attention for all heads, the next calls with the same
-    shapes, dtypes and options are exact without a decision: 1 call, and after every further such decision twice as
-    many, up to 1,024. For decoding steps, with q [batch, heads, 1, d], the number of keys does not matter here. Inside
-    torch.compile and CUDA graph capture, calls are exact unless a plan is given. Under torch.utils.checkpoint, calls
-    with gradients are exact unless a plan or `force` is given.
+    The path is chosen from the entries of q, k and v. If exact attention is chosen for all heads, the next calls with
+    the same shapes, dtypes and options are exact without examining the entries: 1 call, and twice as many after every
+    further such choice, up to 1,024. Decoding steps, with q [batch, heads, 1, d], count as equal shapes for any number
+    of keys. Inside torch.compile and CUDA graph capture, calls are exact unless a plan is given. Under
+    torch.utils.checkpoint, calls with gradients are exact unless a plan or `force` is given.
 
     Args:
         q: Queries [..., heads, n, d].
@@ -108,8 +108,8 @@ def attention(
     outline = calls = kind = None
     is_plain = type(q) is type(k) is type(v) is Tensor
     if is_plain and plan is None and not return_bound and not is_dynamo_compiling():
-        # Exact calls without a decision, all in line: next to torch's attention of short sequences, which takes some
-        # 30 microseconds, every function of ours would be noticeable.
+        # Exact calls without a decision. This code calls no functions of its own: torch's attention of a short sequence
+        # takes about 30 microseconds, so that every further function call would slow it down measurably.
         try:
             rows, keys, values = q.shape, k.shape, v.shape
             tokens: tuple[object, ...] = keys, values
@@ -198,7 +198,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
         # cuDNN may not have seen a decoding step with this number of keys, or tensors with these strides.
         is_new, calls.is_new = calls.is_new, False
         is_first = is_new or calls.direct is not None or q.shape[-2] == 1
-        if not is_new:  # many shapes do not come back, for example those of masks for a growing cache
+        if not is_new:  # many shapes occur once, for example those of masks for a growing cache
             calls.direct = direct(q, k, v, *given)
         with capturable(is_first and _is_capturing(q)):
             return exact_attention(q, k, v, *given, is_traced=False)
@@ -207,7 +207,7 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], calls: 
         raise
 
 
-def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Output:
+def _undecided(request: Request, plan: AttentionPlan | None, return_bound: bool) -> Output:
     """Compute `attention` without looking at numbers: by a plan, or exactly in code compiled by torch.compile."""
     options = request.options
     if plan is None:
@@ -218,7 +218,7 @@ def _undecided(request: Request, plan: Plan | None, return_bound: bool) -> Outpu
             )
         out = exact(request)
         return (out, out.new_zeros(out.shape[:-1], dtype=torch.float64)) if return_bound else out
-    require_type("plan", plan, Plan, "what attention_plan returns, or None")
+    require_type("plan", plan, AttentionPlan, "what attention_plan returns, or None")
     if return_bound or options.force is not None:
         raise InputError("plan cannot be combined with force or return_bound; a plan has its own guarantee")
     if options.attn_mask is not None or options.dropout_p > 0 or options.key_padding is not None:
@@ -294,7 +294,7 @@ def attention_plan(
     key_padding: Tensor | None = None,
     enable_gqa: bool = False,
     force: str | None = None,
-) -> Plan:
+) -> AttentionPlan:
     """Return what `attention` would do with the same arguments, and why.
 
     The plan lists for every key head the proved bound B on the scores, the degree, the path and the predicted costs.
@@ -313,7 +313,7 @@ def attention_plan(
         force: `exact` or `polynomial` to force a path; None chooses by predicted cost.
 
     Returns:
-        A `Plan`. Printing it shows a table.
+        A `AttentionPlan`. Printing it shows a table.
 
     Raises:
         InputError: An argument is invalid, or the polynomial path is forced where it does not exist.

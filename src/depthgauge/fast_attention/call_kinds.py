@@ -1,4 +1,4 @@
-"""What is kept between calls of one kind: how polynomials are chosen, and how long exact attention needs no decision.
+"""What is kept between calls of one kind: the chooser of polynomials, and how many calls are exact without a decision.
 
 Exact attention is always correct, so it needs no proof. A decision costs a pass over q and k and a transfer to the
 host. After a kind of call was decided for exact attention r times in a row, the next 2^(r−1) calls of this kind, at
@@ -20,8 +20,8 @@ LONGEST_WAIT = 1024
 class ExactCalls:
     """How many calls of one kind are exact without a decision.
 
-    `left` calls remain, of `wait` after the last decision; none remain after a decision for a polynomial. `direct` is
-    how such a call can be passed to torch; it is found in the second call, when the record `is_new` no longer.
+    `left` calls remain, of `wait` after the last decision; none remain after a decision for a polynomial. `is_new` is
+    True until the first such call. `direct` is how such calls can be passed to torch; the second call sets it.
     """
 
     left: float = 0.0

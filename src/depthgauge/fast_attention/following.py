@@ -16,7 +16,7 @@ from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.decide.chooser import LARGEST_ROUNDING
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.minimax import grid_index
-from depthgauge.fast_attention.plan import Fixed, Plan
+from depthgauge.fast_attention.plan import AttentionPlan, Fixed
 from depthgauge.fast_attention.problem import Options, Problem, Request
 from depthgauge.fast_attention.spec import Spec
 
@@ -47,7 +47,7 @@ def fixed(decision: Decision, request: Request) -> Fixed | str:
     )
 
 
-def followed(request: Request, plan: Plan) -> Tensor:
+def followed(request: Request, plan: AttentionPlan) -> Tensor:
     """Compute attention by a plan whose heads are all polynomial.
 
     Args:

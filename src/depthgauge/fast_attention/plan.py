@@ -64,7 +64,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """What `attention` does with some arguments. `str(plan)` is a table with one row per key head.
 
     Pass it to `attention` as `plan` to use its decision for other tensors of the same shapes: no number is then copied
@@ -143,7 +143,7 @@ class Plan:
         return "\n".join([f"attention at tolerance {self.tolerance:g}: {self.path}", *lines, *self.notes])
 
 
-def exact_plan(request: Request, why: str) -> Plan:
+def exact_plan(request: Request, why: str) -> AttentionPlan:
     """Return the plan of a call that only the exact path supports, so that nothing has to be bounded."""
     heads = tuple(
         HeadPlan(
@@ -153,4 +153,4 @@ def exact_plan(request: Request, why: str) -> Plan:
         )
         for at in every(*map(range, request.k.shape[:-2]))
     )  # fmt: skip
-    return Plan(request.options.tolerance, request.q.dtype, heads, (), why)
+    return AttentionPlan(request.options.tolerance, request.q.dtype, heads, (), why)

@@ -15,7 +15,7 @@ from depthgauge.fast_attention.problem import DTYPES
 def is_always_exact(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> bool:
     """Return whether the call is valid, and exact because of its options or because it is small.
 
-    False means nothing: the call then needs the full validation.
+    If the result is False, the call may still be exact or invalid; it has to be validated and decided in full.
 
     Args:
         q: Queries [batch, heads, n, d].

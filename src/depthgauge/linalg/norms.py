@@ -70,27 +70,3 @@ def residual(Z: Float[Tensor, "*batch n d"], center: Center = "midrange") -> Flo
     [2.0, 0.0, -2.0]
     """
     return Z - center_row(Z, center)
-
-
-def residual_shift_bound(epsilon: float) -> float:
-    """Return 2ε: if ‖A − B‖max ≤ ε, then ‖Res(A) − Res(B)‖max ≤ 2ε, with Res about the mid-range.
-
-    A = (2, 0, −2)ᵀ and B = (1, 1, −3)ᵀ attain the bound.
-    """
-    return 2.0 * epsilon
-
-
-def residual_norm_shift_bound(epsilon: float) -> float:
-    """Return ε: if ‖A − B‖max ≤ ε, then | ‖Res A‖max − ‖Res B‖max | ≤ ε, with Res about the mid-range.
-
-    ‖Res A‖max is half the largest column range, and a column range changes by at most 2ε.
-    """
-    return epsilon
-
-
-def projected_max_bound(y_max: float, v_col: float) -> float:
-    """Return the bound ‖P Y V‖max ≤ ‖Y‖max · ‖V‖col for row-stochastic P; `y_max` is ‖Y‖max and `v_col` is ‖V‖col.
-
-    The inequality ‖AB‖max ≤ ‖A‖max ‖B‖max is false: a factor for the inner dimension is missing.
-    """
-    return y_max * v_col

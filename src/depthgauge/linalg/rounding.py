@@ -14,7 +14,6 @@ Exponentials are computed here from their series, because the accuracy of librar
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int64
@@ -100,20 +99,9 @@ def div_up(a: Tensor | float, b: Tensor | float) -> Tensor:
     return torch.where(b == 0, _INF, up(a / b))
 
 
-def div_down(a: Tensor | float, b: Tensor | float) -> Tensor:
-    """Return a lower bound on a / b, and −∞ where b is +0 or −0."""
-    a, b = as_float64(a), as_float64(b)
-    return torch.where(b == 0, -_INF, down(a / b))
-
-
 def sqrt_up(a: Tensor | float) -> Tensor:
     """Return an upper bound on √a."""
     return up(as_float64(a).sqrt())
-
-
-def sqrt_down(a: Tensor | float) -> Tensor:
-    """Return a nonnegative lower bound on √a."""
-    return down(as_float64(a).sqrt()).clamp(min=0.0)
 
 
 def gamma(n: int) -> float:
@@ -134,20 +122,6 @@ def nonnegative_sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
     total = x.sum(dim=dim)
     count = x.numel() // max(total.numel(), 1)
     return div_up(total, _shrink(max(count - 1, 0)))
-
-
-def sum_up(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return fl(Σ x) + γ_{n−1} Σ|x| ≥ Σ x, the sums over `dim`, for any signs; +∞ where fl(Σ x) overflowed."""
-    x = as_float64(x)
-    total = x.sum(dim=dim)
-    count = x.numel() // max(total.numel(), 1)
-    bound = add_up(total, mul_up(gamma(max(count - 1, 0)), nonnegative_sum_up(x.abs(), dim)))
-    return torch.where(total.isinf(), _INF, bound)
-
-
-def sum_down(x: Tensor, dim: int | tuple[int, ...]) -> Tensor:
-    """Return a lower bound on Σ x over `dim`."""
-    return -sum_up(-as_float64(x), dim)
 
 
 def nonnegative_matmul_up(A: Float[Tensor, "*a m k"], B: Float[Tensor, "*b k n"]) -> Tensor:
@@ -173,23 +147,6 @@ _EXP_LEAST, _EXP_MOST = -745.0, 709.78
 _TERMS = 22
 # The tail of the series: Σ_{j≥N} r^{j−N} N!/j! ≤ 1/(1 − r/(N+1)) ≤ 1.04 for r ≤ 0.75 and N = 22.
 _TAIL = 1.04
-_Op = Callable[[Tensor | float, Tensor | float], Tensor]
-
-
-def _expm1_series(r: Tensor, mul: _Op, div: _Op, add: _Op, tail: float) -> Tensor:
-    """Return e^r − 1 = r(1 + r/2(1 + r/3(…))) for 0 ≤ r ≤ 0.75, rounded in the direction of `mul`, `div`, `add`."""
-    series = torch.full_like(r, tail)
-    for j in range(_TERMS, 1, -1):
-        series = add(div(mul(series, r), float(j)), 1.0)
-    return mul(series, r)
-
-
-def _expm1_series_up(r: Tensor) -> Tensor:
-    return _expm1_series(r, mul_up, div_up, add_up, _TAIL)
-
-
-def _expm1_series_down(r: Tensor) -> Tensor:
-    return _expm1_series(r, mul_down, div_down, add_down, 1.0).clamp(min=0.0)
 
 
 def _power_of_two(k: Int64[Tensor, "*batch"]) -> Tensor:
@@ -203,64 +160,39 @@ def times_power_of_two(x: Tensor, k: Int64[Tensor, "*batch"]) -> Tensor:
     return x * _power_of_two(half) * _power_of_two(k - half)
 
 
-def _reduce(x: Tensor) -> tuple[Int64[Tensor, "*batch"], Tensor, Tensor]:
-    """Return k, r_down and r_up with 0 ≤ r_down ≤ x − k ln 2 ≤ r_up ≤ 0.75."""
-    k = torch.floor(x / _LN2)
-    head = sub_down(x, k * _LN2_HI)
-    # If rounding gives x < k ln 2, replacing k by k − 1 makes the remainder positive.
-    k = torch.where(head - (k * _LN2_LO) < 1e-9, k - 1, k).clamp(min=-1200)
-    low = torch.minimum(mul_down(k, math.nextafter(_LN2_LO, 1)), mul_down(k, math.nextafter(_LN2_LO, 0)))
-    high = torch.maximum(mul_up(k, math.nextafter(_LN2_LO, 1)), mul_up(k, math.nextafter(_LN2_LO, 0)))
-    r_down = sub_down(sub_down(x, k * _LN2_HI), high).clamp(min=0.0)
-    r_up = sub_up(sub_up(x, k * _LN2_HI), low)
-    return k.to(torch.int64), r_down, r_up
+def _expm1_series_up(r: Tensor) -> Tensor:
+    """Return an upper bound on e^r − 1 = r(1 + r/2(1 + r/3(…))) for 0 ≤ r ≤ 0.75."""
+    series = torch.full_like(r, _TAIL)
+    for j in range(_TERMS, 1, -1):
+        series = add_up(div_up(mul_up(series, r), float(j)), 1.0)
+    return mul_up(series, r)
 
 
 def exp_up(x: Tensor | float) -> Tensor:
     """Return an upper bound on e^x = 2^k · e^r with r = x − k ln 2 ∈ [0, 0.75)."""
     x = as_float64(x)
     inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
-    k, _, r_up = _reduce(inside)
-    value = up(times_power_of_two(add_up(_expm1_series_up(r_up), 1.0), k))
+    k = torch.floor(inside / _LN2)
+    head = sub_down(inside, k * _LN2_HI)
+    # If rounding gives x < k ln 2, replacing k by k − 1 makes the remainder positive.
+    k = torch.where(head - (k * _LN2_LO) < 1e-9, k - 1, k).clamp(min=-1200)
+    low = torch.minimum(mul_down(k, math.nextafter(_LN2_LO, 1)), mul_down(k, math.nextafter(_LN2_LO, 0)))
+    r = sub_up(sub_up(inside, k * _LN2_HI), low)
+    value = up(times_power_of_two(add_up(_expm1_series_up(r), 1.0), k.to(torch.int64)))
     value = torch.where(x < _EXP_LEAST, 2 * TINY, value)
     value = torch.where(x > _EXP_MOST, _INF, value)
     return torch.where(x.isnan(), x, value)
 
 
-def exp_down(x: Tensor | float) -> Tensor:
-    """Return a nonnegative lower bound on e^x."""
-    x = as_float64(x)
-    inside = x.clamp(min=_EXP_LEAST, max=_EXP_MOST)
-    k, r_down, _ = _reduce(inside)
-    value = down(times_power_of_two(add_down(_expm1_series_down(r_down), 1.0), k)).clamp(min=0.0)
-    value = torch.where(x < _EXP_LEAST, 0.0, value)
-    return torch.where(x.isnan(), x, value)
-
-
-def _tanh_of_nonnegative(x: Tensor, upward: bool) -> Tensor:
-    """Bound tanh x = E/(E + 2), E = e^{2x} − 1, for x ≥ 0. The quotient increases with E."""
-    doubled = 2.0 * x
-    small = doubled <= 0.7
-    if upward and bool(small.all()):
-        E = _expm1_series_up(doubled)
-        return div_up(E, add_down(E, 2.0)).clamp(max=1.0)
-    if upward:
-        E = torch.where(small, _expm1_series_up(doubled.clamp(max=0.7)), sub_up(exp_up(doubled), 1.0))
-        quotient = div_up(E, add_down(E, 2.0)).clamp(max=1.0)
-        return torch.where(E.isinf(), 1.0, quotient)
-    E = torch.where(small, _expm1_series_down(doubled.clamp(max=0.7)), sub_down(exp_down(doubled), 1.0))
-    return div_down(E, add_up(E, 2.0)).clamp(min=0.0)
-
-
 def tanh_up(x: Tensor | float) -> Tensor:
-    """Return an upper bound on tanh x."""
+    """Return an upper bound on tanh x: E/(E + 2) with E = e^{2x} − 1 for x ≥ 0. For x < 0 it bounds tanh 0 = 0.
+
+    The quotient increases with E.
+    """
     x = as_float64(x)
-    value = _tanh_of_nonnegative(x.abs(), True)
-    if bool((x < 0).any()):
-        value = torch.where(x >= 0, value, -_tanh_of_nonnegative(x.abs(), False))
-    return torch.where(x.isnan(), x, value)
-
-
-def tanh_down(x: Tensor | float) -> Tensor:
-    """Return a lower bound on tanh x."""
-    return -tanh_up(-as_float64(x))
+    doubled = 2.0 * x.clamp(min=0.0)
+    E = _expm1_series_up(doubled.clamp(max=0.7))
+    if not bool((doubled <= 0.7).all()):
+        E = torch.where(doubled <= 0.7, E, sub_up(exp_up(doubled), 1.0))
+    quotient = div_up(E, add_down(E, 2.0)).clamp(max=1.0)
+    return torch.where(E.isinf(), 1.0, quotient)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.errors import InputError
-from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.enclosures import Enclosure, as_enclosure
 from depthgauge.linalg.rounding import as_float64, div_up, mul_up, nonnegative_sum_up, sqrt_up
 from depthgauge.linalg.spectral import spectral_norm_up
 
@@ -41,8 +41,7 @@ class SignBound(ArrayRecord):
 
 def absolute_sum(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     """Return Σ_ij |M_ij|, rounded up."""
-    size = M.abs_up() if isinstance(M, Enclosure) else M.abs()
-    return nonnegative_sum_up(size, (-2, -1))
+    return nonnegative_sum_up(M.abs_up() if isinstance(M, Enclosure) else M.abs(), (-2, -1))
 
 
 def scaled_spectral(
@@ -54,8 +53,7 @@ def scaled_spectral(
 
     `row_scale` is D_u^{-½} and `column_scale` is D_v^{-½}. Any positive scales give an upper bound.
     """
-    M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
-    scaled = M * row_scale[..., :, None] * column_scale[..., None, :]
+    scaled = as_enclosure(M) * row_scale[..., :, None] * column_scale[..., None, :]
     mass_u = nonnegative_sum_up(div_up(div_up(1.0, row_scale), row_scale), -1)
     mass_v = nonnegative_sum_up(div_up(div_up(1.0, column_scale), column_scale), -1)
     return mul_up(spectral_norm_up(scaled), mul_up(sqrt_up(mass_u), sqrt_up(mass_v)))
@@ -63,7 +61,7 @@ def scaled_spectral(
 
 def enumerated(M: Enclosure | Float[Tensor, "*batch m n"]) -> Float[Tensor, "*batch"]:
     """Return ‖M‖_{∞→1} = max_x Σ_j |Σ_i x_i M_ij| over all sign vectors x of the shorter side, rounded up."""
-    M = M if isinstance(M, Enclosure) else Enclosure.exact(M)
+    M = as_enclosure(M)
     if M.shape[-2] > M.shape[-1]:
         M = M.mT
     m = M.shape[-2]

@@ -16,12 +16,13 @@ from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
-from depthgauge.monitor.probe_batch import ProbeBatch, causal_labels, check_ids
+from depthgauge.monitor.probe_batch import IGNORED, ProbeBatch, check_ids
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
@@ -77,16 +78,17 @@ class ModelProbe:
         self._check_model()
         takes = inspect.signature(self.model.forward).parameters
         if "labels" in takes and "labels" not in self.batch.inputs and _is_causal(self.model):
-            self.batch = self.batch.with_inputs(labels=causal_labels(self.batch))
+            labels = self.batch.ids.masked_fill(~self.batch.real, IGNORED)  # of next-token prediction
+            self.batch = replace(self.batch, inputs={**self.batch.inputs, "labels": labels})
         if "labels" in takes and "labels" in self.batch.inputs:
             self.objective = "loss"
         else:
-            kept = {name: value for name, value in self.batch.inputs.items() if name != "labels"}
-            self.batch = ProbeBatch(kept, self.batch.real)
+            self.batch = replace(self.batch, inputs={k: v for k, v in self.batch.inputs.items() if k != "labels"})
         self.padded = not bool(self.batch.real.all())
         check_ids(self.batch, self.model)
         with undisturbed(self.model):
-            checkpoint = self._checkpoint = self._wrapped()
+            model = self.model if self.objective == "loss" else self.model.base_model  # without its head
+            checkpoint = self._checkpoint = wrap(model, type(self.model).__name__, objective=self.objective)
             takes = inspect.signature(checkpoint.model.forward).parameters
             self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
             if not len(Stack(checkpoint, Session())):
@@ -119,11 +121,6 @@ class ModelProbe:
             raise InputError(
                 f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
             )
-
-    def _wrapped(self) -> Checkpoint:
-        """Return the model as the gauge sees it; a model without a loss is measured without its head."""
-        model = self.model if self.objective == "loss" else self.model.base_model
-        return wrap(model, type(self.model).__name__, objective=self.objective)
 
     @property
     def device(self) -> torch.device:
@@ -208,8 +205,7 @@ class ModelProbe:
         if heads:
             by_head, layers["uniform_entropy"] = heads.measures()
         if weights and family is not None:
-            sizes = block_sizes(stack.checkpoint, stack.blocks)
-            layers |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
+            layers |= vars(block_sizes(stack.checkpoint, stack.blocks))
         loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base
 
@@ -235,8 +231,7 @@ class ModelProbe:
         real = self.batch.real
         if self.objective == "loss":
             return lambda output: processes.mean(float(output.double() - intact.double()))
-        norm = intact[real].double().norm()
-        return lambda output: processes.mean(float((output[real].double() - intact[real].double()).norm() / norm))
+        return lambda output: processes.mean(float(relative_distance(output[real][None], intact[real][None])))
 
 
 @contextmanager

@@ -5,14 +5,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from depthgauge.checkpoints.circuits import LayerSizes, layer_sizes
+from depthgauge.checkpoints.circuits import layer_sizes
 from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.network.layer import Layer, softmax_attention
+from depthgauge.network.layer import softmax_attention
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.trace import LayerTrace
 from depthgauge.results.monitor_record import MonitoredModel
@@ -58,10 +59,14 @@ class NetworkProbe:
                 heads(_call(trace))
             by_head, layers["uniform_entropy"] = heads.measures()
             if weights:
-                sizes = [self._sizes(layer) for layer in self.model]
-                layers |= {
-                    name: torch.cat([getattr(size, name) for size in sizes]) for name in ("eta", "qk_norm", "ov_norm")
-                }
+                eye = torch.eye(self.model.dim, dtype=x.dtype, device=x.device)
+                sizes = [
+                    layer_sizes(
+                        [(layer.query[None], layer.key[None], layer.value[None], eye.expand_as(layer.value)[None])]
+                    )
+                    for layer in self.model
+                ]
+                layers |= {name: torch.cat([vars(size)[name] for size in sizes]) for name in vars(sizes[0])}
             lost: tuple[float, ...] = ()
             left = None
             if skip:
@@ -75,11 +80,6 @@ class NetworkProbe:
         counts = tuple(layer.heads for layer in self.model)
         nothing = torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, counts, nothing, skip=lost, depth=left)
-
-    def _sizes(self, layer: Layer) -> LayerSizes:
-        """Return the sizes of the weights of one layer."""
-        eye = torch.eye(self.model.dim, dtype=layer.value.dtype, device=layer.value.device).expand_as(layer.value)
-        return layer_sizes(layer.query[None], layer.key[None], layer.value[None], eye[None])
 
     def _sublayers(self, traces: list[LayerTrace]) -> dict[str, Tensor]:
         """Return the size of what attention and the MLP add, relative to what they read; NaN without an MLP."""
@@ -105,7 +105,7 @@ class NetworkProbe:
         x, intact = states[first], states[-1]
         for layer in range(first, len(self.model)):
             x = x if layer in removed else self.model.step(layer, x)
-        return float((x - intact).double().norm() / intact.double().norm())
+        return float(relative_distance(x[None], intact[None]))
 
 
 def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, tokens: int) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from depthgauge._format import DASH
@@ -48,13 +49,9 @@ def runs(indices: Sequence[int]) -> str:
     >>> runs([0, 1, 2, 5]), runs([])
     ('0–2, 5', 'none')
     """
-    found: list[list[int]] = []
-    for index in sorted(indices):
-        if found and index == found[-1][-1] + 1:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return ", ".join(span(run) for run in found) or "none"
+    # Within a run of consecutive indices, the index minus its rank is constant.
+    found = groupby(enumerate(sorted(indices)), key=lambda pair: pair[1] - pair[0])
+    return ", ".join(span([index for _, index in run]) for _, run in found) or "none"
 
 
 def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> str:

@@ -8,111 +8,93 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class WhatIfLabel:
-    """The text shown for one what-if.
+class Label:
+    """The text shown for a what-if, a layer score or a head measure.
 
-    - `label`: short form, for column headers and legends
-    - `sentence`: what happens to the layer
-    """
-
-    label: str
-    sentence: str
-
-
-@dataclass(frozen=True)
-class ScoreLabel:
-    """The text shown for one layer score.
-
-    - `label`: short form, with the method the score comes from
-    - `what_if`: the what-if whose cost the score predicts
+    - `label`: short form, for menus and column headers
     - `sentence`: the definition
+    - `top`: the largest possible value where there is one, so that colours mean the same in every subject
+    - `what_if`: for a layer score, the what-if whose cost it predicts
     """
 
     label: str
-    what_if: str
     sentence: str
+    top: float = 0.0
+    what_if: str = ""
 
 
-WHAT_IFS: Mapping[str, WhatIfLabel] = {
-    "block": WhatIfLabel("skip block", "The layer returns its input unchanged."),
-    "attention": WhatIfLabel("skip attention", "The layer's attention adds nothing."),
-    "mlp": WhatIfLabel("skip MLP", "The layer's MLP adds nothing."),
-    "uniform": WhatIfLabel("uniform attention", "Every head of the layer averages all tokens it can attend to."),
-    "parallel": WhatIfLabel("parallel with next", "The layer and the next one both read the layer's input."),
+WHAT_IFS: Mapping[str, Label] = {
+    "block": Label("skip block", "The layer returns its input unchanged."),
+    "attention": Label("skip attention", "The layer's attention adds nothing."),
+    "mlp": Label("skip MLP", "The layer's MLP adds nothing."),
+    "uniform": Label("uniform attention", "Every head of the layer averages all tokens it can attend to."),
+    "parallel": Label("parallel with next", "The layer and the next one both read the layer's input."),
 }
 """What-if name → label, in the order in which what-ifs are measured and shown."""
 
 DEFAULT_WHAT_IFS: tuple[str, ...] = ("block", "attention", "mlp")
 """The what-ifs measured unless others are requested."""
 
-SCORES: Mapping[str, ScoreLabel] = {
-    "block_influence": ScoreLabel(
-        "block influence (ShortGPT)", "block", "1 − mean cosine of the states before and after the block."
+SCORES: Mapping[str, Label] = {
+    "block_influence": Label(
+        "block influence (ShortGPT)", "1 − mean cosine of the states before and after the block.", what_if="block"
     ),
-    "angular_distance": ScoreLabel(
-        "angular distance (UIDL)", "block", "Angle between the states before and after the block, at the last token."
+    "angular_distance": Label(
+        "angular distance (UIDL)",
+        "Angle between the states before and after the block, at the last token.",
+        what_if="block",
     ),
-    "attention_cosine": ScoreLabel(
-        "attention cosine (LLM-Drop)", "attention", "1 − mean cosine of the states before and after attention."
+    "attention_cosine": Label(
+        "attention cosine (LLM-Drop)",
+        "1 − mean cosine of the states before and after attention.",
+        what_if="attention",
     ),
-    "mlp_cosine": ScoreLabel("MLP cosine (LLM-Drop)", "mlp", "1 − mean cosine of the states before and after the MLP."),
+    "mlp_cosine": Label(
+        "MLP cosine (LLM-Drop)", "1 − mean cosine of the states before and after the MLP.", what_if="mlp"
+    ),
 }
 """Score name → label, in the order in which scores are shown."""
 
 
-@dataclass(frozen=True)
-class MeasureLabel:
-    """The text shown for one head measure.
-
-    - `label`: short form, for menus and column headers
-    - `sentence`: the definition
-    - `top`: the largest possible value where there is one, so that colours mean the same in every subject
-    """
-
-    label: str
-    sentence: str
-    top: float = 0.0
-
-
-HEAD_MEASURES: Mapping[str, MeasureLabel] = {
-    "tv_mean": MeasureLabel(
+HEAD_MEASURES: Mapping[str, Label] = {
+    "tv_mean": Label(
         "distance from averaging",
         "Total variation distance between a row of attention and uniform attention, mean over rows: 0 if the head "
         "averages all tokens, near 1 if it selects one token.",
         1.0,
     ),
-    "tv_max": MeasureLabel(
+    "tv_max": Label(
         "distance from averaging, worst row",
         "Total variation distance between a row of attention and uniform attention, maximum over rows.",
         1.0,
     ),
-    "first_mass": MeasureLabel("attention on the first token", "Mean attention weight on the first token.", 1.0),
-    "static_error": MeasureLabel(
+    "first_mass": Label("attention on the first token", "Mean attention weight on the first token.", 1.0),
+    "static_error": Label(
         "error of the best static pattern",
         "Relative error of the head's output if its attention is replaced by the best of these fixed patterns: "
         "uniform, first token, previous token, mean by distance.",
     ),
-    "entropy": MeasureLabel(
+    "entropy": Label(
         "entropy", "Entropy of a row of attention in nats, mean over rows; uniform attention on n tokens has log n."
     ),
-    "score_range": MeasureLabel("score range θ", "The largest range (max − min) of a row of scores."),
-    "balance": MeasureLabel(
+    "score_range": Label("score range θ", "The largest range (max − min) of a row of scores."),
+    "balance": Label(
         "centred score range", "The largest range of a row of scores after the common part of all tokens is removed."
     ),
-    "contraction": MeasureLabel(
+    "contraction": Label(
         "contraction", "‖Res(attention(X))‖max / ‖Res(X)‖max: the part of the differences between tokens that remains."
     ),
-    "contraction_bound": MeasureLabel(
+    "contraction_bound": Label(
         "bound on the contraction", "tanh(centred score range / 2) · ‖V‖col, an upper bound on the contraction."
     ),
-    "eta": MeasureLabel("largest weight η", "The largest |entry| of the head's query, key and value matrices."),
-    "value_col": MeasureLabel("size of V", "‖V‖col, the largest sum of |entries| over a column."),
-    "l1": MeasureLabel("sum of weights", "The largest of ‖Q‖₁, ‖K‖₁ and ‖V‖₁, each the sum of all |entries|."),
-    "dong_beta": MeasureLabel("Dong's β", "‖QKᵀ‖col · ‖V‖₁,∞, the product in the rate of Dong et al. (2021)."),
-    "qk_norm": MeasureLabel("query–key circuit", "Spectral norm of QKᵀ."),
-    "qk_stable_rank": MeasureLabel("stable rank of the query–key circuit", "‖QKᵀ‖F²/‖QKᵀ‖₂²."),
-    "ov_norm": MeasureLabel("value–output circuit", "Spectral norm of V."),
-    "ov_stable_rank": MeasureLabel("stable rank of the value–output circuit", "‖V‖F²/‖V‖₂²."),
+    "eta": Label("largest weight η", "The largest |entry| of the head's query, key and value matrices."),
+    "value_col": Label("size of V", "‖V‖col, the largest sum of |entries| over a column."),
+    "l1": Label("sum of weights", "The largest of ‖Q‖₁, ‖K‖₁ and ‖V‖₁, each the sum of all |entries|."),
+    "dong_beta": Label("Dong's β", "‖QKᵀ‖col · ‖V‖₁,∞, the product in the rate of Dong et al. (2021)."),
+    "qk_norm": Label("query–key circuit", "Spectral norm of QKᵀ."),
+    "qk_stable_rank": Label("stable rank of the query–key circuit", "‖QKᵀ‖F²/‖QKᵀ‖₂²."),
+    "ov_norm": Label("value–output circuit", "Spectral norm of V."),
+    "ov_stable_rank": Label("stable rank of the value–output circuit", "‖V‖F²/‖V‖₂²."),
 }
 """Head measure → label, in the order in which measures are shown."""
 

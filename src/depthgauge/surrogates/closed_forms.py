@@ -10,6 +10,7 @@ With N_{0:L} = A_0 ⋯ A_{L−1}, A_ℓ = I + Σ_h V_ℓh (without skips A_ℓ =
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -50,40 +51,19 @@ def side_by_side(layers: Sequence[Layer]) -> Layer:
     )
 
 
-def identity(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network S'(X) = X."""
-    return _one_layer(network, averaging_layer(torch.zeros_like(drift_matrix(network, []))), "identity")
-
-
-def last_layer(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network S'(X) = layer_{L−1}(X), the construction of Theorem D.1 in paper A."""
-    return _one_layer(network, network[len(network) - 1].copy(), "last-layer")
-
-
-def parallel(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network S'(X) = X + Σ_ℓh attention_ℓh(X)."""
-    return _one_layer(network, side_by_side(list(network)), "parallel")
-
-
-def mean_field(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network S'(X) = X + 1·mean(X)·(N_{0:L} − I); without skips 1·mean(X)·N_{0:L}."""
-    return _one_layer(network, averaging_layer(drift_matrix(network, range(len(network)))), "mean-field")
-
-
-def corrected(network: SelfAttentionNetwork) -> SelfAttentionNetwork:
-    """Return the network S'(X) = X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − Σ_ℓh V_ℓh)."""
+def _corrected(network: SelfAttentionNetwork) -> Layer:
     total = sum((layer.value.detach().sum(dim=0) for layer in network), torch.zeros_like(drift_matrix(network, [])))
-    correction = averaging_layer(drift_matrix(network, range(len(network))) - total)
-    return _one_layer(network, side_by_side([*network, correction]), "corrected")
+    return side_by_side([*network, averaging_layer(drift_matrix(network, range(len(network))) - total)])
 
 
-CLOSED_FORMS: Mapping[str, Callable[[SelfAttentionNetwork], SelfAttentionNetwork]] = {
-    "identity": identity,
-    "last-layer": last_layer,
-    "parallel": parallel,
-    "mean-field": mean_field,
-    "corrected": corrected,
+CLOSED_FORMS: Mapping[str, Callable[[SelfAttentionNetwork], Layer]] = {
+    "identity": lambda network: averaging_layer(torch.zeros_like(drift_matrix(network, []))),
+    "last-layer": lambda network: network[len(network) - 1].copy(),
+    "parallel": lambda network: side_by_side(list(network)),
+    "mean-field": lambda network: averaging_layer(drift_matrix(network, range(len(network)))),
+    "corrected": _corrected,
 }
+"""Method → the layer of its network, as listed above."""
 METHODS = (*CLOSED_FORMS, "fitted")
 
 
@@ -121,7 +101,18 @@ def closed_form(network: SelfAttentionNetwork, method: str) -> SelfAttentionNetw
     if any(layer.mlp is not None for layer in network):
         kept = [] if method == "identity" else [len(network) - 1]
         return without_attention(network, [k for k in range(len(network)) if k not in kept], method)
-    return CLOSED_FORMS[method](network)
+    return SelfAttentionNetwork(
+        [CLOSED_FORMS[method](network)],
+        scale=network.scale,
+        skip=network.skip,
+        causal=network.causal,
+        name=f"{network.name} ({method})",
+        provenance={
+            "made_by": "collapse",
+            "method": method,
+            "of": {"name": network.name, "layers": len(network), "eta": network.eta, **network.provenance},
+        },
+    )
 
 
 def without_attention(network: SelfAttentionNetwork, layers: Sequence[int], method: str) -> SelfAttentionNetwork:
@@ -135,37 +126,15 @@ def without_attention(network: SelfAttentionNetwork, layers: Sequence[int], meth
     return copy
 
 
-def _one_layer(network: SelfAttentionNetwork, layer: Layer, method: str) -> SelfAttentionNetwork:
-    return SelfAttentionNetwork(
-        [layer],
-        scale=network.scale,
-        skip=network.skip,
-        causal=network.causal,
-        name=f"{network.name} ({method})",
-        provenance={
-            "made_by": "collapse",
-            "method": method,
-            "of": {"name": network.name, "layers": len(network), "eta": network.eta, **network.provenance},
-        },
-    )
-
-
 def fold(network: SelfAttentionNetwork, kept: Sequence[int]) -> SelfAttentionNetwork:
     """Keep some layers, replace the others by X + 1·mean(X)·V_ℓ, and merge every run of replaced layers into one.
 
     The averaging layers of a run compose exactly to one averaging layer with value N − I over the run.
     """
     layers: list[Layer] = []
-    run: list[int] = []
-    for index in range(len(network) + 1):
-        if index < len(network) and index not in kept:
-            run.append(index)
-            continue
-        if run:
-            layers.append(averaging_layer(drift_matrix(network, run)))
-            run = []
-        if index < len(network):
-            layers.append(network[index].copy())
+    for is_kept, group in groupby(range(len(network)), key=lambda index: index in kept):
+        run = list(group)
+        layers += [network[k].copy() for k in run] if is_kept else [averaging_layer(drift_matrix(network, run))]
     return SelfAttentionNetwork(
         layers,
         scale=network.scale,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from depthgauge.errors import InputError
-from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.store import Store, run_lock
 
 _HEAD = ("identity", "task", "version", "repetition", "error_text")
@@ -38,7 +38,7 @@ def adopt_rows(source: str | Path, store: str | Path, cells: Sequence[Cell], doc
         for identity, row in found.items():
             if identity not in settled:
                 names = set(row) - set(_HEAD) - set(wanted[identity].parameters)
-                opened.record(Outcome(identity, {name: _value(row[name]) for name in sorted(names)}, None, 0.0))
+                opened.record(CellOutcome(identity, {name: _value(row[name]) for name in sorted(names)}, None, 0.0))
     return len(found)
 
 

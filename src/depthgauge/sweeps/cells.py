@@ -54,7 +54,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CellOutcome:
     """The outcome of a cell: its `result`, or the `error` that stopped it, and how many `seconds` it took."""
 
     identity: str

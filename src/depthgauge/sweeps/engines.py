@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from depthgauge._version import __version__
 from depthgauge.errors import DepthgaugeError, InputError, missing_extra, require_count, unknown_name
-from depthgauge.sweeps.cells import Cell, Outcome
+from depthgauge.linalg.threads import threads_for
+from depthgauge.sweeps.cells import Cell, CellOutcome
 
 ENGINES = ("local", "dask")
 CONNECT_SECONDS = 4
@@ -36,40 +35,27 @@ class Engine(Protocol):
     def check(self) -> None:
         """Raise InputError if the engine is not usable; called before anything is written."""
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done; closing the iterator stops the work."""
 
 
-def compute(cell: Cell) -> Outcome:
+def compute(cell: Cell) -> CellOutcome:
     """Compute one cell on one thread, and return its result or its error."""
     assert cell.run is not None, "a cell that was read from a store is not computed"
     # The precision of arb numbers is global to the process, so a process computes one cell at a time.
-    with _ONE_CELL, one_thread():
+    # On one thread, sums are reproducible and worker processes do not compete for cores.
+    with _ONE_CELL, threads_for(1):
         begun = time.perf_counter()
         try:
             result, error = cell.run(cell), None
         except Exception as stopped:
             result, error = None, _one_line(stopped)
-        return Outcome(cell.identity, result, error, time.perf_counter() - begun)
+        return CellOutcome(cell.identity, result, error, time.perf_counter() - begun)
 
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     return text if isinstance(error, DepthgaugeError) else f"{type(error).__name__}: {text}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch on one thread, so that sums are reproducible and worker processes do not compete for cores."""
-    before = torch.get_num_threads()
-    if before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _initialise_worker(parent: int) -> None:
@@ -97,7 +83,7 @@ class Local:
     def check(self) -> None:
         """Do nothing: the local engine is always usable."""
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
@@ -146,7 +132,7 @@ class Dask:
         with connected(self.address):
             pass
 
-    def outcomes(self, cells: Sequence[Cell]) -> Iterator[Outcome]:
+    def outcomes(self, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
         """Yield the outcome of each cell as soon as it is done."""
         import joblib
 
@@ -162,7 +148,7 @@ def _parallel(jobs: int, pre_dispatch: int | str) -> Any:
     return joblib.Parallel(jobs, return_as="generator_unordered", batch_size=1, pre_dispatch=pre_dispatch)
 
 
-def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[Outcome]:
+def _unordered(parallel: Any, cells: Sequence[Cell]) -> Iterator[CellOutcome]:
     """Yield outcomes as joblib finishes them; closing the generator early cancels the remaining cells."""
     import joblib
 

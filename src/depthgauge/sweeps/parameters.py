@@ -29,13 +29,7 @@ class Parameter:
 
 def count(meaning: str, least: int = 1) -> Check:
     """Accept an integer of at least `least`."""
-
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}; it is {meaning}")
-        return require_count(name, int(value), meaning, least)
-
-    return check
+    return lambda name, value: require_count(name, value, meaning, least)
 
 
 def number(meaning: str) -> Check:
@@ -52,11 +46,7 @@ def number(meaning: str) -> Check:
 def positive(meaning: str) -> Check:
     """Accept a positive finite number; the normal form is a float."""
     finite = number(meaning)
-
-    def check(name: str, value: Any) -> float:
-        return require_positive(name, finite(name, value), meaning)
-
-    return check
+    return lambda name, value: require_positive(name, finite(name, value), meaning)
 
 
 def choice(*names: str) -> Check:
@@ -97,11 +87,8 @@ def text(meaning: str) -> Check:
     return check
 
 
-def _seed(name: str, value: Any) -> int:
-    return require_seed(count("the seed of the random numbers", least=0)(name, value))
-
-
-SEED = Parameter(_seed, default=0)
+_WHOLE = count("the seed of the random numbers", least=0)
+SEED = Parameter(lambda name, value: require_seed(_WHOLE(name, value)), default=0)
 """The seed that every task takes; a different seed gives different draws at the same setting."""
 
 

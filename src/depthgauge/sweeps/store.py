@@ -18,7 +18,7 @@ from typing import Any
 from depthgauge._io import require_folder, write_atomically
 from depthgauge._lock import file_lock
 from depthgauge.errors import InputError, OutputError, require_path
-from depthgauge.sweeps.cells import Cell, Outcome, canonical_json
+from depthgauge.sweeps.cells import Cell, CellOutcome, canonical_json
 
 APPLICATION_ID = 0x64677377  # "dgsw"
 FORMAT = 1
@@ -36,7 +36,7 @@ CREATE TABLE rows (identity TEXT PRIMARY KEY, result TEXT, error TEXT, seconds R
 
 
 @dataclass(frozen=True)
-class Row:
+class StoredRow:
     """A cell with its result or its error; both are None if the cell has not been computed yet."""
 
     cell: Cell
@@ -132,7 +132,7 @@ class Store:
             )
         return grid
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: CellOutcome) -> None:
         """Commit the outcome of one cell; a row that is done is never replaced, a failed row may be."""
         result = None if outcome.result is None else canonical_json(outcome.result)
         with self._transaction():
@@ -148,14 +148,14 @@ class Store:
         condition = "" if failed else " WHERE error IS NULL"
         return {row[0] for row in self._read(f"SELECT identity FROM rows{condition}") if row[0] in wanted}
 
-    def results(self) -> dict[str, Row]:
+    def results(self) -> dict[str, StoredRow]:
         """Return the row of every planned cell by identity, in the order in which the cells were planned."""
         found = self._read(
             "SELECT c.identity, c.task, c.version, c.parameters, c.repetition, r.result, r.error "
             "FROM cells c LEFT JOIN rows r ON r.identity = c.identity ORDER BY c.rowid"
         )
         return {
-            identity: Row(
+            identity: StoredRow(
                 Cell(task, version, json.loads(parameters), repetition),
                 None if result is None else json.loads(result),
                 error,

@@ -14,7 +14,7 @@ from depthgauge._format import counted, short
 from depthgauge._frames import frame, html_table
 from depthgauge._lock import Holder
 from depthgauge.sweeps.cells import canonical_json
-from depthgauge.sweeps.store import Count, Row
+from depthgauge.sweeps.store import Count, StoredRow
 
 SCHEMA = "depthgauge.sweep/1"
 _HTML_ROWS = 10
@@ -38,7 +38,7 @@ class RunSummary:
 class SweepRows:
     """The table of rows of a sweep: one row for each cell that is done or failed."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[StoredRow, ...]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -176,7 +176,7 @@ class SweepStatus:
         return html_table(f"{self.store}: {self.count}", rows)
 
 
-def _flat(row: Row) -> dict[str, Any]:
+def _flat(row: StoredRow) -> dict[str, Any]:
     cell = row.cell
     head = {"identity": cell.identity, "task": cell.task, "version": cell.version, "repetition": cell.repetition}
     return head | dict(cell.parameters) | (row.result or {}) | {"error_text": row.error}

@@ -52,7 +52,10 @@ class Collapsed:
         if out is not None:
             save_network(self.surrogate, out)
         if witness is not None:
-            save_witness(self.certificate, witness)
+            inputs, lower = self.certificate.inputs, self.certificate.lower
+            metadata = {"set": inputs.kind, "radius": repr(inputs.radius), "lower": repr(lower)}
+            tensors = {"x": self.certificate.witness.contiguous()}
+            write_atomically(witness, lambda temporary: save_file(tensors, temporary, metadata=metadata))
 
 
 def collapse_file(path: str | Path, options: CollapseOptions, *, progress: Step = silent) -> Collapsed:
@@ -81,11 +84,3 @@ def collapse_file(path: str | Path, options: CollapseOptions, *, progress: Step 
         **printed_bound(network, inputs.radius).to_json(),
     }
     return Collapsed(msgspec.convert(document, CollapseRecord), surrogate, certificate)
-
-
-def save_witness(certificate: Certificate, path: str | Path) -> None:
-    """Write the input that attains the lower bound as tensor `x` of a safetensors file."""
-    inputs = certificate.inputs
-    metadata = {"set": inputs.kind, "radius": repr(inputs.radius), "lower": repr(certificate.lower)}
-    tensors = {"x": certificate.witness.contiguous()}
-    write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=metadata))

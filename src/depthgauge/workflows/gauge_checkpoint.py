@@ -15,7 +15,7 @@ from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.head_statistics import STATIC, HeadWatch, combine
+from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
@@ -65,9 +65,9 @@ from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSet
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
+from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.results.verdicts import checkpoint_verdict
 from depthgauge.surgery.stored_weights import weights_digest
-from depthgauge.workflows.shrink_subject import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
@@ -253,15 +253,17 @@ def observe(
 
     The second value is the time spent on attention plans, in seconds; only the first window has them.
     """
-    heads, family, fast, planning = HeadWatch(), stack.checkpoint.family, list[FastPlan](), 0.0
+    heads, fast, planning, family = list[dict[str, Any]](), list[dict[str, Any]](), 0.0, stack.checkpoint.family
 
     def watch(call: AttentionCall) -> Tensor:
         nonlocal planning
         if plans:
             started = time.perf_counter()
-            fast.append(layer_plan(call))
+            fast.append(layer_plan(call).to_json())
             planning += time.perf_counter() - started
-        return heads(call)
+        output, statistics = head_statistics(call)
+        heads.append(statistics.to_json())
+        return output
 
     sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
     with nullcontext() if sublayers is None else sublayers.listening():
@@ -280,13 +282,7 @@ def observe(
         }
         for state in states
     ]
-    seen = {
-        "residuals": residuals,
-        "heads": [layer.to_json() for layer in heads.layers],
-        "fast": [plan.to_json() for plan in fast],
-        "scores": scores,
-    }
-    return seen, planning
+    return {"residuals": residuals, "heads": heads, "fast": fast, "scores": scores}, planning
 
 
 def expected_duration(

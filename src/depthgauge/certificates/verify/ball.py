@@ -8,12 +8,12 @@ from torch import Tensor
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, smaller, spectral_norm, times
 from depthgauge.certificates.verify.box import rho, unproved
-from depthgauge.certificates.verify.expansion import Expansion, zeros
+from depthgauge.certificates.verify.expansion import ArbExpansion, zeros
 from depthgauge.errors import VerificationError
 
 
 @dataclass(frozen=True)
-class BallLayer:
+class ArbBallLayer:
     """One layer: the bounds that follow from the proved claims own and err, per head; `curved` is 2ρθ²·spread."""
 
     state: arb
@@ -25,17 +25,17 @@ class BallLayer:
 class BallLayers:
     """The layers of a network with skip connections, on tokens of length at most r."""
 
-    def __init__(self, who: str, X: Expansion, claims: BallBounds, radius: arb) -> None:
+    def __init__(self, who: str, X: ArbExpansion, claims: BallBounds, radius: arb) -> None:
         if not X.skip:
             raise VerificationError(f"{who}: the recursion on the ball requires skip connections")
         if len(claims.layers) != X.depth:
             raise VerificationError(f"{who}: expected {X.depth} layers, the proof has {len(claims.layers)}")
         self.who, self.X, self.claims, self.radius = who, X, claims, radius
-        self.layers: list[BallLayer] = []
+        self.layers: list[ArbBallLayer] = []
         for index in range(X.depth):
             self.layers.append(self._layer(index))
 
-    def _layer(self, k: int) -> BallLayer:
+    def _layer(self, k: int) -> ArbBallLayer:
         X, r = self.X, self.radius
         own, err = self._proved(k, "own", self.claims.layers[k].own), self._proved(k, "err", self.claims.layers[k].err)
         state, spread = (r + r * spectral_norm(X.drift(0, k)) + err).upper(), (r + own).upper()
@@ -52,7 +52,7 @@ class BallLayers:
             gaps.append((2 * (theta / 4).tanh() * spread).upper())
             curved.append((2 * rho() * theta**2 * spread).upper())
             rest.append((curved[-1] + e1 * spread + lin * r * own + lin * own * spread).upper())
-        return BallLayer(state, gaps, rest, curved)
+        return ArbBallLayer(state, gaps, rest, curved)
 
     def _proved(self, end: int, name: str, claimed: Tensor) -> arb:
         """Prove the claim for own = Σ G‖V‖₂ or err = own + Σ G‖V Z‖₂ over the heads before layer `end`; return it."""

@@ -20,7 +20,7 @@ from depthgauge.certificates.verify.arb_vectors import (
     through,
     times,
 )
-from depthgauge.certificates.verify.expansion import Expansion, zeros
+from depthgauge.certificates.verify.expansion import ArbExpansion, zeros
 from depthgauge.certificates.verify.lead import Lead
 from depthgauge.errors import VerificationError
 
@@ -59,7 +59,7 @@ class BoxLayer:
 class BoxLayers:
     """The layers of a network on the box of radius φ; the last entry is the output and has no heads."""
 
-    def __init__(self, who: str, X: Expansion, claims: BoxBounds, radius: arb) -> None:
+    def __init__(self, who: str, X: ArbExpansion, claims: BoxBounds, radius: arb) -> None:
         self.who, self.X, self.claims, self.radius = who, X, claims, radius
         self.joint = claims.joint and X.skip
         self.layers: list[BoxLayer] = []

@@ -12,23 +12,23 @@ from flint import arb
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison
-from depthgauge.certificates.deletion import Deletion as DeletionRecord
+from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.proof import ExpansionProof
 from depthgauge.certificates.upper import UpperBound
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
 from depthgauge.certificates.verify.ball import BallLayers
 from depthgauge.certificates.verify.box import BoxLayers, unproved
-from depthgauge.certificates.verify.deletion import Deletion
-from depthgauge.certificates.verify.difference import BoxDifference
-from depthgauge.certificates.verify.expansion import Expansion, check_matches, negated
+from depthgauge.certificates.verify.deletion import ArbDeletion
+from depthgauge.certificates.verify.difference import ArbBoxDifference
+from depthgauge.certificates.verify.expansion import ArbExpansion, check_matches, negated
 from depthgauge.certificates.verify.lead import Lead
 from depthgauge.errors import VerificationError, require_count
 from depthgauge.surrogates.matching import match_heads
 
 
 def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
-    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.value` again.
+    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.upper` again.
 
     Args:
         comparison: the two networks and the set of inputs.
@@ -42,14 +42,14 @@ def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
         VerificationError: the bound could not be proved; the message names the step that failed.
     """
     require_count("bits", bits, "the precision of the interval arithmetic", least=64)
-    if bound.value is None or not math.isfinite(bound.value):
+    if bound.upper is None or not math.isfinite(bound.upper):
         raise VerificationError("there is no finite upper bound to prove")
     try:
         with precision(bits):
-            _prove(comparison, bound, arb(bound.value))
+            _prove(comparison, bound, arb(bound.upper))
     except VerificationError:
         with precision(2 * bits):
-            _prove(comparison, bound, arb(bound.value))
+            _prove(comparison, bound, arb(bound.upper))
     return True
 
 
@@ -58,13 +58,13 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
     kind, radius = comparison.inputs.kind, arb(comparison.inputs.radius)
     if proof is None:
         raise VerificationError("the certificate does not contain its proof")
-    if isinstance(proof, DeletionRecord):
+    if isinstance(proof, Deletion):
         # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers both sets.
-        _check(Deletion(network, surrogate, proof.norms.record, radius).bound(), upper)
+        _check(ArbDeletion(network, surrogate, proof.norms.record, radius).bound(), upper)
         return
     if network.skip != surrogate.skip or network.dim != surrogate.dim:
         raise VerificationError("the networks differ in width or skip connections")
-    X, Y = Expansion(network), Expansion(surrogate)
+    X, Y = ArbExpansion(network), ArbExpansion(surrogate)
     if comparison.tokens == 1:
         _check(_linear(X, Y, radius, kind), upper)
     elif kind == "box":
@@ -73,13 +73,13 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         _check(_ball_bound(comparison, proof, X, Y, upper), upper)
 
 
-def _linear(X: Expansion, Y: Expansion, radius: arb, kind: str) -> Vector:
+def _linear(X: ArbExpansion, Y: ArbExpansion, radius: arb, kind: str) -> Vector:
     """Bound |m(Z_{0:L} − Z'_{0:L'})|, which equals |S − S'| for one token, since its attention is the identity."""
     M = X.drift(0, X.depth) - Y.drift(0, Y.depth)
     return times(radius, column_sums(M) if kind == "box" else column_lengths(M))
 
 
-def _box_bound(comparison: Comparison, proof: ExpansionProof, X: Expansion, Y: Expansion, upper: arb) -> Vector:
+def _box_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, Y: ArbExpansion, upper: arb) -> Vector:
     """Bound |S − S'| on the box, jointly where the plain bound exceeds `upper`."""
     if not isinstance(proof.bounds, BoxBounds) or not isinstance(proof.other, BoxBounds):
         raise VerificationError("the certificate is for a box, its proof is for a ball")
@@ -88,7 +88,7 @@ def _box_bound(comparison: Comparison, proof: ExpansionProof, X: Expansion, Y: E
     matches = match_heads(comparison.network, comparison.surrogate) if X.skip else []
     check_matches(comparison.network, comparison.surrogate, matches)
     layers, other = BoxLayers("network", X, proof.bounds, radius), BoxLayers("surrogate", Y, proof.other, radius)
-    difference = BoxDifference(layers, other, matches, proof.matched.record)
+    difference = ArbBoxDifference(layers, other, matches, proof.matched.record)
     plain = difference.plain()
     if not layers.joint or all(value <= upper for value in plain):
         return plain
@@ -96,7 +96,7 @@ def _box_bound(comparison: Comparison, proof: ExpansionProof, X: Expansion, Y: E
     return _lowered(proof, lead, beyond, plain, upper)
 
 
-def _ball_bound(comparison: Comparison, proof: ExpansionProof, X: Expansion, Y: Expansion, upper: arb) -> Vector:
+def _ball_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, Y: ArbExpansion, upper: arb) -> Vector:
     """Bound |S − S'| on the ball, jointly where the plain bound exceeds `upper`."""
     if not isinstance(proof.bounds, BallBounds) or not isinstance(proof.other, BallBounds):
         raise VerificationError("the certificate is for a ball, its proof is for a box")
@@ -112,7 +112,7 @@ def _ball_bound(comparison: Comparison, proof: ExpansionProof, X: Expansion, Y: 
     return _lowered(proof, lead, add(linear, layers.added(layers.rests()), rest), plain, upper)
 
 
-def _ball_lead(comparison: Comparison, X: Expansion, Y: Expansion, radius: arb) -> Lead:
+def _ball_lead(comparison: Comparison, X: ArbExpansion, Y: ArbExpansion, radius: arb) -> Lead:
     """Return the leading term of T − T' and Tᵐ − Tᵐ'; matched heads of a one-layer surrogate cancel in T − T'."""
     mine = [(k, h) for k in range(X.depth) for h in X.heads(k)]
     theirs = [(k, h) for k in range(Y.depth) for h in Y.heads(k)]

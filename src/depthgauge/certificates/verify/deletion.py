@@ -24,7 +24,7 @@ STEEPEST = {"relu": "1", "gelu": "1.1290"}
 """Upper bounds on |slope|. The slope of GELU is Φ(z) + zφ(z); its derivative (2 − z²)φ(z) vanishes at ±√2."""
 
 
-class Deletion:
+class ArbDeletion:
     """The bound on |S − S'| where S' is S with the attention of some layers deleted, or with all heads in parallel."""
 
     def __init__(

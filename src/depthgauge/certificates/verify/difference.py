@@ -21,7 +21,7 @@ from depthgauge.surrogates.matching import LayerMatch
 Head = tuple[int, int]
 
 
-class BoxDifference:
+class ArbBoxDifference:
     """Upper bounds on |S − S'| over the box, per output coordinate; X refers to S and Y to S'."""
 
     def __init__(self, X: BoxLayers, Y: BoxLayers, matches: Sequence[LayerMatch], record: dict[str, SignBound]) -> None:

@@ -14,7 +14,7 @@ from depthgauge.network.network import Layer, SelfAttentionNetwork
 from depthgauge.surrogates.matching import LayerMatch
 
 
-class Expansion:
+class ArbExpansion:
     """W_kh = β Q Kᵀ, V_kh and the matrices built from them, for a network without causal mask, MLP and LayerNorm."""
 
     def __init__(self, network: SelfAttentionNetwork) -> None:

@@ -22,7 +22,7 @@ from depthgauge.fast_attention.decide.minimax import (
     grid_index,
     output_error,
 )
-from depthgauge.fast_attention.plan import Fixed, HeadPlan, Plan
+from depthgauge.fast_attention.plan import AttentionPlan, Fixed, HeadPlan
 from depthgauge.fast_attention.problem import GuaranteeError, Problem, Request
 from depthgauge.fast_attention.spec import Repeatable
 
@@ -213,8 +213,8 @@ class Decision:
         s = self.survey
         return self.backend(choice.degree()).holds(self.problem.scale, s.query[head], s.key[head], s.value_size[head])
 
-    def plan(self, request: Request, notes: Sequence[str], fixed: Fixed | str) -> Plan:
-        """Return the choices as a Plan. `fixed` is what later calls need to follow it."""
+    def plan(self, request: Request, notes: Sequence[str], fixed: Fixed | str) -> AttentionPlan:
+        """Return the choices as a AttentionPlan. `fixed` is what later calls need to follow it."""
         shape, chooser = request.k.shape[:-2], self.chooser
         heads = []
         for head, index in enumerate(every(*map(range, shape))):
@@ -233,4 +233,4 @@ class Decision:
                     gradient=gradient_error(p) if p and chooser.gradients else None, backend=backend.name,
                 )
             )  # fmt: skip
-        return Plan(request.options.tolerance, request.q.dtype, tuple(heads), tuple(notes), fixed)
+        return AttentionPlan(request.options.tolerance, request.q.dtype, tuple(heads), tuple(notes), fixed)

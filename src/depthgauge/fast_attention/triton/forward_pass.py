@@ -17,7 +17,7 @@ from depthgauge.fast_attention.triton.launches import (
     TransposeSizes,
     survey_blocks,
 )
-from depthgauge.fast_attention.triton.passes import Pass, Room, Step
+from depthgauge.fast_attention.triton.passes import LaunchPass, LaunchStep, Room
 from depthgauge.fast_attention.triton.tuning import padded_length, split_length
 
 Table = Callable[..., Tensor]
@@ -50,15 +50,15 @@ class ForwardSizes(NamedTuple):
     device: torch.device
 
 
-def second_moment_steps(sizes: SecondMomentSizes, x: str, y: str, v: str) -> list[Step]:
+def second_moment_steps(sizes: SecondMomentSizes, x: str, y: str, v: str) -> list[LaunchStep]:
     """Return the steps that compute `second`, Σ (y ⊗ x) v of every split, by programs [splits, heads, …, 512, e].
 
     Narrow programs compute one pair of tiles each, so a second launch computes the other half.
     """
     launch = sizes.launch()
-    steps = [Step(launch, (x, y, v, "programs", "second"))]
+    steps = [LaunchStep(launch, (x, y, v, "programs", "second"))]
     if sizes.is_narrow:
-        steps.append(Step(launch, (x, y, v, "second_programs", ("second", 256 * sizes.e))))
+        steps.append(LaunchStep(launch, (x, y, v, "second_programs", ("second", 256 * sizes.e))))
     return steps
 
 
@@ -87,7 +87,7 @@ def state_count(m: int, block: int) -> int:
     return math.ceil(padded_length(m) / block) + 1 if block else 1
 
 
-class ForwardPass(Pass):
+class ForwardPass(LaunchPass):
     """One kind of forward pass, in three parts: KEYS, SUMS and ROWS.
 
     KEYS transposes the keys to x [N, d, padded], and with a survey writes its numbers to `readback`. SUMS computes the
@@ -118,12 +118,15 @@ class ForwardPass(Pass):
         transpose = TransposeSizes(s.heads, s.m, s.d, padded, blocks if s.is_surveyed else 0, True, s.device).launch()
         if s.is_surveyed:
             survey = SurveySizes(s.heads, s.groups * s.n, s.m, s.d, s.e, s.device).launch()
-            keys = [Step(survey, ("q", "k", "v", "centres", "found")), Step(transpose, ("k", "found", "x", "readback"))]
+            keys = [
+                LaunchStep(survey, ("q", "k", "v", "centres", "found")),
+                LaunchStep(transpose, ("k", "found", "x", "readback")),
+            ]
         else:
-            keys = [Step(transpose, ("k", "k", "x", "k"))]
+            keys = [LaunchStep(transpose, ("k", "k", "x", "k"))]
             if s.has_w:
-                keys.append(Step(transpose, ("weighted", "weighted", "y", "weighted")))
-        sums = [Step(FirstMomentSizes(*sizes, s.has_w).launch(), ("x", y, "v", w, "first"))]
+                keys.append(LaunchStep(transpose, ("weighted", "weighted", "y", "weighted")))
+        sums = [LaunchStep(FirstMomentSizes(*sizes, s.has_w).launch(), ("x", y, "v", w, "first"))]
         second_sizes = SecondMomentSizes(*sizes)
         if is_second:
             sums += second_moment_steps(second_sizes, "x", y, "v")
@@ -136,8 +139,8 @@ class ForwardPass(Pass):
         ).launch()  # fmt: skip
         second, coefficients = "second" if is_second else "first", "small" if s.is_alike else "coefficients"
         rows = [
-            Step(finish, (second, "first", coefficients, "slots", "big", "small"), "coefficients"),
-            Step(
+            LaunchStep(finish, (second, "first", coefficients, "slots", "big", "small"), "coefficients"),
+            LaunchStep(
                 evaluate, ("q", "big", "small", "x", "v", w, "slots", "out", "z" if s.is_kept else "out"), "exponent"
             ),
         ]  # fmt: skip

@@ -75,7 +75,7 @@ def tiles(dtype: torch.dtype, width: int) -> Tiles:
     return Tiles((32, 8), (128, 64, 8), (128, 32, 8)) if width > 64 else Tiles((32, 8), (64, 64, 4), (64, 64, 4))
 
 
-class Part(NamedTuple):
+class RowLaunches(NamedTuple):
     """Rows that are computed by one launch of `add_rows`. `turn` fills in the turned states from `first_state` on."""
 
     first_state: int
@@ -168,7 +168,7 @@ class GradientLaunches:
         grid = s.d * s.e // TILE**2, states * s.heads, sources
         return Launch(gradient_kernels().turn, grid, (self.big_size,), (s.d, s.e), num_warps=4)
 
-    def _bilinear(self, at_once: int, turned_state: int, is_query: bool) -> tuple[Part, ...]:
+    def _bilinear(self, at_once: int, turned_state: int, is_query: bool) -> tuple[RowLaunches, ...]:
         """Prepare bilinear rows with `at_once` turned states at a time. The first one is number `turned_state`."""
         found, block = [], self.sizes.block
         n, states = (self.n, self.read_states) if is_query else (self.sizes.m, self.states)
@@ -176,7 +176,9 @@ class GradientLaunches:
             end = min(start + at_once, states)
             length = n - start * block if end == states else (end - start) * block
             turn = self._turn(end - start, 1) if self.is_second and self.turn_both is None else None
-            found.append(Part(start, turn, self._add_rows(start, turned_state, length, is_query, is_turned=True)))
+            found.append(
+                RowLaunches(start, turn, self._add_rows(start, turned_state, length, is_query, is_turned=True))
+            )
         return tuple(found)
 
     def _add_rows(self, first_state: int, turned_state: int, length: int, is_query: bool, is_turned: bool) -> Launch:

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 
 from depthgauge.fast_attention.triton.forward_pass import Table, kept_rooms, second_moment_steps, state_count
-from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes, Part
-from depthgauge.fast_attention.triton.passes import Argument, Pass, Room, Step
+from depthgauge.fast_attention.triton.gradient_launches import GradientLaunches, GradientSizes, RowLaunches
+from depthgauge.fast_attention.triton.passes import Argument, LaunchPass, LaunchStep, Room
 
 
-class GradientPass(Pass):
+class GradientPass(LaunchPass):
     """One kind of backward pass.
 
     The forward pass kept Z′ and the states `key_big` and `key_small`. Given are q̃, k̃, v, ∂out and out. Then follow,
@@ -59,58 +59,62 @@ def _rooms(p: GradientLaunches) -> dict[str, Room]:
     return rooms
 
 
-def _sums(p: GradientLaunches) -> Iterator[Step]:
+def _sums(p: GradientLaunches) -> Iterator[LaunchStep]:
     """Return the steps that compute ṽ, level, the sums over queries and the states that keys read."""
     s = p.sizes
     shift, floor, after = "middle" if s.is_shifted else "key_small", "first", "first"
     if p.is_causal:
         floor, after = "floor", "after"
     queries, second = ("queries", "second") if p.is_second else ("first", "first")
-    yield Step(p.prepare, ("q", "v", shift, queries, "values"))
-    yield Step(p.moments, ("q", "grad", "out", "z", shift, floor, "dn", "level", "first"))
+    yield LaunchStep(p.prepare, ("q", "v", shift, queries, "values"))
+    yield LaunchStep(p.moments, ("q", "grad", "out", "z", shift, floor, "dn", "level", "first"))
     if p.is_second:
         yield from second_moment_steps(p.second_sizes, "queries", "queries", "dn")
     coefficients = "key_small" if s.is_alike else "coefficients"
-    yield Step(p.finish, (second, "first", coefficients, floor, "slots", "big", "small", after), "coefficients")
+    yield LaunchStep(p.finish, (second, "first", coefficients, floor, "slots", "big", "small", after), "coefficients")
     if p.turn_both is not None:
-        yield Step(p.turn_both, ("key_big", "big", "pairs", "turned"))
+        yield LaunchStep(p.turn_both, ("key_big", "big", "pairs", "turned"))
 
 
-def _turned(p: GradientLaunches, part: Part, big: str) -> Iterator[Step]:
+def _turned(p: GradientLaunches, part: RowLaunches, big: str) -> Iterator[LaunchStep]:
     """Return the step that turns the states of `big` which a part of the rows reads, if they are not turned yet."""
     if part.turn is not None:
         from_there: Argument = (big, part.first_state * p.sizes.heads * p.big_size) if part.first_state else big
-        yield Step(part.turn, (from_there, big, "pairs", "turned"))
+        yield LaunchStep(part.turn, (from_there, big, "pairs", "turned"))
 
 
-def _query_rows(p: GradientLaunches) -> Iterator[Step]:
+def _query_rows(p: GradientLaunches) -> Iterator[LaunchStep]:
     """Return the steps that compute ∂q, from the states of keys and the exact blocks."""
     s, exact = p.sizes, "z"
     if p.is_causal:
         exact, w = "exact_queries", "w" if s.has_w else "z"
-        yield Step(p.exact_queries, ("q", "grad", "level", "k", "values", w, "key_small", exact), "exponents")
+        yield LaunchStep(p.exact_queries, ("q", "grad", "level", "k", "values", w, "key_small", exact), "exponents")
     turned, factor = "turned" if p.is_second else "key_big", "key_small" if s.is_plain else "query_factor"
     for part in p.queries:
         yield from _turned(p, part, "key_big")
         states = turned, "key_big", "key_small"
-        yield Step(
+        yield LaunchStep(
             part.rows, ("q", "grad", *states, "level", exact, "z", factor, "z", "turned_slots", "dq", "z"), (1.0,)
         )
 
 
-def _key_rows(p: GradientLaunches) -> Iterator[Step]:
+def _key_rows(p: GradientLaunches) -> Iterator[LaunchStep]:
     """Return the steps that compute ∂v, ∂k and, if the weights depend on the keys, w ∂w, from the states of queries."""
     s, after, exact_k, exact_v = p.sizes, "z", "z", "z"
     w, dw = "w" if s.has_w else "z", "dw" if s.is_weighted else "z"
     if p.is_causal:
         after, exact_k, exact_v = "after", "exact_keys", "exact_values"
         tensors = ("q", "grad", "level", "z", "k", "values", "floor", after, exact_k, exact_v, dw)
-        yield Step(p.exact_keys, tensors, "exponents")
+        yield LaunchStep(p.exact_keys, tensors, "exponents")
     weight = (1.0 if p.is_causal else float(p.n),)  # sums over queries are divided by after, or by the number of rows
     key, value = ("key_small", "key_small") if s.is_plain else ("key_factor", "value_factor")
-    yield Step(p.values, ("k", "k", "big", "big", "small", "z", exact_v, w, value, after, "slots", "dv", dw), weight)
+    yield LaunchStep(
+        p.values, ("k", "k", "big", "big", "small", "z", exact_v, w, value, after, "slots", "dv", dw), weight
+    )
     turned = "turned" if p.is_second else "big"
     for part in p.keys:
         yield from _turned(p, part, "big")
         states = turned, "big", "small"
-        yield Step(part.rows, ("k", "values", *states, "z", exact_k, w, key, after, "turned_slots", "dk", "z"), weight)
+        yield LaunchStep(
+            part.rows, ("k", "values", *states, "z", exact_k, w, key, after, "turned_slots", "dk", "z"), weight
+        )

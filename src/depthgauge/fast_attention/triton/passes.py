@@ -33,7 +33,7 @@ def is_pooled() -> bool:
     return "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
-class Step(NamedTuple):
+class LaunchStep(NamedTuple):
     """A launch, its tensors by name, and its numbers: these, or those that a call gives under this name."""
 
     launch: Launch
@@ -164,7 +164,7 @@ class Call:
     __slots__ = ("_addresses", "_bound", "_memory", "_parts", "_tensors")
 
     def __init__(
-        self, parts: Sequence[Sequence[Step]], bound: _Bound | None, memory: object, addresses: list[int],
+        self, parts: Sequence[Sequence[LaunchStep]], bound: _Bound | None, memory: object, addresses: list[int],
         tensors: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         self._parts, self._bound, self._memory = parts, bound, memory
@@ -190,7 +190,7 @@ class Call:
         return self._tensors[name].flatten()[first:]
 
 
-class Pass:
+class LaunchPass:
     """Launches in a fixed order, in parts, on tensors that have names.
 
     These are the tensors `given` to every call, `tables`, tensors of its own, and those of `kept`, whose memory the
@@ -199,7 +199,7 @@ class Pass:
     """
 
     def __init__(
-        self, parts: Iterable[Iterable[Step]], given: Sequence[str], tables: Mapping[str, Tensor],
+        self, parts: Iterable[Iterable[LaunchStep]], given: Sequence[str], tables: Mapping[str, Tensor],
         rooms: Mapping[str, Room], device: torch.device, kept: Mapping[str, Room] = NO_ROOMS,
     ) -> None:  # fmt: skip
         self.parts = tuple(tuple(part) for part in parts)

@@ -78,10 +78,10 @@ class Readbacks:
         return found
 
     def abandon(self, readback: Readback) -> None:
-        """Never use a buffer again, because a kernel may still write to it: a call ended before it had read it.
+        """Never use a buffer again: a call ended before it had read the buffer, so a kernel may still write to it.
 
-        The buffer is kept for good. Torch does not know of writes by our kernels, so it would give the memory of a
-        dropped one to the next that asks for some.
+        The buffer is never freed. Torch does not track the writes of these kernels, so it would reuse the freed memory
+        for another tensor while a kernel still writes to it.
         """
         self._abandoned.append(readback)
         self._kept = {key: kept for key, kept in self._kept.items() if kept is not readback}

@@ -37,15 +37,13 @@ class RankByLayer(GridStudy):
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
         from depthgauge.papers.figures.layer_curves import RankCurve, draw_rank
+        from depthgauge.papers.figures.style import Spread
 
         def curve(eta: float, skip: bool) -> RankCurve:
             rows = self.where(results, eta=eta, skip=skip)
-            ratio = per_layer(rows, "log10_ratio")
             return RankCurve(
                 label=f"η = {eta:g}",
-                middle=[median(layer) for layer in ratio],
-                low=[min(layer) for layer in ratio],
-                high=[max(layer) for layer in ratio],
+                spread=Spread.over(per_layer(rows, "log10_ratio")),
                 bound=None if skip else [median(layer) for layer in per_layer(rows, "log10_bound")],
                 dong=None if skip else [median(layer) for layer in per_layer(rows, "log10_dong")],
             )
@@ -200,16 +198,14 @@ class WhatCollapses(GridStudy):
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import CollapsePanel, Spread, draw_collapse
-
-        def spread(layers: list[list[float]]) -> Spread:
-            return Spread(*([pick(layer) for layer in layers] for pick in (median, min, max)))
+        from depthgauge.papers.figures.layer_curves import CollapsePanel, draw_collapse
+        from depthgauge.papers.figures.style import Spread
 
         def panel(skip: bool, eta: float) -> CollapsePanel:
             rows = self.where(results, skip=skip, eta=eta)
             logs = per_layer(rows, "log10_ratio")
-            rank = spread([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
-            depth = spread(per_layer(rows, "one_layer"))
+            rank = Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
+            depth = Spread.over(per_layer(rows, "one_layer"))
             small = {name for name, curve in (("rank", rank), ("layers", depth)) if curve.middle[-1] < self.COLLAPSED}
             verdict = "rank collapse" if "rank" in small else "layer collapse" if small else "no collapse"
             where = f"{'with' if skip else 'without'} skip connections, η = {eta:g}"

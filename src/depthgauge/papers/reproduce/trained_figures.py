@@ -79,14 +79,11 @@ class TrainedStudy(GridStudy):
                 )
         return rows
 
-    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> dict[str, Any]:
-        """Return the median, minimum and maximum of a result over the models, for each η."""
-        values = [self._values(results, name, eta=eta, **parameters) for eta in etas]
-        return {
-            "middle": [median(v) if v else math.nan for v in values],
-            "low": [min(v, default=math.nan) for v in values],
-            "high": [max(v, default=math.nan) for v in values],
-        }
+    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> Any:
+        """Return the spread of a result over the models, for each η."""
+        from depthgauge.papers.figures.style import Spread
+
+        return Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
 
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
@@ -142,7 +139,7 @@ class DepthPays(TrainedStudy):
             at = {"problem": problem, "layers": layers, "heads": width}
             free = self._values(results, "accuracy", eta=UNBOUNDED, **at)
             found = self.curve(results, "accuracy", etas, **at)
-            curves.append(EtaCurve(label=label, unbounded=median(free), colour=order, **found))
+            curves.append(EtaCurve(label, found, unbounded=median(free), colour=order))
         (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
         return TaskPanel(_NAMES[problem], etas, curves, chance, self.proved_up_to(results, problem))
 
@@ -179,17 +176,17 @@ class TrainedDepths(TrainedStudy):
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
         from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TrainedDepthPanel, draw_trained_depths
+        from depthgauge.papers.figures.style import Spread
 
         def curve(name: str, label: str, problem: str) -> EtaCurve:
-            return EtaCurve(label=label, **self.curve(results, name, self.plan.etas, problem=problem))
+            return EtaCurve(label, self.curve(results, name, self.plan.etas, problem=problem))
 
         panels = []
         for problem in self.plan.problems:
-            largest = curve("largest", "largest |w| / η", problem)
-            middle, low, high = (
-                [value / eta for value, eta in zip(part, self.plan.etas, strict=True)]
-                for part in (largest.middle, largest.low, largest.high)
-            )
+            largest = [
+                [value / eta for value in self._values(results, "largest", eta=eta, problem=problem)]
+                for eta in self.plan.etas
+            ]
             panels.append(
                 TrainedDepthPanel(
                     title=_NAMES[problem],
@@ -197,7 +194,7 @@ class TrainedDepths(TrainedStudy):
                     certified=curve("certified_depth", f"proved within {WITHIN:g} in probability", problem),
                     measured=curve("measured_depth", f"measured within {WITHIN:g} in accuracy", problem),
                     at_bound=curve("at_bound", "share of weights at the bound", problem),
-                    largest=EtaCurve(largest.label, middle, low, high),
+                    largest=EtaCurve("largest |w| / η", Spread.over(largest)),
                     layers=self.plan.deepest,
                 )
             )
@@ -230,10 +227,10 @@ class SkipOrNorm(TrainedStudy):
                 at: Mapping[str, Any] = {"problem": problem, "skip": skip, "norm": norm}
                 curves = [
                     EtaCurve(
-                        label=f"L = {layers}",
+                        f"L = {layers}",
+                        self.curve(results, "accuracy", plan.few, layers=layers, **at),
                         colour=order,
                         dashed=layers == 1,
-                        **self.curve(results, "accuracy", plan.few, layers=layers, **at),
                     )
                     for order, layers in ((0, 1), (2, plan.contrast_layers))
                 ]

@@ -91,8 +91,8 @@ def certificate(cell: Cell) -> Values:
         "lower": found.lower,
         "upper": found.upper,
         "ratio": found.ratio,
-        "printed": printed.bound,
-        "printed_applies": printed.applies,
+        "printed": printed.printed_bound,
+        "printed_applies": printed.printed_applies,
     }
 
 

@@ -90,13 +90,10 @@ class TrainingOptions:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for name, meaning in (
-            ("steps", "the number of training steps"),
-            ("batch", "the number of sequences per step"),
-            ("test", "the number of test sequences"),
-            ("save_every", "the number of steps between two checkpoints"),
-        ):
-            require_count(name, getattr(self, name), meaning)
+        require_count("steps", self.steps, "the number of training steps")
+        require_count("batch", self.batch, "the number of sequences per step")
+        require_count("test", self.test, "the number of test sequences")
+        require_count("save_every", self.save_every, "the number of steps between two checkpoints")
         require_positive("rate", self.rate, "the largest learning rate")
         require_positive("clip", self.clip, "the largest norm of a gradient")
         for name in ("warmup", "decay"):

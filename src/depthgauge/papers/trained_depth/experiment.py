@@ -57,6 +57,8 @@ class ExperimentPlan:
     layers: tuple[int, ...]
     shape: Mapping[str, Any]
     seeds: int
+    contrast_layers: int = 4
+    """The larger number of layers in T3."""
 
     @property
     def deepest(self) -> int:
@@ -85,21 +87,9 @@ class ExperimentPlan:
         """Return the grids of T3: with and without skips and LayerNorm, one layer and several."""
         if not self.contrasted:
             return []
-        return [
-            self._lists(
-                problem=list(self.contrasted),
-                layers=[1, self.contrast_layers],
-                eta=list(self.few),
-                skip=[True, False],
-                norm=["none", "pre"],
-                depths=[False],
-            )
-        ]
-
-    @property
-    def contrast_layers(self) -> int:
-        """The larger number of layers in T3."""
-        return 4
+        variants = {"skip": [True, False], "norm": ["none", "pre"], "depths": [False]}
+        layers = [1, self.contrast_layers]
+        return [self._lists(problem=list(self.contrasted), layers=layers, eta=list(self.few), **variants)]
 
     def _lists(self, **lists: list[Any]) -> Lists:
         return {name: [value] for name, value in self.shape.items()} | lists

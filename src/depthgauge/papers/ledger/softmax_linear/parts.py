@@ -47,17 +47,9 @@ def _block(att: DenseAttention) -> Any:
 class LemmaPart:
     """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
 
-    Attributes:
-        name: Such as `3a`.
-        quantity: u, f or c.
-        rows: The rows, by a name in `ROWS`.
-        keys: The keys or columns, by a name in `KEYS` or `PAIRS`.
-        relation: `=`, `<=` or `>=`.
-        bound: The bound as text, with `{a}` for a₀ or a₁.
-        value: The bound as a function.
-        sharp: Whether the bound cannot be improved by a constant factor.
-        printed: The attributes above that are printed differently in the paper.
-        corrected: The id of the corrected statement, if the part fails.
+    `rows` and `keys` (or columns) are names in `ROWS`, `KEYS` and `PAIRS`. `bound` is the bound as text, with `{a}` for
+    a₀ or a₁, and `value` computes it. `sharp` is whether no constant factor improves it. `printed` holds the attributes
+    that are printed differently in the paper, `corrected` is the id of the corrected statement.
     """
 
     name: str
