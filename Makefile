@@ -8,11 +8,12 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test suite test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
+.PHONY: help demo test suite test-core test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
-	@echo "make test-annotations   the whole test suite again, with every annotation checked at run time"
+	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
+	@echo "make test-annotations   the tests of functions on tensors, with every annotation checked at run time"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
@@ -72,9 +73,20 @@ test: lint $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs"
 
-# The checks of tensor shapes and other annotations double the time of the tests.
+# What needs neither Triton nor Linux.
+CORE := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/depth
+test-core: $(VENV)/dev.stamp
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not kernels" $(CORE)
+
+# The checks of tensor shapes and other annotations double the time of the tests. They run where functions hand tensors
+# to each other, whose shapes mypy cannot check: the mathematics, measures of checkpoints, and the units of surgery.
+# Records, commands and pages are checked by mypy and by the validation of documents.
+ANNOTATED := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/checkpoints \
+	$(wildcard tests/surgery/test_block_runner.py tests/surgery/test_lbfgs.py tests/surgery/test_objective.py) \
+	$(wildcard tests/surgery/test_repair*.py)
 test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not wrong_types"
+	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) \
+		-m "not soak and not models and not gpu and not docs and not wrong_types" $(ANNOTATED)
 
 # On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.

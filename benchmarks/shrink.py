@@ -37,12 +37,12 @@ from shrink_peers import CHOICES, REPAIRS, Dense, observe, shrunk_losses
 from shrink_texts import require_windows, windows_of_file, windows_of_texts, write_debian_texts
 from torch import Tensor
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import DepthgaugeError, InputError
-from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.effort import EFFORT
-from depthgauge.surgery.objective import token_losses
 
 Losses = dict[str, Float[Tensor, " windows"]]
 """Text → loss of every evaluation window."""
@@ -76,7 +76,7 @@ class Setting:
 # --- OUR METHOD: the only function that knows how `shrink` is called -------------------------------------------------
 
 
-def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
+def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, dict[int, Losses]]:
     """Shrink the model of a setting with depthgauge and return the losses of the results.
 
     The calibration windows are used for fitting and selection, in the proportion that the effort asks for, together
@@ -85,7 +85,6 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     Args:
         setting: the model, the calibration windows and the numbers of blocks to remove.
         effort: `quick`, `default` or `high`.
-        objective: what the search minimizes, `loss` or `kl`.
         heal: number of healing steps; 0 means no healing.
         seed: seed of the samples and of the healing.
 
@@ -112,10 +111,10 @@ def ours(setting: Setting, *, effort: str, objective: str, heal: int, seed: int)
     journal = Journal()  # later sizes repeat the removals of earlier ones without a search
     found: dict[str, dict[int, Losses]] = {OURS: {}} | ({HEALED: {}} if heal else {})
     for count in setting.counts:
-        with Shrinker(setting.checkpoint, fit, select, objective=objective, effort=work, journal=journal) as shrinker:
+        with Shrinker(setting.checkpoint, fit, select, effort=work, journal=journal) as shrinker:
             shrinker.remove_until(count)
             shrinker.exchange()
-            shrinker.repair(shrinker.student.removed)
+            shrinker.repair(shrinker.removed)
             model = shrinker.model()
         found[OURS][count] = model_losses(model, setting.evaluation)
         if heal:
@@ -252,7 +251,7 @@ def measure(options: argparse.Namespace) -> int:
         own = [] if options.no_peers else peers(runner, setting)
         between = time.perf_counter()
         if not options.peers_only:
-            made = ours(setting, effort=effort, objective=options.objective, heal=options.heal, seed=options.seed)
+            made = ours(setting, effort=effort, heal=options.heal, seed=options.seed)
             own += [row_of(setting, method, count, made[method][count]) for method in made for count in made[method]]
         seconds[setting.title] = {"peers": between - started, "ours": time.perf_counter() - between}
         show(setting.title, own)
@@ -271,7 +270,7 @@ def measure(options: argparse.Namespace) -> int:
             for one in judged
         ],
         "model": checkpoint.describe(), "name": checkpoint.name, "effort": effort,
-        "objective": options.objective, "heal": options.heal,
+        "objective": "loss", "heal": options.heal,
         "calibration_windows": calibrated, "evaluation_windows": evaluated, "seed": options.seed, "seconds": seconds,
         "python": platform.python_version(), "torch": torch.__version__,
     }  # fmt: skip
@@ -295,7 +294,6 @@ def main() -> int:
     parser.add_argument("--setting", choices=["both", "known", "unknown"], default="both")
     parser.add_argument("--peers-only", action="store_true", help="measure the peers alone")
     parser.add_argument("--effort", choices=list(EFFORT), default="default")
-    parser.add_argument("--objective", choices=["loss", "kl"], default="loss", help="what the search minimizes")
     parser.add_argument("--no-peers", action="store_true", help="measure our own method alone")
     parser.add_argument("--heal", type=int, default=0, help="healing steps")
     parser.add_argument("--batch", type=int, help="windows computed together")

@@ -37,9 +37,8 @@ from jaxtyping import Float, Int
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.layers import hidden_out
+from depthgauge.checkpoints.layers import BlockRunner, hidden_out
 from depthgauge.errors import InputError
-from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.objective import Objective
 
 GREEDY_WINDOWS = 16
@@ -61,7 +60,7 @@ class Dense:
 
     def losses(self, states: Float[Tensor, "windows n d"]) -> Float[Tensor, " windows"]:
         """Return the loss of every window for states after the last block."""
-        return Objective(self.runner, self.ids, states, "loss")(states)
+        return Objective(self.runner, self.ids, states)(states)
 
     @cached_property
     def dense_losses(self) -> Float[Tensor, " windows"]:
@@ -79,7 +78,7 @@ def observe(runner: BlockRunner, ids: Int[Tensor, "windows n"]) -> Dense:
     """Run the dense model and keep all states, on the model's device."""
     states = [runner.embed(ids)]
     for layer in range(len(runner)):
-        states.append(runner.run([layer], states[-1]))
+        states.append(runner.through([layer], states[-1]))
     return Dense(runner, ids, tuple(states))
 
 
@@ -125,7 +124,7 @@ def sleb_order(dense: Dense, count: int) -> list[int]:
     inputs = dict(enumerate(dense.states[:-1]))
     for _ in range(count):
         losses = {
-            layer: float(dense.losses(runner.run(kept[place + 1 :], inputs[layer])).mean())
+            layer: float(dense.losses(runner.through(kept[place + 1 :], inputs[layer])).mean())
             for place, layer in list(enumerate(kept))[1:-1]
         }
         best = min(losses, key=losses.__getitem__)
@@ -135,7 +134,7 @@ def sleb_order(dense: Dense, count: int) -> list[int]:
         removed.append(best)
         for layer in kept[place:]:
             inputs[layer] = states
-            states = runner.run([layer], states)
+            states = runner.through([layer], states)
     return removed
 
 
@@ -289,9 +288,9 @@ def shrunk_losses(dense: Dense, removed: Sequence[int], repair: Repair) -> Float
     states = dense.states[place]
     with _changed_mlps(runner, repair.mlps):
         for start, stop in ends:
-            states = repair.at(start, runner.run(range(place, start), states))
+            states = repair.at(start, runner.through(range(place, start), states))
             place = stop
-        states = runner.run(range(place, len(runner)), states)
+        states = runner.through(range(place, len(runner)), states)
     return dense.losses(states)
 
 

@@ -229,6 +229,7 @@ def our_text() -> Iterator[Path]:
         "tests/**/*.py",
         "benchmarks/**/*.py",
         "docs/**/*.md",
+        ".github/**/*.yml",
         "*.md",
         "*.toml",
         "*.txt",

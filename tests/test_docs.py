@@ -216,6 +216,8 @@ def test_the_api_reference_lists_every_public_name() -> None:
     assert len(listed) == len(set(listed))
     inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
     assert set(listed) == {*depthgauge.__all__, *inside} - {"__version__", "papers", "results"}
+    spaces = [name.rpartition(".")[0] for name in listed]
+    assert spaces == sorted(spaces, key=["", "results", "papers"].index)  # namespace by namespace
 
 
 def test_one_version_everywhere() -> None:
@@ -243,24 +245,45 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def test_a_request_travels_as_contributing_describes() -> None:
+TRAVELS = {
+    "depthgauge gauge ./model": "src/depthgauge/cli/gauge.py",
+    "depthgauge shrink ./model": "src/depthgauge/cli/shrink.py",
+    "dg.attention(q, k, v)": "src/depthgauge/fast_attention/attention.py",
+}
+"""Request → the file where it starts."""
+
+
+@pytest.mark.parametrize("request_", TRAVELS)
+def test_a_request_travels_as_contributing_describes(request_: str) -> None:
     """Each file of the list exists and is imported by a file before it; there are at most eight."""
-    files = re.findall(
-        r"^\d+\. \[[^\]]+\]\((src/[^)]+\.py)\)",
-        section(ROOT / "CONTRIBUTING.md", "How a request travels"),
-        re.MULTILINE,
-    )
+    lists = section(ROOT / "CONTRIBUTING.md", "How a request travels")
+    part = lists.split(f"\n### `{request_}`\n", 1)[1].split("\n### ")[0]
+    links = re.findall(r"^\d+\. \[([^\]]+)\]\((src/[^)]+\.py)\)", part, re.MULTILINE)
+    files = [path for _, path in links]
+    assert all(path == f"src/depthgauge/{name}" for name, path in links)
     assert 4 <= len(files) <= 8
-    assert files[0] == "src/depthgauge/cli/gauge.py"
+    assert files[0] == TRAVELS[request_]
     for index, name in enumerate(files[1:], 1):
         module = name.removeprefix("src/").removesuffix(".py").replace("/", ".")
         assert any(module in imported(ROOT / before) for before in files[:index]), name
 
 
+def test_contributing_lists_the_levels_of_the_architecture_test() -> None:
+    levels = load(ROOT / "tests" / "test_architecture.py").LEVELS
+    rows = re.findall(r"^\| (\d+) \| (.*?) \|", section(ROOT / "CONTRIBUTING.md", "Packages"), re.MULTILINE)
+    listed = [set[str]() for _ in levels]
+    for level, names in rows:
+        listed[int(level)] |= {name.removesuffix("/").removesuffix(".py") for name in re.findall(r"`([^`]+)`", names)}
+    levels[0].discard("_version")
+    assert listed[:-1] == levels[:-1]
+
+
 def test_the_changelog_lists_what_moved() -> None:
     """Old names and modules are gone, and the new ones exist."""
     rows = re.findall(
-        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|", section(ROOT / "CHANGELOG.md", "[Unreleased]"), re.M
+        r"^\| `depthgauge\.([\w.]+)` \| `depthgauge\.([\w.]+)` \|",
+        section(ROOT / "CHANGELOG.md", depthgauge.__version__),
+        re.M,
     )
     inside = {f"{space}.{name}" for space in ("papers", "results") for name in getattr(depthgauge, space).__all__}
     assert {new for _, new in rows if new in inside} == inside
@@ -349,3 +372,34 @@ def test_commit_hooks_download_nothing() -> None:
     assert [repo["repo"] for repo in hooks["repos"]] == ["local"]
     assert {hook["language"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"system"}
     assert {hook["id"] for repo in hooks["repos"] for hook in repo["hooks"]} == {"ruff-check", "ruff-format", "mypy"}
+
+
+def test_workflows_run_targets_of_the_makefile() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"]
+    targets = {
+        word for job in jobs.values() for step in job["steps"] for word in re.findall(r"make ([\w-]+)", str(step))
+    }
+    assert {"test", "test-annotations", "docs", "wheel"} <= targets
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+    for path in re.findall(r"tests/\w+(?=[ \n])", makefile):
+        assert (ROOT / path).is_dir(), path
+    tested = jobs["linux"]["strategy"]["matrix"]["python"]
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    assert tested == [line.rpartition(" ")[2] for line in classifiers if re.search(r":: 3\.\d+$", line)]
+
+
+def test_the_page_of_versions_agrees_with_the_constraints() -> None:
+    page = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    pinned = dict(
+        re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    first = next(line for line in page.splitlines() if line.startswith("| 3.11 |"))
+    assert all(pinned[name] in first for name in ("torch", "transformers", "triton"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    needed = " ".join([*project["dependencies"], *(name for extra in extras for name in extra)])
+    for names, least in re.findall(r"^\| ([\w, -]+) \| ([\d.]+) \|", page.split("## Least versions")[1], re.MULTILINE):
+        for name in names.lower().split(", "):
+            assert f"{name}>={least}" in needed, name

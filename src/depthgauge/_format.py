@@ -1,6 +1,8 @@
 """Formatting of numbers and texts, shared by the terminal tables, the HTML report, the verdicts and the ledger."""
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 DASH = "–"
 
@@ -21,6 +23,16 @@ def number(value: float | None, digits: int = 3) -> str:
     if 10**digits - 0.5 <= abs(value) < 1e5:
         return f"{value:.0f}"
     return re.sub(r"e(-?)\+?0*(?=\d)", r"e\1", f"{value:.{digits}g}")
+
+
+def one_line(text: object, most: int = 200) -> str:
+    """Return a text, or the message of an error, on one line of at most `most` characters.
+
+    >>> one_line("a  long\\n text", 6), one_line(KeyError())
+    ('a lon…', 'KeyError')
+    """
+    line = " ".join(str(text).split()) or type(text).__name__
+    return line if len(line) <= most else f"{line[: most - 1]}…"
 
 
 def counted(count: int, noun: str) -> str:
@@ -64,3 +76,23 @@ def size_text(count: float) -> str:
             return f"{number(float(count))} {unit}"
         count /= 1000
     return f"{number(count)} TB"
+
+
+def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return increasing numbers as half-open ranges.
+
+    >>> contiguous([0, 1, 2, 5]), contiguous([])
+    ([(0, 3), (5, 6)], [])
+    """
+    breaks = [0, *(k for k, (a, b) in enumerate(pairwise(numbers), start=1) if b != a + 1), len(numbers)]
+    return [(numbers[start], numbers[stop - 1] + 1) for start, stop in pairwise(breaks)] if numbers else []
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return increasing numbers as text with runs joined.
+
+    >>> ranges([0, 1, 2, 5]), ranges([])
+    ('0–2, 5', 'none')
+    """
+    runs = [str(start) if stop == start + 1 else f"{start}–{stop - 1}" for start, stop in contiguous(numbers)]
+    return ", ".join(runs) or "none"

@@ -10,10 +10,10 @@ from benchmark_files import benchmark
 from layered_models import layered_model
 from tiny_checkpoints import save_checkpoint, text_of
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
-from depthgauge.surgery.block_runner import BlockRunner
 
 pytestmark = pytest.mark.soak
 judge, texts = benchmark("shrink_claims"), benchmark("shrink_texts")
@@ -110,7 +110,7 @@ def test_our_method_returns_losses_of_every_window() -> None:
     runner, windows = runner_and_windows(12)
     setting = shrink.settings_of(runner, windows, evaluated=3, calibrated=9, counts=(1, 3), unknown=[])[0]
     before = {name: value.clone() for name, value in runner.checkpoint.model.state_dict().items()}
-    made = shrink.ours(setting, effort="quick", objective="loss", heal=1, seed=0)
+    made = shrink.ours(setting, effort="quick", heal=1, seed=0)
     assert made.keys() == {OURS, HEALED}
     for by_count in made.values():
         assert list(by_count) == [1, 3]

@@ -5,12 +5,15 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import MODELS, tiny_model, tokens
+from torch import Tensor
 
 from depthgauge.checkpoints import registered_attention
-from depthgauge.checkpoints.interface import AttentionCall
-from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.registered_attention import NAME, fast_plans, layer_plan, register_attention
+from depthgauge.checkpoints.interface import AttentionCall, attending
+from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.load import Checkpoint, wrap
+from depthgauge.checkpoints.registered_attention import NAME, layer_plan, register_attention
 from depthgauge.errors import InputError
+from depthgauge.results.checkpoint_subject import FastPlan
 
 
 def final(model: Any, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -70,17 +73,29 @@ def test_unsupported_arguments_raise_an_error() -> None:
         register_attention(0.0)
 
 
+def fast_plans(checkpoint: Checkpoint, ids: Tensor) -> list[FastPlan]:
+    plans: list[FastPlan] = []
+
+    def watch(call: AttentionCall) -> Tensor:
+        plans.append(layer_plan(call))
+        return call.output()
+
+    with attending(checkpoint.model) as session:
+        Stack(checkpoint, session).run(ids, watch=watch)
+    return plans
+
+
 def test_plans_list_the_polynomial_heads() -> None:
     small, large = wrap(tiny_model("llama", spread=0.05)), wrap(tiny_model("llama", spread=2.0))
     ids = tokens(24, batch=1)
-    for layer in fast_plans(large, ids):
+    for index, layer in enumerate(fast_plans(large, ids)):
         assert layer.heads == ()
-        assert layer.line().startswith(f"layer {layer.layer}: no head of 4 (B from ")
+        assert layer.line.startswith(f"layer {index}: no head of 4 (B from ")
         assert len(layer.bounds) == 4
     assert max(fast_plans(small, ids)[0].bounds) < min(fast_plans(large, ids)[0].bounds)
     (window, *_) = fast_plans(wrap(tiny_model("mistral")), ids)
-    assert window.line() == "layer 0: no head of 4 (its mask is neither causal nor empty)"
-    assert fast_plans(wrap(tiny_model("gemma2")), ids)[1].why == "its scores are capped"
+    assert window.line == "layer 0: no head of 4 (its mask is neither causal nor empty)"
+    assert fast_plans(wrap(tiny_model("gemma2")), ids)[1].line == "layer 1: no head of 4 (its scores are capped)"
 
 
 def test_long_sequences_with_small_scores_use_a_polynomial() -> None:
@@ -89,5 +104,4 @@ def test_long_sequences_with_small_scores_use_a_polynomial() -> None:
     q[:, 1] *= 400
     plan = layer_plan(AttentionCall(3, q, k, v, None, 1.0))
     assert plan.heads == (0,)
-    assert plan.line().startswith("layer 3: heads 0 of 2 (B from ")
-    assert plan.to_json()["heads"] == [0]
+    assert plan.line.startswith("layer 3: heads 0 of 2 (B from ")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
-from depthgauge.checkpoints import circuits, interface, row_measures
+from depthgauge.checkpoints import circuits, interface
 from depthgauge.checkpoints.circuits import (
     HeadWeights,
     block_sizes,
@@ -17,7 +17,8 @@ from depthgauge.checkpoints.circuits import (
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.row_measures import RowWatch
+from depthgauge.monitor import row_watch
+from depthgauge.monitor.row_watch import RowWatch
 
 DRAW = torch.Generator().manual_seed(0)
 
@@ -68,7 +69,7 @@ def test_the_sizes_of_blocks_are_the_largest_of_their_heads(
 
 def test_the_sizes_of_values_wider_than_queries() -> None:
     query, key, value, output = normal(2, 4, 8, 3), normal(2, 2, 8, 3), normal(2, 2, 8, 5), normal(2, 4, 5, 8)
-    found = layer_sizes(query, key, value, output)
+    found = layer_sizes([(query, key, value, output)])
     for layer in range(2):
         heads = [
             circuit_sizes(HeadWeights(query[layer, h], key[layer, h // 2], value[layer, h // 2], output[layer, h], 1.0))
@@ -91,7 +92,7 @@ def test_row_measures_are_part_of_the_head_statistics(
     masks: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
-    monkeypatch.setattr(row_measures, "BLOCK_ENTRIES", entries)
+    monkeypatch.setattr(row_watch, "BLOCK_ENTRIES", entries)
     rows = torch.ones(2, 7, dtype=torch.bool)
     rows[1, 5:] = False
     one, two = causal(7, 7), causal(7, 3)
@@ -104,10 +105,10 @@ def test_row_measures_are_part_of_the_head_statistics(
         output, statistics = head_statistics(call, rows)
         assert torch.equal(watch(call), output)
         expected.append(statistics)
-    found = watch.measures()
+    found, _ = watch.measures()
     for layer, statistics in enumerate(expected):
         for name in ("score_range", "tv_mean", "first_mass", "entropy"):
-            values = getattr(found, name)[layer].tolist()
+            values = found[name][layer].tolist()
             assert values == pytest.approx(getattr(statistics, name).tolist(), rel=1e-5)
 
 
@@ -117,8 +118,8 @@ def test_layers_may_have_different_numbers_of_heads() -> None:
         call = AttentionCall(0, normal(1, heads, 5, 4), normal(1, heads, 5, 4), normal(1, heads, 5, 4), None, 0.5)
         watch(call)
         expected.append(head_statistics(call)[1])
-    found = watch.measures()
-    assert found.entropy[0, :2].tolist() == pytest.approx(expected[0].entropy.tolist())
-    assert found.entropy[0, 2].isnan()
-    assert found.entropy[1].tolist() == pytest.approx(expected[1].entropy.tolist())
-    assert found.uniform_entropy.exp().tolist() == pytest.approx([5.0, 5.0])
+    found, uniform_entropy = watch.measures()
+    assert found["entropy"][0, :2].tolist() == pytest.approx(expected[0].entropy.tolist())
+    assert found["entropy"][0, 2].isnan()
+    assert found["entropy"][1].tolist() == pytest.approx(expected[1].entropy.tolist())
+    assert uniform_entropy.exp().tolist() == pytest.approx([5.0, 5.0])

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from depthgauge.checkpoints import interface
-from depthgauge.checkpoints.head_statistics import STATIC, HeadStatistics, combine, head_statistics
+from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.interface import AttentionCall
 
 LEAST = torch.finfo(torch.float64).min
@@ -130,10 +130,8 @@ def test_a_static_head_is_recognised() -> None:
 
 def test_windows_are_combined() -> None:
     parts = [head_statistics(draw(seed, 6, 2, "causal")[0])[1] for seed in (1, 2, 3)]
-    together = combine(parts)
+    together = combine([part.to_json() for part in parts])
     assert torch.equal(together.score_range, torch.stack([p.score_range for p in parts]).amax(0))
     assert torch.allclose(together.tv_mean, torch.stack([p.tv_mean for p in parts]).mean(0))
     assert torch.allclose(together.static, sum(p.static for p in parts))  # type: ignore[arg-type]
-    again = HeadStatistics.from_json(together.to_json())
-    assert again == together
-    assert torch.equal(again.static_errors(), together.static_errors())
+    assert combine([together.to_json()]) == together

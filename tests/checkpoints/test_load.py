@@ -65,16 +65,16 @@ def test_a_directory_loads_as_it_was_saved(name: str, request: pytest.FixtureReq
     for key, value in original.state_dict().items():
         assert torch.equal(checkpoint.model.state_dict()[key], value)
     described = checkpoint.describe()
-    assert described["layers"] == 3
-    assert described["heads"] == 4
-    assert described["kv_heads"] == (2 if name == "llama" else 4)
-    assert described["dtype"] == "float32"
-    assert described["parameters"] == sum(p.numel() for p in original.parameters())
+    assert described.layers == 3
+    assert described.heads == 4
+    assert described.kv_heads == (2 if name == "llama" else 4)
+    assert described.dtype == "float32"
+    assert described.parameters == sum(p.numel() for p in original.parameters())
     assert not checkpoint.model.training
 
 
 def test_the_requested_dtype_is_used(llama: Path) -> None:
-    assert loaded(llama, Placement("float64", "cpu")).describe()["dtype"] == "float64"
+    assert loaded(llama, Placement("float64", "cpu")).describe().dtype == "float64"
     with pytest.raises(InputError, match="dtype must be one of auto, float32"):
         loaded(llama, Placement("float31", "cpu"))
     with pytest.raises(InputError, match=r"device 'cuda:77' cannot be used: .*; choose a device of this machine"):

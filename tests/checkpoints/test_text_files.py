@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import depthgauge
 from depthgauge.checkpoints import text_files
-from depthgauge.checkpoints.json_lines import lines_between
-from depthgauge.checkpoints.text_files import TextContent, TextFile, find_text, read_text, split_field
+from depthgauge.checkpoints.text_files import TextContent, TextFile, find_text, lines_between, read_text, split_field
 from depthgauge.checkpoints.windows import tokenize_text
 from depthgauge.errors import InputError
 

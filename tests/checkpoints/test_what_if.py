@@ -15,7 +15,6 @@ from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.removal import measured_depth, next_removal, passes, remove_greedily
 from depthgauge.checkpoints.what_if import (
     available,
     chosen_kinds,
@@ -235,71 +234,6 @@ def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
                 what_if(stack, ids, base.states, kind, layer)
             assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, 3))
             assert kind_passes(kind, 30) <= 30 / 2 + 0.5
-
-
-# --- greedy removal --------------------------------------------------------------------------------------------------
-
-
-def removed_plainly(model: Any, ids: Tensor, gone: set[int]) -> Tensor:
-    blocks = find_blocks(model, 3)
-    handles = [hooked(blocks[layer], lambda args, kwargs, out: args[0]) for layer in gone]
-    try:
-        return final(model, ids)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "bert"])
-def test_removal_is_greedy_and_remeasured(name: str) -> None:
-    model, windows = tiny_model(name), [tokens(batch=1, seed=seed) for seed in (0, 1)]
-    checkpoint = wrap(model)
-    with attending(model) as session:
-        stack = Stack(checkpoint, session)
-        steps = list(remove_greedily(stack, windows, math.inf))
-    lost = [objective(checkpoint.objective, ids, final(model, ids)) for ids in windows]
-    gone: set[int] = set()
-    for step in steps:
-        losses = {
-            layer: [lost[w](removed_plainly(model, ids, gone | {layer})) for w, ids in enumerate(windows)]
-            for layer in range(3)
-            if layer not in gone
-        }
-        assert sum(losses[step.layer]) == pytest.approx(min(map(sum, losses.values())), abs=1e-5)
-        assert step.losses == pytest.approx(tuple(losses[step.layer]), abs=1e-4)
-        gone.add(step.layer)
-    assert len(steps) == 2
-
-
-def test_removal_stops_and_resumes() -> None:
-    model, windows = tiny_model("llama"), [tokens(batch=1)]
-    with attending(model) as session:
-        stack = Stack(wrap(model), session)
-        steps = list(remove_greedily(stack, windows, math.inf))
-        before = stack.evaluations
-        assert list(remove_greedily(stack, windows, math.inf, known=steps)) == steps
-        assert stack.evaluations == before  # nothing was measured again
-        assert list(remove_greedily(stack, windows, math.inf, max_removed=1)) == steps[:1]
-        never = list(remove_greedily(stack, windows, -1e9))
-    assert never == steps[:1]
-    depth = measured_depth(never, 3, -1e9)
-    assert (depth.layers, depth.steps, depth.stopped) == (3, (), "increase")
-    depth = measured_depth(steps, 3, math.inf)
-    assert (depth.layers, depth.stopped) == (1, "one layer left")
-    depth = measured_depth(steps[:1], 3, 1e9)
-    assert (depth.layers, depth.steps, depth.stopped) == (2, tuple(steps[:1]), "max_removed")
-
-
-def test_removal_costs_at_most_the_stated_passes() -> None:
-    model, windows = tiny_model("llama"), [tokens(batch=1)]
-    with attending(model) as session:
-        stack = Stack(wrap(model), session)
-        list(remove_greedily(stack, windows, math.inf))
-        assert stack.evaluations / 3 <= passes(3, 2)
-        stack.evaluations = 0
-        next_removal(stack, windows, [lambda out: 0.0], [])
-        assert stack.evaluations == 3 + 2 + 1 + 0
-    assert passes(30, 5, known=1) < passes(30, 5)
 
 
 def test_every_family_has_a_tiny_model() -> None:

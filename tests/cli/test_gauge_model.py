@@ -56,13 +56,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, pla
 
 
 def test_tables(run: Run) -> None:
-    depth = ("--depth", "9", "--max-removed", "1")
-    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", *depth)
+    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all")
     assert outcome.code == 0
     assert "llama: 3 layers × 4 heads (2 key–value), dim 16" in outcome.out
     for word in ("TV to uniform", "What if: loss added, nats per token (intact: ", "skip block", "parallel",
-                 "Which layer score", "block influence (ShortGPT)", "effective depth: 2 of 3 layers keep the increase",
-                 "as printed", "→ 3 layers; skipping layer "):  # fmt: skip
+                 "Which layer score", "block influence (ShortGPT)", "as printed",
+                 "→ 3 layers; skipping layer "):  # fmt: skip
         assert word in outcome.out, word
     assert outcome.err.startswith("loading llama\nabout ")
     assert "forward passes of 48 tokens" in outcome.err
@@ -118,7 +117,7 @@ def test_weights_only(run: Run) -> None:
         (["llama", "--what-if", "all", "--no-what-if"], "exclude each other"),
         (["llama", "--what-if", "blok"], "did you mean 'block'?"),
         (["llama", "--resume", "--text", "corpus.txt"], "give the same --out as before"),
-        (["llama", "--max-removed", "2"], "set the allowed increase with --depth"),
+        (["llama", "--depth", "0.1"], "No such option: --depth"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -149,9 +148,9 @@ def keys_of(value: Any) -> set[str]:
 
 def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
     formats = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
-    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--depth", "9", "--json")
+    outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--json")
     written = keys_of(json.loads(outcome.out))
-    assert {"static_best", "parallel", "spearman", "stopped", "corrected_orders"} <= written
+    assert {"static_best", "parallel", "spearman", "corrected_orders"} <= written
     assert written - set(re.findall(r"`([^`\n]+)`", formats)) == set()
 
 

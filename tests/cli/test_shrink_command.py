@@ -137,7 +137,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
             "high",
         ),
         *("--confidence", "0.9", "--sampled", "0.25", "--window", "128", "--heal", "20", "--seed", "4", "--no-repair"),
-        *("--objective", "kl", "--bos", "no", "--device-map", "auto", "--allow-pickle", "--resume", "--overwrite"),
+        *("--bos", "no", "--device-map", "auto", "--allow-pickle", "--resume", "--overwrite"),
     )
     assert outcome.code == 0, outcome.err
     assert workflow.called == "shrink"
@@ -145,7 +145,7 @@ def test_options_become_the_call(run: Run, workflow: Workflow) -> None:
     assert model == Path("model")
     assert options == ShrinkOptions(
         text=("corpus.txt", "b.txt"), remove="25%", effort="high", confidence=0.9, sampled=0.25, window=128, heal=20,
-        seed=4, no_repair=True, objective="kl", bos="no", device_map="auto", allow_pickle=True,
+        seed=4, no_repair=True, bos="no", device_map="auto", allow_pickle=True,
     )  # fmt: skip
     given = {name: value for name, value in workflow.given.items() if name not in ("progress", "message")}
     assert given == {"plan": None, "out": Path("smaller"), "report": None, "resume": True, "overwrite": True}
@@ -159,8 +159,8 @@ def test_what_is_not_given_is_none(run: Run, workflow: Workflow) -> None:
 
 def test_a_limit_and_its_guarantee(run: Run, workflow: Workflow) -> None:
     workflow.document = with_limit()
-    assert run("m", "--max-increase", "0.25", "--guarantee", "mean", "--out", "s").code == 0
-    assert workflow.positional[1] == ShrinkOptions(max_increase=0.25, guarantee="mean")
+    assert run("m", "--max-increase", "0.25", "--out", "s").code == 0
+    assert workflow.positional[1] == ShrinkOptions(max_increase=0.25)
 
 
 @pytest.mark.parametrize("document", [PLAN, DOCUMENT], ids=["a plan", "depthgauge.json"])
@@ -195,8 +195,7 @@ def test_json_has_the_keys_that_programs_rely_on(run: Run) -> None:
         ("layers_before",): int, ("layers_after",): int, ("removed",): list, ("repaired",): bool,
         ("loss", "dense"): float, ("loss", "shrunk"): float, ("loss", "low"): float, ("loss", "high"): float,
         ("guarantee", "quantile", "increase"): float, ("guarantee", "quantile", "share"): float,
-        ("guarantee", "quantile", "confidence"): float, ("guarantee", "mean", "increase"): float,
-        ("guarantee", "mean", "confidence"): float, ("guarantee", "mean", "method"): str,
+        ("guarantee", "quantile", "confidence"): float, ("guarantee", "mean"): type(None),
         ("speed", "prefill"): float, ("speed", "decode"): float, ("parameters", "before"): int,
         ("parameters", "after"): int, ("out",): str,
     }  # fmt: skip
@@ -350,7 +349,6 @@ def test_errors_of_the_workflow_are_one_sentence(run: Run, workflow: Workflow) -
     ("arguments", "words"),
     [
         ("--max-increase 0.1 --plan-only p.json", "use --remove"),
-        ("--remove 7 --guarantee mean --out s", "--guarantee says what --max-increase limits"),
         ("--from-plan plan.json --seed 3 --out s", "--seed cannot be combined with --from-plan"),
         ("--remove 7 --effort hihg --out s", "effort must be one of quick, default, high, got 'hihg'"),
         ("--remove 7 --heal 5 --no-repair --out s", "--heal trains the weights and --no-repair keeps them"),

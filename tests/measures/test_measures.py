@@ -4,6 +4,7 @@ import itertools
 import math
 import pickle
 import sys
+from dataclasses import fields
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from depthgauge import SelfAttentionNetwork, measure, random_network
 from depthgauge.errors import InputError, MissingPackageError
 from depthgauge.measures.heads import HeadMeasures, balance, entropy, measure_heads
 from depthgauge.measures.residuals import residual_size, residual_sizes
-from depthgauge.measures.summary import finite
 from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network import trace
 from depthgauge.network.layer import Layer
+from depthgauge.results.record import finite
+
+
+def names(record: type) -> list[str]:
+    return [field.name for field in fields(record)]
 
 
 def inputs(*shape: int, seed: int = 0) -> Tensor:
@@ -84,7 +89,7 @@ def test_every_head_measure_is_the_dense_one(tokens: int, norm: str, causal: boo
             for s, h in itertools.product(range(2), range(3)):
                 read = seen.attention_input[s]
                 expected = plain_measures(read, network[seen.index], h, network.scale, causal)
-                assert set(expected) == set(HeadMeasures.names())
+                assert set(expected) == set(names(HeadMeasures))
                 for name, value in expected.items():
                     measured = getattr(heads, name)[s, h].item()
                     assert measured == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), name
@@ -110,7 +115,7 @@ def test_blocks_of_any_size_measure_the_same(entries: int, causal: bool, monkeyp
     rows = max(1, entries // (2 * 3 * 11))
     assert blocks == 2 * 2 * math.ceil(11 / rows)
     for a, b in zip(whole.heads, blocked.heads, strict=True):
-        for name in HeadMeasures.names():
+        for name in names(HeadMeasures):
             assert torch.allclose(getattr(a, name), getattr(b, name), rtol=1e-12, atol=1e-14, equal_nan=True), name
 
 
@@ -238,7 +243,7 @@ def test_the_json_of_a_profile() -> None:
     assert layers[1]["residual"]["mean"]["frobenius"]["ratio_std"] == pytest.approx(
         (ratio[0] - ratio[1]).abs().item() / 2
     )
-    assert WeightSizes.names() == ["eta", "value_col", "l1", "dong_beta"]
+    assert names(WeightSizes) == ["eta", "value_col", "l1", "dong_beta"]
 
 
 def test_values_that_are_not_finite_become_null() -> None:
@@ -298,7 +303,7 @@ def test_the_data_frame_has_one_row_per_layer_and_head() -> None:
     network = random_network(2, 3, 4, 0.5, causal=True, seed=6)
     profile = measure(network, inputs(2, 5, 4))
     table = profile.to_frame()
-    assert list(table.columns) == ["layer", "head", *HeadMeasures.names(), *WeightSizes.names()]
+    assert list(table.columns) == ["layer", "head", *names(HeadMeasures), *names(WeightSizes)]
     assert table[["layer", "head"]].to_numpy().tolist() == [[layer, head] for layer in range(2) for head in range(3)]
     assert table["contraction_bound"].isna().all()
     for entry, layer, head in zip(table.to_dict("records"), (0, 0, 0, 1, 1, 1), (0, 1, 2, 0, 1, 2), strict=True):

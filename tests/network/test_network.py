@@ -221,7 +221,6 @@ def test_blocked_scores_are_the_dense_ones(entries: int, causal: bool) -> None:
         assert all(b.stop - b.start <= rows_a_block for b in blocks)
         scores = torch.cat([b.scores for b in blocks], dim=-2)
         ranges = torch.cat([b.row_ranges() for b in blocks], dim=-1)
-        counts = torch.cat([b.visible_counts() for b in blocks])
         for s, h in itertools.product(range(2), range(3)):
             read = seen.attention_input[s]
             dense = network.scale * (read @ layer.query[h]) @ (read @ layer.key[h]).T
@@ -231,7 +230,6 @@ def test_blocked_scores_are_the_dense_ones(entries: int, causal: bool) -> None:
                 assert bool((scores[s, h, i, visible:] == -torch.inf).all())
                 expected = dense[i, :visible].max() - dense[i, :visible].min()
                 assert ranges[s, h, i].item() == pytest.approx(expected.item(), abs=1e-13)
-                assert counts[i] == visible
             P, _ = plain_head(read, layer.query[h], layer.key[h], layer.value[h], network.scale, causal)
             assert torch.allclose(torch.softmax(scores[s, h], -1), P, atol=1e-13)
 

@@ -41,7 +41,6 @@ def layer(index: int) -> dict[str, Any]:
 
 @pytest.fixture
 def document() -> dict[str, Any]:
-    steps = [{"removed": 1, **interval(0.02)}, {"removed": 0, **interval(0.05, alone=True)}]
     subject = {
         "kind": "model", "name": HOSTILE, "verdict": "4 layers; layer 1 is missed least",
         "model": {
@@ -55,8 +54,7 @@ def document() -> dict[str, Any]:
         "scores": [{"score": score, "what_if": kind, "spearman": 0.8, "layers": 4}
                    for score, kind in zip(SCORES, ("block", "block", "attention", "mlp"), strict=True)],
         "collapse": [], "notes": ["something is missing"],
-        "depth": [{"increase": 0.1, "layers": 2, "removed": [1, 0], **interval(0.05), "steps": steps,
-                   "stopped": "increase"}],
+        "depth": [],
     }  # fmt: skip
     settings = {"target": "dir", "tokens": 48, "window": 16, "seed": 0, "what_if": "block", "weights_only": None}
     return {"schema": "depthgauge.gauge/1", "version": "0", "settings": settings, "subjects": [subject]}
@@ -65,7 +63,7 @@ def document() -> dict[str, Any]:
 def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
     (subject,) = check_result(document).subjects
     parts = {part.name: part for part in checkpoint_parts(subject)}
-    assert list(parts) == ["what-if", "trust", "removal", "residual", "heads", "notes"]
+    assert list(parts) == ["what-if", "trust", "residual", "heads", "notes"]
     bars = parts["what-if"].chart.views
     assert [choice.name for choice in bars] == [what_if.label for what_if in WHAT_IFS.values()]
     (trace,) = bars[0].figure["data"]
@@ -79,8 +77,6 @@ def test_what_is_shown_is_what_was_measured(document: dict[str, Any]) -> None:
     assert points["y"] == [layer.what_if["mlp"].loss for layer in subject.layers]
     assert points["x"] == pytest.approx([0.01, 0.11, 0.21, 0.31])
     assert parts["trust"].table.rows[0] == ("block influence (ShortGPT)", "skip block", 0.8)
-    (line,) = parts["removal"].chart.views[0].figure["data"]
-    assert (line["x"], line["y"]) == (["4", "3", "2"], [0.0, 0.02, 0.05])
     maps = {choice.name: choice.figure["data"][0]["z"] for choice in parts["heads"].chart.views}
     assert maps["error of the best static pattern"] == [[0.125] * 4] * 2
     assert maps["attention on the first token"] == [[0.25] * 4] * 2
@@ -110,7 +106,6 @@ def parts_of(document: dict[str, Any]) -> dict[str, Any]:
         ("regime", None, "largest weight η", None),
         ("baseline", None, "loss, intact", None),
         ("scores", [], None, "trust"),
-        ("depth", [], None, "removal"),
     ],
 )
 def test_a_missing_part_is_left_out(
@@ -164,7 +159,7 @@ def test_plans_are_listed_with_the_notes(document: dict[str, Any]) -> None:
             r"layers\[0\]\.scores.*: expected a number or null",
         ),
         (("baseline", "loss"), None, r"baseline\.loss: expected a number, got null"),
-        (("depth", 0, "steps", 0, "removed"), -1, r"steps\[0\]\.removed: expected a whole number >= 0"),
+        (("layers", 0, "index"), -1, r"layers\[0\]\.index: expected a whole number >= 0"),
         (("model", "heads"), "2", r"model\.heads: expected a whole number, got a string"),
     ],
 )

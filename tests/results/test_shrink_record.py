@@ -16,6 +16,7 @@ from shrink_documents import (
     encoder,
     limit_not_reached,
     not_certified,
+    of_an_earlier_version,
     too_few_windows,
     with_limit,
 )
@@ -87,7 +88,7 @@ def test_a_plan_can_be_read_from_both_kinds_of_file(tmp_path: Path) -> None:
     assert isinstance(plan, PlanRecord)
     assert plan == read_plan(tmp_path / "depthgauge.json") == read_shrink(tmp_path / "depthgauge.json").plan
     assert plan.settings == ShrinkOptions(
-        remove="7", confidence=0.95, effort="default", objective="loss", heal=200, text=("corpus.txt", "more text.txt"),
+        remove="7", confidence=0.95, effort="default", heal=200, text=("corpus.txt", "more text.txt"),
         sampled=0.5, window=512, bos="auto", seed=0, dtype="float32", device="cpu",
     )  # fmt: skip
     (tmp_path / "again.json").write_text(plan.dump(), encoding="utf-8")
@@ -161,7 +162,7 @@ def test_a_missing_key_is_named(reader: Callable[[Path], Any], tmp_path: Path) -
         (["plan", "search", 2, "layer"], 44, "plan.search[2].layer: expected a layer from 0 to 29, got 44"),
         (["repair", 0, "layer"], 30, "repair[0].layer: expected a layer from 0 to 29, got 30"),
         (["plan", "settings", "remove"], 7, "plan.settings.remove: expected a string or null, got a whole number"),
-        (["plan", "settings", "text"], "corpus.txt", "plan.settings.text: expected a list or null, got a string"),
+        (["plan", "settings", "text"], "corpus.txt", "plan.settings.text: expected a list, got a string"),
         (["loss", "dense"], "x", "loss.dense: expected a number or null, got a string"),
         (["texts", 1, "increase"], float("inf"), "texts[1].increase: expected a number"),
         (["guarantee", "quantile"], None, "guarantee.quantile: expected an object, got null"),
@@ -256,19 +257,26 @@ def test_the_verdict_has_three_different_cases() -> None:
 
 def test_a_bound_says_how_it_accounts_for_the_choice_of_the_size() -> None:
     document = with_limit()
-    tested, corrected = "this is the limit, tested from gentle to harsh sizes", "corrected for 4 tested sizes"
-    for kind, words in ((None, (tested, corrected)), ("quantile", (tested, corrected)), ("mean", (corrected, tested))):
-        document["plan"]["settings"]["guarantee"] = kind
-        record = check_shrink(document)
-        *bounds, assumption = guarantee_sentences(record)
-        assert [bound.endswith(f"; {word}).") for bound, word in zip(bounds, words, strict=True)] == [True, True]
-        assert (
-            "on at least 95 % of windows of 512 tokens like those of corpus.txt, the loss grows by at most 0.25"
-            in bounds[0]
-        )
-        assert assumption == ASSUMPTION
-        assert ("on average" in shrink_verdict(record)) == (kind == "mean")
-    assert not any("corrected" in sentence for sentence in guarantee_sentences(check_shrink(DOCUMENT)))
+    bound, assumption = guarantee_sentences(check_shrink(document))
+    tested = "; this is the limit, tested from gentle to harsh sizes)."
+    assert bound.endswith(tested)
+    assert "on at least 95 % of windows of 512 tokens like those of corpus.txt, the loss grows by at most 0.25" in bound
+    assert assumption == ASSUMPTION
+    assert not any(tested in sentence for sentence in guarantee_sentences(check_shrink(DOCUMENT)))
+
+
+def test_documents_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    """They have null for a default, the options --objective and --guarantee, and a bound on the mean."""
+    old = of_an_earlier_version()
+    assert old["plan"]["settings"]["confidence"] is None
+    record = check_shrink(old)
+    now = check_shrink(DOCUMENT)
+    assert record.plan == now.plan
+    assert record.plan.settings.confidence == ShrinkOptions().confidence
+    assert record.to_json()["guarantee"] == old["guarantee"]
+    assert guarantee_sentences(record) == guarantee_sentences(now)
+    (tmp_path / "plan.json").write_text(json.dumps(old["plan"]))
+    assert read_plan(tmp_path / "plan.json") == now.plan
 
 
 def test_the_text_that_a_guarantee_is_about_is_named() -> None:
@@ -290,12 +298,6 @@ def test_a_guarantee_is_never_stated_without_its_assumption() -> None:
         assert not any("at most –" in sentence for sentence in sentences)
     document = copy.deepcopy(DOCUMENT)
     document["guarantee"]["quantile"]["increase"] = None
-    (mean, assumption) = guarantee_sentences(check_shrink(document))
-    assert mean.startswith("With confidence 95 %, on average over windows of 512 tokens")
-    assert "betting: mixture of constant bets; 120 windows" in mean
-    assert assumption == ASSUMPTION
-    assert "guaranteed, if" in shrink_verdict(check_shrink(document))
-    document["guarantee"]["mean"]["increase"] = None
     assert guarantee_sentences(check_shrink(document)) == ()
     assert "measured only" in shrink_verdict(check_shrink(document))
 
@@ -322,7 +324,7 @@ def test_several_texts_of_the_user_are_measured_together() -> None:
 
 
 def test_objectives_have_their_own_words() -> None:
-    assert objective_label("kl").by("0.2") == "the divergence from the dense model is 0.2 nats per token"
+    assert objective_label("states").by("0.2") == "the final states change by 0.2 of their size"
     assert objective_label("{0.x} #").by("#") == "the objective grows by #"
 
 

@@ -80,8 +80,3 @@ POPULATIONS = {
     "ties": discrete([0.0, 0.25, 0.5, 1.0], [50, 30, 14, 6]),
     "constant": discrete([0.2], [1]),
 }
-
-
-def hardest(m: int, confidence: float) -> Population:
-    """Values at the ceiling so rare that m windows contain none with probability just below 0.95 (1 − confidence)."""
-    return rare(1 - (0.949 * (1 - confidence)) ** (1 / m))

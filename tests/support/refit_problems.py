@@ -8,8 +8,8 @@ import torch
 from layered_models import layered_model
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
-from depthgauge.surgery.block_runner import BlockRunner
 from depthgauge.surgery.repair_normed import normed_maps
 
 LAYER = 1
@@ -25,13 +25,13 @@ class Problem:
         self.ids = torch.randint(3, 40, (windows, length), generator=generator)
         self.runner = BlockRunner(self.checkpoint, self.ids[:1])
         self.runner.batch = 5  # not a divisor of the number of windows
-        self.states = self.runner.run([0], self.runner.embed(self.ids))
+        self.states = self.runner.through([0], self.runner.embed(self.ids))
         assert self.checkpoint.family is not None
         self.family = self.checkpoint.family
         self.attention, self.mlp = normed_maps(self.runner.blocks[LAYER], self.family)
 
     def output(self) -> Tensor:
-        return self.runner.run([LAYER], self.states)
+        return self.runner.through([LAYER], self.states)
 
     def targets(self, modules: Iterable[nn.Module | None], size: float = 0.1) -> Tensor:
         """Return the outputs of the block after noise was added to the parameters of modules; they are restored."""
@@ -44,7 +44,7 @@ class Problem:
 
     def unreachable(self) -> Tensor:
         """Return targets that no weights reach: the states two blocks further, plus noise."""
-        states = self.runner.run([LAYER, LAYER + 1], self.states)
+        states = self.runner.through([LAYER, LAYER + 1], self.states)
         noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(7)).to(states)
         return states + 0.3 * states.std() * noise
 

@@ -6,10 +6,10 @@ from typing import Any
 HOSTILE = "</script><script>alert(1)</script>"
 
 _SETTINGS = {
-    "remove": "7", "max_increase": None, "confidence": 0.95, "guarantee": None, "effort": "default",
-    "objective": "loss", "no_repair": None, "heal": 200, "text": ["corpus.txt", "more text.txt"], "as_is": None,
-    "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0, "dtype": "float32", "device": "cpu",
-    "device_map": None, "trust_remote_code": None, "allow_pickle": None, "ignore_unused": None,
+    "remove": "7", "max_increase": None, "confidence": 0.95, "effort": "default", "no_repair": False, "heal": 200,
+    "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
+    "dtype": "float32", "device": "cpu", "device_map": None, "trust_remote_code": False, "allow_pickle": False,
+    "ignore_unused": False,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
 
@@ -83,10 +83,7 @@ DOCUMENT: dict[str, Any] = {
     ],
     "guarantee": {
         "quantile": {"increase": 0.6127, "share": 0.95, "confidence": 0.95, "windows": 120},
-        "mean": {
-            "increase": 0.5318, "confidence": 0.95, "method": "betting: mixture of constant bets", "windows": 120
-        },
-        "about": "text", "assumption": ASSUMPTION, "limit": None, "tested": [],
+        "mean": None, "about": "text", "assumption": ASSUMPTION, "limit": None, "tested": [],
     },
     "speed": {
         "prefill": 1.2801, "decode": 1.2934, "prefill_before": 0.8121, "prefill_after": 0.6344,
@@ -114,7 +111,6 @@ def with_limit(passed: int = 3) -> dict[str, Any]:
         {"removed": k + 1, "bound": bound, "passed": k < passed} for k, bound in enumerate(bounds[: passed + 1])
     ]
     document["guarantee"]["quantile"]["increase"] = 0.25
-    document["guarantee"]["mean"]["increase"] = 0.2144
     removed = [12, 13, 14][:passed]
     document["loss"] = {"dense": 3.4231, "shrunk": 3.5844, "low": 3.5131, "high": 3.6552}
     document["texts"] = [_text("text", "corpus.txt", 120, 3.4231, 0.1613)]
@@ -144,7 +140,7 @@ def limit_not_reached() -> dict[str, Any]:
 
 
 def encoder() -> dict[str, Any]:
-    """Return an encoder of 6 layers with one removed: states instead of losses, no bound on a mean, no generation."""
+    """Return an encoder of 6 layers with one removed: states instead of losses, no generation."""
     document = copy.deepcopy(DOCUMENT)
     states = {"dense": 0.0, "shrunk": 0.3127, "low": 0.2911, "high": 0.3342}
     text = {"kind": "text", "name": "corpus.txt", "windows": 120, **states, "increase": 0.3127}
@@ -155,14 +151,13 @@ def encoder() -> dict[str, Any]:
     plan = document["plan"] | {
         "model": "minilm", "family": "bert", "layers": 6, "removed": [3], "swaps": [], "calibration": calibration,
         "search": [{"layer": 3, "step": 1.0, "unrepaired": 0.52, "objective": 0.31}],
-        "settings": _SETTINGS | {"remove": "1", "objective": "states", "heal": None, "text": ["corpus.txt"]},
+        "settings": _SETTINGS | {"remove": "1", "heal": None, "text": ["corpus.txt"]},
     }  # fmt: skip
-    mean = {"increase": None, "confidence": 0.95, "method": "none: the distance has no upper limit", "windows": 120}
     quantile = {"increase": 0.3911, "share": 0.95, "confidence": 0.95, "windows": 120}
     return document | {
         "name": "minilm", "objective": "states", "layers_before": 6, "layers_after": 5, "removed": [3],
         "loss": states, "texts": [text, built_in],
-        "guarantee": document["guarantee"] | {"quantile": quantile, "mean": mean},
+        "guarantee": document["guarantee"] | {"quantile": quantile},
         "speed": {
             "prefill": 1.1932, "decode": None, "prefill_before": 0.021, "prefill_after": 0.0176, "decode_before": None,
             "decode_after": None, "what": "128 tokens, then 0 new tokens, on cpu",
@@ -178,10 +173,21 @@ def too_few_windows() -> dict[str, Any]:
     """Return a result whose certify part is too small for a bound."""
     document = copy.deepcopy(DOCUMENT)
     document["guarantee"]["quantile"] |= {"increase": None, "windows": 20}
-    document["guarantee"]["mean"] = None
     return document
 
 
 def not_certified() -> dict[str, Any]:
     """Return a result without a guarantee."""
     return copy.deepcopy(DOCUMENT) | {"guarantee": None}
+
+
+def of_an_earlier_version() -> dict[str, Any]:
+    """Return a result as earlier versions wrote it: null for a default, two more options, and a bound on the mean."""
+    document = copy.deepcopy(DOCUMENT)
+    defaults = dict.fromkeys(("no_repair", "as_is", "trust_remote_code", "allow_pickle", "ignore_unused"))
+    defaults |= dict.fromkeys(("confidence", "effort", "bos", "seed", "guarantee"))
+    document["plan"]["settings"] |= defaults | {"objective": "loss"}
+    document["guarantee"]["mean"] = {
+        "increase": 0.5318, "confidence": 0.95, "method": "betting: mixture of constant bets", "windows": 120
+    }  # fmt: skip
+    return document

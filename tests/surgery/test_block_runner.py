@@ -7,10 +7,9 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import MODELS, OTHERS, tiny_model, tokens
 
-from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.layers import BlockRunner, find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
-from depthgauge.surgery.block_runner import BlockRunner
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -27,7 +26,7 @@ def runner_of(model: Any, ids: torch.Tensor, batch: int) -> BlockRunner:
 def test_all_blocks_and_the_output_equal_the_model(name: str, batch: int) -> None:
     model, ids = layered_model(name), tokens(count=13, batch=7)
     runner = runner_of(model, ids, batch)
-    states = runner.run(range(LAYERS), runner.embed(ids))
+    states = runner.through(range(LAYERS), runner.embed(ids))
     with torch.no_grad():
         torch.testing.assert_close(runner.output(states), output_of(model, ids), **CLOSE)
 
@@ -41,7 +40,7 @@ def test_every_state_equals_the_hidden_states_of_the_model(name: str) -> None:
     state = runner.embed(ids)
     for layer in range(LAYERS):
         torch.testing.assert_close(state, expected[layer], **CLOSE)
-        state = runner.run([layer], state)
+        state = runner.through([layer], state)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,7 +48,7 @@ def test_some_blocks_equal_the_model_with_the_others_skipped(name: str) -> None:
     model, ids = layered_model(name), tokens(count=13, batch=3)
     runner = runner_of(model, ids, 2)
     with torch.no_grad():
-        found = runner.output(runner.run([0, 2, 5], runner.embed(ids)))
+        found = runner.output(runner.through([0, 2, 5], runner.embed(ids)))
     torch.testing.assert_close(found, skipping(model, find_blocks(model, LAYERS), [1, 3, 4], ids), **CLOSE)
 
 
@@ -65,7 +64,7 @@ def test_the_model_is_the_same_afterwards() -> None:
     before = output_of(model, ids)
     runner = runner_of(model, ids, 1)
     with torch.no_grad():
-        runner.output(runner.run(range(LAYERS), runner.embed(ids)))
+        runner.output(runner.through(range(LAYERS), runner.embed(ids)))
     torch.testing.assert_close(output_of(model, ids), before, rtol=0, atol=0)
     for block in runner.blocks:
         assert not block._forward_hooks
@@ -78,8 +77,8 @@ def test_states_keep_the_dtype_and_the_place_in_which_they_are_stored() -> None:
     model, ids = layered_model("llama", dtype=torch.bfloat16), tokens(batch=3)
     runner = runner_of(model, ids, 2)
     stored = runner.embed(ids).float()
-    assert runner.run([0, 1], stored).dtype == torch.float32
-    assert runner.run([], stored) is stored
+    assert runner.through([0, 1], stored).dtype == torch.float32
+    assert runner.through([], stored) is stored
     assert all(part.dtype == torch.bfloat16 for _, part in runner.batches(stored))
     assert [(start, len(part)) for start, part in runner.batches(stored)] == [(0, 2), (2, 1)]
 

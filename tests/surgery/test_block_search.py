@@ -21,7 +21,7 @@ def deep(name: str, layers: int = 5, seed: int = 0) -> Any:
 
 
 def shrinker(checkpoint: Any, *, effort: Effort = WIDE, **changes: Any) -> Shrinker:
-    keywords: dict[str, Any] = {"objective": "loss", "effort": effort} | changes
+    keywords: dict[str, Any] = {"effort": effort} | changes
     return Shrinker(checkpoint, tokens(12, 8, seed=1), tokens(12, 4, seed=2), **keywords)
 
 
@@ -59,7 +59,7 @@ def test_repair_never_loses_to_no_repair() -> None:
         assert (
             work.steps[1].objective < work.steps[1].unrepaired
         )  # a repair was found, so the comparison is not of equals
-        removed = work.student.removed
+        removed = work.removed
         unrepaired = loss_without(checkpoint_of(work), set(removed), tokens(12, 4, seed=2))
         repair, value = work.repair(removed)
         assert value <= unrepaired + 1e-6
@@ -70,9 +70,9 @@ def test_repair_never_loses_to_no_repair() -> None:
 
 def checkpoint_of(work: Shrinker) -> Any:
     """Return the checkpoint with its original weights, which the student has changed."""
-    kept = list(work.student.kept)
-    work.student.restore()
-    work.student.kept = kept
+    kept = list(work.kept)
+    work.restore()
+    work.kept = kept
     return work.checkpoint
 
 
@@ -80,12 +80,11 @@ def checkpoint_of(work: Shrinker) -> Any:
 def test_the_weights_are_put_back(name: str) -> None:
     checkpoint = deep(name, 4)
     before = {key: value.clone() for key, value in checkpoint.model.state_dict().items()}
-    objective = "states" if name == "bert" else "loss"
 
     def interrupted() -> None:
-        with shrinker(checkpoint, objective=objective) as work:
+        with shrinker(checkpoint) as work:
             work.remove_until(1)
-            work.repair(work.student.removed)
+            work.repair(work.removed)
             assert any(not torch.equal(value, before[key]) for key, value in checkpoint.model.state_dict().items())
             raise KeyboardInterrupt
 
@@ -98,7 +97,7 @@ def test_the_extracted_model_has_the_objective_of_the_repair() -> None:
     checkpoint = deep("qwen2")
     with shrinker(checkpoint) as work:
         work.remove_until(2)
-        _, value = work.repair(work.student.removed)
+        _, value = work.repair(work.removed)
         model = work.model()
     assert work.objective.of_model(model) == pytest.approx(value, rel=1e-5)
     assert len(model.model.layers) == 3
@@ -109,8 +108,8 @@ def test_an_interrupted_run_ends_with_the_same_weights(stop: str) -> None:
     def run(journal: Journal) -> Any:
         with shrinker(deep("llama"), journal=journal, effort=WIDE) as work:
             work.remove_until(2)
-            work.repair(work.student.removed)
-            return work.student.removed, work.model().state_dict(), journal
+            work.repair(work.removed)
+            return work.removed, work.model().state_dict(), journal
 
     removed, weights, journal = run(Journal())
     cut = Journal()
@@ -135,7 +134,7 @@ def test_exchanges_lower_the_objective_and_reach_the_best_pair() -> None:
         work.remove_until(1)
         work.exchange()
         assert work.swaps
-        assert losses[work.student.removed[0]] == pytest.approx(min(losses.values()), rel=1e-6)
+        assert losses[work.removed[0]] == pytest.approx(min(losses.values()), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -148,12 +147,12 @@ def test_blocks_of_published_methods_are_taken_if_they_are_better(family: str) -
         with shrinker(checkpoint, repair=False, effort=effort) as work:
             others = {choose(work.select, 3) for choose in PEERS.values()}
             losses = {gone: work.repair(gone)[1] for gone in {*others, (0, 1, 2)}}
-            work.student.keep_all_but(())
+            work.keep_all_but(())
             work.journal.put("search", [{"layer": layer, "step": 0.0, "unrepaired": 0.0, "objective": 0.0}
                                         for layer in (1, 0, 2)])  # fmt: skip
             work.remove_until(3)
             work.exchange()
-            removed = work.student.removed
+            removed = work.removed
         assert losses[removed] == pytest.approx(min(losses.values()), rel=1e-6)
         back, instead = ({*layers} for layers in zip(*work.swaps, strict=True)) if work.swaps else (set(), set())
         assert {0, 1, 2} - back | instead == {*removed}
@@ -173,9 +172,9 @@ def test_an_interrupted_search_ranks_and_exchanges_as_an_uninterrupted_one() -> 
     def run(journal: Journal, progress: Any) -> Any:
         with shrinker(deep("llama", 6), journal=journal, effort=narrow, progress=progress) as work:
             work.remove_until(3)
-            ranked = work.search.candidates()
+            ranked = work.candidates()
             work.exchange()
-            return [step.layer for step in work.steps], ranked, work.swaps, work.student.removed
+            return [step.layer for step in work.steps], ranked, work.swaps, work.removed
 
     def interrupt(done: int, total: int, label: str) -> None:
         if label.startswith("removal 3"):

@@ -19,8 +19,8 @@ from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.surgery import calibration as parts
-from depthgauge.surgery.calibration import Calibration, prepare_calibration
-from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
+from depthgauge.surgery.calibration import Calibration, prepare_calibration, windows_digest
+from depthgauge.surgery.cut_texts import PARTS, CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 
 SIZES = CalibrationSizes(fit=10, select=6, certify=12)
 BOS = ((1,), ())
@@ -64,17 +64,24 @@ def prepare(checkpoint: Checkpoint, tokenizer: Any, texts: list[Path], **changes
     message, special = settings.pop("message"), settings.pop("special")
     start = Start(*special, True, "")
     cut = cut_texts(tokenizer, CalibrationRequest(tuple(map(find_text, texts)), start=start, **settings))
-    return prepare_calibration(checkpoint, tokenizer, cut, special, message=message)
+    return prepare_calibration(checkpoint, tokenizer, cut, start, message=message)
 
 
-def contents(part: parts.Part) -> list[tuple[int, ...]]:
+def of(made: Calibration, part: str, kind: str) -> torch.Tensor:
+    """Return the token ids of the windows of a part whose source has this kind."""
+    matches = torch.tensor([source.kind == kind for source in made.record.sources])
+    windows = getattr(made, part)
+    return windows.ids[matches[windows.source]]
+
+
+def contents(part: parts.CalibrationPart) -> list[tuple[int, ...]]:
     return [tuple(row) for row in part.ids.tolist()]
 
 
 def assert_disjoint(made: Calibration) -> None:
     every = contents(made.fit) + contents(made.select) + contents(made.certify)
     assert len(set(every)) == len(every)
-    for index, source in enumerate(made.sources):
+    for index, source in enumerate(made.record.sources):
         for name in ("fit", "select", "certify"):
             assert int((getattr(made, name).source == index).sum()) == getattr(source, name)
 
@@ -89,19 +96,19 @@ def test_half_of_the_windows_are_sampled(decoder: Checkpoint, tokenizer: Any, wr
     text = text_of(1000)
     made = prepare(decoder, tokenizer, [write("t", text)])
     assert_disjoint(made)
-    assert [source.kind for source in made.sources] == ["text", "sampled", "built-in"]
-    three = (made.fit, made.select, made.certify)
-    assert [(len(part.of("text")), len(part.of("sampled"))) for part in three] == [(5, 5), (3, 3), (12, 3)]
-    assert [len(part.of("built-in")) for part in three] == [0, 0, 1]  # to this tokenizer it is all [UNK]
+    assert [source.kind for source in made.record.sources] == ["text", "sampled", "built-in"]
+    counts = [(len(of(made, part, "text")), len(of(made, part, "sampled"))) for part in PARTS]
+    assert counts == [(5, 5), (3, 3), (12, 3)]
+    assert [len(of(made, part, "built-in")) for part in PARTS] == [0, 0, 1]  # to this tokenizer it is all [UNK]
     assert made.guaranteed_kind == "text"
-    assert made.window == made.fit.ids.shape[1] == 16
+    assert made.record.window == made.fit.ids.shape[1] == 16
     places = []
-    for part in (made.fit, made.select, made.certify):
-        assert (part.ids[:, 0] == 1).all()
-        places += [grid(text, 15).index(row[1:]) for row in map(tuple, part.of("text").tolist())]
+    for part in PARTS:
+        assert (getattr(made, part).ids[:, 0] == 1).all()
+        places += [grid(text, 15).index(row[1:]) for row in map(tuple, of(made, part, "text").tolist())]
     assert len(set(places)) == 20  # windows of the text, none used twice; on a grid, so none overlap
     assert places != sorted(places)
-    assert [row[1:] for row in map(tuple, made.certify.of("sampled").tolist()) if row[1:] in grid(text, 15)] == []
+    assert [row[1:] for row in map(tuple, of(made, "certify", "sampled").tolist()) if row[1:] in grid(text, 15)] == []
     mixed = made.certify.source.tolist()
     assert mixed != sorted(mixed)
 
@@ -124,14 +131,14 @@ def test_several_texts_have_equal_shares(decoder: Checkpoint, tokenizer: Any, wr
     texts = [write(f"t{i}", text_of(1000, seed=i)) for i in range(3)]
     made = prepare(decoder, tokenizer, texts, sizes=CalibrationSizes(16, 8, 14), sampled=0.25)
     assert_disjoint(made)
-    shares = [(source.fit, source.select, source.certify) for source in made.sources]
+    shares = [(source.fit, source.select, source.certify) for source in made.record.sources]
     assert shares == [(4, 2, 5), (4, 2, 5), (4, 2, 4), (4, 2, 3), (0, 0, 1)]
-    assert [source.name for source in made.sources[:3]] == [str(path) for path in texts]
+    assert [source.name for source in made.record.sources[:3]] == [str(path) for path in texts]
     for index, path in enumerate(texts):
         known = grid(path.read_text(), 15)
         for part in (made.fit, made.select, made.certify):
             assert all(tuple(row[1:]) in known for row in part.ids[part.source == index].tolist())
-        assert made.sources[index].digest == hashlib.sha256(path.read_bytes()).hexdigest()
+        assert made.record.sources[index].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -148,23 +155,23 @@ def test_the_share_of_samples(
     decoder: Checkpoint, tokenizer: Any, write: Any, sampled: float, expected: list[tuple[int, ...]]
 ) -> None:
     made = prepare(decoder, tokenizer, [write("t", text_of(1000))], sampled=sampled)
-    assert [(source.fit, source.select, source.certify) for source in made.sources[:2]] == expected
+    assert [(source.fit, source.select, source.certify) for source in made.record.sources[:2]] == expected
     assert_disjoint(made)
 
 
 def test_without_text_everything_is_sampled(decoder: Checkpoint, tokenizer: Any) -> None:
     made = prepare(decoder, tokenizer, [])
-    assert [source.kind for source in made.sources] == ["sampled", "built-in"]
+    assert [source.kind for source in made.record.sources] == ["sampled", "built-in"]
     assert made.guaranteed_kind == "sampled"
-    assert (made.sources[0].fit, made.sources[0].select, made.sources[0].certify) == (10, 6, 12)
-    assert made.sources[0].name == "sampled from tiny"
+    assert (made.record.sources[0].fit, made.record.sources[0].select, made.record.sources[0].certify) == (10, 6, 12)
+    assert made.record.sources[0].name == "sampled from tiny"
     assert_disjoint(made)
     letters = Letters()
-    read = prepare(decoder, letters, []).certify.of("built-in")
+    read = of(prepare(decoder, letters, []), "certify", "built-in")
     known = letters(built_in())["input_ids"]
     first = [known[15 * i : 15 * i + 15] for i in range(parts.BUILT_IN_WINDOWS)]
     assert sorted(read[:, 1:].tolist()) == sorted(first)
-    assert len(made.certify.of("text")) == 0
+    assert len(of(made, "certify", "text")) == 0
     with pytest.raises(InputError, match="sampled is 0 and there is no text; give a text with --text"):
         prepare(decoder, tokenizer, [], sampled=0.0)
 
@@ -174,7 +181,7 @@ def test_encoders_use_text_alone(encoder: Checkpoint, tokenizer: Any, write: Any
     settings: dict[str, Any] = {"special": ((1,), (2,)), "message": said.append}
     made = prepare(encoder, tokenizer, [write("t", text_of(1000))], **settings)
     assert said == ["tiny is not a causal language model, so it cannot be sampled: the text alone is used"]
-    assert [(s.kind, s.fit, s.select) for s in made.sources] == [("text", 10, 6), ("built-in", 0, 0)]
+    assert [(s.kind, s.fit, s.select) for s in made.record.sources] == [("text", 10, 6), ("built-in", 0, 0)]
     assert made.guaranteed_kind == "text"
     assert_disjoint(made)
     assert (made.fit.ids[:, 0] == 1).all()
@@ -183,23 +190,23 @@ def test_encoders_use_text_alone(encoder: Checkpoint, tokenizer: Any, write: Any
 
 def test_an_encoder_without_text_uses_the_built_in_one(encoder: Checkpoint, tokenizer: Any) -> None:
     said: list[str] = []
-    settings: dict[str, Any] = {"special": ((1,), (2,)), "message": said.append, "window": None}
+    settings: dict[str, Any] = {"special": ((1,), (2,)), "message": said.append, "window": 64}
     # This tokenizer does not know the words of the built-in text; take its tokens from the letters instead.
     letters = Letters()
     made = prepare(encoder, letters, [], **settings)
     assert made.guaranteed_kind == "built-in"
-    assert [(s.kind, s.fit, s.select, s.certify) for s in made.sources] == [("built-in", 10, 6, 12)]
-    assert made.window == 64
+    assert [(s.kind, s.fit, s.select, s.certify) for s in made.record.sources] == [("built-in", 10, 6, 12)]
+    assert made.record.window == 64
     assert len(said) == 1
     large = prepare(encoder, letters, [], **settings, sizes=CalibrationSizes(200, 100, 200))
     assert_disjoint(large)
-    assert 8 < large.window < 64
+    assert 8 < large.record.window < 64
     assert said[-1] == (
-        f"the built-in text is too short for windows of 64 tokens, so they have {large.window}; give a longer text "
-        "with --text"
+        "the built-in text is too short for windows of 64 tokens, so they have "
+        f"{large.record.window}; give a longer text with --text"
     )
     tokens = len(letters(built_in())["input_ids"])
-    assert large.window == tokens // 500 + 2
+    assert large.record.window == tokens // 500 + 2
     with pytest.raises(InputError, match=r"the built-in text has \d+ tokens, enough for \d+ windows"):
         prepare(encoder, letters, [], **settings, sizes=CalibrationSizes(10**4, 100, 200))
 
@@ -228,7 +235,7 @@ def test_repeated_windows_are_dropped(decoder: Checkpoint, tokenizer: Any, write
     path = write("t", " ".join(pieces[i] for i in order))
     made = prepare(decoder, tokenizer, [path], sampled=0.0)
     assert_disjoint(made)
-    used = [row[1:] for part in (made.fit, made.select, made.certify) for row in map(tuple, part.of("text").tolist())]
+    used = [row[1:] for part in PARTS for row in map(tuple, of(made, part, "text").tolist())]
     assert sorted(used) == sorted(set(grid(" ".join(pieces), 15)))
     with pytest.raises(InputError, match="has 6000 tokens, enough for 28 windows of 16 tokens that do not repeat; 29"):
         prepare(decoder, tokenizer, [path], sampled=0.0, sizes=CalibrationSizes(11, 6, 12))
@@ -249,7 +256,7 @@ def test_the_built_in_text_given_as_text_is_not_certified_twice(decoder: Checkpo
     said: list[str] = []
     path = write("t", built_in())
     made = prepare(decoder, Letters(), [path], message=said.append)
-    assert [source.kind for source in made.sources] == ["text", "sampled"]
+    assert [source.kind for source in made.record.sources] == ["text", "sampled"]
     assert said == ["the built-in text is left out: it has no window of 16 tokens beyond the other texts"]
 
 
@@ -277,7 +284,7 @@ def test_short_texts_are_refused_with_the_window_that_works(
         return
     assert said.endswith(f"use a longer text or --window {words // 20 + 1}")
     works = prepare(decoder, tokenizer, [path], window=words // 20 + 1)
-    assert works.sources[0].certify == 12
+    assert works.record.sources[0].certify == 12
     with pytest.raises(InputError, match="use a longer text or"):
         prepare(decoder, tokenizer, [path], window=words // 20 + 2)
 
@@ -297,29 +304,31 @@ def test_the_seed_decides_everything(decoder: Checkpoint, tokenizer: Any, write:
     path = write("t", text_of(1000))
     first, again, other = (prepare(decoder, tokenizer, [path], seed=seed) for seed in (0, 0, 1))
     assert first == again
-    assert first.digest() == again.digest()
-    assert first.digest() != other.digest()
+    assert first.record.sha256 == again.record.sha256
+    assert first.record.sha256 != other.record.sha256
     for kind in ("text", "sampled"):
-        assert Counter(map(tuple, first.fit.of(kind).tolist())) != Counter(map(tuple, other.fit.of(kind).tolist()))
-    document = first.to_json()
-    assert document["seed"] == 0
-    assert document["window"] == 16
-    assert document["sha256"] == first.digest()
-    assert document["sources"][0] == {
-        "kind": "text", "name": str(path), "digest": hashlib.sha256(path.read_bytes()).hexdigest(),
+        ours, theirs = (Counter(map(tuple, of(one, "fit", kind).tolist())) for one in (first, other))
+        assert ours != theirs
+    assert (first.record.window, first.record.bos) == (16, True)
+    assert first.record.sources[0].to_json() == {
+        "kind": "text", "name": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         "fit": 5, "select": 3, "certify": 12,
     }  # fmt: skip
 
 
 def test_the_digest_sees_every_token_and_part(decoder: Checkpoint, tokenizer: Any) -> None:
     made = prepare(decoder, tokenizer, [])
-    before = made.digest()
+
+    def digest() -> str:
+        return windows_digest((made.fit, made.select, made.certify))
+
+    before = digest()
+    assert before == made.record.sha256
     made.certify.ids[3, 5] += 1
-    assert made.digest() != before
+    assert digest() != before
     made.certify.ids[3, 5] -= 1
-    assert made.digest() == before
-    swapped = Calibration(made.sources, made.select, made.fit, made.certify, made.window, made.seed)
-    assert swapped.digest() != before
+    assert digest() == before
+    assert windows_digest((made.select, made.fit, made.certify)) != before
 
 
 def test_large_texts_are_read_in_pieces(
@@ -329,12 +338,12 @@ def test_large_texts_are_read_in_pieces(
     path = write("t", text_of(30_000))
     made = prepare(decoder, tokenizer, [path])
     assert_disjoint(made)
-    assert (made.fit.of("text") > 3).sum() == 5 * 15  # no word was cut
-    assert made.sources[0].digest != hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (of(made, "fit", "text") > 3).sum() == 5 * 15  # no word was cut
+    assert made.record.sources[0].sha256 != hashlib.sha256(path.read_bytes()).hexdigest()
     # 90 pieces of 15 · 64 bytes: more windows than pieces are available, because a piece holds several windows
     many = prepare(decoder, tokenizer, [path], sampled=0.0, sizes=CalibrationSizes(200, 100, 200))
     assert_disjoint(many)
-    assert many.sources[0].fit == 200
+    assert many.record.sources[0].fit == 200
     # Repeated windows make it read more.
     block = " ".join(f"{word:7}" for word in text_of(120, seed=4).split()) + " "  # 960 bytes, the size of a piece
     repeated = write("r", block * 150 + text_of(40_000))
@@ -347,10 +356,9 @@ def test_large_texts_are_read_in_pieces(
 
 def test_texts_are_checked_without_the_model(tokenizer: Any, write: Any) -> None:
     def cut(*texts: Path) -> CutTexts:
-        files = tuple(map(find_text, texts))
-        return cut_texts(
-            tokenizer, CalibrationRequest(files, SIZES, window=16, context=64, start=Start(*BOS, True, ""))
-        )
+        files, start = tuple(map(find_text, texts)), Start(*BOS, True, "")
+        request = CalibrationRequest(files, SIZES, 0.5, window=16, context=64, start=start, seed=0, decoder=True)
+        return cut_texts(tokenizer, request)
 
     assert [len(part) for part in cut(write("t", text_of(300))).sources[0].parts] == [5, 3, 12]
     assert cut().sources == ()
@@ -363,14 +371,10 @@ def test_texts_are_checked_without_the_model(tokenizer: Any, write: Any) -> None
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"sizes": CalibrationSizes(0, 6, 12)}, "fit must be a whole number of at least 1, got 0"),
         ({"sizes": CalibrationSizes(2, 6, 12)}, "fit must be at least 3, got 2; the fit part has a window of every"),
         ({"sizes": CalibrationSizes(3, 3, 1)}, "certify must be at least 2, got 1"),
-        ({"sampled": 1.5}, "sampled must be a number from 0 to 1, got 1.5"),
-        ({"sampled": float("nan")}, "sampled must be a number from 0 to 1, got nan"),
         ({"window": 65}, "window must be at most 64 for this model, got 65"),
         ({"window": 2, "special": ((1,), (2,))}, "window must be at least 3 for this model, got 2"),
-        ({"seed": -1}, "seed must be a whole number from 0"),
     ],
 )
 def test_bad_numbers_are_refused(

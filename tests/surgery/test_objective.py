@@ -8,25 +8,24 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import tokens
 
-from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints import model_output
+from depthgauge.checkpoints.layers import BlockRunner, find_blocks
 from depthgauge.checkpoints.load import wrap
-from depthgauge.errors import InputError
-from depthgauge.surgery import objective
-from depthgauge.surgery.block_runner import BlockRunner
-from depthgauge.surgery.objective import Objective, token_losses
+from depthgauge.checkpoints.model_output import token_losses
+from depthgauge.surgery.objective import Objective
 
 IDS = tokens(count=9, batch=5)
 KEPT = [0, 1, 4, 5]
 
 
-def shrunk(name: str, kind: str) -> tuple[Any, BlockRunner, Objective, torch.Tensor]:
+def shrunk(name: str) -> tuple[Any, BlockRunner, Objective, torch.Tensor]:
     """A model, its runner, the objective, and the states after some of its blocks."""
     model = layered_model(name)
     runner = BlockRunner(wrap(model), IDS[:1])
     runner.batch = 2
     embedded = runner.embed(IDS)
-    dense = runner.run(range(LAYERS), embedded)
-    return model, runner, Objective(runner, IDS, dense, kind), runner.run(KEPT, embedded)
+    dense = runner.through(range(LAYERS), embedded)
+    return model, runner, Objective(runner, IDS, dense), runner.through(KEPT, embedded)
 
 
 def plain_output(model: Any) -> torch.Tensor:
@@ -35,7 +34,7 @@ def plain_output(model: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_the_loss_is_the_mean_of_minus_log_p_of_the_next_token(name: str) -> None:
-    model, _, measure, states = shrunk(name, "loss")
+    model, _, measure, states = shrunk(name)
     found = measure(states)
     logits = plain_output(model).tolist()
     for window, ids in enumerate(IDS.tolist()):
@@ -48,46 +47,34 @@ def test_the_loss_is_the_mean_of_minus_log_p_of_the_next_token(name: str) -> Non
 
 
 def test_the_loss_equals_the_models_own() -> None:
-    model, _, measure, _ = shrunk("qwen3", "loss")
+    model, _, measure, _ = shrunk("qwen3")
     with torch.no_grad():
         own = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in IDS]
     assert measure(measure.dense).tolist() == pytest.approx(own, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_kl_is_the_divergence_from_the_dense_model(name: str) -> None:
-    model, _, measure, states = shrunk(name, "kl")
-    p = torch.distributions.Categorical(logits=output_of(model, IDS)[:, :-1].double())
-    q = torch.distributions.Categorical(logits=plain_output(model)[:, :-1].double())
-    expected = torch.distributions.kl_divergence(p, q).mean(dim=1)
-    torch.testing.assert_close(measure(states), expected, rtol=1e-4, atol=1e-6)
-    assert measure(measure.dense).abs().max() < 1e-6
-    assert measure(states).min() > 1e-3
-
-
 @pytest.mark.parametrize("name", ["bert", "distilbert"])
 def test_states_is_the_relative_distance_of_the_final_states(name: str) -> None:
-    model, _, measure, states = shrunk(name, "states")
+    model, _, measure, states = shrunk(name)
     dense, found = output_of(model, IDS), plain_output(model)
     expected = [float(torch.dist(found[w], dense[w]) / torch.dist(dense[w], 0 * dense[w])) for w in range(len(IDS))]
     assert measure(states).tolist() == pytest.approx(expected, rel=1e-9)
     assert measure(measure.dense).abs().max() == 0.0
 
 
-@pytest.mark.parametrize("kind", ["loss", "kl"])
-def test_windows_select_the_ids_and_the_dense_states(kind: str) -> None:
-    _, _, measure, states = shrunk("llama", kind)
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_windows_select_the_ids_and_the_dense_states(name: str) -> None:
+    _, _, measure, states = shrunk(name)
     every = measure(states)
     torch.testing.assert_close(measure(states[1:4], slice(1, 4)), every[1:4], rtol=1e-6, atol=1e-9)
     assert not torch.allclose(measure(states[1:4], slice(0, 3)), every[1:4])  # other ids and dense states
 
 
-@pytest.mark.parametrize("kind", ["loss", "kl"])
-def test_splitting_the_logits_changes_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, _, measure, states = shrunk("llama", kind)
+def test_splitting_the_logits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, measure, states = shrunk("llama")
     whole = measure(states)
     for entries in (1, 40 * 3, 40 * 8 + 1):  # 1 row, 3 rows and 8 rows at a time
-        monkeypatch.setattr(objective, "_ENTRIES", entries)
+        monkeypatch.setattr(model_output, "_ENTRIES", entries)
         torch.testing.assert_close(measure(states), whole, rtol=1e-6, atol=1e-9)
 
 
@@ -100,9 +87,3 @@ def test_token_losses_leave_out_the_first_token() -> None:
     assert losses.shape == (2, 4)
     assert float(losses[0, 1]) == pytest.approx(0.0, abs=1e-6)
     assert float(losses[1, 1]) == pytest.approx(math.log(7))
-
-
-def test_an_unknown_objective_is_an_error() -> None:
-    _, runner, measure, _ = shrunk("llama", "loss")
-    with pytest.raises(InputError, match="objective"):
-        Objective(runner, IDS, measure.dense, "perplexity")

@@ -14,17 +14,18 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from safetensors.torch import load_file
 from tiny_models import DECODERS, MODELS, tokens
+from written_models import write_model
 
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.errors import InputError, VerificationError
+from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery import verify
 from depthgauge.surgery.extract import extract
 from depthgauge.surgery.speed import compare_speed, weight_bytes
-from depthgauge.surgery.verify import ReloadProof, tolerance_of, verify_reload
-from depthgauge.surgery.write_model import write_model
+from depthgauge.surgery.verify import tolerance_of, verify_reload
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on some CPUs
 KEPT = (0, 3, 5)
@@ -108,13 +109,12 @@ def test_generation_with_cache_equals_generation_without(name: str, written: Wri
 def test_an_encoder_is_verified_with_the_change_of_its_states(written: Written) -> None:
     ids, model = tokens(9, batch=3), written.models["bert"]
     dense = output_of(layered_model("bert", dtype=torch.float32), ids)
-    proof = verify_reload(written.folder / "bert", ids, model, dense=dense)
+    reload, losses = verify_reload(written.folder / "bert", ids, model, dense=dense)
     changed = output_of(model, ids)
     expected = [float((a - b).norm() / b.norm()) for a, b in zip(changed, dense, strict=True)]
-    assert proof.losses == pytest.approx(expected, rel=1e-5)
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
     assert min(expected) > 0.01
-    assert proof.generated is None
-    assert proof.cache_difference is None
+    assert reload.generation == "not applicable"
 
 
 def test_a_configuration_with_other_layers_is_caught(written: Written, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def replied(tmp_path_factory: pytest.TempPathFactory) -> Reply:
 Alter = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
-def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> ReloadProof:
+def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> tuple[ReloadRecord, torch.Tensor]:
     result = json.loads(json.dumps(replied.result))
     outputs = {name: value.clone() for name, value in replied.outputs.items()}
     alter(result, outputs)
@@ -166,16 +166,14 @@ def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> Re
 
 
 def test_a_decoder_is_verified_with_its_losses(monkeypatch: pytest.MonkeyPatch, replied: Reply) -> None:
-    proof = altered(monkeypatch, replied, lambda result, outputs: None)
-    assert proof.layers == 3
-    assert proof.tensors == len(replied.model.state_dict())
-    assert proof.difference == 0.0
+    reload, losses = altered(monkeypatch, replied, lambda result, outputs: None)
+    assert (reload.layers, reload.difference) == (3, 0.0)
+    assert set(replied.result["digests"]) == set(replied.model.state_dict())
     expected = [cross_entropy(output_of(replied.model, window[None]), window[None]) for window in replied.ids]
-    assert proof.losses == pytest.approx(expected, rel=1e-5)
-    assert proof.generated is not None
-    assert len(proof.generated) == 4
-    assert proof.cache_difference is not None
-    assert proof.cache_difference <= proof.tolerance == 8 * 2**-7
+    assert losses.tolist() == pytest.approx(expected, rel=1e-5)
+    assert reload.generation == "equal with and without cache"
+    assert len(replied.result["cached"]) == 4
+    assert replied.result["cache_difference"] <= tolerance_of(torch.bfloat16) == 8 * 2**-7
 
 
 def _flip(result: dict[str, Any], outputs: Any) -> None:
@@ -249,9 +247,10 @@ def test_two_tokens_with_equal_logits_are_accepted_and_said(monkeypatch: pytest.
     def tie(result: dict[str, Any], outputs: Any) -> None:
         result["cached"][2], result["gap"] = result["cached"][2] + 1, 1e-3
 
-    remark = altered(monkeypatch, replied, tie).remark
-    assert remark is not None
-    assert remark.startswith("generation with and without cache agrees for 2 tokens; then two tokens have logits")
+    reload, _ = altered(monkeypatch, replied, tie)
+    assert reload.generation.startswith(
+        "generation with and without cache agrees for 2 tokens; then two tokens have logits"
+    )
 
 
 def test_a_process_that_fails_is_reported(written: Written, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -276,30 +275,29 @@ def test_speed_is_measured_in_turns(monkeypatch: pytest.MonkeyPatch, written: Wr
         return run(checkpoint, *others)
 
     monkeypatch.setattr(module, "_run", noted)
-    compared = compare_speed(before, after, tokens(10, batch=1), repeats=3, new_tokens=4)
+    speed, memory, kind = compare_speed(before, after, tokens(10, batch=1), repeats=3, new_tokens=4)
     assert order == [6, 3] * 4  # one warm-up each
-    assert compared.prefill == compared.before.prefill / compared.after.prefill
-    assert compared.decode is not None
-    assert 0.3 < compared.prefill < 10
-    assert compared.before.parameters == sum(p.numel() for p in before.parameters())
+    assert speed.prefill == speed.prefill_before / speed.prefill_after
+    assert speed.decode == speed.decode_before / speed.decode_after
+    assert 0.3 < speed.prefill < 10
     # Weights and buffers in float32; a cache of 14 tokens with 2 heads of width 4 for keys and values in 3 layers.
     held = sum(t.numel() for t in (*after.parameters(), *after.buffers())) * 4
-    assert compared.after.memory == held + 3 * 2 * 14 * 2 * 4 * 4
-    assert compared.memory_kind == "weights and key–value cache; activations are not included"
+    assert memory.after == held + 3 * 2 * 14 * 2 * 4 * 4
+    assert kind == "weights and key–value cache; activations are not included"
 
 
 def test_the_window_leaves_room_for_new_tokens(written: Written) -> None:
     model = written.models["gpt2"]
-    compared = compare_speed(model, model, tokens(64, batch=1), repeats=1, new_tokens=8)
-    assert (compared.window, compared.new_tokens) == (56, 8)
+    speed, _, _ = compare_speed(model, model, tokens(64, batch=1), repeats=1, new_tokens=8)
+    assert speed.what.startswith("56 tokens, then 8 new tokens, on ")
 
 
 def test_encoders_have_no_decode_time(written: Written) -> None:
     model = written.models["distilbert"]
-    compared = compare_speed(model, model, tokens(10, batch=1), repeats=2, new_tokens=4)
-    assert compared.decode is None
-    assert compared.after.decode is None
-    assert compared.memory_kind == "weights; activations are not included"
+    speed, _, kind = compare_speed(model, model, tokens(10, batch=1), repeats=2, new_tokens=4)
+    assert speed.decode is None
+    assert speed.decode_after is None
+    assert kind == "weights; activations are not included"
 
 
 def test_weight_bytes_are_those_of_the_files(written: Written) -> None:

@@ -1,5 +1,6 @@
 """Writing a model: complete or absent, never over something else, with everything that belongs to it."""
 
+import copy
 import json
 import os
 import re
@@ -17,17 +18,22 @@ import pytest
 import torch
 from layered_models import layered_model, output_of
 from safetensors.torch import load_file
+from shrink_documents import DOCUMENT, encoder
 from tiny_checkpoints import save_checkpoint, save_tokenizer
 from tiny_gguf import write_gguf
 from tiny_models import tokens
+from written_models import write_model
 
+from depthgauge._format import ranges
 from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer, wrap
 from depthgauge.checkpoints.source import Source, find
 from depthgauge.errors import InputError, OutputError
+from depthgauge.results.shrink_record import check_shrink
+from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import CardFacts, contiguous, hub_name, mergekit_plan, model_card, ranges
-from depthgauge.surgery.write_model import check_output_directory, remove_unfinished, write_model
+from depthgauge.surgery.model_card import hub_name, mergekit_plan, model_card
+from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 
 HERE = Placement(device="cpu")
 
@@ -351,7 +357,8 @@ class Model:
         (Path(folder) / "model.safetensors").write_bytes(b"half of the weights")
         print("writing", flush=True)
         time.sleep(60)
-writer.write_model(Model(), None, None, sys.argv[1], {}, overwrite=True)
+with writer.written_model(Model(), None, None, sys.argv[1], overwrite=True):
+    pass
 """
 
 
@@ -381,28 +388,31 @@ def test_a_killed_process_leaves_no_final_directory(tmp_path: Path) -> None:
 def test_the_model_card_says_what_was_done() -> None:
     import yaml
 
-    facts = CardFacts(
-        name="Smol: 'one'", layers=30, base_model="org/Smol: 'one'", removed=(3, 7, 8, 9),
-        repaired="least squares at every interface", objective="loss", before=2.5, after=2.75,
-        texts=(("corpus.txt", 0.25), ("samples", 0.125)),
-        guarantees=("On 95 % of windows the loss grows by at most 0.4.",), parameters=(100_000, 80_000),
-        speed=(0.875, 0.75), dequantized=True, command="depthgauge shrink ./Smol --remove 4 --out small",
-    )  # fmt: skip
-    card = model_card(facts)
+    document = copy.deepcopy(DOCUMENT)
+    document["plan"] |= {"model": "/somewhere/Smol: 'one'.gguf"}
+    record = check_shrink(document)
+    card = model_card(record, "org/Smol: 'one'")
     _, front, body = card.split("---\n", 2)
     assert yaml.safe_load(front) == {
         "base_model": "org/Smol: 'one'", "library_name": "transformers", "tags": ["depthgauge", "pruned"],
     }  # fmt: skip
-    for part in ("removed 4 of the 30 layers", "3, 7–9 (counted from 0)", "least squares", "2.5 before, 2.75 after",
-                 "| corpus.txt | 0.25 |", "grows by at most 0.4.", "80,000 parameters instead of 100,000",
-                 "0.875", "0.75", "dequantized", "    depthgauge shrink ./Smol", "depthgauge.json"):  # fmt: skip
+    assert record.loss.dense is not None
+    assert record.loss.shrunk is not None
+    assert record.speed is not None
+    for part in (f"removed {len(record.removed)} of the {record.layers_before} layers", "(counted from 0)",
+                 ranges(sorted(record.removed)), "were repaired: ", "trained for 200 steps",
+                 f"{record.loss.dense:.3g} before, {record.loss.shrunk:.3g} after", "| corpus.txt | 0.401 |",
+                 *guarantee_sentences(record), f"{record.parameters.after:,} parameters instead of",
+                 f"{record.speed.prefill:.3g}", f"{record.speed.decode:.3g}", "dequantized",
+                 "    depthgauge shrink Smol: 'one'.gguf --from-plan depthgauge.json"):  # fmt: skip
         assert part in body, part
-    plain = model_card(CardFacts("b", 6, (2,), None, "states", 0.0, 0.1))
+    assert "/somewhere" not in card
+    bare = encoder() | {"guarantee": None, "repaired": False}
+    plain = model_card(check_shrink(bare), None)
     assert "The remaining weights are unchanged." in plain
     assert "Relative change of the final states" in plain
-    assert "## Guarantee" not in plain
-    assert "None" not in plain
-    assert "base_model" not in plain
+    for missing in ("## Guarantee", "None", "base_model", "trained", "dequantized", "generation"):
+        assert missing not in plain
 
 
 def test_the_base_model_is_a_name_on_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,5 +440,3 @@ def test_the_plan_for_mergekit_keeps_the_same_layers() -> None:
     assert {entry["model"] for entry in sources} == {"a: b/c"}
     assert [layer for entry in sources for layer in range(*entry["layer_range"])] == kept
     assert len(sources) == 3
-    assert contiguous([]) == []
-    assert ranges([]) == "none"

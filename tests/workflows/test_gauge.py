@@ -70,10 +70,9 @@ def test_the_result_is_the_measure_of_the_inputs_it_says(network: dg.SelfAttenti
 
 
 def test_the_settings_reproduce_the_result(network: dg.SelfAttentionNetwork) -> None:
-    first = gauge(network, **SMALL, seed=3).to_json()
-    asked = {k: v for k, v in first["settings"].items() if k not in ("target", "in_memory")}
-    assert untimed(gauge(network, **asked).to_json()) == untimed(first)
-    assert gauge(network, **SMALL, seed=4).to_json()["subjects"][0]["layers"] != first["subjects"][0]["layers"]
+    first = gauge(network, **SMALL, seed=3)
+    assert untimed(gauge(network, **first.settings.given()).to_json()) == untimed(first.to_json())
+    assert gauge(network, **SMALL, seed=4).subjects[0].layers != first.subjects[0].layers
 
 
 def test_inputs_from_a_file(network: dg.SelfAttentionNetwork, tmp_path: Path) -> None:

@@ -8,24 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tiny_checkpoints import save_checkpoint, text_of
-from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge._format import duration
-from depthgauge._journal import Journal, journal_folder
-from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
-from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import objective, passes, what_if
-from depthgauge.checkpoints.windows import read_windows
+from depthgauge._journal import journal_folder
+from depthgauge.checkpoints.what_if import passes
 from depthgauge.errors import InputError
-from depthgauge.progress import silent
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
-from depthgauge.results.gauge_options import GaugeSettings
-from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
+from depthgauge.results.labels import SCORES, WHAT_IFS
 from depthgauge.workflows import gauge_checkpoint
 
 SMALL = {"window": 16, "device": "cpu"}
@@ -73,53 +64,7 @@ def test_a_decoder_gets_everything(folders: dict[str, Path], corpus: Path) -> No
     assert [row["score"] for row in subject["scores"]] == list(SCORES)
     assert all(-1 <= row["spearman"] <= 1 for row in subject["scores"])
     assert subject["regime"]["corrected_orders"] > 0
-    (depth,) = subject["depth"]
-    assert depth["layers"] + len(depth["removed"]) == 3
-    assert subject["notes"] == []
-    assert subject["verdict"].startswith("3 layers; skipping layer ")
-
-
-def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) -> None:
-    subject = subject_of(folders["llama"], corpus)
-    model = tiny_model("llama")
-    tokenizer = load_tokenizer(find(folders["llama"]), Placement())
-    windows = read_windows(tokenizer, corpus, tokens=48, window=16, context=64, seed=0)
-    checkpoint = wrap(model)
-    with attending(model) as session:
-        stack = Stack(checkpoint, session)
-        for kind in DEFAULT_WHAT_IFS:
-            for layer in range(3):
-                losses = []
-                for ids in windows.ids:
-                    base = stack.full(ids[None])
-                    lost = objective("loss", ids[None], base.output)
-                    losses.append(lost(what_if(stack, ids[None], base.states, kind, layer)))
-                found = subject["layers"][layer]["what_if"][kind]["loss"]
-                assert found == pytest.approx(sum(losses) / 3, abs=1e-6)
-        states = [stack.full(ids[None]).states for ids in windows.ids]
-    with torch.no_grad():
-        losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in windows.ids]
-    assert subject["baseline"]["loss"] == pytest.approx(sum(losses) / 3, rel=1e-5)
-    for index, found in enumerate([subject["input"], *subject["layers"]]):
-        ratios = [
-            float((x - x.mean(dim=0)).norm() / x.norm()) for x in (window[index][0].double() for window in states)
-        ]
-        assert found["residual"]["mean"]["frobenius"]["ratio"] == pytest.approx(sum(ratios) / 3, rel=1e-5)
-        assert max(ratios) - min(ratios) > 1e-3  # the windows differ, so the mean over them is what is tested
-
-
-def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: Path) -> None:
-    subject = subject_of(folders["bert"], corpus, depth=100.0, max_removed=1)
-    assert subject["model"]["objective"] == "states"
-    assert subject["baseline"] is None
-    assert all(one["loss"] > 0 for layer in subject["layers"] for one in layer["what_if"].values())
-    (depth,) = subject["depth"]
-    assert depth["stopped"] == "max_removed"
-    assert depth["layers"] == 2
-    (removed,) = depth["removed"]
-    skipped = subject["layers"][removed]["what_if"]["block"]  # removing one block is the what-if that skips it
-    for row in (depth, *depth["steps"]):
-        assert {key: row[key] for key in ("loss", "low", "high")} == pytest.approx(skipped)
+    assert subject["depth"] == []
 
 
 def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path], corpus: Path) -> None:
@@ -136,8 +81,6 @@ def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path]
     assert "residual" not in albert["layers"][2]
     assert albert["layers"][2]["heads"][3]["entropy"] > 0
     assert albert["notes"][-1].startswith("the what-ifs block, attention, mlp were not measured: its blocks are not")
-    with pytest.raises(InputError, match="cannot be removed: its blocks are not"):
-        subject_of(folders["albert"], corpus, depth=0.1)
     with pytest.raises(InputError, match="MPNetModel bypasses"):
         subject_of(folders["mpnet"], corpus)
 
@@ -154,9 +97,9 @@ def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
 
 
 def test_three_windows_have_no_interval(folders: dict[str, Path], corpus: Path) -> None:
-    subject = subject_of(folders["llama"], corpus, what_if="block", depth=0.5)
+    subject = subject_of(folders["llama"], corpus, what_if="block")
     assert subject["text"]["windows"] == LEAST_WINDOWS - 1
-    costs = [subject["baseline"], *(layer["what_if"]["block"] for layer in subject["layers"]), *subject["depth"]]
+    costs = [subject["baseline"], *(layer["what_if"]["block"] for layer in subject["layers"])]
     assert all(cost["low"] is None and cost["high"] is None for cost in costs)
 
 
@@ -169,13 +112,12 @@ def test_only_observing(folders: dict[str, Path], corpus: Path) -> None:
 
 def test_the_cost_is_said_before_the_long_part(folders: dict[str, Path], corpus: Path) -> None:
     said: list[str] = []
-    subject_of(folders["llama"], corpus, depth=0.1, max_removed=2, message=said.append)
+    subject_of(folders["llama"], corpus, message=said.append)
     assert said[0].startswith("loading ")
     # 1 pass for the states; block (L − 1)/2, attention and MLP (L + 1)/2 each: 6 in all for L = 3.
     assert re.search(r" seconds?: 6 forward passes of 48 tokens$", said[1])
     assert said[1].endswith(" 6 forward passes of 48 tokens")
-    assert said[2].startswith("effective depth: at most about ")
-    assert len(said) == 3
+    assert len(said) == 2
 
 
 class StoppedError(Exception):
@@ -185,7 +127,7 @@ class StoppedError(Exception):
 def test_an_interrupted_gauging_goes_on(
     folders: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"depth": 0.5, "what_if": "all"}
+    options = {"what_if": "all"}
     whole = subject_of(folders["llama"], corpus, **options)
     out, calls = tmp_path / "r.json", []
     real = gauge_checkpoint.what_if
@@ -215,7 +157,7 @@ def test_resuming_something_else_is_refused(
     with pytest.raises(InputError, match="--resume needs the output of the interrupted run; give the same --out"):
         subject_of(folders["llama"], corpus, resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(gauge_checkpoint, "subject_record", lambda findings: 1 / 0)
+        patch.setattr(gauge_checkpoint, "subject_record", lambda *found: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             subject_of(folders["llama"], corpus, out=out, what_if="none")
     with pytest.raises(InputError, match="was started with what_if 'none', now it is 'block'"):
@@ -231,9 +173,7 @@ def test_resuming_something_else_is_refused(
     ("options", "complaint"),
     [
         ({"what_if": "blocks"}, "what-if must be one of"),
-        ({"depth": -1.0}, "depth must be a positive number"),
-        ({"depth": 0.1, "max_removed": 0}, "max-removed must be a whole number of at least 1"),
-        ({"max_removed": 2}, "set the allowed increase with --depth"),
+        ({"depth": 0.1}, "option of gauge must be one of"),
         ({"window": 1000}, "window must be at most 64"),
         ({"dtype": "half"}, "dtype must be one of"),
         ({"windows": 3}, "option of gauge must be one of"),
@@ -306,11 +246,8 @@ def test_smollm2_for_real() -> None:
 
 
 def test_the_expected_duration_counts_passes_and_observations() -> None:
-    said: list[str] = []
-    checkpoint = wrap(tiny_model("llama", layers=4))
-    run = gauge_checkpoint._Run(checkpoint, GaugeSettings(), Journal(), silent, said.append)
-    run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=())
-    run._estimate(seconds=2.0, observing=10.0, windows=3, tokens=16, kinds=("block",))
+    told = {"seconds": 2.0, "observing": 10.0, "windows": 3, "tokens": 16}
     count = 1 + passes("block", 4)
     expected = f"about {duration(3 * 2 * count + 2 * 10)}: {round(count)} forward passes of 48 tokens"
-    assert said == ["about 26 seconds: 1 forward pass of 48 tokens", expected]
+    assert gauge_checkpoint.expected_duration(4, (), **told) == "about 26 seconds: 1 forward pass of 48 tokens"
+    assert gauge_checkpoint.expected_duration(4, ("block",), **told) == expected

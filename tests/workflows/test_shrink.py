@@ -21,7 +21,6 @@ from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
-from depthgauge.workflows.shrink_subject import parse_remove
 
 LAYERS = 4
 
@@ -58,8 +57,7 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     out = tmp_path / "out"
     messages: list[str] = []
     result = quick(source, text, remove="50%", out=out, message=messages.append)
-    assert result.finished is not None
-    assert result.finished.subject.fresh > 0
+    assert result.opened.fresh > 0
     expected = re.compile(r"about \d+ \w+ left: search, repair and measurement, and a new process that .*")
     assert [said for said in messages if expected.fullmatch(said)]
     assert messages[-1] == f"model written to {out}"
@@ -121,8 +119,7 @@ def test_every_family_is_shrunk(name: str, tmp_path: Path, text: Path) -> None:
     assert (record.objective == "states") == (name in ENCODERS)
     if name in ENCODERS:
         assert record.guarantee is not None
-        assert record.guarantee.mean is not None
-        assert record.guarantee.mean.increase is None
+        assert record.guarantee.quantile.increase is not None
 
 
 def test_no_repair_changes_no_weight(tmp_path: Path, llama: Path, text: Path) -> None:
@@ -174,18 +171,7 @@ def test_a_plan_of_a_limited_run_counts_the_sizes_that_were_tested(llama: Path, 
     assert followed.guarantee.limit is None
     assert followed.guarantee.quantile.increase is None  # 60 windows are too few for this confidence
     assert any("may have tested 3 sizes on these windows" in note for note in followed.notes)
-    assert followed.guarantee.mean.increase is not None
-    assert once.guarantee.mean.increase is not None
-    assert followed.guarantee.mean.increase > once.guarantee.mean.increase
-
-
-def test_a_mean_that_cannot_be_proved_is_refused_before_the_search(llama: Path, text: Path) -> None:
-    labels: list[str] = []
-    with pytest.raises(InputError, match=r"even if the loss does not grow; allow more"):
-        quick(
-            llama, text, max_increase=0.001, guarantee="mean", progress=lambda done, total, label: labels.append(label)
-        )
-    assert not any(label.startswith("removal") for label in labels)
+    assert once.guarantee.quantile.increase is not None
 
 
 def test_half_precision_is_certified_as_it_is_reported(llama: Path, text: Path, tmp_path: Path) -> None:
@@ -197,12 +183,8 @@ def test_half_precision_is_certified_as_it_is_reported(llama: Path, text: Path, 
     limited = quick(half, text, max_increase=50.0)
     assert limited.model.dtype == torch.bfloat16
     (last,) = (one for one in limited.record.guarantee.tested if one.removed == len(limited.record.removed))
-    from depthgauge.workflows.shrink_work import certifier_of
-
-    assert limited.finished is not None
-    finished = limited.finished
-    certifier = certifier_of(finished.subject, finished.calibration, finished.made.dense)
-    assert last.bound == pytest.approx(certifier.quantile(finished.measured()).increase, rel=1e-9)
+    certifier = limited.certifier
+    assert last.bound == pytest.approx(certifier.bound(certifier.measure(limited.model)).increase, rel=1e-9)
 
 
 def test_another_text_is_not_mixed_into_a_resumed_run(llama: Path, text: Path, tmp_path: Path) -> None:
@@ -317,10 +299,7 @@ BAD = {
     "negative limit": ({"max_increase": -1.0}, "max-increase must be a positive number"),
     "confidence": ({"remove": 1, "confidence": 2.0}, "confidence must be a number"),
     "effort": ({"remove": 1, "effort": "huge"}, "effort must be one of quick, default, high"),
-    "objective": (
-        {"remove": 1, "objective": "states"},
-        "objective states is for models that are not causal language models",
-    ),
+    "removed options": ({"remove": 1, "objective": "kl"}, "option of shrink must be one of"),
     "healing": ({"remove": 1, "heal": 3, "no_repair": True}, "leave one of them out"),
     "option": ({"remove": 1, "sample": 3}, "did you mean 'sampled'"),
     "window": ({"remove": 1, "window": 1000}, "window must be at most"),
@@ -353,14 +332,14 @@ def test_an_encoder_has_no_loss_to_limit(tmp_path: Path, text: Path) -> None:
 
 
 def test_shares_are_rounded_down() -> None:
-    assert parse_remove("25%", 30, "m") == 7
-    assert parse_remove("1%", 30, "m") == parse_remove("10%", 4, "m") == 1
+    assert ShrinkOptions(remove="25%").count(30, "m") == 7
+    assert ShrinkOptions(remove="1%").count(30, "m") == ShrinkOptions(remove="10%").count(4, "m") == 1
     with pytest.raises(InputError, match="at least one must stay"):
-        parse_remove("100%", 30, "m")
+        ShrinkOptions(remove="100%").count(30, "m")
     with pytest.raises(InputError, match=r"remove must be from 1 to 1 block, got 2; m has 2 blocks"):
-        parse_remove("2", 2, "m")
+        ShrinkOptions(remove="2").count(2, "m")
     with pytest.raises(InputError, match=r"m has one block, .* no block can be removed"):
-        parse_remove("1", 1, "m")
+        ShrinkOptions(remove="1").count(1, "m")
 
 
 @pytest.mark.parametrize("layers", [3, 4, 12, 30, 49])
@@ -369,7 +348,7 @@ def test_a_share_may_be_a_number_between_0_and_1(layers: int) -> None:
         remove = make_shrink_options(None, {"remove": count / layers}).remove
         assert remove is not None
         assert remove.endswith("%")
-        assert parse_remove(remove, layers, "m") == count
+        assert ShrinkOptions(remove=remove).count(layers, "m") == count
     assert make_shrink_options(None, {"remove": 0.25}).remove == "25%"
     assert make_shrink_options(None, {"remove": torch.tensor(1e-9).item()}).remove == "0.0000001%"
     for wrong in (0.0, 1.0, 2.5, -0.25, float("nan"), True, [1]):

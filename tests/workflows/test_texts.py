@@ -13,13 +13,15 @@ from tiny_models import tiny_model
 
 import depthgauge as dg
 from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS
 from depthgauge.checkpoints.windows import Windows
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
-from depthgauge.workflows import shrink_subject
-from depthgauge.workflows.shrink_subject import Subject, open_subject
+from depthgauge.surgery import open_model as module
+from depthgauge.surgery.calibration import prepare_calibration
+from depthgauge.surgery.open_model import OpenedModel, open_model
 
 SMALL = {"tokens": 64, "window": 16, "device": "cpu", "what_if": "none"}
 BOS = 1
@@ -53,9 +55,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def opened(model: Any, tokenizer: Any = None, **fields: Any) -> Subject:
+def opened(model: Any, tokenizer: Any = None, **fields: Any) -> OpenedModel:
     options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, **fields})
-    return open_subject(model, options, tokenizer, None, lambda sentence: None, lambda source: None)
+    source = find(model) if isinstance(model, Path) else None
+    return open_model(model, source, options, tokenizer, None, lambda sentence: None)
 
 
 class Letters:
@@ -89,10 +92,12 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
         measured.extend(body.tolist() for body in bodies[:MEASURED_WINDOWS])
         return (start.with_bos if better else start.without_bos)(start.candidate, "measured")
 
-    monkeypatch.setattr(shrink_subject, "measure_start", decide)
+    monkeypatch.setattr(module, "measure_start", decide)
     chosen = {"text": text} if given_text else {}
     subject = opened(tiny_model("llama"), Letters(), window=32, sampled=sampled, **chosen)
-    made = subject.calibrate(lambda *step: None, lambda sentence: None)
+    made = prepare_calibration(
+        subject.checkpoint, subject.tokenizer, subject.texts, subject.start, message=lambda sentence: None
+    )
     assert len(measured) == MEASURED_WINDOWS
     assert all(len(body) > 24 for body in measured)
     assert not runs(measured, 24) & runs(made.certify.ids.tolist(), 24)

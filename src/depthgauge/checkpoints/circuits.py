@@ -6,8 +6,8 @@ that depends on the distance of two tokens; the sizes are those at distance 0. B
 a head (Qwen 3, Gemma 3), are left out.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -58,10 +58,6 @@ class CircuitSizes:
     ov_norm: float
     ov_stable_rank: float
     score_norm: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the result JSON; it leaves out `score_norm`, which only `regime` needs."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "score_norm"}
 
 
 def circuit_sizes(head: HeadWeights) -> CircuitSizes:
@@ -144,7 +140,7 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
     """Yield the weights of every query head of a block; a shared key–value head is repeated for each of its heads."""
     family = checkpoint.family
     assert family is not None
-    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
+    heads, kv_heads = checkpoint.heads, checkpoint.kv_heads
     query, key, value, output = _projections(block, family, heads)
     gain = _gain(block, family, query)
     k, v = query.shape[1] // heads, value.shape[1] // kv_heads
@@ -216,69 +212,41 @@ class LayerSizes(ArrayRecord):
     ov_norm: Float[Tensor, " layers"]
 
 
-def layer_sizes(
-    query: Float[Tensor, "layers heads d k"],
-    key: Float[Tensor, "layers kv_heads d k"],
-    value: Float[Tensor, "layers kv_heads d v"],
-    output: Float[Tensor, "layers heads v d"],
-) -> LayerSizes:
-    """Compute the sizes of the circuits of some layers from the weights of all heads; they stay on the device.
+def layer_sizes(layers: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]]) -> LayerSizes:
+    """Compute the sizes of the circuits of layers; they stay on the device of the first layer.
 
-    A shared key–value head belongs to heads/kv_heads consecutive heads.
+    The weights of some layers are reduced to Gram matrices before those of the next ones are read.
+
+    Args:
+        layers: for some layers at a time Q `[layers, heads, d, k]`, K `[layers, kv_heads, d, k]`, W_V
+            `[layers, kv_heads, d, v]` and W_O `[layers, heads, v, d]`. A shared key–value head belongs to
+            heads/kv_heads consecutive heads.
     """
-    return _sizes_of([_grams(query, key, value, output)])
+    eta, qk, ov = [], list[tuple[Gram, Gram]](), list[tuple[Gram, Gram]]()
+    for query, key, value, output in layers:
+        groups, d = query.shape[1] // key.shape[1], query.shape[2]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        q, k = gram(query), gram(key)
+        values, outputs, together = value.flatten(0, 1), output.flatten(0, 1), max(1, _PRODUCT_ENTRIES // (d * d))
+        products = [
+            _largest_entry(values[h : h + together] @ outputs[h : h + together])
+            for h in range(0, len(values), together)
+        ]
+        largest = torch.stack([q.largest, k.largest, torch.cat(products).reshape(q.largest.shape)])
+        eta.append(largest.amax(dim=(0, 2)))
+        qk.append((q, k))
+        ov.append((gram(value), gram(output.mT)))
+    device = eta[0].device
 
-
-@dataclass(frozen=True)
-class _Grams:
-    """What the sizes of some layers need: the Gram matrices of Q, K, W_V and W_Oᵀ per head, and ‖V‖max per layer."""
-
-    query: Gram
-    key: Gram
-    value: Gram
-    output: Gram
-    product: Float[Tensor, " layers"]
-
-
-def _grams(query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> _Grams:
-    """Reduce the weights of some layers to Gram matrices; the arguments are those of `layer_sizes`."""
-    layers, heads, d = query.shape[:3]
-    shared = torch.arange(heads, device=query.device) * key.shape[1] // heads if key.shape[1] < heads else None
-
-    def repeated(one: Gram) -> Gram:
-        return one if shared is None else Gram(one.matrix[:, shared], one.largest[:, shared])
-
-    together = max(1, _PRODUCT_ENTRIES // (d * d))
-    values, outputs = (value if shared is None else value[:, shared]).flatten(0, 1), output.flatten(0, 1)
-    largest = [
-        _largest_entry(values[k : k + together] @ outputs[k : k + together]) for k in range(0, layers * heads, together)
-    ]
-    product = torch.cat(largest).reshape(layers, heads).amax(dim=1)
-    return _Grams(gram(query), repeated(gram(key)), repeated(gram(value)), gram(output.mT), product)
-
-
-def _sizes_of(parts: list[_Grams]) -> LayerSizes:
-    """Compute the sizes of all layers together; a few small matrices per head are all that is left of the weights."""
-
-    def joined(name: str) -> Gram:
-        grams = [getattr(part, name) for part in parts]
-        device = grams[0].matrix.device
-        return Gram(
-            torch.cat([one.matrix.to(device) for one in grams]),
-            torch.cat([one.largest.to(device) for one in grams]),
-        )
-
-    query, key, value, output = (joined(name) for name in ("query", "key", "value", "output"))
-    product = torch.cat([part.product.to(query.largest.device) for part in parts])
-    eta = torch.stack([query.largest.amax(dim=1), key.largest.amax(dim=1), product]).amax(dim=0)
-    if query.matrix.shape == value.matrix.shape:  # half as many operations
+    def norms(pairs: list[tuple[Gram, Gram]]) -> Float[Tensor, " layers"]:
         left, right = (
-            Gram(torch.stack([one.matrix, two.matrix]), torch.stack([one.largest, two.largest]))
-            for one, two in ((query, value), (key, output))
+            Gram(*(torch.cat([getattr(one, name).to(device) for one in side]) for name in ("matrix", "largest")))
+            for side in zip(*pairs, strict=True)
         )
-        norms = largest_from_grams(left, right).amax(dim=-1)
-        return LayerSizes(eta, norms[0], norms[1])
-    return LayerSizes(eta, largest_from_grams(query, key).amax(dim=1), largest_from_grams(value, output).amax(dim=1))
+        return largest_from_grams(left, right).amax(dim=1)
+
+    return LayerSizes(torch.cat([one.to(device) for one in eta]), norms(qk), norms(ov))
 
 
 _PRODUCT_ENTRIES = 2**23
@@ -289,37 +257,30 @@ _WEIGHT_ENTRIES = 2**21
 
 @torch.no_grad()
 def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSizes:
-    """Compute the sizes of the circuits of blocks: the largest over the heads of what `circuit_sizes` gives for one.
-
-    Several blocks are reduced together as long as their weights are small.
-    """
-    family = checkpoint.family
+    """Compute the sizes of the circuits of blocks: the largest over the heads of what `circuit_sizes` gives for one."""
+    family, heads, kv_heads = checkpoint.family, checkpoint.heads, checkpoint.kv_heads
     assert family is not None
-    heads, kv_heads = checkpoint.heads, int(getattr(checkpoint.config, "num_key_value_heads", None) or checkpoint.heads)
-    parts, waiting = [], list[tuple[Tensor, ...]]()
-    for block in blocks:
-        projections = _projections(block, family, heads)
-        weights = (*projections, _gain(block, family, projections[0]))
-        if waiting and ((len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES or _differ(waiting[0], weights)):
-            parts.append(_grams_of(waiting, heads, kv_heads))
-            waiting = []
-        waiting.append(weights)
-    return _sizes_of([*parts, _grams_of(waiting, heads, kv_heads)])
 
+    def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        waiting = list[tuple[Tensor, ...]]()
+        for block in blocks:
+            projections = _projections(block, family, heads)
+            weights = (*projections, _gain(block, family, projections[0]))
+            pairs = zip(waiting[0] if waiting else weights, weights, strict=True)
+            alike = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
+            if waiting and (not alike or (len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES):
+                yield by_head(waiting)
+                waiting = []
+            waiting.append(weights)
+        yield by_head(waiting)
 
-def _differ(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return any(a.shape != b.shape or a.device != b.device for a, b in zip(some, others, strict=True))
+    def by_head(some: list[tuple[Tensor, ...]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        query, key, value, output, gain = (torch.stack(kind) for kind in zip(*some, strict=True))
+        read = ((query, heads), (key, kv_heads), (value, kv_heads))
+        q, k, v = ((gain * w).reshape(*w.shape[:2], count, -1).transpose(1, 2) for w, count in read)
+        return q, k, v, output.reshape(len(output), heads, -1, output.shape[-1])
 
-
-def _grams_of(weights: Sequence[Sequence[Tensor]], heads: int, kv_heads: int) -> _Grams:
-    """Reduce query, key, value, output and gain of some layers to Gram matrices."""
-    query, key, value, output, gain = (torch.stack(kind) for kind in zip(*weights, strict=True))
-
-    def columns(weight: Tensor, count: int) -> Tensor:
-        return (gain * weight).reshape(*weight.shape[:2], count, -1).transpose(1, 2)
-
-    rows = output.reshape(len(output), heads, -1, output.shape[-1])
-    return _grams(columns(query, heads), columns(key, kv_heads), columns(value, kv_heads), rows)
+    return layer_sizes(batches())
 
 
 def _whole(weight: Tensor) -> Tensor:

@@ -1,13 +1,12 @@
-"""Run a checkpoint from any layer on, with blocks skipped or changed.
+"""Run a checkpoint from any layer on, with blocks skipped or changed, or one block at a time.
 
-The model's own forward pass is always used. To start at layer k, the blocks before it are replaced by functions that
-return their input, except block k − 1, which returns the given state. Embeddings and masks are recomputed, at
-negligible cost, and the final norm and the output head are the model's own.
+`Stack` always uses the model's own forward pass. To start at layer k, the blocks before it are replaced by functions
+that return their input, except block k − 1, which returns the given state. Embeddings and masks are recomputed, at
+negligible cost, and the final norm and the output head are the model's own. `BlockRunner` calls single blocks as well.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +16,18 @@ from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.interface import Session, Watch
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_output import model_output
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
+_LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
+"""Largest size of the logits of one batch, by type of device."""
+
+
+class _Reached(Exception):  # noqa: N818
+    """Ends a forward pass at the first block, whose input is all that is needed."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -104,9 +111,8 @@ class Stack:
         return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
 
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
-        out = self.checkpoint.measured(input_ids=ids.to(self.checkpoint.device), **_no_cache(self.checkpoint))
-        made: Tensor = out.logits if self.checkpoint.objective == "loss" else out.last_hidden_state
-        return made
+        checkpoint = self.checkpoint
+        return model_output(checkpoint.model, ids.to(checkpoint.device), checkpoint.objective == "loss")
 
     @contextmanager
     def _recording(self, block: nn.Module, layer: int, states: dict[int, Tensor]) -> Iterator[None]:
@@ -168,6 +174,93 @@ class Stack:
             handle.remove()
 
 
+class BlockRunner(Stack):
+    """The blocks of a checkpoint as functions of the residual stream.
+
+    A block is called with the arguments that the model itself passes to it: masks, rotary embeddings and positions are
+    recorded once, on one window, and broadcast over the batch. All windows therefore have the same length.
+
+    - `blocks`: the blocks, in order
+    - `batch`: how many windows are computed together
+    """
+
+    def __init__(self, checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> None:
+        super().__init__(checkpoint, Session())
+        if not self.blocks:
+            raise CheckpointError(
+                f"{checkpoint.name} has no list of {checkpoint.layers} blocks; shrinking needs a model whose layers "
+                "are separate modules in one list"
+            )
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+            self._calls.append((args[1:], others))
+
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.callback(block.register_forward_pre_hook(record, with_kwargs=True).remove)
+            self.full(example)
+        self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
+
+    @property
+    def device(self) -> torch.device:
+        """The device that expects the token ids."""
+        return self.checkpoint.device
+
+    @torch.no_grad()
+    def embed(self, ids: Int[Tensor, "windows n"]) -> Float[Tensor, "windows n d"]:
+        """Return X_0, the input of the first block."""
+        found: list[Tensor] = []
+
+        def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.append(hidden_in(args, kwargs))
+            raise _Reached
+
+        handle = self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            for part in torch.split(ids, self.batch):
+                with suppress(_Reached):
+                    self._forward(part)
+        finally:
+            handle.remove()
+        return torch.cat(found)
+
+    def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
+        """Return B_ℓ(X) for one batch."""
+        args, kwargs = self._calls[layer]
+        return hidden_out(self.blocks[layer](states, *args, **kwargs))
+
+    @torch.no_grad()
+    def through(self, layers: Sequence[int], states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:
+        """Return the states after the given layers, in batches; the result is stored where `states` is stored."""
+        if not layers:
+            return states
+        made = torch.empty_like(states)
+        for index, part in self.batches(states):
+            for layer in layers:
+                part = self.block(layer, part)
+            made[index : index + len(part)] = part.to(made.device, made.dtype)
+        return made
+
+    def batches(self, states: Float[Tensor, "windows n d"]) -> Iterator[tuple[int, Float[Tensor, "batch n d"]]]:
+        """Yield batches of states on the model's device, each with the index of its first window."""
+        dtype = self.checkpoint.model.dtype
+        for start in range(0, len(states), self.batch):
+            yield start, states[start : start + self.batch].to(self.device, dtype)
+
+    def output(self, states: Float[Tensor, "batch n d"]) -> Tensor:
+        """Return the logits, or the final states of a model without a head, for the states after the last block."""
+        return self.run(torch.zeros(states.shape[:2], dtype=torch.long), start=len(self), state=states)
+
+
+def batch_size(model: Any, window: int, loss: bool) -> int:
+    """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
+    embedding = model.get_input_embeddings().weight
+    wide = max(model.config.get_text_config().vocab_size if loss else 1, 8 * embedding.shape[1])
+    return max(1, _LOGIT_BYTES.get(embedding.device.type, 2**28) // (4 * window * int(wide)))
+
+
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
     """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list."""
     for module in model.modules():
@@ -215,8 +308,3 @@ def changed(module: nn.Module, change: Change) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _no_cache(checkpoint: Checkpoint) -> dict[str, Any]:
-    takes = inspect.signature(checkpoint.measured.forward).parameters
-    return {"use_cache": False} if "use_cache" in takes else {}

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from depthgauge._format import one_line
 from depthgauge.errors import InputError, missing_extra
 
 
@@ -79,5 +80,4 @@ def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
 
 def short(error: BaseException) -> str:
     """Return an error message on one line, cut to 200 characters, without references to a log that is not shown."""
-    text = re.sub(r" ?For details look at [^!]*above report!", "", " ".join(str(error).split())) or type(error).__name__
-    return text if len(text) < 200 else text[:200] + "…"
+    return one_line(re.sub(r"\s*For details look at [^!]*above report!", "", str(error)) or type(error).__name__)

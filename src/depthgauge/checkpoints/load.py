@@ -14,6 +14,7 @@ from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, count_parameters
 from depthgauge.errors import unknown_name
+from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
@@ -112,22 +113,27 @@ class Checkpoint:
             device = torch.device(embedding._hf_hook.execution_device)
         return device
 
-    def describe(self) -> dict[str, Any]:
-        """Return the description of the model in the result JSON."""
+    @property
+    def kv_heads(self) -> int:
+        """The number of key–value heads, each shared by heads/kv_heads consecutive query heads."""
+        return int(getattr(self.config, "num_key_value_heads", None) or self.heads)
+
+    def describe(self) -> CheckpointDescription:
+        """Return the description of the model in the result."""
         parameter = next(self.model.parameters())
-        return {
-            "family": str(self.config.model_type),
-            "architecture": type(self.model).__name__,
-            "objective": self.objective,
-            "layers": self.layers,
-            "heads": self.heads,
-            "kv_heads": int(getattr(self.config, "num_key_value_heads", None) or self.heads),
-            "dim": int(self.config.hidden_size),
-            "parameters": sum(p.numel() for p in self.model.parameters()),
-            "dtype": str(parameter.dtype).removeprefix("torch."),
-            "device": str(parameter.device),
-            "context": context_length(self.config),
-        }
+        return CheckpointDescription(
+            family=str(self.config.model_type),
+            architecture=type(self.model).__name__,
+            objective=self.objective,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            dim=int(self.config.hidden_size),
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            device=str(parameter.device),
+            context=context_length(self.config),
+        )
 
 
 def measured_part(model: Any, loss: bool) -> Any:

@@ -6,46 +6,32 @@ about that size. MLPs are left out, so the distance of the whole model can only 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 
 from depthgauge.certificates.printed import log_C, log_epsilon, log_final_bound
 from depthgauge.checkpoints.circuits import CircuitSizes
+from depthgauge.results.checkpoint_subject import RegimeDistance
 
 TOLERANCE = 0.1
 _LEAST = -300.0
 
 
-@dataclass(frozen=True)
-class Regime:
-    """How many orders of magnitude all weights would have to shrink until a bound is at most `tolerance`.
+def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANCE) -> RegimeDistance:
+    """Compute the distance of a model from the sizes of every head of every layer.
 
-    - `tolerance`: the value the bound has to reach
-    - `eta`: η, the largest |entry| of Q, K and V in the model
-    - `printed_orders`, `printed_eta`: orders of magnitude, and the η reached, for the explicit bound of Theorem D.1
-      with its conditions, as printed
-    - `corrected_orders`, `corrected_eta`: the same for `corrected_bound`, our bound on the distance to one averaging
-      layer
+    `printed_*` is the explicit bound of Theorem D.1 with its conditions; `corrected_*` is `corrected_bound`.
     """
-
-    tolerance: float
-    eta: float
-    printed_orders: float
-    printed_eta: float
-    corrected_orders: float
-    corrected_eta: float
-
-    def to_json(self) -> dict[str, float]:
-        """Return the result JSON."""
-        return asdict(self)
-
-
-def regime(layers: Sequence[Sequence[CircuitSizes]], tolerance: float = TOLERANCE) -> Regime:
-    """Compute the distance of a model from the sizes of every head of every layer."""
     eta = max(head.eta for heads in layers for head in heads)
     heads = max(len(heads) for heads in layers)
     printed = _orders(lambda scale: _printed_holds(scale * eta, heads, len(layers), tolerance))
     corrected = _orders(lambda scale: corrected_bound(layers, scale) <= tolerance)
-    return Regime(tolerance, eta, printed, eta * 10**-printed, corrected, eta * 10**-corrected)
+    return RegimeDistance(
+        tolerance=tolerance,
+        eta=eta,
+        printed_orders=printed,
+        printed_eta=eta * 10**-printed,
+        corrected_orders=corrected,
+        corrected_eta=eta * 10**-corrected,
+    )
 
 
 def corrected_bound(layers: Sequence[Sequence[CircuitSizes]], scale: float) -> float:

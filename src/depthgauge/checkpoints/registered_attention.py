@@ -1,26 +1,22 @@
 """`dg.attention` as an attention implementation of transformers, named `depthgauge`.
 
 In layers with full or causal attention, every head whose scores are proved to be small is computed by a polynomial.
-Padding masks, sliding windows and capped scores are computed exactly. `fast_plans` lists the polynomial heads of every
-layer.
+Padding masks, sliding windows and capped scores are computed exactly. `layer_plan` lists the polynomial heads.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from depthgauge._format import number
-from depthgauge.checkpoints.interface import AttentionCall, attending, attention_call
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.interface import AttentionCall, attention_call
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import require_positive
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.plan import AttentionPlan
+from depthgauge.results.checkpoint_subject import FastPlan
+from depthgauge.results.record import finite
 
 NAME = "depthgauge"
 TOLERANCE = 1e-3
@@ -101,62 +97,33 @@ def _capped(
     return attention_call(query, key, value, mask, scaling, softcap).output()
 
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """The polynomial heads of a layer.
+def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> FastPlan:
+    """Return the polynomial heads of a layer for the first sequence of the batch, and the proved bounds on all scores.
 
-    `heads` are the heads that take the polynomial path, out of `total`. `bounds` are the proved bounds B on the scores
-    of all heads. `why` is the most frequent reason of the other heads.
+    The line names the most frequent reason why the other heads are computed exactly.
     """
-
-    layer: int
-    total: int
-    heads: tuple[int, ...]
-    bounds: tuple[float, ...]
-    why: str
-
-    def line(self) -> str:
-        """Return a summary in one line."""
-        which = f"heads {', '.join(map(str, self.heads))}" if self.heads else "no head"
-        sizes = f"B from {number(min(self.bounds))} to {number(max(self.bounds))}" if self.bounds else ""
-        others = "; ".join(part for part in (sizes, self.why) if part)
-        return f"layer {self.layer}: {which} of {self.total}" + (f" ({others})" if others else "")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object of the result document."""
-        return {"heads": list(self.heads), "bounds": list(self.bounds), "line": self.line()}
-
-
-def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> LayerPlan:
-    """Return the plan of a layer for the first sequence of the batch."""
-    heads = call.query.shape[1]
     causal = call.mask is not None and _is_causal(call.mask)
-    if call.softcap is not None or (call.mask is not None and not causal):
-        reason = "its scores are capped" if call.softcap is not None else "its mask is neither causal nor empty"
-        return LayerPlan(call.layer, heads, (), (), reason)
-    q, k, v = (x[0].contiguous() for x in (call.query, call.key, call.value))
-    plan: AttentionPlan = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale)
-    fast = tuple(h for h, head in enumerate(plan.heads) if head.path == "polynomial")
-    reasons = Counter(head.why for head in plan.heads if head.path != "polynomial")
-    why = reasons.most_common(1)[0][0] if reasons else ""
-    return LayerPlan(call.layer, heads, fast, tuple(head.bound_after for head in plan.heads), why)
+    fast: tuple[int, ...] = ()
+    bounds: tuple[float, ...] = ()
+    if call.softcap is not None:
+        why = "its scores are capped"
+    elif call.mask is not None and not causal:
+        why = "its mask is neither causal nor empty"
+    else:
+        q, k, v = (x[0].contiguous() for x in (call.query, call.key, call.value))
+        heads = attention_plan(q, k, v, None, 0.0, causal, tolerance=tolerance, scale=call.scale).heads
+        fast = tuple(h for h, head in enumerate(heads) if head.path == "polynomial")
+        bounds = tuple(head.bound_after for head in heads)
+        reasons = Counter(head.why for head in heads if head.path != "polynomial").most_common(1)
+        why = reasons[0][0] if reasons else ""
+    which = f"heads {', '.join(map(str, fast))}" if fast else "no head"
+    sizes = f"B from {number(min(bounds))} to {number(max(bounds))}" if bounds else ""
+    others = "; ".join(part for part in (sizes, why) if part)
+    line = f"layer {call.layer}: {which} of {call.query.shape[1]}" + (f" ({others})" if others else "")
+    return FastPlan(heads=fast, bounds=tuple(map(finite, bounds)), line=line)
 
 
 def _is_causal(mask: Tensor) -> bool:
     n, m = mask.shape[-2:]
     allowed = mask > torch.finfo(mask.dtype).min / 2
     return n == m and bool((allowed == torch.ones(n, m, dtype=torch.bool, device=mask.device).tril()).all())
-
-
-@torch.no_grad()
-def fast_plans(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], tolerance: float = TOLERANCE) -> list[LayerPlan]:
-    """Return the plan of every layer on these tokens."""
-    plans: list[LayerPlan] = []
-
-    def watch(call: AttentionCall) -> Tensor:
-        plans.append(layer_plan(call, tolerance))
-        return call.output()
-
-    with attending(checkpoint.model) as session:
-        Stack(checkpoint, session).run(ids, watch=watch)
-    return plans

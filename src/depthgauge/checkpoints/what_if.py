@@ -5,17 +5,14 @@ Their names are the keys of `results.labels.WHAT_IFS`.
 
 from collections.abc import Callable, Iterable, Sequence
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.model_output import relative_distance, token_losses
 from depthgauge.errors import unknown_name
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, WHAT_IFS
-
-_ENTRIES = 2**22
-"""Largest number of logits converted to float32 at once (16 MB)."""
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:
@@ -87,20 +84,9 @@ def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[T
     if kind == "loss":
         before = cross_entropy(intact, ids)
         return lambda output: cross_entropy(output, ids) - before
-    norm = intact.double().norm()
-    return lambda output: float((output.double() - intact.double()).norm() / norm)
+    return lambda output: float(relative_distance(output, intact))
 
 
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:
-    """Return the mean over tokens of −log p(next token), in nats.
-
-    The logits are converted to float32 a few rows at a time, so that they are never copied as a whole.
-    """
-    following = ids[0, 1:].to(logits.device)
-    count = max(1, _ENTRIES // logits.shape[-1])
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)  # stays on the device until the end
-    for start in range(0, len(following), count):
-        targets = following[start : start + count]
-        rows = logits[0, start : start + len(targets)].float()
-        total += (rows.logsumexp(dim=-1) - rows.gather(-1, targets[:, None])[:, 0]).double().sum()
-    return float(total) / len(following)
+    """Return the mean over tokens of −log p(next token), in nats."""
+    return float(token_losses(logits, ids).double().mean())

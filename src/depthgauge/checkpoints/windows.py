@@ -9,12 +9,13 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import counted
+from depthgauge._format import counted, one_line
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.text_files import TextFile, find_text, read_text
 from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.results.checkpoint_subject import TextWindows
 
 WINDOW = 512
 """The longest window by default."""
@@ -37,10 +38,18 @@ class Windows(ArrayRecord):
     source: str
     digest: str
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the result JSON."""
+    def record(self, bos: bool | None, reason: str) -> TextWindows:
+        """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
         windows, n = self.ids.shape
-        return {"source": self.source, "sha256": self.digest, "windows": windows, "window": n, "tokens": windows * n}
+        return TextWindows(
+            source=self.source,
+            sha256=self.digest,
+            windows=windows,
+            window=n,
+            tokens=windows * n,
+            bos=bos,
+            bos_reason=reason,
+        )
 
     def with_first(self, token: int, after: int) -> "Windows":
         """Return the windows with a token added at the start, and the last token of their text removed.
@@ -113,7 +122,7 @@ def _chat_text(tokenizer: Any, messages: list[Any]) -> str:
         with quiet():
             return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # templates raise errors of jinja2, KeyError, TypeError and others
-        raise InputError(f"the chat template failed: {' '.join(str(error).split())[:200]}") from error
+        raise InputError(f"the chat template failed: {one_line(error)}") from error
 
 
 def read_windows(

@@ -13,11 +13,10 @@ from depthgauge.results.checkpoint_subject import (
     CheckpointLayer,
     CheckpointSubject,
     Interval,
-    MeasuredRemoval,
     RegimeDistance,
     ScoreTrust,
 )
-from depthgauge.results.labels import SCORES, STOPPED, WHAT_IFS, unit
+from depthgauge.results.labels import SCORES, WHAT_IFS, unit
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.verdicts import mean_caption
 
@@ -37,8 +36,6 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
     if subject.scores:
         yield from trust_tables(subject.scores, width)
     yield from map(escape, fast_lines(subject.layers))
-    for removal in subject.depth:
-        yield escape(removal_line(removal, subject))
     if subject.regime is not None:
         yield escape(regime_line(subject.regime))
     if subject.text is not None and subject.text.bos is not None:
@@ -128,18 +125,6 @@ def fast_lines(layers: Sequence[CheckpointLayer]) -> list[str]:
     bounds = [bound for plan in plans for bound in plan.bounds if bound is not None]
     least = f"; the smallest proved bound on a head's scores is {number(min(bounds))}" if bounds else ""
     return [f"fast attention: no head can use it at the default tolerance{least}"]
-
-
-def removal_line(removal: MeasuredRemoval, subject: CheckpointSubject) -> str:
-    """Return the measured effective depth in a sentence."""
-    last = Interval(loss=removal.loss, low=removal.low, high=removal.high)
-    removed = ", ".join(map(str, removal.removed))
-    over = "" if subject.text is None else f" over {counted(subject.text.windows, 'window')}"
-    found = f" (removed, in this order: {removed}; increase {_interval(last)}{over})" if removal.removed else ""
-    keep = "keeps" if removal.layers == 1 else "keep"
-    all_layers = counted(len(subject.layers), "layer")
-    enough = f"{removal.layers} of {all_layers} {keep} the increase within {number(removal.increase, 6)}"
-    return f"effective depth: {enough}{found}; {STOPPED.get(removal.stopped, removal.stopped)}"
 
 
 def regime_line(regime: RegimeDistance) -> str:

@@ -8,9 +8,6 @@ import typer
 from depthgauge.cli.output import Overwrite, note, print_json, print_terms, progress_bar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from depthgauge.papers.ledger.claim import Claim
     from depthgauge.papers.ledger.finding import Findings
 
 _EXAMPLES = """
@@ -72,8 +69,11 @@ def command(
         raise unknown_name("verdict", verdict, VERDICTS)
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     chosen = select(paper, id)
+    if only_list and as_json:
+        print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
+    elif only_list:
+        print_terms({claim.id: claim.statement for claim in chosen})
     if only_list:
-        _print_list(chosen, as_json)
         return
     with progress_bar("searching") as progress:
         findings = run(chosen, budget, progress=progress)
@@ -97,14 +97,6 @@ def _print(findings: "Findings", as_json: bool, one: bool) -> None:
         typer.echo(findings[0].story)
     else:
         _print_table(findings)
-
-
-def _print_list(chosen: "Sequence[Claim]", as_json: bool) -> None:
-    """Print ids and statements, without verdicts."""
-    if as_json:
-        print_json([{"id": claim.id, "paper": claim.paper, "statement": claim.statement} for claim in chosen])
-        return
-    print_terms({claim.id: claim.statement for claim in chosen})
 
 
 def _print_table(findings: "Findings") -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,8 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
     """Decorate a command whose argument `options` is a record: each field becomes an option of the command line.
 
     Args:
-        record: the record; every field is `Annotated` with a help text and the kind of target it applies to.
+        record: the record; its docstring has the help text of every field, unless the annotation has one, and every
+            field is `Annotated` with the kind of target it applies to.
         panels: kind of target → heading under which `--help` lists its options.
         paths: names of the options that are file paths.
 
@@ -29,7 +31,9 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
         @functools.wraps(command)
         def run(*args: Any, **given: Any) -> None:
             chosen = {name: given.pop(name) for name in fields}
-            command(*args, options=record(**{name: _plain(value) for name, value in chosen.items()}), **given)
+            plain = {name: _plain(value) for name, value in chosen.items()}
+            options = record(**{name: value for name, value in plain.items() if value is not None})
+            command(*args, options=options, **given)
 
         parameters = []
         for name, parameter in inspect.signature(command).parameters.items():
@@ -59,7 +63,9 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
     default: Any
     annotation = _annotation(record, name)
     meta = annotation.__metadata__[0]
-    (plain,) = (kind for kind in get_args(annotation.__origin__) if kind is not types.NoneType)
+    plain = annotation.__origin__
+    if isinstance(plain, types.UnionType):
+        (plain,) = (kind for kind in get_args(plain) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
     metavar = None
     if plain is bool:
@@ -69,8 +75,16 @@ def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_pa
         kind, default, metavar = list[entry] | None, None, f"<{entry.__name__.lower()}>"
     else:
         kind, default = (Path if is_path else plain) | None, None
-    option = typer.Option(flag, help=meta.description, rich_help_panel=panel, metavar=metavar)
+    help_text = meta.description or _documented(record)[name]
+    option = typer.Option(flag, help=help_text, rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+
+def _documented(record: type[Record]) -> dict[str, str]:
+    """Return the text of each attribute in the docstring of a record, on one line."""
+    _, _, attributes = (inspect.getdoc(record) or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()).replace(" [default", "  [default") for name, text in found}
 
 
 def _annotation(record: type[Record], name: str) -> Any:

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
-from depthgauge.papers.reproduce.catalog import FIGURES
-from depthgauge.papers.reproduce.figure import Figure
+from depthgauge.papers.reproduce.catalog import FIGURES, Figure
 
 _EXAMPLES = """
 **Examples**
@@ -66,18 +65,8 @@ def command(
 
     chosen = choose_engine(engine, scheduler, jobs)
     with progress_bar("computing") as step:
-        done = reproduce_all(
-            figures or [],
-            out,
-            models,
-            seed,
-            store=store,
-            engine=chosen,
-            progress=step,
-            overwrite=overwrite,
-            quick=quick,
-            rows=rows,
-        )
+        where = {"store": store, "engine": chosen, "rows": rows}
+        done = reproduce_all(figures or [], out, models, seed, progress=step, overwrite=overwrite, quick=quick, **where)
     if as_json:
         print_json({"figures": [drawn.to_json() for drawn in done]})
         return

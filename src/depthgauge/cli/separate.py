@@ -41,24 +41,12 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
     """The probability that softmax attention tells D₁ from D₀ where linear attention does not."""
-    from depthgauge.papers.separation.probability import separate
+    from depthgauge.papers.separation.probability import separate_setting
+    from depthgauge.papers.separation.settings import build_setting
 
     with progress_bar("drawing") as step:
-        found = separate(
-            kind,
-            attention=attention,
-            x=x,
-            n=n,
-            d=d,
-            m=m,
-            a0=a0,
-            a1=a1,
-            b=b,
-            c=c,
-            models=models,
-            seed=seed,
-            progress=step,
-        )
+        setting = build_setting(kind, attention=attention, x=x, n=n, d=d, m=m, a0=a0, a1=a1, b=b, c=c)
+        found = separate_setting(setting, models, seed, step)
     if as_json:
         print_json(found.to_json())
     else:

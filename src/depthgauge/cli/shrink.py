@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,9 +10,8 @@ from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import DepthgaugeError, InputError
 from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
-
-if TYPE_CHECKING:
-    from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
+from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
+from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
@@ -71,26 +70,20 @@ def command(
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs."""
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
+    from depthgauge.workflows.shrink import plan_shrink, shrink
+
+    files: dict[str, Any] = {"resume": resume, "overwrite": overwrite, "message": note}
     if plan_only is not None:
-        _print_plan(_search(model, options, plan_only, resume, overwrite), as_json)
+        with progress_bar("searching") as progress:
+            plan = plan_shrink(model, options, out=plan_only, progress=progress, **files)
+        _print(plan, as_json)
         note(f"plan written to {plan_only}; use it with --from-plan")
         return
-    from depthgauge.workflows.shrink import shrink
-
     with progress_bar("shrinking") as progress:
-        result = shrink(
-            model,
-            options,
-            plan=from_plan,
-            out=out,
-            report=report,
-            resume=resume,
-            overwrite=overwrite,
-            progress=progress,
-            message=note,
-        )
-    _print(result.record, as_json)
-    _fail_without_model(result.record)
+        record = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files).record
+    _print(record, as_json)
+    if record.guarantee is not None and limit_failed(record.guarantee):  # it is printed, but there is no model
+        raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
 
 
 command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
@@ -123,45 +116,18 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
         raise InputError("--out is missing; give the directory to create, or --plan-only to search only")
 
 
-def _search(model: Path, options: ShrinkOptions, out: Path, resume: bool, overwrite: bool) -> "PlanRecord":
-    from depthgauge.workflows.shrink import plan_shrink
-
-    with progress_bar("searching") as progress:
-        return plan_shrink(model, options, out=out, resume=resume, overwrite=overwrite, progress=progress, message=note)
-
-
-def _fail_without_model(record: "ShrinkRecord") -> None:
-    """Raise if no size stays within the limit: the result is printed, but there is no model."""
-    from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence
-
-    if record.guarantee is not None and limit_failed(record.guarantee):
-        raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
-
-
-def _print(record: "ShrinkRecord", as_json: bool) -> None:
+def _print(record: Any, as_json: bool) -> None:
     if as_json:
         print_json(record.to_json())
         return
     from rich.console import Console
 
     from depthgauge.cli.network_tables import printable
-    from depthgauge.cli.shrink_tables import shrink_tables
-    from depthgauge.results.shrink_verdicts import shrink_verdict
+    from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 
     console = Console()
-    for part in shrink_tables(record, console.width):
+    is_plan = isinstance(record, PlanRecord)
+    for part in plan_tables(record, console.width) if is_plan else shrink_tables(record, console.width):
         console.print(part, highlight=False)
-    console.print(f"→ {printable(shrink_verdict(record))}\n", style="bold", markup=False, highlight=False)
-
-
-def _print_plan(plan: "PlanRecord", as_json: bool) -> None:
-    if as_json:
-        print_json(plan.to_json())
-        return
-    from rich.console import Console
-
-    from depthgauge.cli.shrink_tables import plan_tables
-
-    console = Console()
-    for part in plan_tables(plan, console.width):
-        console.print(part, highlight=False)
+    if isinstance(record, ShrinkRecord):
+        console.print(f"→ {printable(shrink_verdict(record))}\n", style="bold", markup=False, highlight=False)

@@ -24,12 +24,7 @@ from depthgauge.results.shrink_verdicts import (
 
 
 def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
-    """Yield the tables and lines of one result.
-
-    Args:
-        record: the result.
-        width: characters per line.
-    """
+    """Yield the tables and lines of one result."""
     name = escape(printable(record.name))
     yield f"[bold]{name}: {record.layers_before} → {counted(record.layers_after, 'layer')}[/bold]"
     yield from stack_lines(record.layers_before, record.removed, width)
@@ -48,12 +43,7 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
 
 
 def plan_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
-    """Yield the tables and lines of a plan.
-
-    Args:
-        plan: the plan.
-        width: characters per line.
-    """
+    """Yield the tables and lines of a plan."""
     kept = plan.layers - len(plan.removed)
     yield f"[bold]{escape(printable(plan.model))}: {plan.layers} → {counted(kept, 'layer')}[/bold]"
     yield from stack_lines(plan.layers, plan.removed, width)

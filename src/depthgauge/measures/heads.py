@@ -3,17 +3,17 @@
 Scores are computed in blocks of rows, so no n×n matrix is stored.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.linalg.norms import column_norm, max_norm, residual
 from depthgauge.linalg.softmax import contraction_bound, softm, total_variation
 from depthgauge.network.layer import Layer
-from depthgauge.network.trace import LayerTrace, ScoreBlock
+from depthgauge.network.trace import LayerTrace
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,23 +42,84 @@ class HeadMeasures(ArrayRecord):
     contraction: Float[Tensor, "samples heads"]
     contraction_bound: Float[Tensor, "samples heads"]
 
+
+@dataclass(frozen=True)
+class VisibleKeys:
+    """The keys that each row of a block of attention can attend to, equal for all heads.
+
+    Attributes:
+        hidden: Whether a row cannot attend to a key; None if every row attends to every key.
+        uniform: The weights of uniform attention over the visible keys.
+        first: The index of the first visible key.
+        counted: Whether the row enters the measures: it sees at least one key and is not padding.
+        log_count: The logarithm of the number of visible keys, which is the entropy of uniform attention.
+    """
+
+    hidden: Bool[Tensor, "#batch 1 rows keys"] | None
+    uniform: Float[Tensor, "#batch 1 rows keys"]
+    first: Int[Tensor, "#batch 1 rows 1"]
+    counted: Bool[Tensor, "#batch 1 rows"]
+    log_count: Float[Tensor, "#batch 1 rows"]
+
     @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the measures."""
-        return [field.name for field in fields(cls)]
+    def of(
+        cls,
+        visible: Bool[Tensor, "#batch 1 rows keys"],
+        dtype: torch.dtype,
+        counted: Bool[Tensor, "#batch rows"] | None = None,
+        masked: bool = True,
+    ) -> "VisibleKeys":
+        """Describe the visible keys of a block.
+
+        Args:
+            visible: whether a row can attend to a key.
+            dtype: the dtype of the scores; the weights have at least single precision.
+            counted: the rows that are not padding; None means all.
+            masked: False if all of `visible` is true.
+        """
+        count = visible.sum(dim=-1)
+        some = count.clamp(min=1).to(torch.promote_types(dtype, torch.float32))
+        enters = count > 0 if counted is None else (count > 0) & counted[:, None]
+        first = visible.to(torch.uint8).argmax(dim=-1)[..., None]
+        return cls(~visible if masked else None, visible / some[..., None], first, enters, some.log())
 
 
-def uniform_tv(p: Float[Tensor, "samples heads rows n"], block: ScoreBlock) -> Float[Tensor, "samples heads rows"]:
-    """Return TV(p_i, uniform) for each attention row p_i, with the uniform distribution over the visible tokens."""
-    uniform = 1.0 / block.visible_counts()[:, None]
-    if block.visible is None:
-        return total_variation(p, uniform.expand(-1, p.shape[-1]))
-    return total_variation(p, uniform * block.visible)
+@dataclass(frozen=True)
+class RowMeasures:
+    """Measures of each row p of the attention matrices of every head.
+
+    Attributes:
+        score_range: max − min of the visible scores.
+        tv: TV(p, uniform), with the uniform distribution over the visible keys.
+        first_mass: The attention on the first visible key.
+        entropy: −Σ_j p_j log p_j, in nats.
+    """
+
+    score_range: Float[Tensor, "*batch heads rows"]
+    tv: Float[Tensor, "*batch heads rows"]
+    first_mass: Float[Tensor, "*batch heads rows"]
+    entropy: Float[Tensor, "*batch heads rows"]
+
+
+def row_measures(
+    scores: Float[Tensor, "*batch heads rows keys"], p: Float[Tensor, "*batch heads rows keys"], keys: VisibleKeys
+) -> RowMeasures:
+    """Measure a block of rows of the attention p = softm(scores), for networks, checkpoints and training runs alike.
+
+    p and the uniform weights are 0 at hidden keys, which therefore add nothing to the distance and to the entropy.
+    """
+    low = high = scores
+    if keys.hidden is not None:
+        low, high = scores.masked_fill(keys.hidden, torch.inf), scores.masked_fill(keys.hidden, -torch.inf)
+    tv = total_variation(p, keys.uniform.expand(p.shape))
+    first = p.gather(-1, keys.first.expand(*p.shape[:-1], 1))[..., 0]
+    return RowMeasures(high.amax(dim=-1) - low.amin(dim=-1), tv, first.to(tv.dtype), entropy(p).to(tv.dtype))
 
 
 def entropy(p: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch"]:
     """Return −Σ_j p_j log p_j in nats, with 0 log 0 = 0."""
-    return -torch.xlogy(p, p).sum(dim=-1)
+    found: Tensor = torch.special.entr(p).sum(dim=-1)
+    return found
 
 
 def balance(trace: LayerTrace, layer: Layer) -> Float[Tensor, "samples heads"]:
@@ -74,18 +135,19 @@ def balance(trace: LayerTrace, layer: Layer) -> Float[Tensor, "samples heads"]:
 def measure_heads(trace: LayerTrace, layer: Layer) -> HeadMeasures:
     """Compute all head measures of one layer, for states of shape [samples, n, d]."""
     x = trace.attention_input
+    n, whole = x.shape[-2], torch.ones(1, x.shape[-2], dtype=torch.bool, device=x.device)
     score_range, tv_max, tv_sum, entropy_sum, low, high = [], [], [], [], [], []
     for block in trace.score_blocks():
+        visible = whole.expand(block.stop - block.start, n) if block.visible is None else block.visible
         p = softm(block.scores)
-        tv = uniform_tv(p, block)
+        rows = row_measures(block.scores, p, VisibleKeys.of(visible[None, None], p.dtype, masked=trace.causal))
         out = (p @ x.unsqueeze(-3)) @ layer.value
-        score_range.append(block.row_ranges().amax(dim=-1))
-        tv_max.append(tv.amax(dim=-1))
-        tv_sum.append(tv.sum(dim=-1))
-        entropy_sum.append(entropy(p).sum(dim=-1))
+        score_range.append(rows.score_range.amax(dim=-1))
+        tv_max.append(rows.tv.amax(dim=-1))
+        tv_sum.append(rows.tv.sum(dim=-1))
+        entropy_sum.append(rows.entropy.sum(dim=-1))
         low.append(out.amin(dim=-2))
         high.append(out.amax(dim=-2))
-    n = x.shape[-2]
     theta_balance = balance(trace, layer)
     # ‖Res‖max about the mid-range is half the largest column range.
     widest = (torch.stack(high).amax(dim=0) - torch.stack(low).amin(dim=0)).amax(dim=-1)

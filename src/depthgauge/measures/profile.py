@@ -11,12 +11,15 @@ from depthgauge import _format
 from depthgauge._frames import frame, html_table
 from depthgauge.errors import InputError
 from depthgauge.measures.heads import HeadMeasures, measure_heads
-from depthgauge.measures.residuals import Residuals, residual_sizes
-from depthgauge.measures.summary import finite, layer_record, state_record
+from depthgauge.measures.residuals import Residuals, residual_record, residual_sizes
 from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
+from depthgauge.results.record import finite
+
+_LARGEST = {"score_range", "balance", "tv_max", "contraction", "contraction_bound"}
+"""Head measures reported as the maximum over inputs; the others are reported as the mean."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -25,7 +28,7 @@ class Profile:
 
     Attributes:
         residuals: The residual of each state X_0 (the input) to X_L (the output): L + 1 mappings
-            center → norm → `ResidualSize`.
+            center → norm → `SampleResiduals`.
         heads: The head measures of each layer: L records of tensors of shape [samples, heads].
         weights: The weight norms of each layer: L records of tensors of shape [heads].
     """
@@ -56,17 +59,20 @@ class Profile:
         Raises:
             MissingPackageError: pandas is not installed.
         """
-        rows = [(layer.index, head) for layer in self.layer_records() for head in layer.heads]
-        return frame([{"layer": layer, "head": head.index, **_measures(head)} for layer, head in rows])
+        rows = [(layer.index, head.to_json()) for layer in self.layer_records() for head in layer.heads]
+        return frame([{"layer": layer, "head": head.pop("index"), **head} for layer, head in rows])
 
     def input_record(self) -> NetworkState:
         """Return the residual of the input X_0 as a record of the result."""
-        return state_record(self.residuals[0])
+        return NetworkState(residual=residual_record(self.residuals[0]))
 
     def layer_records(self) -> tuple[NetworkLayer, ...]:
         """Return one record per layer; its residual belongs to the output of the layer."""
         parts = zip(self.residuals[1:], self.heads, self.weights, strict=True)
-        return tuple(layer_record(index, *part) for index, part in enumerate(parts))
+        return tuple(
+            NetworkLayer(index=index, residual=residual_record(after), heads=_heads(heads, weights))
+            for index, (after, heads, weights) in enumerate(parts)
+        )
 
     def __repr__(self) -> str:
         return f"Profile({self._title()})"
@@ -136,5 +142,12 @@ def measure(network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], *, pr
     return Profile(tuple(residuals), tuple(heads), tuple(weights))
 
 
-def _measures(head: NetworkHead) -> dict[str, Any]:
-    return {name: value for name, value in head.to_json().items() if name != "index"}
+def _heads(heads: HeadMeasures, weights: WeightSizes) -> tuple[NetworkHead, ...]:
+    """Return the records of the heads of one layer, summarized over the inputs."""
+    records = []
+    for h in range(len(weights.eta)):
+        values = {name: finite(sizes[h]) for name, sizes in vars(weights).items()}
+        for name, measure in vars(heads).items():
+            values[name] = finite(measure[:, h].amax() if name in _LARGEST else measure[:, h].mean())
+        records.append(NetworkHead(index=h, **values))
+    return tuple(records)

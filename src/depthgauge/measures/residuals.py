@@ -2,12 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.linalg.norms import CENTERS, Center, composite_norm, frobenius_norm, max_norm, residual
+from depthgauge.results.network_subject import Residual, ResidualNorms, ResidualSize
+from depthgauge.results.record import finite
 
 NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "max": max_norm,
@@ -17,7 +20,7 @@ NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class ResidualSize(ArrayRecord):
+class SampleResiduals(ArrayRecord):
     """The residual of a state in one norm, per sample.
 
     Attributes:
@@ -29,11 +32,11 @@ class ResidualSize(ArrayRecord):
     ratio: Float[Tensor, " samples"]
 
 
-Residuals = Mapping[str, Mapping[str, ResidualSize]]
-"""Center → norm → size."""
+Residuals = Mapping[str, Mapping[str, SampleResiduals]]
+"""Center → norm → residual per sample."""
 
 
-def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) -> ResidualSize:
+def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) -> SampleResiduals:
     """Return ‖Res(X)‖ and ‖Res(X)‖/‖X‖ in one norm.
 
     A ratio of 0 means that all tokens are equal. A ratio near 1 means that the tokens have almost no common part. The
@@ -42,9 +45,27 @@ def residual_size(X: Float[Tensor, "samples n d"], norm: str, center: Center) ->
     """
     measure = NORMS[norm]
     value = measure(residual(X, center))
-    return ResidualSize(value, value / measure(X))
+    return SampleResiduals(value, value / measure(X))
 
 
 def residual_sizes(X: Float[Tensor, "samples n d"]) -> Residuals:
     """Return the residual sizes for all centers and norms."""
     return {center: {norm: residual_size(X, norm, center) for norm in NORMS} for center in CENTERS}
+
+
+def residual_record(state: Residuals) -> Residual:
+    """Return the record of one state: mean and spread over the samples."""
+    centers: dict[str, Any] = {
+        center: ResidualNorms(
+            **{
+                norm: ResidualSize(
+                    value=finite(found.value.mean()),
+                    ratio=finite(found.ratio.mean()),
+                    ratio_std=finite(found.ratio.std(correction=0)),
+                )
+                for norm, found in norms.items()
+            }
+        )
+        for center, norms in state.items()
+    }
+    return Residual(**centers)

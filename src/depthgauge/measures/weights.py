@@ -1,6 +1,6 @@
 """Norms of the weights of a layer, per head, as used in the theorems."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -26,11 +26,6 @@ class WeightSizes(ArrayRecord):
     value_col: Float[Tensor, " heads"]
     l1: Float[Tensor, " heads"]
     dong_beta: Float[Tensor, " heads"]
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the sizes."""
-        return [field.name for field in fields(cls)]
 
 
 def weight_sizes(layer: Layer) -> WeightSizes:

@@ -1,11 +1,73 @@
-"""Alarms: conditions on the measures of a probe and of the probes before it."""
+"""Alarms: conditions on the measures of a probe and of the probes before it, and what happens when one is raised."""
 
-from collections.abc import Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 
 from depthgauge._format import counted, number
+from depthgauge.errors import DepthgaugeError, InputError, unknown_name
 from depthgauge.results.monitor_labels import alarm_words, entropy_share, largest_score_range, layer_ranges
 from depthgauge.results.monitor_options import AlarmThresholds
 from depthgauge.results.monitor_record import Alarm, Probe, ProbedLayer
+
+Action = str | Callable[[Alarm], None]
+"""One of `ACTIONS`, or a function of an alarm."""
+ACTIONS = ("log", "warn", "raise")
+LOGGER = "depthgauge.monitor"
+"""The name of the logger that the action `log` writes to."""
+
+
+class AlarmWarning(UserWarning):
+    """The warning that the action `warn` of a monitor gives."""
+
+
+class AlarmError(DepthgaugeError):
+    """The error that the action `raise` of a monitor raises. All alarms are in the log before.
+
+    Attributes:
+        alarms: the alarms that began with the last probe.
+    """
+
+    def __init__(self, alarms: Sequence[Alarm]) -> None:
+        self.alarms = tuple(alarms)
+        more = f" ({len(alarms) - 1} more alarms are in the log)" if len(alarms) > 1 else ""
+        super().__init__(f"{alarms[0].message}{more}")
+
+
+def check_action(action: object) -> Action:
+    """Return the action if it is one; raise `InputError` otherwise."""
+    if callable(action):
+        return action
+    if not isinstance(action, str):
+        raise InputError(
+            f"action must be one of {', '.join(ACTIONS)} or a function of an alarm, got {type(action).__name__}"
+        )
+    if action not in ACTIONS:
+        raise unknown_name("action", action, ACTIONS)
+    return action
+
+
+def act(action: Action, alarms: Sequence[Alarm], is_main: bool) -> None:
+    """Report alarms. In a distributed run every process raises, so that none waits for the others; one reports.
+
+    Args:
+        action: what to do.
+        alarms: the alarms that began with this probe.
+        is_main: whether this process reports.
+    """
+    if not alarms:
+        return
+    if action == "raise":
+        raise AlarmError(alarms)
+    if not is_main:
+        return
+    for alarm in alarms:
+        if callable(action):
+            action(alarm)
+        elif action == "log":
+            logging.getLogger(LOGGER).warning(alarm.message)
+        else:
+            warnings.warn(alarm.message, AlarmWarning, stacklevel=4)
 
 
 class Detector:
@@ -24,10 +86,8 @@ class Detector:
     def feed(self, probe: Probe) -> list[Alarm]:
         """Return the alarms that begin with this probe."""
         found = [*self._ranks(probe), *(alarm for layer in probe.layers for alarm in self._layer(probe, layer))]
-        now = {(alarm.name, alarm.layer) for alarm in found}
-        new = [alarm for alarm in found if (alarm.name, alarm.layer) not in self.on]
-        self.on = now
-        return new
+        before, self.on = self.on, {(alarm.name, alarm.layer) for alarm in found}
+        return [alarm for alarm in found if (alarm.name, alarm.layer) not in before]
 
     def _ranks(self, probe: Probe) -> Iterator[Alarm]:
         """Yield `rank-collapse` for the first layer after which the tokens have one direction."""
@@ -46,60 +106,41 @@ class Detector:
 
     def _layer(self, probe: Probe, layer: ProbedLayer) -> Iterator[Alarm]:
         """Yield the alarms of one layer."""
-        score, share = largest_score_range(layer), entropy_share(layer)
+        t, index, score, share = self.thresholds, layer.index, largest_score_range(layer), entropy_share(layer)
         finite = layer.heads is None or None not in layer.heads.score_range
         if score is not None and finite:
-            self.first.setdefault(layer.index, score)
-        yield from self._entropy(probe, layer, score, share)
-        yield from self._dead(probe, layer)
-        yield from self._scores(probe, layer, score, finite)
-
-    def _grown(self, layer: ProbedLayer, score: float | None) -> float:
-        """Return the score range divided by that of the first probe."""
-        first = self.first.get(layer.index, 0.0)
-        return score / first if score is not None and first > 0 else 0.0
-
-    def _entropy(self, probe: Probe, layer: ProbedLayer, score: float | None, share: float | None) -> Iterator[Alarm]:
-        t, grown = self.thresholds, self._grown(layer, score)
-        if t.entropy_share is None or share is None or share >= t.entropy_share or grown < t.entropy_growth:
-            return
-        evidence = (
-            f"the entropy of its attention is {number(100 * share, 2)} % of that of uniform attention, below "
-            f"{number(100 * t.entropy_share)} %, and its score range is {number(score)}, {number(grown)} times that of "
-            "the first probe"
-        )
-        yield _alarm(probe, "entropy-collapse", layer, evidence, share, t.entropy_share)
-
-    def _dead(self, probe: Probe, layer: ProbedLayer) -> Iterator[Alarm]:
-        t = self.thresholds
-        if t.dead_update is None:
-            return
-        idle = layer.update is not None and layer.update < t.dead_update
-        self.quiet[layer.index] = self.quiet.get(layer.index, 0) + 1 if idle else 0
-        if self.quiet[layer.index] < t.dead_probes:
-            return
-        evidence = (
-            f"the layer changes its input by {number(layer.update, 2)} of its size, below {number(t.dead_update)}, in "
-            f"{counted(self.quiet[layer.index], 'probe')} in a row"
-        )
-        yield _alarm(probe, "dead-layer", layer, evidence, layer.update, t.dead_update)
-
-    def _scores(self, probe: Probe, layer: ProbedLayer, score: float | None, finite: bool) -> Iterator[Alarm]:
-        t = self.thresholds
+            self.first.setdefault(index, score)
+        first = self.first.get(index, 0.0)
+        grown = score / first if score is not None and first > 0 else 0.0
+        if t.entropy_share is not None and share is not None and share < t.entropy_share and grown >= t.entropy_growth:
+            evidence = (
+                f"the entropy of its attention is {number(100 * share, 2)} % of that of uniform attention, below "
+                f"{number(100 * t.entropy_share)} %, and its score range is {number(score)}, {number(grown)} times "
+                "that of the first probe"
+            )
+            yield _alarm(probe, "entropy-collapse", layer, evidence, share, t.entropy_share)
+        if t.dead_update is not None:
+            idle = layer.update is not None and layer.update < t.dead_update
+            self.quiet[index] = self.quiet.get(index, 0) + 1 if idle else 0
+            if self.quiet[index] >= t.dead_probes:
+                evidence = (
+                    f"the layer changes its input by {number(layer.update, 2)} of its size, below "
+                    f"{number(t.dead_update)}, in {counted(self.quiet[index], 'probe')} in a row"
+                )
+                yield _alarm(probe, "dead-layer", layer, evidence, layer.update, t.dead_update)
         if t.score_limit is None:
             return
         if not finite:
             yield _alarm(probe, "score-explosion", layer, "the scores are not finite", None, t.score_limit)
-            return
-        grown = self._grown(layer, score)
-        if score is None or layer.heads is None or score <= t.score_limit or grown < t.score_growth:
-            return
-        heads = [k for k, value in enumerate(layer.heads.score_range) if value is not None and value > t.score_limit]
-        evidence = (
-            f"the score range of {counted(len(heads), 'head')} (first: head {heads[0]}) exceeds "
-            f"{number(t.score_limit)}; the largest is {number(score)}, {number(grown)} times that of the first probe"
-        )
-        yield _alarm(probe, "score-explosion", layer, evidence, score, t.score_limit)
+        elif score is not None and layer.heads is not None and score > t.score_limit and grown >= t.score_growth:
+            ranges = enumerate(layer.heads.score_range)
+            heads = [head for head, value in ranges if value is not None and value > t.score_limit]
+            evidence = (
+                f"the score range of {counted(len(heads), 'head')} (first: head {heads[0]}) exceeds "
+                f"{number(t.score_limit)}; the largest is {number(score)}, {number(grown)} times that of the first "
+                "probe"
+            )
+            yield _alarm(probe, "score-explosion", layer, evidence, score, t.score_limit)
 
 
 def _alarm(probe: Probe, name: str, layer: ProbedLayer, evidence: str, value: float | None, threshold: float) -> Alarm:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from depthgauge.monitor.actions import Action, check_action
+from depthgauge.monitor.alarms import Action, check_action
 from depthgauge.monitor.monitor import EVERY, Monitor
 from depthgauge.results.monitor_options import AlarmThresholds, MonitorOptions, check_options, check_thresholds
 from depthgauge.results.monitor_record import Alarm
@@ -51,15 +51,8 @@ class MonitorCallback:
     def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Make the monitor and measure the model before the first step."""
         log = Path(args.output_dir) / "monitor" if self.log is None else Path(self.log)
-        self.monitor = Monitor(
-            others["model"],
-            self.probe,
-            self.every,
-            log,
-            action=self.action,
-            thresholds=self.thresholds,
-            options=self.options,
-        )
+        chosen: dict[str, Any] = {"action": self.action, "thresholds": self.thresholds, "options": self.options}
+        self.monitor = Monitor(others["model"], self.probe, self.every, log, **chosen)
         self.monitor.step(int(state.global_step))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -80,9 +73,5 @@ class MonitorCallback:
     def __getattr__(self, name: str) -> Any:
         """Ignore the other events of the trainer, which calls a method for every event."""
         if name.startswith("on_"):
-            return _ignore
+            return lambda *args, **others: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _ignore(*args: Any, **others: Any) -> None:
-    """Do nothing."""

@@ -1,16 +1,16 @@
 """What one probe measures, as tensors; combined over the processes of a distributed run; as a record."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.measures.summary import finite
 from depthgauge.results.monitor_record import Probe, ProbedHeads, ProbedLayer
+from depthgauge.results.record import finite
 
-HEADS = ("score_range", "entropy", "tv_mean", "first_mass")
 LARGEST = ("score_range",)
 """Measures that are combined over processes by their maximum; all others by their mean."""
 
@@ -69,17 +69,12 @@ class Measurement:
         return Probe(
             step=step,
             segment=segment,
-            loss=None if self.training_loss is None else _plain(self.training_loss),
-            probe_loss=_plain(self.loss),
+            loss=None if self.training_loss is None else finite(self.training_loss),
+            probe_loss=finite(self.loss),
             depth=self.depth,
             seconds=seconds,
             layers=tuple(made),
         )
-
-
-def _plain(value: Float[Tensor, ""]) -> float | None:
-    """Return a tensor on the CPU as a number; None if it is not finite."""
-    return finite(value.reshape(1).tolist()[0])
 
 
 def moved(found: Measurement, training_loss: float | Tensor | None, device: torch.device) -> Measurement:
@@ -92,7 +87,12 @@ def moved(found: Measurement, training_loss: float | Tensor | None, device: torc
         training_loss: the loss of the training step in this process, or None.
         device: where the values are brought together.
     """
-    parts = replace(found, training_loss=_scalar(training_loss, device)).values()
+    if isinstance(training_loss, Tensor):
+        loss = training_loss.detach().float().mean()  # without a wait for the GPU
+    else:
+        plain = float("nan") if training_loss is None else float(training_loss)
+        loss = torch.full((), plain, dtype=torch.float64, device=device)
+    parts = replace(found, training_loss=loss).values()
     flat = torch.cat([value.detach().to(device, torch.float64).reshape(-1) for value in parts.values()]).cpu()
     pieces = torch.split(flat, [value.numel() for value in parts.values()])
     return found.with_values({k: piece.reshape(v.shape) for (k, v), piece in zip(parts.items(), pieces, strict=True)})
@@ -108,18 +108,8 @@ def combined(parts: Sequence[Measurement]) -> Measurement:
     )
 
 
-def _scalar(value: float | Tensor | None, device: torch.device) -> Float[Tensor, ""]:
-    """Return a loss as a tensor, without a wait for the GPU; NaN for None."""
-    if isinstance(value, Tensor):
-        return value.detach().float().mean()
-    return torch.full((), float("nan") if value is None else float(value), dtype=torch.float64, device=device)
-
-
 _ENTRIES = 2**21
 """Largest number of entries of the states that are measured together (8 MB in float32)."""
-
-_SMALLEST = 1e-8
-"""Smallest length of a token in a cosine, as in torch's `cosine_similarity`."""
 
 
 def state_measures(states: Sequence[Float[Tensor, "batch n d"]], real: Tensor | None) -> dict[str, Tensor]:
@@ -149,19 +139,13 @@ def _some_layers(states: Float[Tensor, "states batch n d"], real: Tensor | None)
     if real is not None:
         X = X.masked_fill(~real.to(X.device)[..., None], 0.0)
     sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=torch.finfo(X.dtype).tiny)
+    cosines = F.cosine_similarity(X[:-1].double(), X[1:].double(), dim=-1)
     return {
         "residual_ratio": _residual_ratio(X[1:], real),
         "direction_ratio": _residual_ratio(X[1:] / sizes[1:, ..., None], real),
         "update": token_mean(torch.linalg.vector_norm(X[1:] - X[:-1], dim=-1) / sizes[:-1], real),
-        "block_influence": 1 - token_mean(_cosines(X.double()), real),
+        "block_influence": 1 - token_mean(cosines, real),
     }
-
-
-def _cosines(X: Float[Tensor, "states batch n d"]) -> Float[Tensor, "layers batch n"]:
-    """Return cos(x_ℓ, x_{ℓ+1}) of all tokens."""
-    sizes = torch.linalg.vector_norm(X, dim=-1).clamp(min=_SMALLEST)
-    found: Tensor = torch.linalg.vecdot(X[:-1], X[1:]) / (sizes[:-1] * sizes[1:])
-    return found
 
 
 def _residual_ratio(X: Float[Tensor, "layers batch n d"], real: Tensor | None) -> Float[Tensor, " layers"]:
@@ -206,3 +190,21 @@ def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | 
     read = torch.stack([missing if pair is None else pair[0].to(device) for pair in sizes])
     added = torch.stack([missing if pair is None else pair[1].to(device) for pair in sizes])
     return token_mean(added / read.clamp(min=torch.finfo(read.dtype).tiny), real)
+
+
+def layers_left(skip: Sequence[float], increase: float, costs: Callable[[frozenset[int]], Mapping[int, float]]) -> int:
+    """Return how many layers are left when the cheapest one is removed again and again, at a cost within `increase`.
+
+    Args:
+        skip: the cost of removing each layer alone.
+        increase: the largest cost.
+        costs: maps the removed layers to the cost of removing each other layer as well.
+    """
+    gone = frozenset[int]()
+    while len(gone) < len(skip) - 1:
+        found = costs(gone) if gone else dict(enumerate(skip))
+        layer = min(found, key=found.__getitem__)
+        if not found[layer] <= increase:  # also if the cost is NaN
+            break
+        gone |= {layer}
+    return len(skip) - len(gone)

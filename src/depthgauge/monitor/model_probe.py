@@ -16,21 +16,15 @@ from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.probe import relative_difference
-from depthgauge.checkpoints.removal import Removal, least_missed, measured_depth, next_removal
-from depthgauge.checkpoints.row_measures import RowWatch
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
-from depthgauge.monitor.measurement import (
-    HEADS,
-    Measurement,
-    state_measures,
-    token_sizes,
-    update_shares,
-)
-from depthgauge.monitor.probe_batch import ProbeBatch, causal_labels, check_ids
+from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
+from depthgauge.monitor.probe_batch import IGNORED, ProbeBatch, check_ids
 from depthgauge.monitor.processes import Processes, ranks
+from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.results.monitor_record import MonitoredModel
 
@@ -84,16 +78,17 @@ class ModelProbe:
         self._check_model()
         takes = inspect.signature(self.model.forward).parameters
         if "labels" in takes and "labels" not in self.batch.inputs and _is_causal(self.model):
-            self.batch = self.batch.with_inputs(labels=causal_labels(self.batch))
+            labels = self.batch.ids.masked_fill(~self.batch.real, IGNORED)  # of next-token prediction
+            self.batch = replace(self.batch, inputs={**self.batch.inputs, "labels": labels})
         if "labels" in takes and "labels" in self.batch.inputs:
             self.objective = "loss"
         else:
-            kept = {name: value for name, value in self.batch.inputs.items() if name != "labels"}
-            self.batch = ProbeBatch(kept, self.batch.real)
+            self.batch = replace(self.batch, inputs={k: v for k, v in self.batch.inputs.items() if k != "labels"})
         self.padded = not bool(self.batch.real.all())
         check_ids(self.batch, self.model)
         with undisturbed(self.model):
-            checkpoint = self._checkpoint = self._wrapped()
+            model = self.model if self.objective == "loss" else self.model.base_model  # without its head
+            checkpoint = self._checkpoint = wrap(model, type(self.model).__name__, objective=self.objective)
             takes = inspect.signature(checkpoint.model.forward).parameters
             self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
             if not len(Stack(checkpoint, Session())):
@@ -126,11 +121,6 @@ class ModelProbe:
             raise InputError(
                 f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
             )
-
-    def _wrapped(self) -> Checkpoint:
-        """Return the model as the gauge sees it; a model without a loss is measured without its head."""
-        model = self.model if self.objective == "loss" else self.model.base_model
-        return wrap(model, type(self.model).__name__, objective=self.objective)
 
     @property
     def device(self) -> torch.device:
@@ -211,14 +201,11 @@ class ModelProbe:
         if sublayers is not None:
             layers["attention_update"] = update_shares(_known(sublayers.attention), real)
             layers["mlp_update"] = update_shares(_known(sublayers.mlp), real)
-        by_head = {}
+        by_head: dict[str, Tensor] = {}
         if heads:
-            rows = heads.measures()
-            layers["uniform_entropy"] = rows.uniform_entropy
-            by_head = {name: getattr(rows, name) for name in HEADS}
+            by_head, layers["uniform_entropy"] = heads.measures()
         if weights and family is not None:
-            sizes = block_sizes(stack.checkpoint, stack.blocks)
-            layers |= {"eta": sizes.eta, "qk_norm": sizes.qk_norm, "ov_norm": sizes.ov_norm}
+            layers |= vars(block_sizes(stack.checkpoint, stack.blocks))
         loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base
 
@@ -226,26 +213,25 @@ class ModelProbe:
         self, stack: ProbeStack, found: Measurement, lost: Callable[[Tensor], float], base: Pass, depth: float | None
     ) -> Measurement:
         """Add the cost of skipping each block and, if requested, the measured effective depth."""
-        ids = self.batch.ids
-        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in range(len(stack)))
-        left = None
-        if depth is not None:
-            tried = [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
-            while sum(tried[-1].losses) <= depth and len(tried) < len(stack) - 1:
-                tried.append(self._next(stack, lost, tried))
-            left = measured_depth(tried, len(stack), depth).layers
-        return replace(found, skip=skip, depth=left)
+        ids, layers = self.batch.ids, range(len(stack))
+        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in layers)
 
-    def _next(self, stack: ProbeStack, lost: Callable[[Tensor], float], tried: list[Removal]) -> Removal:
-        return next_removal(stack, [self.batch.ids], [lost], [step.layer for step in tried])
+        def costs(gone: frozenset[int]) -> dict[int, float]:
+            states = stack.full(ids, skipped=gone).states
+            return {
+                layer: lost(stack.run(ids, start=layer + 1, state=states[layer], skipped=gone))
+                for layer in layers
+                if layer not in gone
+            }
+
+        return replace(found, skip=skip, depth=None if depth is None else layers_left(skip, depth, costs))
 
     def _lost(self, intact: Tensor, processes: Processes) -> Callable[[Tensor], float]:
         """Return a function that measures how much worse an output is, equal in all processes."""
         real = self.batch.real
         if self.objective == "loss":
             return lambda output: processes.mean(float(output.double() - intact.double()))
-        norm = intact[real].double().norm()
-        return lambda output: processes.mean(float((output[real].double() - intact[real].double()).norm() / norm))
+        return lambda output: processes.mean(float(relative_distance(output[real][None], intact[real][None])))
 
 
 @contextmanager

@@ -5,7 +5,6 @@ import numbers
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch import Tensor, nn
 from depthgauge._format import counted
 from depthgauge._version import __version__
 from depthgauge.errors import DepthgaugeError, InputError, require_count
-from depthgauge.monitor.actions import LOGGER, Action, act, check_action
-from depthgauge.monitor.alarms import Detector
+from depthgauge.monitor.alarms import LOGGER, Action, Detector, act, check_action
 from depthgauge.monitor.measurement import combined, moved
 from depthgauge.monitor.model_probe import ModelProbe
 from depthgauge.monitor.network_probe import NetworkProbe, make_inputs
@@ -164,20 +162,25 @@ class Monitor:
 
     def _begin(self, step: int) -> Processes:
         """Open the sinks, and continue from what the log has recorded before this step. All processes do the same."""
-        processes, past = Processes(), _Past()
+        processes = Processes()
+        earlier: MonitorRecord | None = None
         failed: DepthgaugeError | None = None
         if self._json is not None:
             try:
                 self._sinks = [self._json, *further_sinks(self.log, self.options)]
-                past = _past(self._json.earlier, step)
+                earlier = self._json.earlier
             except DepthgaugeError as error:
                 failed = error
-        past, failed = processes.exchanged((past, failed))[0]
+        earlier, failed = processes.exchanged((earlier, failed))[0]
         if failed is not None:
             raise failed
-        for probe in past.probes:
-            self._detector.feed(probe)
-        self._alarms, self._segment, self._processes = list(past.alarms), past.segment, processes
+        if earlier is not None and earlier.probes:
+            self._segment = 1 + max(probe.segment for probe in earlier.probes)
+            self._alarms = [alarm for alarm in earlier.alarms if alarm.step < step]
+            for probe in earlier.probes:
+                if probe.step < step:
+                    self._detector.feed(probe)
+        self._processes = processes
         return processes
 
     def _measure(self, step: int, loss: float | Tensor | None, processes: Processes) -> Probe | None:
@@ -218,37 +221,15 @@ class Monitor:
         return True
 
 
-@dataclass(frozen=True)
-class _Past:
-    """What a log recorded before the first step of this run, and the number of this run in the log."""
-
-    segment: int = 0
-    probes: tuple[Probe, ...] = ()
-    alarms: tuple[Alarm, ...] = ()
-
-
-def _past(earlier: MonitorRecord | None, step: int) -> _Past:
-    if earlier is None or not earlier.probes:
-        return _Past()
-    return _Past(
-        1 + max(probe.segment for probe in earlier.probes),
-        tuple(probe for probe in earlier.probes if probe.step < step),
-        tuple(alarm for alarm in earlier.alarms if alarm.step < step),
-    )
-
-
 def _check_loss(loss: object) -> None:
     """Raise `InputError` if a training loss is neither None nor a real number nor a tensor of real numbers."""
-    if loss is None or isinstance(loss, float):
-        return
+    shown = f"{loss!r:.60} of type {type(loss).__name__}"
     if isinstance(loss, Tensor):
+        shown = f"a tensor of {loss.dtype} with shape {list(loss.shape)}"
         if loss.numel() and not loss.is_complex() and loss.dtype != torch.bool:
             return
-        shown = f"a tensor of {loss.dtype} with shape {list(loss.shape)}"
-    elif isinstance(loss, numbers.Real) and not isinstance(loss, bool):
+    elif loss is None or (isinstance(loss, numbers.Real) and not isinstance(loss, bool)):
         return
-    else:
-        shown = f"{loss!r:.60} of type {type(loss).__name__}"
     raise InputError(
         f"loss must be a number or a tensor of numbers, got {shown}; give the loss of the training step, or None"
     )

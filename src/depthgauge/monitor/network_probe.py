@@ -5,21 +5,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from depthgauge.checkpoints.circuits import LayerSizes, layer_sizes
+from depthgauge.checkpoints.circuits import layer_sizes
 from depthgauge.checkpoints.interface import AttentionCall
-from depthgauge.checkpoints.removal import least_missed, measured_depth
-from depthgauge.checkpoints.row_measures import RowWatch
+from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.errors import InputError
-from depthgauge.monitor.measurement import (
-    HEADS,
-    Measurement,
-    state_measures,
-    token_sizes,
-    update_shares,
-)
+from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
+from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
-from depthgauge.network.layer import Layer, softmax_attention
+from depthgauge.network.layer import softmax_attention
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.trace import LayerTrace
 from depthgauge.results.monitor_record import MonitoredModel
@@ -63,25 +57,29 @@ class NetworkProbe:
             layers = state_measures(states, None) | self._sublayers(traces)
             for trace in traces:
                 heads(_call(trace))
-            rows = heads.measures()
-            layers["uniform_entropy"] = rows.uniform_entropy
+            by_head, layers["uniform_entropy"] = heads.measures()
             if weights:
-                sizes = [self._sizes(layer) for layer in self.model]
-                layers |= {
-                    name: torch.cat([getattr(size, name) for size in sizes]) for name in ("eta", "qk_norm", "ov_norm")
-                }
-            lost = self._skip(states, processes) if skip else ()
-            left = self._depth(states, lost, depth, processes) if skip and depth is not None else None
+                eye = torch.eye(self.model.dim, dtype=x.dtype, device=x.device)
+                sizes = [
+                    layer_sizes(
+                        [(layer.query[None], layer.key[None], layer.value[None], eye.expand_as(layer.value)[None])]
+                    )
+                    for layer in self.model
+                ]
+                layers |= {name: torch.cat([vars(size)[name] for size in sizes]) for name in vars(sizes[0])}
+            lost: tuple[float, ...] = ()
+            left = None
+            if skip:
+
+                def costs(gone: frozenset[int]) -> dict[int, float]:
+                    others = [layer for layer in range(len(self.model)) if layer not in gone]
+                    return {layer: processes.mean(self._change(gone | {layer}, states)) for layer in others}
+
+                lost = tuple(costs(frozenset()).values())
+                left = None if depth is None else layers_left(lost, depth, costs)
         counts = tuple(layer.heads for layer in self.model)
         nothing = torch.full((), float("nan"), device=self.device)
-        return Measurement(
-            layers, {name: getattr(rows, name) for name in HEADS}, counts, nothing, skip=lost, depth=left
-        )
-
-    def _sizes(self, layer: Layer) -> LayerSizes:
-        """Return the sizes of the weights of one layer."""
-        eye = torch.eye(self.model.dim, dtype=layer.value.dtype, device=layer.value.device).expand_as(layer.value)
-        return layer_sizes(layer.query[None], layer.key[None], layer.value[None], eye[None])
+        return Measurement(layers, by_head, counts, nothing, skip=lost, depth=left)
 
     def _sublayers(self, traces: list[LayerTrace]) -> dict[str, Tensor]:
         """Return the size of what attention and the MLP add, relative to what they read; NaN without an MLP."""
@@ -101,26 +99,13 @@ class NetworkProbe:
             mlp.append((token_sizes(y), token_sizes(inner)))
         return {"attention_update": update_shares(attention, None), "mlp_update": update_shares(mlp, None)}
 
-    def _skip(self, states: list[Tensor], processes: Processes) -> tuple[float, ...]:
-        """Return the relative change of the output when each layer returns its input."""
-        return tuple(processes.mean(self._change(frozenset({layer}), states)) for layer in range(len(self.model)))
-
     def _change(self, removed: frozenset[int], states: list[Tensor]) -> float:
         """Return the relative change of the output without some layers."""
         first = min(removed)
         x, intact = states[first], states[-1]
         for layer in range(first, len(self.model)):
             x = x if layer in removed else self.model.step(layer, x)
-        return float((x - intact).double().norm() / intact.double().norm())
-
-    def _depth(self, states: list[Tensor], skip: tuple[float, ...], increase: float, processes: Processes) -> int:
-        """Return how many layers are left when the cheapest one is removed while the output changes by at most this."""
-        L, tried = len(self.model), [least_missed({layer: [cost] for layer, cost in enumerate(skip)})]
-        while tried[-1].losses[0] <= increase and len(tried) < L - 1:
-            gone = frozenset(step.layer for step in tried)
-            costs = {k: [processes.mean(self._change(gone | {k}, states))] for k in range(L) if k not in gone}
-            tried.append(least_missed(costs))
-        return measured_depth(tried, L, increase).layers
+        return float(relative_distance(x[None], intact[None]))
 
 
 def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, tokens: int) -> Tensor:

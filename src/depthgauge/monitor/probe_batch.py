@@ -33,10 +33,6 @@ class ProbeBatch:
         """Return the batch on a device."""
         return ProbeBatch({name: value.to(device) for name, value in self.inputs.items()}, self.real.to(device))
 
-    def with_inputs(self, **changed: Tensor) -> "ProbeBatch":
-        """Return the batch with some inputs added or replaced."""
-        return ProbeBatch({**self.inputs, **changed}, self.real)
-
 
 def make_batch(probe: Any, sequences: int, tokens: int) -> ProbeBatch:
     """Cut a training batch to a few short sequences.
@@ -89,11 +85,6 @@ def _cut(value: Tensor, batch: int, n: int, sequences: int, tokens: int) -> Tens
         if kept.shape[dim] == n:
             kept = kept.narrow(dim, 0, min(n, tokens))
     return kept
-
-
-def causal_labels(batch: ProbeBatch) -> Tensor:
-    """Return the labels of next-token prediction: the ids, without padding."""
-    return batch.ids.masked_fill(~batch.real, IGNORED)
 
 
 def check_ids(batch: ProbeBatch, model: Any) -> None:

@@ -12,17 +12,7 @@ from depthgauge._io import write_text
 from depthgauge.errors import InputError, MissingPackageError, OutputError
 from depthgauge.results.monitor_labels import QUANTITIES
 from depthgauge.results.monitor_options import MonitorOptions
-from depthgauge.results.monitor_record import (
-    ALARMS,
-    METRICS,
-    RUN,
-    Alarm,
-    MonitorRecord,
-    MonitorRun,
-    Probe,
-    ProbedHeads,
-    read_log,
-)
+from depthgauge.results.monitor_record import ALARMS, METRICS, RUN, Alarm, MonitorRun, Probe, ProbedHeads, read_log
 from depthgauge.results.record import Record
 
 
@@ -46,33 +36,20 @@ class JsonLines:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
-        self.earlier = self._earlier(run)
-        for name in (METRICS, ALARMS):
-            self._drop_unfinished_line(self.folder / name)
-        self.write_run(run)
-
-    def _earlier(self, run: MonitorRun) -> MonitorRecord | None:
-        """Return what an earlier run of the same model wrote here."""
-        if not (self.folder / RUN).is_file():
-            if (self.folder / METRICS).is_file():
-                raise InputError(f"{self.folder} has a {METRICS} that no monitor wrote; give another log directory")
-            return None
-        earlier = read_log(self.folder)
-        mine, other = run.model, earlier.run.model
+        self.earlier = read_log(folder) if (self.folder / RUN).is_file() else None
+        if self.earlier is None and (self.folder / METRICS).is_file():
+            raise InputError(f"{folder} has a {METRICS} that no monitor wrote; give another log directory")
+        mine, other = run.model, run.model if self.earlier is None else self.earlier.run.model
         if (mine.architecture, mine.layers, mine.heads) != (other.architecture, other.layers, other.heads):
             raise InputError(
-                f"{self.folder} is the log of another model ({other.architecture}, {other.layers} layers); this one is "
+                f"{folder} is the log of another model ({other.architecture}, {other.layers} layers); this one is "
                 f"{mine.architecture} with {mine.layers} layers. Give another log directory"
             )
-        return earlier
-
-    @staticmethod
-    def _drop_unfinished_line(path: Path) -> None:
-        """Remove the rest of a line in which a run was killed."""
-        if path.is_file():
-            whole = path.read_bytes()
-            if not whole.endswith(b"\n"):
+        for path in (self.folder / METRICS, self.folder / ALARMS):
+            whole = path.read_bytes() if path.is_file() else b"\n"
+            if not whole.endswith(b"\n"):  # a run was killed while it wrote this line
                 os.truncate(path, whole.rfind(b"\n") + 1)
+        self.write_run(run)
 
     def write_run(self, run: MonitorRun) -> None:
         """Write the head of the log."""

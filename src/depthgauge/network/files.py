@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from depthgauge._format import one_line
 from depthgauge._io import write_atomically
 from depthgauge.errors import InputError, NetworkFileError, OutputError, require_path
 from depthgauge.network.layer import Layer, Mlp
@@ -23,6 +24,7 @@ VERSION = "1"
 HEADER_LIMIT = 16 * 2**20
 """The largest accepted header, in bytes. A network of 100,000 tensors needs less."""
 
+_FLAGS = ("true", "false")
 _ATTENTION = ("query", "key", "value")
 _MLP = ("mlp.in", "mlp.in_bias", "mlp.out", "mlp.out_bias")
 _NORM = ("norm.weight", "norm.bias")
@@ -63,24 +65,26 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
     for name, tensor in tensors.items():
         if not bool(tensor.isfinite().all()):
             raise InputError(f"{name} holds NaN or infinity; a network file can hold finite weights only")
+    try:
+        provenance = json.dumps(network.provenance, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"provenance must be plain JSON: {one_line(error)}; use strings and numbers") from error
     metadata = network.other_metadata | {
         "format": FORMAT,
         "version": VERSION,
         "scale": repr(network.scale),
-        "skip": _flag(network.skip),
-        "causal": _flag(network.causal),
         "activation": network.activation,
         "norm": network.norm,
-        "mlp_skip": _flag(network.mlp_skip),
         "name": network.name,
-        "provenance": _provenance_text(network),
+        "provenance": provenance,
     }
+    metadata |= {name: str(getattr(network, name)).lower() for name in ("skip", "causal", "mlp_skip")}
 
     def write(temporary: Path) -> None:
         try:
             save_file(tensors, temporary, metadata=metadata)
         except SafetensorError as error:  # safetensors raises this if the disk is full
-            raise OutputError(f"cannot write {path}: {_brief(error)}") from error
+            raise OutputError(f"cannot write {path}: {one_line(error)}") from error
 
     write_atomically(path, write)
 
@@ -117,7 +121,7 @@ def load_network(path: str | Path, *, dtype: torch.dtype = torch.float64) -> Sel
         if isinstance(error, NetworkFileError):
             raise
         raise NetworkFileError(
-            f"{path} is not a readable safetensors file ({_brief(error)}); copy it again or write it again"
+            f"{path} is not a readable safetensors file ({one_line(error)}); copy it again or write it again"
         ) from error
     try:
         network = SelfAttentionNetwork([_layer(path, i, parts, dtype) for i, parts in enumerate(loaded)], **settings)
@@ -186,27 +190,21 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
         raise NetworkFileError(f"{path} has a provenance that is not a JSON object; remove the key or repair it")
     return {
         "scale": scale,
-        "skip": _read_flag(path, metadata, "skip", None),
-        "causal": _read_flag(path, metadata, "causal", None),
-        "mlp_skip": _read_flag(path, metadata, "mlp_skip", "false"),
-        "activation": _read_choice(path, metadata, "activation", ACTIVATIONS),
-        "norm": _read_choice(path, metadata, "norm", NORMS),
+        "skip": _read_choice(path, metadata, "skip", _FLAGS, None) == "true",
+        "causal": _read_choice(path, metadata, "causal", _FLAGS, None) == "true",
+        "mlp_skip": _read_choice(path, metadata, "mlp_skip", _FLAGS, "false") == "true",
+        "activation": _read_choice(path, metadata, "activation", ACTIVATIONS, ACTIVATIONS[0]),
+        "norm": _read_choice(path, metadata, "norm", NORMS, NORMS[0]),
         "name": metadata.get("name", path.stem),
         "provenance": provenance,
     }
 
 
-def _read_flag(path: Path, metadata: Mapping[str, str], key: str, default: str | None) -> bool:
+def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple[str, ...], default: str | None) -> str:
     value = metadata.get(key, default)
-    if value not in ("true", "false"):
-        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected 'true' or 'false'")
-    return value == "true"
-
-
-def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple[str, ...]) -> str:
-    value = metadata.get(key, known[0])
     if value not in known:
-        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected one of {', '.join(known)}")
+        expected = " or ".join(map(repr, known)) if known == _FLAGS else f"one of {', '.join(known)}"
+        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected {expected}")
     return value
 
 
@@ -261,21 +259,6 @@ def _layer(path: Path, index: int, parts: Mapping[str, Tensor], dtype: torch.dty
     )
 
 
-def _provenance_text(network: SelfAttentionNetwork) -> str:
-    try:
-        return json.dumps(network.provenance, sort_keys=True)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"provenance must be plain JSON: {_brief(error)}; use strings and numbers") from error
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
-
-
 def _quoted(value: str | None) -> str:
     """Return a metadata value in quotes, shortened to 60 characters."""
     return repr(value) if value is None or len(value) <= 60 else repr(value[:57]) + "…"
-
-
-def _brief(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

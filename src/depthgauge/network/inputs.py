@@ -8,6 +8,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from depthgauge._format import one_line
 from depthgauge.errors import InputError, InputFileError, require_count, require_radius, require_seed
 from depthgauge.linalg.rounding import largest_not_above
 
@@ -46,9 +47,8 @@ def load_inputs(path: str | Path, dim: int, dtype: torch.dtype = torch.float64) 
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise InputFileError(
-            f"cannot read inputs from {path}: {reason}; expected a safetensors file with a tensor named x"
+            f"cannot read inputs from {path}: {one_line(error)}; expected a safetensors file with a tensor named x"
         ) from error
     if "x" not in tensors:
         names = sorted(tensors)

@@ -1,5 +1,6 @@
 """One layer of a self-attention network: its weights, the attention of all heads, and the MLP."""
 
+from copy import deepcopy
 from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
@@ -84,14 +85,10 @@ class Layer(nn.Module):
         return self.query.shape[2]
 
     def copy(self) -> "Layer":
-        """Return a deep copy."""
-
-        def own(weight: Tensor | None) -> Tensor | None:
-            return None if weight is None else weight.detach().clone()
-
-        attention = [weight.detach().clone() for weight in (self.query, self.key, self.value)]
-        mlp = None if self.mlp is None else Mlp(*(weight.detach().clone() for weight in self.mlp.parameters()))
-        return Layer(attention[0], attention[1], attention[2], mlp, own(self.norm_weight), own(self.norm_bias))
+        """Return a deep copy without gradients."""
+        made = deepcopy(self).requires_grad_(True)
+        made.zero_grad()
+        return made
 
     def normalize(self, x: Float[Tensor, "*batch n d"], sublayer: int) -> Float[Tensor, "*batch n d"]:
         """Apply LayerNorm to each token, with the weights of sublayer 0 (attention) or 1 (MLP)."""

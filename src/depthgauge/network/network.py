@@ -78,9 +78,11 @@ class SelfAttentionNetwork(nn.Module):
         self.provenance = provenance or {}
         self.other_metadata: dict[str, str] = {}
         self._check()
-        self.scale = (
-            _default_scale(layers) if scale is None else require_positive("scale", scale, "β, the factor of the scores")
-        )
+        widths = sorted({layer.key_dim for layer in layers})
+        if scale is None and len(widths) > 1:
+            raise InputError(f"the layers have key widths {widths}, so scale has no default; give scale a number")
+        default = 1.0 / math.sqrt(widths[0])
+        self.scale = default if scale is None else require_positive("scale", scale, "β, the factor of the scores")
 
     def _check(self) -> None:
         if self.activation not in ACTIVATIONS:
@@ -165,13 +167,8 @@ class SelfAttentionNetwork(nn.Module):
         self, index: int, x: Float[Tensor, "*batch n d"], attention: AttentionFunction | None = None
     ) -> Float[Tensor, "*batch n d"]:
         """Return X_{ℓ+1} = layer_ℓ(X_ℓ), where ℓ is `index`."""
-        layer = self[index]
-        y = layer.attend(
-            self.attention_input(index, x),
-            attention or softmax_attention,
-            is_causal=self.causal,
-            scale=self.scale,
-        )
+        layer, read = self[index], self.attention_input(index, x)
+        y = layer.attend(read, attention or softmax_attention, is_causal=self.causal, scale=self.scale)
         y = x + y if self.skip else y
         y = layer.normalize(y, 0) if self.norm == "post" else y
         if layer.mlp is None:
@@ -218,21 +215,10 @@ class SelfAttentionNetwork(nn.Module):
         return copy
 
     def copy(self) -> "SelfAttentionNetwork":
-        """Return a deep copy."""
-        layers = [layer.copy() for layer in self]
-        copy = SelfAttentionNetwork(
-            layers,
-            scale=self.scale,
-            skip=self.skip,
-            causal=self.causal,
-            activation=self.activation,
-            norm=self.norm,
-            mlp_skip=self.mlp_skip,
-            name=self.name,
-            provenance=deepcopy(self.provenance),
-        )
-        copy.other_metadata = dict(self.other_metadata)
-        return copy
+        """Return a deep copy without gradients."""
+        made = deepcopy(self).requires_grad_(True)
+        made.zero_grad()
+        return made
 
     def describe(self) -> dict[str, Any]:
         """Return the shape and settings of the network, as in the result JSON."""
@@ -271,13 +257,6 @@ class SelfAttentionNetwork(nn.Module):
             f"{counted(len(self), 'layer')} × {head_text} {noun}, dim {self.dim}, "
             f"largest weight η = {number(self.eta, 4)}, {', '.join(switches)}"
         )
-
-
-def _default_scale(layers: Sequence[Layer]) -> float:
-    widths = {layer.key_dim for layer in layers}
-    if len(widths) > 1:
-        raise InputError(f"the layers have key widths {sorted(widths)}, so scale has no default; give scale a number")
-    return 1.0 / math.sqrt(widths.pop())
 
 
 def _expected_shapes(layer: Layer, d: int, norm: str) -> Iterator[tuple[str, Tensor | None, tuple[int, ...]]]:

@@ -1,5 +1,7 @@
 """Random networks with bounded weights: every |weight| ≤ η."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,11 +16,9 @@ DISTRIBUTIONS = ("uniform", "sign", "normal", "aligned")
 def draw_weights(
     shape: tuple[int, ...], eta: float, distribution: str, generator: torch.Generator, dtype: torch.dtype
 ) -> Tensor:
-    """Draw weights with every |entry| ≤ η.
+    """Draw weights with every |entry| ≤ η; `random_network` describes the distributions.
 
-    The distribution `uniform` is uniform on [−η, η]. `sign` is ±η with equal probability. `normal` has standard
-    deviation η/2 and is clipped to [−η, η]. `aligned` is +η everywhere; it is the worst case for bounds that claim to
-    be independent of the dimension.
+    `aligned` is the worst case for bounds that claim to be independent of the dimension.
     """
     if distribution == "aligned":
         return torch.full(shape, eta, dtype=dtype)
@@ -92,7 +92,7 @@ def random_network(
     asked, eta = eta, largest_not_above(eta, dtype)
     if eta == 0:
         raise InputError(f"eta = {asked!r} is below the smallest positive {dtype}; use float64 or a larger eta")
-    norm = "none" if norm is None else norm
+    norm = norm or "none"
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
@@ -103,23 +103,10 @@ def random_network(
     for _ in range(layers):
         attention = draw(heads, dim, key_dim), draw(heads, dim, key_dim), draw(heads, dim, dim)
         token_map = None if mlp is None else Mlp(draw(dim, mlp), draw(mlp), draw(mlp, dim), draw(dim))
-        norms: dict[str, Tensor] = {}
-        if norm != "none":
-            norms = {
-                "norm_weight": torch.ones(sublayers, dim, dtype=dtype),
-                "norm_bias": torch.zeros(sublayers, dim, dtype=dtype),
-            }
-        drawn.append(Layer(*attention, mlp=token_map, **norms))
-    settings = {
-        "layers": layers,
-        "heads": heads,
-        "dim": dim,
-        "eta": eta,
-        "key_dim": key_dim,
-        "distribution": distribution,
-        "mlp": mlp,
-        "seed": seed,
-    }
+        norms = [torch.ones(sublayers, dim, dtype=dtype), torch.zeros(sublayers, dim, dtype=dtype)]
+        drawn.append(Layer(*attention, token_map, *([] if norm == "none" else norms)))
+    settings: dict[str, Any] = {"layers": layers, "heads": heads, "dim": dim, "eta": eta, "key_dim": key_dim}
+    settings |= {"distribution": distribution, "mlp": mlp, "seed": seed}
     return SelfAttentionNetwork(
         drawn,
         skip=skip,

@@ -66,10 +66,3 @@ class ScoreBlock(ArrayRecord):
         if self.visible is not None:
             low = low.masked_fill(~self.visible, float("inf"))
         return self.scores.amax(dim=-1) - low.amin(dim=-1)
-
-    def visible_counts(self) -> Float[Tensor, " rows"]:
-        """Return the number of visible entries of each row."""
-        if self.visible is None:
-            rows, n = self.scores.shape[-2:]
-            return torch.full((rows,), float(n), dtype=self.scores.dtype, device=self.scores.device)
-        return self.visible.sum(dim=-1).to(self.scores.dtype)

@@ -1,9 +1,9 @@
-"""The page section of a checkpoint: the cost of removing each layer, layer scores, removal, heads."""
+"""The page section of a checkpoint: the cost of removing each layer, layer scores, heads."""
 
 from collections.abc import Sequence
 
 from depthgauge._format import DASH, counted, number
-from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis, single
+from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis
 from depthgauge.report.markup import Table
 from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
@@ -42,7 +42,6 @@ def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     return present(
         what_if_part(subject),
         trust_part(subject),
-        removal_part(subject),
         residual_part(subject),
         head_part(subject),
         notes_part(subject),
@@ -138,35 +137,6 @@ def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> View:
 def _axis(values: Sequence[float]) -> Figure:
     """Return a logarithmic axis if the values span more than a factor of 20."""
     return log_axis(values) if values and min(values) > 0 and max(values) > 20 * min(values) else {}
-
-
-def removal_part(subject: CheckpointSubject) -> PagePart | None:
-    """Return the increase of the loss after every removed block."""
-    if not subject.depth:
-        return None
-    removal, total, measured = subject.depth[0], len(subject.layers), unit(subject.model.objective)
-    keep = "keeps" if removal.layers == 1 else "keep"
-    found = f"{removal.layers} of {counted(total, 'layer')} {keep} the increase within {number(removal.increase)}"
-    if not removal.steps:
-        return PagePart("removal", "Effective depth, measured", f"{found}; no layer can be removed.", half=True)
-    left = [str(total - k) for k in range(len(removal.steps) + 1)]
-    trace = {
-        "type": "scatter", "mode": "lines+markers", "x": left, "y": [0.0, *(step.loss for step in removal.steps)],
-        "line": {"color": MEASURED, "width": 2}, "marker": {"color": MEASURED, "size": 7}, "showlegend": False,
-        **hovering([f"all {counted(total, 'layer')}", *(
-            f"{counted(int(count), 'layer')} left, layer {step.removed} removed last<br><b>{number(step.loss)}</b>"
-            for count, step in zip(left[1:], removal.steps, strict=True)
-        )]),
-    }  # fmt: skip
-    rows = tuple(
-        (int(count), step.removed, step.loss, step.low, step.high)
-        for count, step in zip(left[1:], removal.steps, strict=True)
-    )
-    words = f"{found}; removed in this order: {', '.join(map(str, removal.removed))}."
-    alt = f"Line chart of {measured} as layers are removed. {words}"
-    chart = single(alt, 340, figure(trace, x=names_axis("layers left", left), y={"title": measured}))
-    table = Table("Layers removed", ("layers left", "removed", measured, "low", "high"), rows)
-    return PagePart("removal", "Effective depth, measured", words, chart, table, half=True)
 
 
 def notes_part(subject: CheckpointSubject) -> PagePart | None:

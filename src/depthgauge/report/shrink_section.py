@@ -68,7 +68,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
         facts.append((f"to {meaning}", total + f" of {calibration.window} tokens"))
     if calibration.bos is not None:
         facts.append(("BOS token", f"{'added' if calibration.bos else 'not added'}: {calibration.bos_reason}"))
-    facts.append(("effort, seed", f"{settings.effort or 'default'}, {settings.seed or 0}"))
+    facts.append(("effort, seed", f"{settings.effort}, {settings.seed}"))
     facts.append(("duration", duration(record.seconds)))
     facts.append(("written to", record.out or "nothing was written"))
     return tuple(facts)

@@ -1,7 +1,7 @@
 from depthgauge.certificates.certificate import Certificate as Certificate
 from depthgauge.depth.effective import Depth as Depth
 from depthgauge.measures.profile import Profile as Profile
-from depthgauge.monitor.actions import AlarmError as AlarmError
+from depthgauge.monitor.alarms import AlarmError as AlarmError
 from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
 from depthgauge.results.monitor_record import Alarm as Alarm
 from depthgauge.results.monitor_record import MonitorRecord as MonitorRecord

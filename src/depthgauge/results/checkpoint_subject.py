@@ -1,9 +1,8 @@
-"""Records of one gauged checkpoint: heads, layer scores, what-ifs with intervals, and measured depth."""
+"""Records of one gauged checkpoint: heads, layer scores and what-ifs with intervals."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from depthgauge.results.network_subject import Residual, residual_columns
+from depthgauge.results.network_subject import GaugedSubject, Residual, residual_columns
 from depthgauge.results.record import Count, Measured, Number, Record
 
 
@@ -116,6 +115,13 @@ class CheckpointLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
     fast: FastPlan | None
     what_if: dict[str, Interval]
 
+    def row(self) -> dict[str, Any]:
+        """Return the row of the layer in the table of layers."""
+        row = {**residual_columns(self.residual), **self.scores}
+        for kind, interval in self.what_if.items():
+            row |= {kind: interval.loss, f"{kind}_low": interval.low, f"{kind}_high": interval.high}
+        return row
+
 
 class ScoreTrust(Record, frozen=True, kw_only=True):
     """The rank correlation of one layer score with the what-if it predicts, over the layers."""
@@ -126,36 +132,9 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
     layers: Count
 
 
-class RemovalStep(Record, frozen=True, kw_only=True):
-    """One removed block and the increase of the loss after it, with its interval."""
+class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
+    """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal."""
 
-    removed: Count
-    loss: Number
-    low: Measured
-    high: Measured
-
-
-class MeasuredRemoval(Record, frozen=True, kw_only=True):
-    """The fewest layers found by greedy removal that keep the increase of the loss within `increase`.
-
-    `loss`, `low` and `high` belong to the last step. `stopped` is `increase`, `max_removed` or `one layer left`.
-    """
-
-    increase: Number
-    layers: Count
-    removed: tuple[Count, ...]
-    loss: Number = 0.0
-    low: Measured = 0.0
-    high: Measured = 0.0
-    steps: tuple[RemovalStep, ...]
-    stopped: str = "increase"
-
-
-class CheckpointSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="model"):
-    """One gauged checkpoint."""
-
-    name: str
-    verdict: str
     model: CheckpointDescription
     text: TextWindows | None
     regime: RegimeDistance | None
@@ -164,29 +143,5 @@ class CheckpointSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag
     layers: tuple[CheckpointLayer, ...]
     scores: tuple[ScoreTrust, ...]
     collapse: tuple[()] = ()
-    depth: tuple[MeasuredRemoval, ...] = ()
+    depth: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
-
-    def summary(self) -> Mapping[str, str]:
-        """Return the name and the verdict."""
-        return {"name": repr(self.name), "verdict": repr(self.verdict)}
-
-    def rows(self, table: str) -> list[dict[str, Any]]:
-        """Return the rows of the `layers` or the `heads` table as flat dictionaries."""
-        return [
-            {"subject": self.name, "layer": layer.index, **row}
-            for layer in self.layers
-            for row in (_head_rows(layer) if table == "heads" else [_layer_row(layer)])
-        ]
-
-
-def _layer_row(layer: CheckpointLayer) -> dict[str, Any]:
-    row = {**residual_columns(layer.residual), **layer.scores}
-    for kind, interval in layer.what_if.items():
-        row |= {kind: interval.loss, f"{kind}_low": interval.low, f"{kind}_high": interval.high}
-    return row
-
-
-def _head_rows(layer: CheckpointLayer) -> list[dict[str, Any]]:
-    plain = [name for name in CheckpointHead.__struct_fields__ if name not in ("index", "static")]
-    return [{"head": head.index, **{name: getattr(head, name) for name in plain}} for head in layer.heads]

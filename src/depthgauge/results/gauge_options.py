@@ -1,5 +1,6 @@
 """The options of `gauge`, each declared once: the command line, the Python interface and the result all use these."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -11,92 +12,61 @@ from depthgauge.results.record import Record
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
 
 
-def _option(help: str, only: str | None = None) -> Meta:
-    return Meta(description=help, extra={"only": only})
+NETWORK_DEFAULTS: Mapping[str, Any] = {"samples": 4, "tokens": 128, "radius": 1.0, "seed": 0}
+CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
+    "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
+}  # fmt: skip
+DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
+"""Kind of target → default of each option that has one."""
+_ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
 class GaugeOptions(Record, frozen=True, kw_only=True):
-    """What `gauge` is asked to do. None means the default.
+    """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: number of random inputs for a network (default 4).
-        tokens: tokens per input of a network (default 128), or of text in total for a checkpoint (default 2048).
-        radius: φ, the largest |entry| of a network's inputs (default 1); they are uniform in this box.
-        seed: seed of random inputs and of the choice of text windows (default 0).
-        input: safetensors file with a network's inputs (tensor `x`) instead of random ones.
-        text: text file to gauge a checkpoint on (default: a built-in text); `data.jsonl:field` reads a field of a JSONL
-            file (default field: `text`, or `messages` for chats).
-        as_is: read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
-        window: tokens per text window (default: an eighth of `tokens`, from 64 to 512, at most the model's context).
-        what_if: what-ifs to measure: `default`, `all`, `none`, or names separated by commas.
-        bos: start every window with the BOS token: `yes`, `no` or `auto` (default), which does what the tokenizer or
-            the GGUF metadata says and otherwise measures which is better.
-        depth: remove layers greedily while the loss grows by at most this.
-        max_removed: remove at most this many layers.
-        weights_only: read no text; report what the weights alone show.
-        dtype: number type (default: float32 on a CPU, the checkpoint's own on a GPU).
-        device: device (default: a GPU if there is one).
-        device_map: spread the model over devices, as in transformers; for example `auto`.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        allow_pickle: read weights from `pytorch_model*.bin` files, with `torch.load(weights_only=True)`.
-        ignore_unused: accept weights that no module of the model takes.
+        samples: Number of random inputs of a network  [default: 4].
+        tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
+        radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
+        seed: Seed of random inputs and of the choice of text windows  [default: 0].
+        input: Read the inputs from this safetensors file (tensor `x`) instead.
+        text: Text file to gauge on, or FILE.jsonl:FIELD, where FIELD is `text` or `messages` by default  [default: a
+            built-in text].
+        as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
+        window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
+        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
+        bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
+            GGUF metadata says and otherwise measures.
+        weights_only: Read no text: report what the weights alone show.
+        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
+        device: Device  [default: a GPU if there is one].
+        device_map: Spread the model over devices, as transformers does: auto.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
+        ignore_unused: Accept weights that no module of the model takes.
     """
 
-    samples: Annotated[int | None, _option("Number of random inputs  [default: 4].", NETWORKS)] = None
-    tokens: Annotated[
-        int | None,
-        _option("Tokens per random input  [default: 128]; for a checkpoint, tokens of text in total  [default: 2048]."),
-    ] = None
-    radius: Annotated[
-        float | None, _option("Largest |entry| φ of the random inputs, uniform in this box  [default: 1].", NETWORKS)
-    ] = None
-    seed: Annotated[int | None, _option("Seed of everything random  [default: 0].")] = None
-    input: Annotated[
-        str | None, _option("Read the inputs from this safetensors file instead (tensor `x`).", NETWORKS)
-    ] = None
-    text: Annotated[
-        str | None,
-        _option("Text file, or FILE.jsonl:FIELD, to gauge on  [default: a built-in text].", CHECKPOINTS),
-    ] = None
-    as_is: Annotated[
-        bool | None, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", CHECKPOINTS)
-    ] = None
-    window: Annotated[
-        int | None, _option("Tokens per window of text  [default: for 8 windows, from 64 to 512].", CHECKPOINTS)
-    ] = None
-    what_if: Annotated[
-        str | None,
-        _option(
-            "What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.",
-            CHECKPOINTS,
-        ),
-    ] = None
-    bos: Annotated[
-        str | None,
-        _option("Start every window with the BOS token: yes, no, or auto  [default], which measures.", CHECKPOINTS),
-    ] = None
-    depth: Annotated[float | None, _option("Remove layers while the loss grows by at most this.", CHECKPOINTS)] = None
-    max_removed: Annotated[int | None, _option("Remove at most this many layers.", CHECKPOINTS)] = None
-    weights_only: Annotated[bool | None, _option("Read no text: report what the weights alone show.", CHECKPOINTS)] = (
-        None
-    )
-    dtype: Annotated[
-        str | None, _option("Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].", CHECKPOINTS)
-    ] = None
-    device: Annotated[str | None, _option("Device  [default: a GPU if there is one].", CHECKPOINTS)] = None
-    device_map: Annotated[
-        str | None, _option("Spread the model over devices, as transformers does: auto.", CHECKPOINTS)
-    ] = None
-    trust_remote_code: Annotated[
-        bool | None, _option("Run Python code that comes with the checkpoint.", CHECKPOINTS)
-    ] = None
+    samples: Annotated[int | None, _NETWORKS] = None
+    tokens: Annotated[int | None, _ANY] = None
+    radius: Annotated[float | None, _NETWORKS] = None
+    seed: Annotated[int | None, _ANY] = None
+    input: Annotated[str | None, _NETWORKS] = None
+    text: Annotated[str | None, _CHECKPOINTS] = None
+    as_is: Annotated[bool | None, _CHECKPOINTS] = None
+    window: Annotated[int | None, _CHECKPOINTS] = None
+    what_if: Annotated[str | None, _CHECKPOINTS] = None
+    bos: Annotated[str | None, _CHECKPOINTS] = None
+    weights_only: Annotated[bool | None, _CHECKPOINTS] = None
+    dtype: Annotated[str | None, _CHECKPOINTS] = None
+    device: Annotated[str | None, _CHECKPOINTS] = None
+    device_map: Annotated[str | None, _CHECKPOINTS] = None
+    trust_remote_code: Annotated[bool | None, _CHECKPOINTS] = None
+    allow_pickle: Annotated[bool | None, _CHECKPOINTS] = None
+    ignore_unused: Annotated[bool | None, _CHECKPOINTS] = None
 
-    allow_pickle: Annotated[
-        bool | None, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", CHECKPOINTS)
-    ] = None
-    ignore_unused: Annotated[bool | None, _option("Accept weights that no module of the model takes.", CHECKPOINTS)] = (
-        None
-    )
+    def with_defaults(self, kind: str) -> "GaugeOptions":
+        """Return the options with the defaults for `networks` or `checkpoints` filled in."""
+        return GaugeOptions(**{**DEFAULTS[kind], **self.given()})
 
     def given(self) -> dict[str, Any]:
         """Return the options that are set, by name."""
@@ -113,8 +83,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         other = {NETWORKS: "checkpoints (directories and .gguf files)", CHECKPOINTS: "network files"}[kind]
         noun = {NETWORKS: "a network", CHECKPOINTS: "a checkpoint"}[kind]
         for name in self.given():
-            only = applies_to(name)
-            if only is not None and only != kind:
+            only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
+            if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
 
 
@@ -122,16 +92,13 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     """The options of a finished gauge with their defaults filled in: with the target they reproduce the result.
 
     `target` is the path; None is the built-in pair. With `in_memory` it is the name of a network given as an object.
+    `depth` and `max_removed` are options of release 0.1, and None in new results.
     """
 
     target: str | None = None
     in_memory: bool = False
-
-
-def applies_to(name: str) -> str | None:
-    """Return the kind of target an option applies to, or None if it applies to all."""
-    only: str | None = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
-    return only
+    depth: float | None = None
+    max_removed: int | None = None
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:

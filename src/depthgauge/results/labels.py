@@ -107,13 +107,6 @@ CENTERS: Mapping[str, str] = {
 NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "composite": "√(column · row sum)"}
 """Norm of the residual → label."""
 
-STOPPED: Mapping[str, str] = {
-    "increase": "removing one more exceeds it",
-    "max_removed": "no more were requested",
-    "one layer left": "only one layer is left",
-}
-"""Why greedy removal stopped → phrase."""
-
 
 def unit(objective: str) -> str:
     """Return the unit in which a checkpoint's what-ifs are measured."""

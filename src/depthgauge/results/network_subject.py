@@ -72,6 +72,10 @@ class NetworkLayer(Record, frozen=True, kw_only=True):
     residual: Residual
     heads: tuple[NetworkHead, ...]
 
+    def row(self) -> dict[str, Any]:
+        """Return the row of the layer in the table of layers."""
+        return residual_columns(self.residual)
+
 
 class NetworkDescription(Record, frozen=True, kw_only=True):
     """The shape of a network."""
@@ -159,18 +163,11 @@ class PrintedTheorem(Record, frozen=True, kw_only=True):
     printed_conditions: dict[str, bool] = msgspec.field(default_factory=dict)
 
 
-class NetworkSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="network"):
-    """One gauged network."""
+class GaugedSubject(Record, frozen=True, kw_only=True):
+    """What every gauged network and checkpoint has: a name, the verdict, and `layers` with `heads`."""
 
     name: str
     verdict: str
-    network: NetworkDescription
-    radius: Number
-    input: NetworkState
-    layers: tuple[NetworkLayer, ...]
-    collapse: tuple[Sandwich, ...]
-    depth: tuple[DepthRow, ...]
-    printed: PrintedTheorem
 
     def summary(self) -> Mapping[str, str]:
         """Return the name and the verdict."""
@@ -178,19 +175,27 @@ class NetworkSubject(Record, frozen=True, kw_only=True, tag_field="kind", tag="n
 
     def rows(self, table: str) -> list[dict[str, Any]]:
         """Return the rows of the `layers` or the `heads` table as flat dictionaries."""
+        layers: Any = self.layers  # type: ignore[attr-defined]  # every kind of subject declares its own
+        if table == "layers":
+            return [{"subject": self.name, "layer": layer.index, **layer.row()} for layer in layers]
         return [
-            {"subject": self.name, "layer": layer.index, **row}
-            for layer in self.layers
-            for row in (_head_rows(layer) if table == "heads" else [_layer_row(layer)])
+            {"subject": self.name, "layer": layer.index, "head": head.index}
+            | {name: getattr(head, name) for name in head.__struct_fields__ if name not in ("index", "static")}
+            for layer in layers
+            for head in layer.heads
         ]
 
 
-def _layer_row(layer: NetworkLayer) -> dict[str, Any]:
-    return residual_columns(layer.residual)
+class NetworkSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="network"):
+    """One gauged network."""
 
-
-def _head_rows(layer: NetworkLayer) -> list[dict[str, Any]]:
-    return [{"head": head.index, **{k: v for k, v in head.to_json().items() if k != "index"}} for head in layer.heads]
+    network: NetworkDescription
+    radius: Number
+    input: NetworkState
+    layers: tuple[NetworkLayer, ...]
+    collapse: tuple[Sandwich, ...]
+    depth: tuple[DepthRow, ...]
+    printed: PrintedTheorem
 
 
 def residual_columns(residual: Residual | None) -> dict[str, Any]:

@@ -6,11 +6,12 @@ stay fast) and reports the path of the first value that does not fit.
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, SupportsFloat, TypeVar
 
 import msgspec
 
@@ -24,6 +25,12 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A whole number from 0."""
 Measured = Number | None
 """A finite number, or null where the quantity is undefined or not finite."""
+
+
+def finite(value: SupportsFloat) -> Measured:
+    """Return a number, or None for infinities and NaN, which JSON does not have."""
+    plain = float(value)
+    return plain if math.isfinite(plain) else None
 
 
 class ResultError(InputError):

@@ -1,18 +1,21 @@
 """The options of `shrink`, each declared once: the command line, the Python interface and the result all use these."""
 
+import math
 import numbers
+import re
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, require_options, unknown_name
+from depthgauge._format import counted
+from depthgauge.errors import InputError, require_count, require_options, require_positive, require_seed, unknown_name
 from depthgauge.results.record import Record
 
 EFFORTS = ("quick", "default", "high")
-OBJECTIVES = ("loss", "kl", "states")
-GUARANTEES = ("quantile", "mean")
 SIZE, TEXT, MODEL = "size", "text", "model"
+ABOUT_FILES = ("dtype", "device", "device_map", "trust_remote_code", "allow_pickle", "ignore_unused")
+"""Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
 def _option(help: str, panel: str | None = None) -> Meta:
@@ -20,27 +23,25 @@ def _option(help: str, panel: str | None = None) -> Meta:
 
 
 class ShrinkOptions(Record, frozen=True, kw_only=True):
-    """What `shrink` is asked to do. None means the default.
+    """What `shrink` is asked to do.
 
     Attributes:
         remove: how many blocks to remove: a number such as `7`, or a share of all blocks such as `25%`, rounded down,
             at least 1. In Python also a whole number, or a number between 0 and 1 as a share: `0.25` is `25%`.
         max_increase: remove as many blocks as possible while the guaranteed increase of the loss stays within this.
-        confidence: confidence of the guarantee (default 0.95).
-        guarantee: which guarantee `max_increase` limits: `quantile` (default) or `mean`.
+        confidence: confidence of the guarantee.
         effort: `quick`, `default` or `high`: more calibration windows and a wider search cost more time.
-        objective: what the search minimizes: `loss` (default for decoders), `kl` (divergence from the dense model) or
-            `states` (distance of the final states, the only choice for encoders).
         no_repair: remove blocks without changing any weights.
         heal: after the repair, train this many steps towards the dense model's predictions.
         text: text files to calibrate on; `data.jsonl:field` reads a field of a JSONL file (default field: `text`, or
             `messages` for chats). Without a text, text sampled from the model itself is used.
         as_is: read the text files as plain text, even if they are JSONL, JSON, CSV or HTML.
-        sampled: share of the calibration windows that are sampled from the model itself (default 0.5).
+        sampled: share of the calibration windows that are sampled from the model itself (default 0.5; without a text,
+            all of them are).
         window: tokens per window (default 512, with effort `quick` 256, or the model's context if that is shorter).
-        bos: start every window with the BOS token: `yes`, `no` or `auto` (default).
-        seed: seed of everything random (default 0).
-        dtype: number type (default: float32 on a CPU, the checkpoint's own on a GPU).
+        bos: start every window with the BOS token: `yes`, `no` or `auto`.
+        seed: seed of everything random.
+        dtype: number type; `auto` is float32 on a CPU, and the checkpoint's own on a GPU.
         device: device (default: a GPU if there is one).
         device_map: spread the model over devices, as in transformers; for example `auto`.
         trust_remote_code: run Python code that comes with the checkpoint.
@@ -56,52 +57,116 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         float | None,
         _option("Remove as many blocks as the guarantee allows: the loss grows by at most this (nats/token).", SIZE),
     ] = None
-    confidence: Annotated[float | None, _option("Confidence of the guarantee  [default: 0.95].", SIZE)] = None
-    guarantee: Annotated[str | None, _option("What --max-increase limits: quantile  [default] or mean.", SIZE)] = None
-    effort: Annotated[
-        str | None, _option("quick, default or high: more calibration windows, a wider search, more time.")
-    ] = None
-    objective: Annotated[
-        str | None, _option("What the search minimizes: loss  [default for decoders], kl, or states (encoders).")
-    ] = None
-    no_repair: Annotated[bool | None, _option("Remove blocks without changing any weights.")] = None
+    confidence: Annotated[float, _option("Confidence of the guarantee  [default: 0.95].", SIZE)] = 0.95
+    effort: Annotated[str, _option("quick, default or high: more calibration windows, a wider search, more time.")] = (
+        "default"
+    )
+    no_repair: Annotated[bool, _option("Remove blocks without changing any weights.")] = False
     heal: Annotated[
         int | None, _option("After the repair, train this many steps towards the dense model's predictions.")
     ] = None
     text: Annotated[
-        tuple[str, ...] | None,
+        tuple[str, ...],
         _option(
             "Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the "
             "model].",
             TEXT,
         ),
-    ] = None
-    as_is: Annotated[bool | None, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", TEXT)] = None
+    ] = ()
+    as_is: Annotated[bool, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", TEXT)] = False
     sampled: Annotated[
         float | None, _option("Share of calibration windows sampled from the model  [default: 0.5].", TEXT)
     ] = None
     window: Annotated[int | None, _option("Tokens per window  [default: 512, with --effort quick 256].", TEXT)] = None
-    bos: Annotated[str | None, _option("Start every window with the BOS token: yes, no, or auto  [default].", TEXT)] = (
-        None
-    )
-    seed: Annotated[int | None, _option("Seed of everything random  [default: 0].")] = None
+    bos: Annotated[str, _option("Start every window with the BOS token: yes, no, or auto  [default].", TEXT)] = "auto"
+    seed: Annotated[int, _option("Seed of everything random  [default: 0].")] = 0
     dtype: Annotated[
-        str | None, _option("Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].", MODEL)
-    ] = None
+        str, _option("Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].", MODEL)
+    ] = "auto"
     device: Annotated[str | None, _option("Device  [default: a GPU if there is one].", MODEL)] = None
     device_map: Annotated[str | None, _option("Spread the model over devices, as transformers does: auto.", MODEL)] = (
         None
     )
-    trust_remote_code: Annotated[bool | None, _option("Run Python code that comes with the checkpoint.", MODEL)] = None
+    trust_remote_code: Annotated[bool, _option("Run Python code that comes with the checkpoint.", MODEL)] = False
     allow_pickle: Annotated[
-        bool | None, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", MODEL)
-    ] = None
-    ignore_unused: Annotated[bool | None, _option("Accept weights that no module of the model takes.", MODEL)] = None
+        bool, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", MODEL)
+    ] = False
+    ignore_unused: Annotated[bool, _option("Accept weights that no module of the model takes.", MODEL)] = False
 
     def given(self) -> dict[str, Any]:
-        """Return the options that are set, by name."""
-        values = {name: getattr(self, name) for name in ShrinkOptions.__struct_fields__}
-        return {name: value for name, value in values.items() if value is not None and value is not False}
+        """Return the options that differ from their defaults, by name."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in msgspec.structs.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value is not None and value != default}
+
+    def check(self) -> None:
+        """Raise for options that contradict each other or are out of range."""
+        if self.effort not in EFFORTS:
+            raise unknown_name("effort", self.effort, EFFORTS)
+        if self.max_increase is not None:
+            require_positive("max-increase", self.max_increase, "the largest increase of the loss in nats per token")
+            if self.remove is not None:
+                raise InputError("--remove and --max-increase exclude each other: give the size or the limit, not both")
+        elif self.remove is None:
+            raise InputError(
+                "say how much to remove: a number or a share with --remove, or a limit with --max-increase"
+            )
+        if not 0.5 <= self.confidence <= 0.9999:
+            raise InputError(
+                f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; it is the probability that "
+                "the guarantee is true"
+            )
+        if self.heal is not None:
+            require_count("heal", self.heal, "the number of training steps after the repair")
+            if self.no_repair:
+                raise InputError("--heal trains the weights and --no-repair keeps them; leave one of them out")
+        if self.sampled is not None and not 0 <= self.sampled <= 1:
+            raise InputError(f"sampled must be a share from 0 to 1, got {self.sampled!r}")
+        require_seed(self.seed)
+
+    def check_model(self, decoder: bool, name: str) -> None:
+        """Raise for options that do not apply to the kind of model.
+
+        Args:
+            decoder: whether the model is a causal language model.
+            name: its name.
+        """
+        if not decoder and self.max_increase is not None:
+            raise InputError(
+                f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
+                "shows how far its final states move"
+            )
+        if decoder and self.sampled is not None and self.sampled != 1 and not self.text:
+            raise InputError(
+                f"--sampled {self.sampled:g} needs --text: without text, all windows are sampled from the model; give "
+                "a text, or leave --sampled out"
+            )
+
+    def count(self, layers: int, name: str) -> int:
+        """Return the number of blocks that `remove` stands for.
+
+        Args:
+            layers: number of blocks of the model.
+            name: its name.
+
+        >>> ShrinkOptions(remove="25%").count(30, "model"), ShrinkOptions(remove="10%").count(4, "model")
+        (7, 1)
+        """
+        remove = (self.remove or "").strip()
+        if layers == 1:
+            raise InputError(f"{name} has one block, and at least one must stay, so no block can be removed")
+        if re.fullmatch(r"\d+", remove):
+            count = int(remove)
+        elif match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", remove):
+            share = round(float(match[1]) * layers / 100, 6)  # 33.3333333333% of 12 blocks are 4
+            count = max(1, math.floor(share)) if float(match[1]) > 0 else 0
+        else:
+            raise InputError(f"remove must be a whole number or a percentage, such as 7 or 25%, got {self.remove!r}")
+        if not 1 <= count < layers:
+            raise InputError(
+                f"remove must be from 1 to {counted(layers - 1, 'block')}, got {self.remove}; {name} has {layers} "
+                "blocks and at least one must stay"
+            )
+        return count
 
 
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:

@@ -126,15 +126,6 @@ class QuantileRecord(Record, frozen=True, kw_only=True):
     windows: Count
 
 
-class MeanRecord(Record, frozen=True, kw_only=True):
-    """The mean loss of predictions mixed with the uniform distribution grows by at most `increase`."""
-
-    increase: Measured
-    confidence: Number
-    method: str
-    windows: Count
-
-
 class TestedSize(Record, frozen=True, kw_only=True):
     """One size that `--max-increase` tested: how many blocks were removed, its bound, and whether it passed."""
 
@@ -146,15 +137,15 @@ class TestedSize(Record, frozen=True, kw_only=True):
 class GuaranteeRecord(Record, frozen=True, kw_only=True):
     """The statistical guarantee on the certify windows.
 
-    - `quantile`, `mean`: the two bounds; each holds with its confidence, not both together. With a `limit`, the bound
-      that was tested is the limit itself, and the other one is corrected for the number of tested sizes
+    - `quantile`: the bound; with a `limit`, it is the limit itself
+    - `mean`: a bound on the mean, in documents of earlier versions; otherwise None
     - `about`: the kind of text that the guarantee is about: `text`, `sampled` or `built-in`
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """
 
     quantile: QuantileRecord
-    mean: MeanRecord | None
+    mean: dict[str, Any] | None = None
     about: str
     assumption: str
     limit: Measured = None
@@ -252,6 +243,13 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     seconds: Number
     out: str | None
 
+    @property
+    def looks(self) -> int:
+        """How many sizes may have been tested on the certify windows before this one was chosen."""
+        tested = () if self.guarantee is None else self.guarantee.tested
+        is_chosen = self.plan.settings.max_increase is not None
+        return max(1, len(tested) or (len(self.plan.search) if is_chosen else 0))
+
     def summary(self) -> Mapping[str, str]:
         """Return the depth, the removed blocks, the loss and the output directory."""
         return {
@@ -316,7 +314,8 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
         ResultError: the document does not fit the schema; the message names the place.
     """
     check_schema(document, SHRINK_SCHEMA, name, advice)
-    record = read(document, ShrinkRecord, name, advice)
+    filled = {key: _with_defaults(value) if key == "plan" else value for key, value in document.items()}
+    record = read(filled, ShrinkRecord, name, advice)
     _check_plan(record.plan, "plan.", name, advice)
     if record.plan.layers != record.layers_before:
         raise ResultError(
@@ -345,9 +344,17 @@ def read_plan(path: str | Path) -> PlanRecord:
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan
     check_schema(document, PLAN_SCHEMA, name, PLAN_ADVICE)
-    plan = read(document, PlanRecord, name, PLAN_ADVICE)
+    plan = read(_with_defaults(document), PlanRecord, name, PLAN_ADVICE)
     _check_plan(plan, "", name, PLAN_ADVICE)
     return plan
+
+
+def _with_defaults(plan: Any) -> Any:
+    """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
+    settings = plan.get("settings") if isinstance(plan, dict) else None
+    if not isinstance(settings, dict):
+        return plan
+    return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
 
 
 def _check_plan(plan: PlanRecord, place: str, name: str, advice: str) -> None:

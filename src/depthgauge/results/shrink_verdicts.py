@@ -45,12 +45,6 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
     "loss": ObjectiveLabel(
         "loss", "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
     ),
-    "kl": ObjectiveLabel(
-        "divergence",
-        "divergence from the dense model, nats per token",
-        "divergence, nats per token",
-        "the divergence from the dense model is # nats per token",
-    ),
     "states": ObjectiveLabel(
         "change of the final states",
         "relative change of the final states",
@@ -95,11 +89,7 @@ def text_label(text: TextRecord) -> str:
 
 
 def shrink_verdict(record: ShrinkRecord) -> str:
-    """State what was removed and what it costs: guaranteed, measured only, or nothing was written.
-
-    Args:
-        record: the result.
-    """
+    """State what was removed and what it costs: guaranteed, measured only, or nothing was written."""
     guarantee = record.guarantee
     if guarantee is not None and limit_failed(guarantee):
         return limit_sentence(guarantee, record.objective)
@@ -107,16 +97,14 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     if record.layers_after == 1:
         kept = f"1 of {counted(record.layers_before, 'layer')} is kept"
     measured = objective_label(record.objective).by(measured_increase(record))
-    if guarantee is None or (guarantee.quantile.increase is None and _mean_increase(guarantee) is None):
+    if guarantee is None or guarantee.quantile.increase is None:
         return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
+    quantile = guarantee.quantile
     return (
         f"{kept}; guaranteed, if future windows are exchangeable with those of {about_text(record)}: "
-        f"{_bound(record, guarantee)}; measured: {measured}"
+        f"on {_share(quantile.share)} of windows {_at_most(quantile.increase, record.objective)} (confidence "
+        f"{_share(quantile.confidence)}); measured: {measured}"
     )
-
-
-def _mean_increase(guarantee: GuaranteeRecord) -> float | None:
-    return None if guarantee.mean is None else guarantee.mean.increase
 
 
 def about_text(record: ShrinkRecord) -> str:
@@ -124,24 +112,6 @@ def about_text(record: ShrinkRecord) -> str:
     about = "" if record.guarantee is None else record.guarantee.about
     names = [source.name for source in record.plan.calibration.sources if source.kind == about == "text"]
     return ", ".join(names) or ABOUT.get(about, about)
-
-
-def _bound(record: ShrinkRecord, guarantee: GuaranteeRecord) -> str:
-    """Return the bound on the quantile, or else the bound on the mean; with a limit, the bound that was tested."""
-    quantile, mean = guarantee.quantile, guarantee.mean
-    bound: float | None
-    if mean is not None and mean.increase is not None and (quantile.increase is None or _tested_kind(record) == "mean"):
-        bound, confidence, where = mean.increase, mean.confidence, "on average"
-    else:
-        bound, confidence, where = quantile.increase, quantile.confidence, f"on {_share(quantile.share)} of windows"
-    return f"{where} {_at_most(bound, record.objective)} (confidence {_share(confidence)})"
-
-
-def _tested_kind(record: ShrinkRecord) -> str | None:
-    """Return which bound was tested against a limit, or None if there is none."""
-    if record.guarantee is None or record.guarantee.limit is None:
-        return None
-    return record.plan.settings.guarantee or "quantile"
 
 
 def _at_most(increase: float | None, objective: str) -> str:
@@ -156,7 +126,7 @@ def measured_increase(record: ShrinkRecord) -> str:
         return increase_text(about[0].increase, about[0].low, about[0].high)
     dense, shrunk = record.loss.dense, record.loss.shrunk
     if record.objective != "loss":
-        dense = 0.0  # the divergence and the change of a model from itself
+        dense = 0.0  # the change of a model from itself
     return DASH if dense is None or shrunk is None else number(shrunk - dense)
 
 
@@ -186,12 +156,7 @@ def limit_failed(guarantee: GuaranteeRecord) -> bool:
 
 
 def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
-    """State that no size stays within the limit, and which one came closest.
-
-    Args:
-        guarantee: the guarantee, with its limit and the tested sizes.
-        objective: `loss`, `kl` or `states`.
-    """
+    """State that no size stays within the limit, and which one came closest."""
     asked = (
         f"no model was written: for no tested size is it guaranteed, with confidence "
         f"{_share(guarantee.quantile.confidence)}, that {_at_most(guarantee.limit, objective)}"
@@ -204,39 +169,21 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
 
 
 def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
-    """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed.
-
-    Args:
-        record: the result.
-    """
+    """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed."""
     guarantee = record.guarantee
     if guarantee is None or limit_failed(guarantee):
         return ()
-    text = f"windows of {record.plan.calibration.window} tokens like those of {about_text(record)}"
-    found = []
-    if (quantile := guarantee.quantile).increase is not None:
-        found.append(
-            f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of {text}, "
-            f"{_at_most(quantile.increase, record.objective)} (order statistics of "
-            f"{counted(quantile.windows, 'window')}{_chosen(record, 'quantile')})."
-        )
-    if (mean := guarantee.mean) is not None and mean.increase is not None:
-        found.append(
-            f"With confidence {_share(mean.confidence)}, on average over {text}, "
-            f"{_at_most(mean.increase, record.objective)} ({mean.method}; {counted(mean.windows, 'window')}; the "
-            f"predictions of both models are mixed with the uniform distribution{_chosen(record, 'mean')})."
-        )
-    return (*found, guarantee.assumption) if found else ()
-
-
-def _chosen(record: ShrinkRecord, kind: str) -> str:
-    """Return how a bound accounts for the choice of the size on the same windows."""
-    tested = _tested_kind(record)
-    if tested is None or record.guarantee is None:
-        return ""
-    if tested == kind:
-        return "; this is the limit, tested from gentle to harsh sizes"
-    return f"; corrected for {counted(len(record.guarantee.tested), 'tested size')}"
+    quantile = guarantee.quantile
+    if quantile.increase is None:
+        return ()
+    tested = "" if guarantee.limit is None else "; this is the limit, tested from gentle to harsh sizes"
+    bound = (
+        f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of windows of "
+        f"{record.plan.calibration.window} tokens like those of {about_text(record)}, "
+        f"{_at_most(quantile.increase, record.objective)} (order statistics of "
+        f"{counted(quantile.windows, 'window')}{tested})."
+    )
+    return (bound, guarantee.assumption)
 
 
 def tested_words(size: TestedSize) -> str:
@@ -277,11 +224,6 @@ def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:
 
     A line that does not fit the width has ranges of kept blocks instead.
 
-    Args:
-        layers: number of blocks of the source model.
-        removed: the removed blocks.
-        width: characters per line.
-
     >>> stack_picture(8, (2, 5, 6), 20)
     '0 1 ▓ 3 4 ▓ ▓ 7'
     >>> stack_picture(8, (2, 5, 6), 14)
@@ -311,7 +253,7 @@ def _share(value: float) -> str:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CostRow:
     """A cost before and after: its name with its unit, the two values, and how a value is shown."""
 
     name: str
@@ -325,19 +267,15 @@ class Cost:
         return DASH if value is None else self.show(value)
 
 
-def shrink_costs(record: ShrinkRecord) -> tuple[Cost, ...]:
-    """Return parameters, bytes on the disk, memory and times, those that are known.
-
-    Args:
-        record: the result.
-    """
+def shrink_costs(record: ShrinkRecord) -> tuple[CostRow, ...]:
+    """Return parameters, bytes on the disk, memory and times, those that are known."""
     counts: tuple[tuple[str, BeforeAfter | None, Callable[[float], str]], ...] = (
         ("parameters", record.parameters, lambda count: f"{count:,.0f}"),
         ("size on disk", record.bytes, size_text),
         ("memory", record.memory, size_text),
     )
     found = [
-        Cost(name, pair.before, pair.after, _ratio(pair.before, pair.after), show)
+        CostRow(name, pair.before, pair.after, _ratio(pair.before, pair.after), show)
         for name, pair, show in counts
         if pair is not None
     ]
@@ -348,7 +286,7 @@ def shrink_costs(record: ShrinkRecord) -> tuple[Cost, ...]:
         ):
             measured = _ratio(before, after)
             inverse = None if not ratio else 1 / ratio  # the record holds speeds, the table holds times
-            found.append(Cost(name, before, after, inverse if measured is None else measured, time_text))
+            found.append(CostRow(name, before, after, inverse if measured is None else measured, time_text))
     return tuple(cost for cost in found if cost.after is not None or cost.ratio is not None)
 
 

@@ -7,7 +7,6 @@ from depthgauge.results.checkpoint_subject import (
     LEAST_WINDOWS,
     CheckpointSubject,
     Interval,
-    MeasuredRemoval,
     RegimeDistance,
     ScoreTrust,
 )
@@ -52,17 +51,15 @@ def checkpoint_verdict(
     objective: str,
     blocks: Mapping[int, Interval],
     trust: Sequence[ScoreTrust],
-    removal: MeasuredRemoval | None,
     regime: RegimeDistance | None,
 ) -> str:
-    """State which layers cost least and most, which layer score to trust, and how many layers keep the loss.
+    """State which layers cost least and most, and which layer score to trust.
 
     Args:
         layers: L, the number of blocks.
         objective: `loss` or `states`.
         blocks: the cost of skipping each block; empty where it was not measured.
         trust: rank correlations of the layer scores.
-        removal: measured effective depth, if requested.
         regime: the distance of the weights from the small-weight regime, if known.
     """
     parts = []
@@ -80,9 +77,6 @@ def checkpoint_verdict(
             parts.append(f"the best layer score is {label} (rank correlation {correlation:.2f})")
         else:
             parts.append(f"no layer score predicts the measured cost (rank correlations of at most {correlation:.2f})")
-    if removal is not None:
-        kept = f"{counted(removal.layers, 'layer')} {'keeps' if removal.layers == 1 else 'keep'}"
-        parts.append(f"{kept} the increase within {number(removal.increase, 6)}")
     if not parts and regime is not None:
         parts.append(
             f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"

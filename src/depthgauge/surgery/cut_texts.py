@@ -6,9 +6,9 @@ Windows are then compared without their last token, so that they are different i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -17,11 +17,10 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import WINDOW, body_length, tokenize_text
-from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.checkpoints.windows import body_length, tokenize_text
+from depthgauge.errors import InputError
 from depthgauge.surgery.distinct_windows import distinct_windows
 
-Kind = Literal["text", "sampled", "built-in"]
 PARTS = ("fit", "select", "certify")
 SHOWN_WINDOWS = 24
 """The most sampled windows in the certify part where the guarantee is about the user's text."""
@@ -57,34 +56,26 @@ class CalibrationRequest:
     - `texts`: the user's texts
     - `sizes`: windows in each part
     - `sampled`: share of sampled windows, from 0 to 1; not used for a model that cannot be sampled
-    - `window`: n, tokens per window, special tokens included; by default 512, or the context if that is shorter
+    - `window`: n, tokens per window, special tokens included
     - `context`: the longest window the model accepts, or None if unknown
     - `start`: the special tokens; it may be undecided whether the BOS token is one of them
     - `seed`: the same seed gives the same split and, on the same device, the same samples
     - `decoder`: whether the model is a causal language model, which can be sampled
 
     Raises:
-        InputError: A number is out of range, or a text is given twice.
+        InputError: there are too few windows for all texts, or a text is given twice.
     """
 
     texts: tuple[TextFile, ...]
     sizes: CalibrationSizes
-    sampled: float = 0.5
-    window: int | None = None
-    context: int | None = None
-    start: Start = field(default_factory=lambda: Start((), (), None, ""))
-    seed: int = 0
-    decoder: bool = True
+    sampled: float
+    window: int
+    context: int | None
+    start: Start
+    seed: int
+    decoder: bool
 
     def __post_init__(self) -> None:
-        require_seed(self.seed)
-        for part in PARTS:
-            require_count(part, getattr(self.sizes, part), f"the number of windows in the {part} part")
-        if not 0 <= self.sampled <= 1:
-            raise InputError(
-                f"sampled must be a number from 0 to 1, got {self.sampled}; it is the share of windows that are "
-                "sampled from the model"
-            )
         if self.decoder and not self.texts and self.sampled == 0:
             raise InputError("sampled is 0 and there is no text; give a text with --text or leave --sampled out")
         resolved = [None if text.path is None else (text.path.resolve(), text.field) for text in self.texts]
@@ -99,11 +90,6 @@ class CalibrationRequest:
                     f"{part} must be at least {least}, got {getattr(self.sizes, part)}; the {part} part has a window "
                     "of every source"
                 )
-
-    @property
-    def usual_window(self) -> int:
-        """The requested tokens per window, or the default."""
-        return min(WINDOW, self.context or WINDOW) if self.window is None else self.window
 
     @property
     def around(self) -> int:
@@ -142,15 +128,15 @@ class CalibrationRequest:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CutSource(ArrayRecord):
-    """The windows of one text, without special tokens.
+    """The windows of one source, those of a text without special tokens.
 
-    - `kind`: the user's `text`, or the `built-in` text
-    - `name`: name of the text
-    - `digest`: SHA-256 of the bytes that were read
+    - `kind`: the user's `text`, `sampled` from the dense model, or the `built-in` text
+    - `name`: name of the text, or a description
+    - `digest`: SHA-256 of the bytes that were read, or of the sampled token ids
     - `parts`: token ids of the windows in each part
     """
 
-    kind: Kind
+    kind: str
     name: str
     digest: str
     parts: tuple[Int[Tensor, "_ length"], ...]
@@ -199,7 +185,7 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     Raises:
         InputError: A text cannot be read or is too short for three parts, or the window does not fit the model.
     """
-    length = body_length(request.usual_window, request.context, request.around)
+    length = body_length(request.window, request.context, request.around)
     alone = not request.texts and not request.decoder
     texts = (TextFile(),) if alone else request.texts
     sizes = [request.sizes] if alone else [request.of_text(index) for index in range(len(request.texts))]
@@ -216,10 +202,10 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
         may_shorten=alone,
     )
     if drawn:
-        length = drawn[0].bodies.shape[1]
+        length = drawn[0][1].shape[1]
     sources = tuple(
-        CutSource("built-in" if alone else "text", text.source, text.digest, tuple(one.cut(text.bodies)))
-        for text, one in zip(drawn, sizes, strict=True)
+        CutSource("built-in" if alone else "text", text.source, text.digest, tuple(one.cut(bodies)))
+        for (text, bodies), one in zip(drawn, sizes, strict=True)
     )
     measured = _first_of_each([source.parts[0] for source in sources])
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)

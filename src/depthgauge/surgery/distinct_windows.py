@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.text_files import TextFile
 from depthgauge.checkpoints.windows import TokenizedText, tokenize_text
 from depthgauge.errors import InputError
@@ -19,20 +17,6 @@ LEAST_BODY = 8
 """The shortest window, without special tokens, that is recommended or used for a short text."""
 _REREADS = (1, 4, 16)
 """How much of a large text is read while its windows repeat, as multiples of what is needed."""
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class DistinctWindows(ArrayRecord):
-    """Windows of one text, without special tokens, in random order.
-
-    - `source`: name of the text
-    - `digest`: SHA-256 of the bytes that were read
-    - `bodies`: token ids
-    """
-
-    source: str
-    digest: str
-    bodies: Int[Tensor, "windows length"]
 
 
 def distinct_windows(
@@ -46,7 +30,7 @@ def distinct_windows(
     seed: int,
     seen: set[bytes],
     may_shorten: bool = False,
-) -> list[DistinctWindows]:
+) -> list[tuple[TokenizedText, Int[Tensor, "windows length"]]]:
     """Draw disjoint windows from each text such that no content occurs twice, in one text or in two.
 
     Args:
@@ -59,6 +43,9 @@ def distinct_windows(
         seed: chooses the windows.
         seen: contents that may not be used; the contents of all windows of the texts are added.
         may_shorten: if a text is too short, use the longest windows that give enough of them.
+
+    Returns:
+        Each text with its windows, in random order and without special tokens.
 
     Raises:
         InputError: A text is too short; the message gives the longest window that would work.
@@ -79,7 +66,7 @@ def distinct_windows(
         bodies[torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))[:count]]
         for bodies, count in zip(fresh, needed, strict=True)
     ]
-    return [DistinctWindows(text.source, text.digest, bodies) for text, bodies in zip(found, chosen, strict=True)]
+    return list(zip(found, chosen, strict=True))
 
 
 def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:

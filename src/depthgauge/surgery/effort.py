@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from depthgauge.errors import unknown_name
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery.guarantee import windows_needed
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,6 @@ class Effort:
     steps: tuple[float, ...]
     window: int = 512
 
-    def with_certify(self, windows: int) -> "Effort":
-        """Return the same effort with another number of certify windows."""
-        return replace(self, certify=windows)
-
 
 EFFORT: Mapping[str, Effort] = {
     "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,), window=256),
@@ -41,8 +38,7 @@ EFFORT: Mapping[str, Effort] = {
 }
 
 
-def effort(name: str) -> Effort:
-    """Return the effort of a name."""
-    if name not in EFFORT:
-        raise unknown_name("effort", name, EFFORT)
-    return EFFORT[name]
+def effort_of(settings: ShrinkOptions) -> Effort:
+    """Return the effort, with enough certify windows for the requested confidence."""
+    effort = EFFORT[settings.effort]
+    return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))

@@ -7,7 +7,6 @@ key–value cache, and writes what it found to files. Importing depthgauge raise
 import hashlib
 import json
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ def main(exchange: Path) -> None:
     is_loss = request["objective"] == "loss"
     # A head of another kind than a language model's, such as a classifier's, is loaded by the class of the model.
     loader = transformers.AutoModelForCausalLM if is_loss else getattr(transformers, request["class"])
-    started = time.perf_counter()
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
     if request["dtype"] is not None:
         place["dtype"] = request["dtype"]
@@ -52,14 +50,12 @@ def main(exchange: Path) -> None:
     model.eval()
     device = model.get_input_embeddings().weight.device
     result: dict[str, Any] = {
-        "load_seconds": time.perf_counter() - started,
         "layers": model.config.num_hidden_layers,
         "class": type(model).__name__,
         "missing": sorted(found["missing_keys"]),
         "unexpected": sorted(found["unexpected_keys"]),
         "digests": digests(model),
         "losses": [],
-        "token_losses": [],
     }
     outputs = {}
     with torch.no_grad():
@@ -77,7 +73,6 @@ def main(exchange: Path) -> None:
                     ]
                 )
                 result["losses"].append(float(tokens.mean()))
-                result["token_losses"].append(tokens.tolist())
             elif "dense" in given:
                 dense = given["dense"][index].double()
                 result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge._io import write_atomically
-from depthgauge.checkpoints.load import measured_part
+from depthgauge.checkpoints.model_output import model_output
 from depthgauge.progress import Step, silent
 
 RATE = 0.012
@@ -67,8 +67,8 @@ def heal(
         part = ids[order[step * batch : (step + 1) * batch]].to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             with torch.no_grad():
-                target = _output(dense, part, loss)
-            made = _output(student, part, loss)
+                target = model_output(dense, part, loss)
+            made = model_output(student, part, loss)
         distance = _divergence(target, made) if loss else _distance(target, made)
         for weight in weights:
             weight.grad = None
@@ -115,12 +115,6 @@ def _order(windows: int, count: int, seed: int) -> Int[Tensor, " count"]:
     generator = torch.Generator().manual_seed(seed)
     rounds = [torch.randperm(windows, generator=generator) for _ in range(-(-count // windows))]
     return torch.cat(rounds)[:count]
-
-
-def _output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Tensor:
-    out = measured_part(model, loss)(input_ids=ids, **({"use_cache": False} if loss else {}))
-    made: Tensor = out.logits if loss else out.last_hidden_state
-    return made
 
 
 def _divergence(target: Float[Tensor, "batch n v"], made: Float[Tensor, "batch n v"]) -> Tensor:

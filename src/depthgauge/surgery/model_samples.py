@@ -17,10 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError, quiet
-from depthgauge.checkpoints.load import Checkpoint, context_length, free_memory
-from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.progress import Step, silent
 
 MEMORY_SHARE = 0.25
@@ -61,25 +59,13 @@ def sample_windows(
         Token ids, on the CPU.
 
     Raises:
-        CheckpointError: The model is not a causal language model, or its logits are not finite.
-        InputError: A number is out of range.
+        CheckpointError: The model has no KV cache, or its logits are not finite.
     """
-    require_count("windows", windows, "the number of windows to sample")
-    require_seed(seed)
-    _check_length(checkpoint, window, len(before))
-    if checkpoint.objective != "loss":
-        raise CheckpointError(
-            f"{checkpoint.name} cannot be sampled: {type(checkpoint.model).__name__} is not a causal language model; "
-            "give a text with --text"
-        )
     vocabulary = int(checkpoint.config.vocab_size)
     candidates = torch.tensor(_ordinary(checkpoint, vocabulary) if starts is None else list(starts))
-    if not len(candidates) or int(candidates.min()) < 0 or int(candidates.max()) >= vocabulary:
-        raise InputError(
-            f"starts must contain token ids from 0 to {vocabulary - 1}, got {counted(len(candidates), 'id')}; the "
-            "first token of a window is drawn from them"
-        )
-    uniform = torch.rand(windows, window - len(before), generator=_generator(seed), dtype=torch.float64)
+    uniform = torch.rand(
+        windows, window - len(before), generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     chosen = candidates[(uniform[:, 0] * len(candidates)).long()]
     prompts = torch.cat([torch.tensor(list(before), dtype=torch.int64).expand(windows, -1), chosen[:, None]], dim=1)
     rows = even_rows(windows, batch or _fitting_rows(checkpoint, window, vocabulary))
@@ -180,20 +166,6 @@ def draw(
     level = uniform.to(total)[:, None] * total
     found = torch.searchsorted(cumulative, level, right=True)[:, 0].clamp(max=logits.shape[1] - 1)
     return found if allowed is None else allowed[found], total[:, 0].isfinite()
-
-
-def _check_length(checkpoint: Checkpoint, window: int, before: int) -> None:
-    """Raise if a window has no room for a random token and one drawn token, or is longer than the context."""
-    require_count("window", window, "the number of tokens in one window", least=before + 2)
-    longest = context_length(checkpoint.config)
-    if longest is not None and window > longest:
-        raise InputError(
-            f"window must be at most {longest} for this model, got {window}; it is the number of tokens in one window"
-        )
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def _ids(checkpoint: Checkpoint, name: str) -> set[int]:

@@ -16,8 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.surgery.block_runner import BlockRunner
-from depthgauge.surgery.least_squares import NormalEquations
+from depthgauge.checkpoints.layers import BlockRunner
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,19 +63,31 @@ def refit(
         targets: T, the dense model's states at the matching depth.
         ridge: λ, relative to the mean square of the features.
     """
-    equations: NormalEquations | None = None
+    gram = cross = torch.zeros((), dtype=torch.float64)
     with torch.no_grad(), _inputs_of(maps) as inputs:
         for start, part in runner.batches(states):
             inputs.clear()
             output = runner.block(layer, part)
             target = targets[start : start + len(part)].to(output.device).double()
-            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1)
+            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1).double()
             errors = (target - output.double()).flatten(0, 1)
-            if equations is None:
-                equations = NormalEquations.empty(features.shape[1], errors.shape[1], features.device)
-            equations.add(features, errors, target.flatten(0, 1).square().sum(-1).clamp_min(1e-30).reciprocal())
-    assert equations is not None
-    return _change(maps, equations.solve(ridge))
+            weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
+            gram, cross = gram + weighted.T @ features, cross + errors.T @ weighted
+    return _change(maps, _ridge_solution(gram, cross, ridge))
+
+
+def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], ridge: float) -> Float[Tensor, "d p"]:
+    """Return Δ = C (G + λ D)⁻¹, with D = diag(G) + mean(diag(G)) and λ = `ridge`.
+
+    G = Σ_t w_t u_t u_tᵀ is `gram`, and C = Σ_t w_t e_t u_tᵀ is `cross`, with the errors e_t of the present weights.
+    The penalty is relative to the size of each feature, so that it does not depend on their units; the mean keeps
+    features that never occur from being divided by 0.
+    """
+    diagonal = gram.diagonal()
+    if not bool(diagonal.any()):
+        return torch.zeros_like(cross)
+    factor = torch.linalg.cholesky(gram + torch.diag(ridge * (diagonal + diagonal.mean())))
+    return torch.cholesky_solve(cross.T, factor).T
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.surgery.repair import Change, output_maps, refit, shape_of
 from depthgauge.surgery.repair_normed import follows_norm, normed_maps, refit_normed
 

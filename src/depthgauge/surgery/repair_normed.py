@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.surgery.block_runner import BlockRunner
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.surgery.lbfgs import minimize
 from depthgauge.surgery.repair import Change, shape_of, updates_of, with_bias
 
@@ -210,7 +210,7 @@ class _Part:
             self.gain_gram += torch.einsum("ti,ati,bti->iab", shares, n, n)
 
     def finish(self, ridge: float) -> None:
-        """Add the penalty, which is relative to the size of each feature as in `NormalEquations.solve`."""
+        """Add the penalty, which is relative to the size of each feature as in `repair.refit`."""
         self.scales = (self.scales / self.scales.mean().clamp_min(_TINY)).clamp_min(_SMALLEST)
         diagonal = self.gram.diagonal()
         self.penalty = (ridge * (diagonal + diagonal.mean())).clamp_min(_TINY)

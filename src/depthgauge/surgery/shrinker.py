@@ -1,94 +1,54 @@
-"""Make a shrunk model from calibration windows: search, exchanges, repair."""
+"""Choose the blocks to remove and repair the others.
+
+The search is greedy: the best candidates are compared after repair. Then single blocks are exchanged where that helps.
+"""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge._journal import Journal
-from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
-from depthgauge.surgery.block_runner import BlockRunner
-from depthgauge.surgery.block_search import SEARCH_ITERATIONS, Search, exchange
-from depthgauge.surgery.effort import Effort
-from depthgauge.surgery.extract import extract, require_supported
-from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.peer_choices import PEERS
+from depthgauge.surgery.repair import Change
 from depthgauge.surgery.repair_block import repair_block
-from depthgauge.surgery.repair_sweep import repair_all
-from depthgauge.surgery.states import DenseStates
-from depthgauge.surgery.student import Student, suffix_objective
+from depthgauge.surgery.student import Student
 
 OURS = "depthgauge"
+SEARCH_ITERATIONS = 4
+"""Most steps of a repair during the search, in families where it is not a linear problem."""
 
 
-class Shrinker:
-    """Everything that is needed to remove blocks from one checkpoint.
+@dataclass(frozen=True, eq=False)
+class Removal:
+    """One removal, and the repair of the block before it; None if that is not repaired."""
 
-    The weights of the checkpoint change while it works. Use it as a context manager: at the end the original weights
-    are put back.
+    step: SearchStep
+    change: Change | None = None
+
+
+class Shrinker(Student):
+    """The search for blocks to remove, and the repair of those that stay.
+
+    - `steps`: the removals of the search so far
+    - `swaps`: the accepted exchanges as (block put back, block removed instead)
+    - `window_seconds`: about how long a forward pass of one window takes
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        fit: Int[Tensor, "fit n"],
-        select: Int[Tensor, "select n"],
-        *,
-        objective: str,
-        effort: Effort,
-        repair: bool = True,
-        journal: Journal | None = None,
-        progress: Step = silent,
-    ) -> None:
-        """Run the dense model on the calibration windows.
-
-        Args:
-            checkpoint: the model.
-            fit: token ids of the windows that repairs are fitted on.
-            select: token ids of the windows that candidates and step lengths are compared on, in random order.
-            objective: `loss`, `kl` or `states`.
-            effort: how much work to do.
-            repair: whether weights may change.
-            journal: finished steps of an interrupted run.
-            progress: called as the work advances.
-        """
-        require_supported(checkpoint)
-        self.checkpoint, self.effort, self.repairs = checkpoint, effort, repair
-        self.journal, self.progress = journal or Journal(), progress
-        self.runner = BlockRunner(checkpoint, select[:1])
-        self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
-        self.select = DenseStates(self.runner, select, progress=progress)
-        self.objective = Objective(self.runner, select, self.select.final, objective)
-        self.dense = float(self.objective(self.select.final).mean())
-        self.student = Student(self.runner)
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        """Run the dense model on the calibration windows; the arguments are those of `Student`."""
+        started = time.perf_counter()
+        super().__init__(*args, **keywords)
+        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
+        self.steps: tuple[SearchStep, ...] = ()
         self.swaps: tuple[tuple[int, int], ...] = ()
-        self.search = Search(
-            self.student,
-            self.fit,
-            self.select,
-            self.objective,
-            effort,
-            repair=repair,
-            journal=self.journal,
-            progress=progress,
-        )
-
-    def __enter__(self) -> "Shrinker":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.student.restore()
-
-    @property
-    def steps(self) -> tuple[SearchStep, ...]:
-        """The removals of the search so far."""
-        return tuple(self.search.steps)
+        self._scores: dict[int, float] = {}
+        self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
 
     def repair_seconds(self) -> float:
         """Return about how long one repair of the search takes, measured on a few windows; 0 without repair."""
@@ -101,7 +61,9 @@ class Shrinker:
         return (time.perf_counter() - started) * every / len(inputs)
 
     def token_seconds(self) -> float:
-        """Return about how long a forward pass of one token takes."""
+        """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
+        if self.checkpoint.objective != "loss":
+            return 0.0
         ids = self.select.ids[:1, :1].to(self.runner.device)
         started = time.perf_counter()
         with torch.no_grad():
@@ -115,43 +77,182 @@ class Shrinker:
             count: how many blocks to remove in total.
             limit: stop after the first removal that increases the objective by more than this.
         """
-        while len(self.search.steps) < count:
-            step = self.search.remove_one()
-            if limit is not None and step.objective - self.dense > limit:
+        while len(self.steps) < count:
+            self._remove_one()
+            if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
+    def candidates(self) -> list[int]:
+        """Return the remaining blocks in the order of their last ranking, the least important first."""
+        return sorted(self.kept, key=lambda layer: self._scores.get(layer, 0.0))
+
+    def _remove_one(self) -> None:
+        """Remove one more block; a removal of an interrupted run is repeated without comparing candidates."""
+        known: list[dict[str, Any]] = self.journal.get("search", [])
+        done = len(self.steps)
+        removal = self._repeated(SearchStep(**known[done])) if done < len(known) else self._best()
+        place = self.kept.index(removal.step.layer)
+        if removal.change is not None:
+            self.apply(removal.change, removal.step.step)
+        del self.kept[place], self._states[place]
+        self._scores.pop(removal.step.layer, None)
+        for index in range(max(place - 1, 0), len(self.kept)):
+            self._states[index + 1] = self.runner.through([self.kept[index]], self._states[index])
+        self.steps += (removal.step,)
+        if len(self.steps) > len(known):
+            # One write for both: a resumed run must rank the candidates as this one does.
+            self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
+            self.journal.put("search", [step.to_json() for step in self.steps])
+        elif len(self.steps) == len(known):
+            self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
+
+    def _best(self) -> Removal:
+        """Rank the candidates without repair on a few windows, then compare the best ones after repair on all."""
+        ranked = self.candidates()[: self.effort.breadth if self.steps else None]
+        turn = f"removal {len(self.steps) + 1}"
+        for done, layer in enumerate(ranked):
+            self.progress(done, len(ranked), f"{turn}, block {layer}")
+            place = self.kept.index(layer)
+            self._scores[layer] = self.objective_after(self.kept[place + 1 :], self._states[place], self.effort.ranking)
+        finalists = sorted(ranked, key=lambda layer: self._scores[layer])[: self.effort.finalists]
+        inputs = self._fit_inputs([self.kept.index(layer) - 1 for layer in finalists]) if self.repairs else {}
+        found = []
+        for done, layer in enumerate(finalists):
+            self.progress(done, len(finalists), f"{turn}, repair before block {layer}")
+            found.append(self._compared(layer, inputs))
+        return min(found, key=lambda removal: removal.step.objective)
+
+    def _compared(self, layer: int, inputs: dict[int, Tensor]) -> Removal:
+        """Measure the removal of a block on all selection windows, without and with repair of the block before it."""
+        place = self.kept.index(layer)
+        later = self.kept[place + 1 :]
+        unrepaired = self.objective_after(later, self._states[place])
+        best, change = (unrepaired, 0.0), None
+        if place > 0 and self.repairs:
+            change = self._change(place, inputs[place - 1])
+            for length in self.effort.steps:
+                change.apply(length)
+                value = self.objective_after([self.kept[place - 1], *later], self._states[place - 1])
+                best = min(best, (value, length))
+            change.apply(0.0)
+        objective, length = best
+        step = SearchStep(layer=layer, step=length, unrepaired=unrepaired, objective=objective)
+        return Removal(step, change if length else None)
+
+    def _repeated(self, step: SearchStep) -> Removal:
+        """Return the removal that an interrupted run chose."""
+        place = self.kept.index(step.layer)
+        return Removal(step, self._change(place, self._fit_inputs([place - 1])[place - 1]) if step.step else None)
+
+    def _change(self, place: int, states: Float[Tensor, "windows n d"]) -> Change:
+        """Fit the block before kept[place] to the dense states after kept[place]."""
+        target = self.fit.at(self.following(self.kept[place]))
+        return repair_block(
+            self.runner, self.kept[place - 1], states, target, joint=False, iterations=SEARCH_ITERATIONS
+        )
+
+    def _fit_inputs(self, places: Sequence[int]) -> dict[int, Tensor]:
+        """Return the inputs of some kept blocks on the fit windows, in one pass over the student."""
+        found: dict[int, Tensor] = {}
+        state = self.fit.at(0)
+        for place in range(max(places, default=-1) + 1):
+            if place in places:
+                found[place] = state
+            if place < max(places):
+                state = self.runner.through([self.kept[place]], state)
+        return found
+
     def exchange(self) -> None:
-        """Take other blocks than those of the search where that helps; `swaps` are the accepted exchanges."""
-        if not self.search.steps:
-            return
-        count = len(self.search.steps)
-        others = [choose(self.select, count) for choose in PEERS.values()]
-        _, accepted = exchange(self.search, others, journal=self.journal, progress=self.progress)
+        """Compare the result of the search with other sets of blocks, then exchange single blocks where that helps.
+
+        Every set is measured by the objective on the selection windows after the blocks before its gaps are repaired.
+        The greedy search cannot undo an early removal, so the blocks that a published method chooses can be better.
+        """
+        found, order, effort = self.removed, self.candidates(), self.effort
+        starts = [found, *(tuple(sorted(choose(self.select, len(found)))) for choose in PEERS.values())]
+        for done, start in enumerate(starts):
+            self.progress(done, len(starts), f"without blocks {', '.join(map(str, start))}")
+            self._gaps_repaired(start)
+        removed = min(starts, key=self._gaps_repaired)
+        accepted = list(zip(sorted({*found} - {*removed}), sorted({*removed} - {*found}), strict=True))
+        latest = [step.layer for step in reversed(self.steps)]
+        per_block = max(1, effort.swaps // max(1, len(removed)))
+        tried = 0
+        for one in sorted(removed, key=lambda layer: latest.index(layer) if layer in latest else -1):
+            trials: dict[int, float] = {}
+            for other in order[:per_block]:
+                if tried == effort.swaps or other in removed:
+                    continue
+                self.progress(tried, effort.swaps, f"exchange block {one} for block {other}")
+                tried += 1
+                trials[other] = self._gaps_repaired(sorted({*removed, other} - {one}))
+            chosen = min(trials, key=lambda layer: trials[layer], default=None)
+            if chosen is not None and trials[chosen] < self._gaps_repaired(removed):
+                removed = tuple(sorted({*removed, chosen} - {one}))
+                accepted.append((one, chosen))
+        self.keep_all_but(removed)
         self.swaps = tuple(accepted)
 
+    def _gaps_repaired(self, removed: Sequence[int]) -> float:
+        """Return the objective without these blocks, after repair of the block before every gap.
+
+        Each set is measured once, and remembered in the journal.
+        """
+        known: dict[str, float] = dict(self.journal.get("exchanges", {}))
+        key = ",".join(map(str, removed))
+        if key in known:
+            return known[key]
+        self.keep_all_but(removed)
+        fit, select = self.fit.at(0), self.select.at(0)
+        gaps = [layer for layer in self.kept if self.following(layer) != layer + 1]
+        for layer in self.kept:
+            if self.repairs and layer in gaps:
+                target = self.fit.at(self.following(layer))
+                change = repair_block(self.runner, layer, fit, target, joint=False, iterations=SEARCH_ITERATIONS)
+                self.apply(change, 1.0)
+            select = self.runner.through([layer], select)
+            if gaps and layer < gaps[-1]:
+                fit = self.runner.through([layer], fit)
+        value = float(self.objective(select).mean())
+        self.restore()
+        self.journal.put("exchanges", known | {key: value})
+        return value
+
     def repair(self, removed: Sequence[int]) -> tuple[tuple[RepairStep, ...], float]:
-        """Remove exactly these blocks from the original model and repair all kept blocks.
+        """Remove exactly these blocks from the original model and repair all kept blocks, in order.
+
+        Each block is fitted on the outputs of the repaired blocks before it. Its step length is the one of
+        `effort.steps` with the smallest objective on the selection windows, or 0 if none is smaller than without the
+        repair. The objective therefore never increases. Steps of an interrupted run keep their length.
 
         Returns:
             The steps of the repair, and the objective on the selection windows after it.
         """
-        self.student.keep_all_but(removed)
+        self.keep_all_but(removed)
+        fit, select = self.fit.at(0), self.select.at(0)
+        value = self.objective_after(self.kept, select)
         if not self.repairs:
-            return (), suffix_objective(self.runner, self.objective, self.student.kept, self.select.at(0))
-        steps = repair_all(
-            self.student,
-            self.fit,
-            self.select,
-            self.objective,
-            self.effort,
-            journal=self.journal,
-            progress=self.progress,
-        )
-        return steps, steps[-1].objective
-
-    def model(self) -> Any:
-        """Return the present state of the shrunk model as a new transformers model."""
-        return extract(self.checkpoint, self.student.kept)
+            return (), value
+        name = "repair " + ",".join(map(str, self.removed))
+        known: list[dict[str, Any]] = self.journal.get(name, [])
+        steps: list[RepairStep] = []
+        for place, layer in enumerate(self.kept):
+            self.progress(place, len(self.kept), f"repair of block {layer}")
+            change = repair_block(self.runner, layer, fit, self.fit.at(self.following(layer)), joint=True)
+            best = (value, 0.0)
+            if place < len(known):
+                best = (known[place]["objective"], known[place]["step"])
+            else:
+                for length in self.effort.steps:
+                    change.apply(length)
+                    best = min(best, (self.objective_after(self.kept[place:], select), length))
+            value, length = best
+            self.apply(change, length)
+            steps.append(RepairStep(layer=layer, step=length, objective=value))
+            if place >= len(known):
+                self.journal.put(name, [step.to_json() for step in steps])
+            fit, select = self.runner.through([layer], fit), self.runner.through([layer], select)
+        return tuple(steps), value
 
     def curve(self, removed: Sequence[int], final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
@@ -163,13 +264,13 @@ class Shrinker:
             removed: the blocks that were removed in the end.
             final: the objective of the finished model.
         """
-        self.student.restore()
+        self.restore()
+        ours = [step.objective for step in self.steps][: len(removed) - 1]
+        places = [*range(1, len(ours) + 1), len(removed)]
         points = [
-            CurvePoint(method=OURS, removed=count, increase=step.objective - self.dense)
-            for count, step in enumerate(self.search.steps, start=1)
-            if count < len(removed)
+            CurvePoint(method=OURS, removed=count, increase=value - self.dense)
+            for count, value in zip(places, [*ours, final], strict=True)
         ]
-        points.append(CurvePoint(method=OURS, removed=len(removed), increase=final - self.dense))
         sizes = sorted({-(-len(removed) // 3), -(-2 * len(removed) // 3), len(removed)})
         known: dict[str, float] = dict(self.journal.get("curve", {}))
         for method, choose in PEERS.items():
@@ -179,8 +280,7 @@ class Shrinker:
                     self.progress(len(known), len(PEERS) * len(sizes), f"{method}, {counted(count, 'block')}")
                     gone = choose(self.select, count)
                     kept = [layer for layer in range(len(self.runner)) if layer not in gone]
-                    value = suffix_objective(self.runner, self.objective, kept, self.select.at(0))
-                    known[key] = value - self.dense
+                    known[key] = self.objective_after(kept, self.select.at(0)) - self.dense
                     self.journal.put("curve", known)
                 points.append(CurvePoint(method=method, removed=count, increase=known[key]))
         return tuple(points)

@@ -3,7 +3,6 @@
 import inspect
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,68 +10,20 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.source import Source, weight_files
-from depthgauge.errors import require_count
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one model costs.
-
-    - `prefill`: seconds for one window, the median over the repetitions
-    - `decode`: seconds per generated token after that window, the median; None for models without a key–value cache
-    - `parameters`: number of parameters, shared ones counted once
-    - `memory`: bytes of memory, as `SpeedComparison.memory_kind` says
-    """
-
-    prefill: float
-    decode: float | None
-    parameters: int
-    memory: int
-
-
-@dataclass(frozen=True)
-class SpeedComparison:
-    """The costs of two models, measured in turns on the same device.
-
-    - `before`, `after`: the costs of the two models
-    - `device`: name of the device
-    - `window`: tokens of the window
-    - `new_tokens`: generated tokens per repetition
-    - `repeats`: number of repetitions, without the warm-up
-    - `memory_kind`: what `memory` includes
-    """
-
-    before: Cost
-    after: Cost
-    device: str
-    window: int
-    new_tokens: int
-    repeats: int
-    memory_kind: str
-
-    @property
-    def prefill(self) -> float:
-        """Speed on one window, after ÷ before."""
-        return self.before.prefill / self.after.prefill
-
-    @property
-    def decode(self) -> float | None:
-        """Speed of generation, after ÷ before; None for models without a key–value cache."""
-        if self.after.decode is None or self.before.decode is None:
-            return None
-        return self.before.decode / self.after.decode
+from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
 
 @torch.no_grad()
 def compare_speed(
     before: Any, after: Any, ids: Int[Tensor, "1 n"], *, repeats: int = 5, new_tokens: int = 16
-) -> SpeedComparison:
+) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Measure prefill and decode of two models in turns: before, after, before, after, …
 
     Alternating keeps a slow phase of the machine from counting against one of the models. One repetition of each model
-    is run first and not counted.
+    is run first and not counted. The times are medians.
 
     Args:
         before: a transformers model.
@@ -80,86 +31,82 @@ def compare_speed(
         ids: token ids of one window; shortened if the models' context has no room for `new_tokens` after it.
         repeats: how often each model is measured.
         new_tokens: tokens to generate after the window; ignored for models that do not generate.
+
+    Returns:
+        The speed, the memory in bytes, and what the memory includes.
     """
-    require_count("repeats", repeats, "how often each model is measured")
-    require_count("new_tokens", new_tokens, "the number of tokens to generate")
     checkpoints = (wrap(before), wrap(after))
-    generates = all(checkpoint.objective == "loss" for checkpoint in checkpoints)
-    new_tokens = new_tokens if generates else 0
-    context = context_length(checkpoints[0].config)
+    device, context = checkpoints[0].device, context_length(checkpoints[0].config)
+    if any(checkpoint.objective != "loss" for checkpoint in checkpoints):
+        new_tokens = 0
     if context is not None:
         new_tokens = min(new_tokens, context - 1)
         ids = ids[:, : context - new_tokens]
-    runs: tuple[list[_Run], list[_Run]] = ([], [])
-    for _ in range(repeats + 1):
-        for checkpoint, found in zip(checkpoints, runs, strict=True):
-            found.append(_run(checkpoint, ids, new_tokens))
-    on_gpu = checkpoints[0].device.type == "cuda"
-    kind = (
-        "weights, and the peak of activations and key–value cache"
-        if on_gpu
-        else "weights and key–value cache; activations are not included"
-        if new_tokens
-        else "weights; activations are not included"
+    turns = [[_run(checkpoint, ids, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
+    runs = list(zip(*turns[1:], strict=True))
+    prefill = [statistics.median(run.prefill for run in found) for found in runs]
+    decode = [statistics.median(run.decode for run in found) for found in runs] if new_tokens else [None, None]
+    memory = [
+        _weights(checkpoint.model) + max(run.memory for run in found)
+        for checkpoint, found in zip(checkpoints, runs, strict=True)
+    ]
+    what = f"{counted(ids.shape[1], 'token')}, then {counted(new_tokens, 'new token')}, on {_device_name(device)}"
+    record = SpeedRecord(
+        prefill=prefill[0] / prefill[1],
+        decode=None if decode[0] is None or decode[1] is None else decode[0] / decode[1],
+        prefill_before=prefill[0],
+        prefill_after=prefill[1],
+        decode_before=decode[0],
+        decode_after=decode[1],
+        what=what,
     )
-    costs = [_summary(checkpoint.model, found[1:]) for checkpoint, found in zip(checkpoints, runs, strict=True)]
-    return SpeedComparison(
-        costs[0], costs[1], _device_name(checkpoints[0].device), ids.shape[1], new_tokens, repeats, kind
-    )
+    held = "weights and key–value cache" if new_tokens else "weights"
+    kind = f"{held}; activations are not included"
+    if device.type == "cuda":
+        kind = "weights, and the peak of activations and key–value cache"
+    return record, BeforeAfter(before=memory[0], after=memory[1]), kind
 
 
 def weight_bytes(source: Source) -> int:
-    """Return the size of the weight files of a checkpoint on disk.
-
-    Args:
-        source: the checkpoint, from `depthgauge.checkpoints.load.find`.
-    """
-    if source.gguf is not None:
-        return source.path.stat().st_size
+    """Return the size of the weight files of a checkpoint on disk."""
     return sum(path.stat().st_size for path in weight_files(source))
 
 
 @dataclass(frozen=True)
-class _Run:
-    """Seconds for the window, seconds per generated token, and bytes beyond the weights."""
+class TimedRun:
+    """Seconds for the window, seconds per generated token (0 if there are none), and bytes beyond the weights."""
 
     prefill: float
-    decode: float | None
+    decode: float
     memory: int
 
 
-def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> _Run:
+def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> TimedRun:
     model, device = checkpoint.model, checkpoint.device
     takes = inspect.signature(model.forward).parameters
     keywords: dict[str, Any] = {"use_cache": new_tokens > 0} if "use_cache" in takes else {}
     if "logits_to_keep" in takes:
         keywords["logits_to_keep"] = 1  # as in generation: the prompt needs no logits but the last
     ids = ids.to(device)
-    held = _allocated(device)
+    held = 0
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        held = int(torch.cuda.memory_allocated(device))
     started = _now(device)
     out = model(input_ids=ids, **keywords)
     prefill = _now(device) - started
-    if not new_tokens:
-        return _Run(prefill, None, _peak(device, held, None))
-    token = out.logits[:, -1:].argmax(dim=-1)
-    cache = out.past_key_values
+    cache = out.past_key_values if new_tokens else None
     started = _now(device)
     for _ in range(new_tokens):
+        token = out.logits[:, -1:].argmax(dim=-1)
         out = model(input_ids=token, past_key_values=cache, use_cache=True)
-        token, cache = out.logits[:, -1:].argmax(dim=-1), out.past_key_values
-    return _Run(prefill, (_now(device) - started) / new_tokens, _peak(device, held, cache))
+        cache = out.past_key_values
+    return TimedRun(prefill, (_now(device) - started) / max(1, new_tokens), _peak(device, held, cache))
 
 
-def _summary(model: Any, runs: Sequence[_Run]) -> Cost:
+def _weights(model: Any) -> int:
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values()
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    decodes = [run.decode for run in runs if run.decode is not None]
-    return Cost(
-        prefill=statistics.median(run.prefill for run in runs),
-        decode=statistics.median(decodes) if decodes else None,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        memory=weights + max(run.memory for run in runs),
-    )
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _now(device: torch.device) -> float:
@@ -169,21 +116,13 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _allocated(device: torch.device) -> int:
-    """Return the bytes in use on a GPU and start to record the peak; 0 on other devices."""
-    if device.type != "cuda":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    return int(torch.cuda.memory_allocated(device))
-
-
 def _peak(device: torch.device, held: int, cache: Any) -> int:
     """Return the bytes used beyond the weights: the peak on a GPU, the size of the cache on other devices."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device)) - held
     layers = getattr(cache, "layers", ())
-    held_by_cache = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
-    return sum(tensor.numel() * tensor.element_size() for tensor in held_by_cache)
+    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _device_name(device: torch.device) -> str:

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import free_memory
 from depthgauge.progress import Step, silent
-from depthgauge.surgery.block_runner import BlockRunner
 
 _SHARE = 0.35
 """The share of free memory that the states of one set of windows may take."""
@@ -45,7 +45,7 @@ class DenseStates:
         for layer in range(layers):
             progress(layer, layers, f"dense model, layer {layer}")
             place = room[layer + 1] if all_layers else room[1]
-            place.copy_(runner.run([layer], current))
+            place.copy_(runner.through([layer], current))
             states[layer + 1] = current = place
         if not all_layers:
             states[1:-1] = [None] * (layers - 1)

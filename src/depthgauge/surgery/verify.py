@@ -1,14 +1,11 @@
 """Prove that a written model works: a fresh process loads it and computes what the model in memory computes."""
 
-import copy
-import inspect
 import json
 import math
 import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,43 +16,16 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.checkpoints.model_output import model_output, no_cache
 from depthgauge.errors import InputError, VerificationError
-from depthgauge.surgery.extract import cast
+from depthgauge.results.shrink_record import ReloadRecord
+from depthgauge.surgery.certify import as_dtype
 from depthgauge.surgery.fresh_process import digests
 
 PROMPT = 32
 """Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""
 _PRECISIONS = {torch.float64: 2**16, torch.float32: 2**8, torch.float16: 2**4, torch.bfloat16: 2**3}
 """Tolerance of a comparison, as a multiple of the dtype's epsilon. Rounding accumulates over the layers."""
-
-
-@dataclass(frozen=True)
-class ReloadProof:
-    """What a fresh process found.
-
-    - `layers`: number of layers of the reloaded model
-    - `tensors`: number of tensors that are equal bit for bit
-    - `difference`: largest |Δ output| ÷ max |output| between the reloaded model and the model in memory
-    - `tolerance`: the largest difference that counts as equal in this dtype
-    - `losses`: per window, the reloaded model's loss in nats per token, or for an encoder the relative change of its
-      final states; empty for an encoder without reference states
-    - `token_losses`: the losses of the tokens of every window; empty for an encoder
-    - `generated`: the tokens generated with the cache; None for models that do not generate
-    - `cache_difference`: largest |Δ logit| ÷ max |logit| between generation with and without cache; None likewise
-    - `remark`: a sentence about tokens with equal logits, or None
-    - `load_seconds`: time to load the model
-    """
-
-    layers: int
-    tensors: int
-    difference: float
-    tolerance: float
-    losses: tuple[float, ...]
-    token_losses: tuple[tuple[float, ...], ...]
-    generated: tuple[int, ...] | None
-    cache_difference: float | None
-    remark: str | None
-    load_seconds: float
 
 
 @torch.no_grad()
@@ -69,7 +39,7 @@ def verify_reload(
     compared: int = 2,
     new_tokens: int = 16,
     compute: torch.dtype | None = None,
-) -> ReloadProof:
+) -> tuple[ReloadRecord, Float[Tensor, " windows"]]:
     """Load a written model in a fresh process without depthgauge and compare it with the model in memory.
 
     The process loads `out` with `AutoModelForCausalLM` or `AutoModel`. These must hold:
@@ -91,7 +61,8 @@ def verify_reload(
             precision is slow on many CPUs, and a wider dtype holds the same weights exactly.
 
     Returns:
-        The proof, with the losses of the reloaded model.
+        What the process found, and the losses of the reloaded model per window: nats per token, or for an encoder the
+        relative distance of its final states from `dense` (none without it).
 
     Raises:
         VerificationError: anything differs, or the process fails. The message says what.
@@ -99,16 +70,14 @@ def verify_reload(
     """
     if len(ids) < 1 or compared < 1:
         raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
-    if compute is not None and compute != model.dtype:
-        model = cast(copy.deepcopy(model), compute)
+    model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
     found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens, compute)
-    tensors = _check_structure(out, checkpoint, found)
+    _check_structure(out, checkpoint, found)
     tolerance = tolerance_of(model.dtype)
     differences = []
     for index, window in enumerate(ids[:compared]):
-        reply = checkpoint.measured(input_ids=window[None].to(checkpoint.device), **_call(checkpoint.measured))
-        ours = (reply.logits if checkpoint.objective == "loss" else reply.last_hidden_state)[0].cpu()
+        ours = model_output(model, window[None].to(checkpoint.device), checkpoint.objective == "loss")[0].cpu()
         differences.append(_relative(outputs[str(index)], ours))
     difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
     if not difference <= tolerance:
@@ -116,19 +85,8 @@ def verify_reload(
             f"{out} does not compute what the model in memory computes: the outputs differ by {number(difference)} of "
             f"the largest output, more than {number(tolerance)}"
         )
-    remark = _check_cache(out, found, tolerance)
-    return ReloadProof(
-        layers=found["layers"],
-        tensors=tensors,
-        difference=difference,
-        tolerance=tolerance,
-        losses=tuple(found["losses"]),
-        token_losses=tuple(map(tuple, found["token_losses"])),
-        generated=tuple(found["cached"]) if "cached" in found else None,
-        cache_difference=found.get("cache_difference"),
-        remark=remark,
-        load_seconds=found["load_seconds"],
-    )
+    record = ReloadRecord(difference=difference, layers=found["layers"], generation=_check_cache(out, found, tolerance))
+    return record, torch.tensor(found["losses"], dtype=torch.float64)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -157,7 +115,7 @@ def _run(
     request = {
         "out": str(out.resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
         "threads": torch.get_num_threads(), "path": [path for path in sys.path if path], "prompt": prompt,
-        "new_tokens": new_tokens, "call": _call(checkpoint.measured), "class": type(checkpoint.model).__name__,
+        "new_tokens": new_tokens, "call": no_cache(checkpoint.measured), "class": type(checkpoint.model).__name__,
         "dtype": None if compute is None else str(compute).removeprefix("torch."),
     }  # fmt: skip
     script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
@@ -183,12 +141,8 @@ def _run(
         return result, load_file(exchange / "outputs.safetensors")
 
 
-def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> int:
-    """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory.
-
-    Returns:
-        The number of tensors that were compared bit for bit.
-    """
+def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> None:
+    """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory."""
     model = checkpoint.model
     facts = {"class": type(model).__name__, "layers": checkpoint.layers}
     for what, here in facts.items():
@@ -205,14 +159,11 @@ def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, A
             f"{len(found['unexpected'])} are not used, such as {(absent + found['unexpected'])[0]}"
         )
     ours, theirs = digests(model), {name: entry for name, entry in found["digests"].items() if not ignored(name)}
-    compared = 0
     for name in [*ours, *(name for name in theirs if name not in ours)]:
         mine, other = ours.get(name), theirs.get(name)
         offloaded = mine is not None and other is not None and None in (mine[2], other[2])
         if mine is None or other is None or mine[:2] != other[:2] or (mine != other and not offloaded):
             raise VerificationError(f"the tensor {name} of {out} is not the one in memory")
-        compared += not offloaded
-    return compared
 
 
 def _relative(reloaded: Tensor, ours: Tensor) -> float:
@@ -222,10 +173,10 @@ def _relative(reloaded: Tensor, ours: Tensor) -> float:
     return float((reloaded.double() - ours.double()).abs().max() / ours.double().abs().max())
 
 
-def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> str | None:
-    """Raise unless generation with cache equals generation without; return a remark if two tokens have equal logits."""
+def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> str:
+    """Raise unless generation with cache equals generation without; return what was found as a phrase."""
     if "cached" not in found:
-        return None
+        return "not applicable"
     difference, gap = found["cache_difference"], found["gap"]
     if not difference <= tolerance or (gap is not None and not gap <= tolerance):
         raise VerificationError(
@@ -233,15 +184,10 @@ def _check_cache(out: str | Path, found: dict[str, Any], tolerance: float) -> st
             f"{number(difference)} of the largest logit, more than {number(tolerance)}"
         )
     if gap is None:
-        return None
+        return "equal with and without cache"
     pairs = zip(found["cached"], found["uncached"], strict=True)
     step = next(k for k, (a, b) in enumerate(pairs) if a != b)
     return (
         f"generation with and without cache agrees for {counted(step, 'token')}; then two tokens have logits that "
         f"differ by {number(gap)} of the largest logit, which is within the precision of the dtype"
     )
-
-
-def _call(model: Any) -> dict[str, bool]:
-    """Return the keyword arguments for a forward pass without cache."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -135,18 +135,14 @@ def _modules(folder: Path) -> list[str]:
     return [path for path in paths if path and Path(path).name == path]
 
 
-def write_model(
-    model: Any,
-    source: Source | None,
-    tokenizer: Any,
-    out: str | Path,
-    documents: Mapping[str, str],
-    *,
-    overwrite: bool,
-    verify: Callable[[Path], Mapping[str, str]] | None = None,
-    max_shard: str = "5GB",
-) -> None:
-    """Write a model, its tokenizer and documents to a directory, atomically.
+@contextmanager
+def written_model(
+    model: Any, source: Source | None, tokenizer: Any, out: str | Path, *, overwrite: bool, max_shard: str = "5GB"
+) -> Iterator[Path]:
+    """Write a model and its tokenizer to a directory, atomically.
+
+    Yields a temporary directory with the complete model; check it there, and add further files. At the end of the
+    context the directory gets its final name. If the context raises, nothing is left.
 
     Weights are written as safetensors files. The tokenizer, the chat template, the generation configuration and the
     licence of a directory are copied unchanged. For a GGUF file or a model from memory they are saved from memory.
@@ -156,10 +152,7 @@ def write_model(
         source: the checkpoint the model comes from, or None.
         tokenizer: the loaded tokenizer, or None; used if `source` has no tokenizer files.
         out: the directory to create.
-        documents: file name → text of additional files, such as `README.md`.
         overwrite: replace a checkpoint that exists.
-        verify: called with the folder of the written model before it gets its final name; returns further documents.
-            If it raises, nothing is left.
         max_shard: the largest size of one weight file.
 
     Raises:
@@ -179,11 +172,7 @@ def write_model(
         if tokenizer is not None and not copied:
             with quiet():
                 tokenizer.save_pretrained(temporary)
-        found = {} if verify is None else verify(temporary)
-        for name, text in {**documents, **found}.items():
-            if Path(name).name != name:
-                raise InputError(f"a document must be a file name without folders, got {name!r}")
-            (temporary / name).write_text(text, encoding="utf-8")
+        yield temporary
         _synchronize(temporary)
         _move(temporary, target, overwrite)
     except (OSError, SafetensorError) as error:

@@ -1,9 +1,8 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge._format import duration, number
+from depthgauge._format import duration
 from depthgauge._journal import Journal
-from depthgauge.checkpoints import removal
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.head_statistics import HeadWatch
+from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
@@ -31,12 +29,13 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
+from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.registered_attention import LayerPlan, layer_plan
-from depthgauge.checkpoints.removal import Removal, least_missed, remove_greedily
-from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
+from depthgauge.checkpoints.regime import regime
+from depthgauge.checkpoints.registered_attention import layer_plan
+from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
 from depthgauge.checkpoints.source import Source, find, weight_files
-from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
     available,
@@ -48,19 +47,31 @@ from depthgauge.checkpoints.what_if import (
     what_if,
 )
 from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
-from depthgauge.errors import InputError, require_count, require_positive, require_seed
-from depthgauge.measures.residuals import residual_sizes
+from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.measures.residuals import SampleResiduals, residual_record, residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
-from depthgauge.results.checkpoint_subject import CheckpointSubject
-from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
+from depthgauge.results.checkpoint_subject import (
+    CheckpointHead,
+    CheckpointLayer,
+    CheckpointState,
+    CheckpointSubject,
+    FastPlan,
+    Interval,
+    ScoreTrust,
+    TextWindows,
+)
+from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSettings
+from depthgauge.results.labels import SCORES
+from depthgauge.results.network_subject import Residual
+from depthgauge.results.record import finite
+from depthgauge.results.shrink_options import ABOUT_FILES
+from depthgauge.results.verdicts import checkpoint_verdict
 from depthgauge.surgery.stored_weights import weights_digest
-from depthgauge.workflows.checkpoint_records import Findings, subject_record
-from depthgauge.workflows.shrink_subject import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
-TOKENS = 2048
-"""The default number of text tokens."""
+_ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
+"""The statistics of a head that are copied to its record."""
 
 
 def gauge_checkpoint(
@@ -84,20 +95,30 @@ def gauge_checkpoint(
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    check_options(options)
-    placement = _placement(options)
-    kinds = () if options.weights_only else chosen_kinds(options.what_if or "default")
-    tokens, seed = options.tokens or TOKENS, require_seed(options.seed or 0)
+    asked = options.with_defaults(CHECKPOINTS)
+    assert asked.what_if is not None
+    assert asked.tokens is not None
+    assert asked.bos is not None
+    assert asked.dtype is not None
+    kinds = chosen_kinds(asked.what_if)
+    require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
+    seed = require_seed(asked.seed or 0)
+    placement = Placement(
+        asked.dtype, asked.device, asked.device_map, bool(asked.trust_remote_code), bool(asked.ignore_unused)
+    )
     source = None
     if target.model is None:
         assert target.path is not None
-        source = find(target.path, bool(options.allow_pickle))
+        source = find(target.path, bool(asked.allow_pickle))
         config = load_config(source, placement)
     else:
-        _refuse_options_about_files(options)
+        for name in ABOUT_FILES:
+            if name in options.given():
+                raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
         config = target.model.config
     windows = None
-    if options.weights_only:
+    if asked.weights_only:
+        kinds = ()
         if family_of(config) is None:
             raise CheckpointError(
                 f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
@@ -107,17 +128,26 @@ def gauge_checkpoint(
         tokenizer = tokenizer if source is None else load_tokenizer(source, placement)
         if tokenizer is None:
             raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
-        start = plan_start(options.bos or "auto", source, tokenizer)
+        start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
-            find_text(options.text, bool(options.as_is)),
-            tokens=tokens,
-            window=options.window,
+            find_text(asked.text, bool(asked.as_is)),
+            tokens=asked.tokens,
+            window=asked.window,
             context=context_length(config),
             seed=seed,
             special=(start.before, start.after),
         )
-    settings = _settings(target, options, seed, kinds, windows)
+    filled = {
+        "tokens": None if windows is None else asked.tokens,
+        "window": None if windows is None else int(windows.ids.shape[1]),
+        "seed": seed,
+        "what_if": ",".join(kinds) or "none",
+        "dtype": asked.dtype,
+    }
+    settings = GaugeSettings(
+        **{**options.given(), **filled, "target": target.name, "in_memory": target.model is not None}
+    )
     files = weights_digest(target.model) if source is None else _files(source)
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
     with nullcontext() if target.model is None else undisturbed(target.model):
@@ -127,226 +157,22 @@ def gauge_checkpoint(
         else:
             message(f"loading {source.path}")
             checkpoint = load_model(source, config, placement)
-        run = _Run(checkpoint, settings, journal, progress, message)
         if windows is None:
-            return settings, subject_record(run.weights_only())
+            weights, notes = measure_weights(checkpoint, progress)
+            return settings, subject_record(checkpoint, weights, notes)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
         n = windows.ids.shape[1]
         decided = measure_start(start, checkpoint, list(windows.ids[:, len(start.before) : n - len(start.after)]))
         if decided.before != start.before:
             windows = windows.with_first(decided.before[0], len(start.after))
-        return settings, subject_record(run.on_text(windows, kinds, decided))
-
-
-def _refuse_options_about_files(options: GaugeOptions) -> None:
-    """Raise for options that say how a model is loaded; the model is in memory."""
-    for name in ABOUT_FILES:
-        if name in options.given():
-            raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-
-
-def check_options(options: GaugeOptions) -> None:
-    """Raise for options that contradict each other or are out of range."""
-    chosen_kinds(options.what_if or "default")
-    if options.tokens is not None:
-        require_count("tokens", options.tokens, "the number of text tokens to use in total", least=2)
-    if options.depth is not None:
-        require_positive("depth", options.depth, "the largest increase of the loss when layers are removed")
-    if options.max_removed is not None:
-        require_count("max-removed", options.max_removed, "the largest number of layers to remove")
-        if options.depth is None:
-            raise InputError("--max-removed limits the removal of layers; set the allowed increase with --depth")
-
-
-def _placement(options: GaugeOptions) -> Placement:
-    return Placement(
-        dtype=options.dtype or "auto",
-        device=options.device,
-        device_map=options.device_map,
-        trust_remote_code=bool(options.trust_remote_code),
-        ignore_unused=bool(options.ignore_unused),
-    )
-
-
-@dataclass
-class _Run:
-    """One run: the checkpoint, what was found so far, and the functions that report progress."""
-
-    checkpoint: Checkpoint
-    settings: GaugeSettings
-    journal: Journal
-    progress: Step
-    message: Callable[[str], None]
-    estimated: bool = False
-    planning: float = 0.0
-    """Seconds spent on attention plans, which only the first window has."""
-
-    def weights_only(self) -> Findings:
-        """Read the weights and no text."""
-        weights, notes = self._weights()
-        return Findings(self.checkpoint, weights, notes=notes)
-
-    def on_text(self, windows: Windows, kinds: tuple[str, ...], start: Start) -> Findings:
-        """Observe every window, measure the what-ifs, and remove layers if requested."""
-        checkpoint = self.checkpoint
-        texts = [window[None] for window in windows.ids]
-        cannot = probe(checkpoint, texts[0])
+        cannot = probe(checkpoint, windows.ids[:1])
         possible = () if cannot else available(kinds, checkpoint.family)
-        weights, notes = self._weights()
+        weights, notes = measure_weights(checkpoint, progress)
         if missing := [kind for kind in kinds if kind not in possible]:
-            reason = cannot or _unknown(checkpoint)
-            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {reason}")
-        if self.settings.depth is not None and cannot:
-            raise InputError(f"layers of {checkpoint.name} cannot be removed: {cannot}. Leave --depth out")
-        with attending(checkpoint.model) as session:
-            stack = Stack(checkpoint, session)
-            for index, ids in enumerate(texts):
-                self._window(stack, index, ids, possible, len(texts))
-            measured = None
-            if self.settings.depth is not None:
-                measured = self._depth(stack, texts)
-        found = [self._known(index) for index in range(len(texts))]
-        return Findings(
-            checkpoint,
-            weights,
-            notes,
-            windows=windows,
-            start=start,
-            found=found,
-            kinds=possible,
-            measured=measured,
-        )
-
-    def _weights(self) -> tuple[list[list[CircuitSizes]], list[str]]:
-        """Return the circuit sizes of every head, and a note where the family's projections are not known."""
-        if self.checkpoint.family is None:
-            return [], [f"the sizes of the weights were not measured: {_unknown(self.checkpoint)}"]
-        stack = Stack(self.checkpoint, Session())
-        sizes = []
-        for layer, block in enumerate(stack.blocks):
-            self.progress(layer, len(stack), f"weights of layer {layer}")
-            sizes.append([circuit_sizes(head) for head in head_weights(self.checkpoint, block)])
-        return sizes, []
-
-    def _window(self, stack: Stack, index: int, ids: Int[Tensor, "1 n"], kinds: tuple[str, ...], windows: int) -> None:
-        """Observe one window, then measure every what-if on it. Each part is saved as soon as it is known."""
-        L = self.checkpoint.layers
-        known = self._known(index)
-        wanted = [kind for kind in kinds if kind not in known]
-        if "observed" in known and not wanted:
-            return
-        started = time.perf_counter()
-        base = stack.full(ids)
-        seconds = time.perf_counter() - started
-        observing = 0.0
-        lost, states = objective(self.checkpoint.objective, ids, base.output), base.states
-        loss = cross_entropy(base.output, ids) if self.checkpoint.objective == "loss" else None
-        del base  # frees the logits, the largest tensor
-        if "observed" not in known:
-            self.progress(0, 1, f"heads, window {index}")
-            started = time.perf_counter()
-            self._keep(index, "observed", {"loss": loss, **self._observe(stack, ids, states, plans=index == 0)})
-            observing = time.perf_counter() - started - self.planning
-        if not self.estimated:
-            self._estimate(seconds, observing, windows - index, ids.shape[1], kinds)
-        total = sum(len(layers_of(kind, L)) for kind in wanted)
-        done = 0
-        for kind in wanted:
-            losses = []
-            for layer in layers_of(kind, L):
-                self.progress(done, total, f"what if, window {index}, {kind} {layer}")
-                losses.append(lost(what_if(stack, ids, states, kind, layer)))
-                done += 1
-            self._keep(index, kind, losses)
-
-    def _known(self, index: int) -> dict[str, Any]:
-        """Return what was found on a window: what was observed, and the losses of every what-if."""
-        found: dict[str, Any] = self.journal.get(f"window {index}", {})
-        return found
-
-    def _keep(self, index: int, part: str, found: Any) -> None:
-        """Add a part of a window to the journal."""
-        self.journal.put(f"window {index}", {**self._known(index), part: found})
-
-    def _observe(
-        self, stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
-    ) -> dict[str, Any]:
-        """Return residuals, head statistics and layer scores of one window, and attention plans if `plans`, as JSON."""
-        heads, family, fast = HeadWatch(), self.checkpoint.family, list[LayerPlan]()
-
-        def watch(call: AttentionCall) -> Tensor:
-            if plans:
-                started = time.perf_counter()
-                fast.append(layer_plan(call))
-                self.planning += time.perf_counter() - started
-            return heads(call)
-
-        sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
-        if sublayers is None:
-            stack.run(ids, watch=watch)
-        else:
-            with sublayers.listening():
-                stack.run(ids, watch=watch)
-        steps = list(pairwise(states))
-        scores = {
-            "block_influence": [block_influence(x, y) for x, y in steps],
-            "angular_distance": [angular_distance(x, y) for x, y in steps],
-        }
-        if sublayers is not None:
-            scores |= {"attention_cosine": sublayers.attention, "mlp_cosine": sublayers.mlp}
-        return {
-            "residuals": [
-                {
-                    center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
-                    for center, sizes in residual_sizes(state.float()).items()
-                }
-                for state in states
-            ],
-            "heads": [layer.to_json() for layer in heads.layers],
-            "fast": [plan.to_json() for plan in fast],
-            "scores": scores,
-        }
-
-    def _estimate(self, seconds: float, observing: float, windows: int, tokens: int, kinds: tuple[str, ...]) -> None:
-        """Report how long the rest takes, given the seconds of one forward pass and of observing one window."""
-        L, self.estimated = self.checkpoint.layers, True
-        count = 1 + sum(passes(kind, L) for kind in kinds)
-        self.message(_cost("", count, seconds * windows, windows * tokens, observing * (windows - 1)))
-        if self.settings.depth is not None:
-            most = self.settings.max_removed or L - 1
-            further = removal.passes(L, min(most, L - 1), known=1 if "block" in kinds else 0)
-            line = _cost("effective depth: at most ", further, seconds * windows, windows * tokens)
-            self.message(f"{line}; it stops once the increase exceeds {number(self.settings.depth, 6)}")
-
-    def _depth(self, stack: Stack, texts: list[Int[Tensor, "1 n"]]) -> removal.MeasuredDepth:
-        """Remove layers greedily. Each step is saved as soon as it is known."""
-        increase = self.settings.depth
-        assert increase is not None
-        known = [Removal(step["layer"], tuple(step["losses"])) for step in self.journal.get("removals", [])]
-        windows = [self._known(index) for index in range(len(texts))]
-        if not known and all("block" in found for found in windows):
-            losses = [found["block"] for found in windows]
-            known = [least_missed({layer: [window[layer] for window in losses] for layer in range(len(stack))})]
-        tried = []
-        for step in remove_greedily(stack, texts, increase, self.settings.max_removed, known, self.progress):
-            tried.append(step)
-            self.journal.put("removals", [{"layer": one.layer, "losses": list(one.losses)} for one in tried])
-        return removal.measured_depth(tried, len(stack), increase)
-
-
-def _settings(
-    target: Target, options: GaugeOptions, seed: int, kinds: tuple[str, ...], windows: Windows | None
-) -> GaugeSettings:
-    filled = {
-        "tokens": None if windows is None else options.tokens or TOKENS,
-        "window": None if windows is None else int(windows.ids.shape[1]),
-        "seed": seed,
-        "what_if": ",".join(kinds) or "none",
-        "dtype": options.dtype or "auto",
-    }
-    return msgspec.convert(
-        {**options.given(), **filled, "target": target.name, "in_memory": target.model is not None}, GaugeSettings
-    )
+            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {cannot or _unknown(checkpoint)}")
+        found = measure_windows(checkpoint, windows, possible, journal, progress, message)
+        text = windows.record(decided.bos, decided.reason)
+        return settings, subject_record(checkpoint, weights, notes, text, found, possible)
 
 
 def _files(source: Source) -> list[list[Any]]:
@@ -358,8 +184,222 @@ def _unknown(checkpoint: Checkpoint) -> str:
     return f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge"
 
 
-def _cost(what: str, count: float, seconds_per_pass: float, tokens: int, more: float = 0.0) -> str:
-    """Return a sentence such as `about 5 minutes: 48 forward passes of 2,048 tokens`; `more` seconds are added."""
-    left, number_of = duration(count * seconds_per_pass + more), round(count)
-    passes = "1 forward pass" if number_of == 1 else f"{number_of} forward passes"
-    return f"{what}about {left}: {passes} of {tokens:,} tokens"
+def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[CircuitSizes]], list[str]]:
+    """Return the circuit sizes of every head, and a note where the family's projections are not known."""
+    if checkpoint.family is None:
+        return [], [f"the sizes of the weights were not measured: {_unknown(checkpoint)}"]
+    stack = Stack(checkpoint, Session())
+    sizes = []
+    for layer, block in enumerate(stack.blocks):
+        progress(layer, len(stack), f"weights of layer {layer}")
+        sizes.append([circuit_sizes(head) for head in head_weights(checkpoint, block)])
+    return sizes, []
+
+
+def measure_windows(
+    checkpoint: Checkpoint,
+    windows: Windows,
+    kinds: tuple[str, ...],
+    journal: Journal,
+    progress: Step,
+    message: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
+
+    Returns:
+        What was found on each window: `observed`, and the loss of every layer for each of the `kinds`.
+    """
+    L, count, estimated, found = checkpoint.layers, len(windows.ids), False, []
+    with attending(checkpoint.model) as session:
+        stack = Stack(checkpoint, session)
+        for index, window in enumerate(windows.ids):
+            ids, known = window[None], dict(journal.get(f"window {index}", {}))
+            found.append(known)
+            wanted = [kind for kind in kinds if kind not in known]
+            if "observed" in known and not wanted:
+                continue
+            started, observing = time.perf_counter(), 0.0
+            base = stack.full(ids)
+            seconds = time.perf_counter() - started
+            lost, states = objective(checkpoint.objective, ids, base.output), base.states
+            loss = cross_entropy(base.output, ids) if checkpoint.objective == "loss" else None
+            del base  # frees the logits, the largest tensor
+            if "observed" not in known:
+                progress(0, 1, f"heads, window {index}")
+                started = time.perf_counter()
+                seen, planning = observe(stack, ids, states, plans=index == 0)
+                known["observed"] = {"loss": loss, **seen}
+                journal.put(f"window {index}", known)
+                observing = time.perf_counter() - started - planning
+            if not estimated:
+                message(expected_duration(L, kinds, seconds, observing, count - index, ids.shape[1]))
+                estimated = True
+            total, done = sum(len(layers_of(kind, L)) for kind in wanted), 0
+            for kind in wanted:
+                losses = []
+                for layer in layers_of(kind, L):
+                    progress(done, total, f"what if, window {index}, {kind} {layer}")
+                    losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    done += 1
+                known[kind] = losses
+                journal.put(f"window {index}", known)
+    return found
+
+
+def observe(
+    stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
+) -> tuple[dict[str, Any], float]:
+    """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON.
+
+    The second value is the time spent on attention plans, in seconds; only the first window has them.
+    """
+    heads, fast, planning, family = list[dict[str, Any]](), list[dict[str, Any]](), 0.0, stack.checkpoint.family
+
+    def watch(call: AttentionCall) -> Tensor:
+        nonlocal planning
+        if plans:
+            started = time.perf_counter()
+            fast.append(layer_plan(call).to_json())
+            planning += time.perf_counter() - started
+        output, statistics = head_statistics(call)
+        heads.append(statistics.to_json())
+        return output
+
+    sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
+    with nullcontext() if sublayers is None else sublayers.listening():
+        stack.run(ids, watch=watch)
+    steps = list(pairwise(states))
+    scores = {
+        "block_influence": [block_influence(x, y) for x, y in steps],
+        "angular_distance": [angular_distance(x, y) for x, y in steps],
+    }
+    if sublayers is not None:
+        scores |= {"attention_cosine": sublayers.attention, "mlp_cosine": sublayers.mlp}
+    residuals = [
+        {
+            center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
+            for center, sizes in residual_sizes(state.float()).items()
+        }
+        for state in states
+    ]
+    return {"residuals": residuals, "heads": heads, "fast": fast, "scores": scores}, planning
+
+
+def expected_duration(
+    layers: int, kinds: Sequence[str], seconds: float, observing: float, windows: int, tokens: int
+) -> str:
+    """Return how long the rest takes, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
+
+    Args:
+        layers: L, the number of layers.
+        kinds: the what-ifs.
+        seconds: the time of one forward pass.
+        observing: the time of observing one window.
+        windows: how many windows are left, including the one that was observed.
+        tokens: tokens per window.
+    """
+    count = 1 + sum(passes(kind, layers) for kind in kinds)
+    left = duration(count * seconds * windows + observing * (windows - 1))
+    noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
+    return f"about {left}: {noun} of {windows * tokens:,} tokens"
+
+
+def subject_record(
+    checkpoint: Checkpoint,
+    weights: Sequence[Sequence[CircuitSizes]],
+    notes: Sequence[str],
+    text: TextWindows | None = None,
+    found: Sequence[dict[str, Any]] = (),
+    kinds: Sequence[str] = (),
+) -> CheckpointSubject:
+    """Combine what was found window by window into the record of one checkpoint.
+
+    Args:
+        checkpoint: the model.
+        weights: circuit sizes by layer and head; empty where the family is not known.
+        notes: what could not be measured, and why.
+        text: the text that was read, if any.
+        found: what `measure_windows` returned.
+        kinds: the what-ifs that were measured.
+    """
+    L, observed = checkpoint.layers, [window["observed"] for window in found]
+    what_ifs = {
+        kind: {layer: mean_interval([window[kind][layer] for window in found]) for layer in range(len(found[0][kind]))}
+        for kind in kinds
+    }
+    scores = {
+        name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
+        for name in (observed[0]["scores"] if observed else ())
+    }
+    trust = _trust(scores, what_ifs, L)
+    distance = regime(weights) if weights else None
+    has_loss = bool(observed) and observed[0]["loss"] is not None
+    return CheckpointSubject(
+        name=checkpoint.name,
+        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, distance),
+        model=checkpoint.describe(),
+        text=text,
+        regime=distance,
+        baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
+        input=CheckpointState(residual=_residual(observed, 0)),
+        layers=tuple(
+            CheckpointLayer(
+                index=layer,
+                residual=_residual(observed, layer + 1),
+                heads=_heads(checkpoint, observed, weights, layer),
+                scores={name: finite(values[layer]) for name, values in scores.items() if values},
+                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed else None,
+                what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
+            )
+            for layer in range(L)
+        ),
+        scores=tuple(trust),
+        notes=tuple(notes),
+    )
+
+
+def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]], layers: int) -> list[ScoreTrust]:
+    """Return the rank correlation of each layer score with the what-if it predicts."""
+    rows = []
+    for score, values in scores.items():
+        kind = SCORES[score].what_if
+        if kind in what_ifs and len(values) == layers:
+            correlation = spearman(values, [what_ifs[kind][layer].loss for layer in range(layers)])
+            rows.append(ScoreTrust(score=score, what_if=kind, spearman=correlation, layers=layers))
+    return rows
+
+
+def _residual(observed: Sequence[dict[str, Any]], state: int) -> Residual | None:
+    """Return the residual of X_ℓ, mean and spread over windows; None where the states were not observed."""
+    if not observed or not observed[0]["residuals"]:
+        return None
+    windows = [seen["residuals"][state] for seen in observed]
+    return residual_record(
+        {
+            center: {
+                norm: SampleResiduals(*torch.tensor([w[center][norm] for w in windows], dtype=torch.float64).unbind(1))
+                for norm in norms
+            }
+            for center, norms in windows[0].items()
+        }
+    )
+
+
+def _heads(
+    checkpoint: Checkpoint,
+    observed: Sequence[dict[str, Any]],
+    weights: Sequence[Sequence[CircuitSizes]],
+    layer: int,
+) -> tuple[CheckpointHead, ...]:
+    entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
+    if observed:
+        seen = combine([window["heads"][layer] for window in observed])
+        errors = seen.static_errors()
+        for head, entry in enumerate(entries):
+            entry |= {name: finite(getattr(seen, name)[head]) for name in _ON_TEXT}
+            entry["static"] = {name: finite(errors[i, head]) for i, name in enumerate(STATIC)}
+            entry["static_best"] = STATIC[int(errors[:, head].nan_to_num(nan=torch.inf).argmin())]
+    if weights:
+        for entry, sizes in zip(entries, weights[layer], strict=True):
+            entry |= {name: finite(size) for name, size in vars(sizes).items() if name != "score_norm"}
+    return tuple(CheckpointHead(**entry) for entry in entries)

@@ -14,17 +14,12 @@ from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.effective import FoldBounds, certified_depth, measured_depth, measured_errors
 from depthgauge.errors import InputError
 from depthgauge.linalg.threads import threads_for
-from depthgauge.measures.profile import Profile, measure
+from depthgauge.measures.profile import measure
 from depthgauge.network.inputs import load_inputs, uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step
-from depthgauge.results.gauge_options import GaugeOptions, GaugeSettings
-from depthgauge.results.network_subject import (
-    DepthRow,
-    NetworkDescription,
-    NetworkSubject,
-    Sandwich,
-)
+from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOptions, GaugeSettings
+from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
 from depthgauge.results.verdicts import network_verdict
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
 from depthgauge.workflows.target import Target
@@ -37,8 +32,6 @@ WHOLE_OVER_FIRST = 9.0
 """About how long all certificates and the effective depth take, in durations of the first certificate."""
 WORTH_TELLING = 5.0
 """Seconds from which on the expected duration is reported."""
-SAMPLES, TOKENS, RADIUS, SEED = 4, 128, 1.0, 0
-"""The defaults of random inputs."""
 
 
 def gauge_networks(
@@ -65,9 +58,8 @@ def gauge_networks(
 def _settings(target: Target, options: GaugeOptions) -> GaugeSettings:
     in_memory = target.network is not None
     if options.input is None:
-        defaults = {"samples": SAMPLES, "tokens": TOKENS, "radius": RADIUS, "seed": SEED}
-        return GaugeSettings(target=target.name, in_memory=in_memory, **{**defaults, **options.given()})
-    for name in ("samples", "tokens", "radius", "seed"):
+        return GaugeSettings(target=target.name, in_memory=in_memory, **options.with_defaults(NETWORKS).given())
+    for name in NETWORK_DEFAULTS:
         if getattr(options, name) is not None:
             raise InputError(f"--{name} describes random inputs and --input reads them from a file; leave one out")
     return GaugeSettings(target=target.name, in_memory=in_memory, input=options.input)
@@ -76,7 +68,7 @@ def _settings(target: Target, options: GaugeOptions) -> GaugeSettings:
 def _inputs(settings: GaugeSettings, network: SelfAttentionNetwork) -> Float[Tensor, "samples tokens dim"]:
     if settings.input is not None:
         return load_inputs(settings.input, network.dim, network.dtype).to(network.device)
-    drawn = {name: getattr(settings, name) for name in ("samples", "tokens", "radius", "seed")}
+    drawn = {name: getattr(settings, name) for name in NETWORK_DEFAULTS}
     samples, tokens = drawn.pop("samples"), drawn.pop("tokens")
     return uniform_inputs(samples, tokens, network.dim, dtype=network.dtype, **drawn).to(network.device)
 
@@ -92,44 +84,32 @@ def _subject(
     radius = settings.radius if settings.radius is not None else float(x.abs().amax()) or 1.0
     profile = measure(network, x, progress=progress)
     with threads_for(network.dim):
-        return _certified_subject(network, x, radius, profile, progress, message)
-
-
-def _certified_subject(
-    network: SelfAttentionNetwork,
-    x: Float[Tensor, "samples tokens dim"],
-    radius: float,
-    profile: Profile,
-    progress: Step,
-    message: Callable[[str], None],
-) -> NetworkSubject:
-    """Certify every method, find the effective depth, and return the record."""
-    foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
-    bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
-    sandwiches: list[Sandwich] = []
-    longest = announced = 0.0
-    for index, method in enumerate(CLOSED_FORMS):
-        progress(index, len(CLOSED_FORMS), f"certifying {method}")
-        started = time.perf_counter()
-        sandwiches.append(_sandwich(network, method, radius, bounds))
-        now = time.perf_counter()
-        longest = max(longest, now - started)
-        left = seconds_left(index, longest)
-        if left > WORTH_TELLING and now + left / 2 > announced:  # nothing was announced, or much less
-            message(f"certifying {network.name}: about {duration(left)} left")
-            announced = now + left
-    depths = [] if bounds is None else _depths(network, x, bounds, progress)
-    return NetworkSubject(
-        name=network.name,
-        verdict=network_verdict(len(network), radius, depths, max(TOLERANCES)),
-        network=msgspec.convert(network.describe(), NetworkDescription),
-        radius=radius,
-        input=profile.input_record(),
-        layers=profile.layer_records(),
-        collapse=tuple(sandwiches),
-        depth=tuple(depths),
-        printed=printed_bound(network, radius),
-    )
+        foldable = not network.causal and network.norm == "none" and all(layer.mlp is None for layer in network)
+        bounds = FoldBounds(network.copy().double().cpu(), radius, **ATTACK) if foldable else None
+        sandwiches: list[Sandwich] = []
+        longest = announced = 0.0
+        for index, method in enumerate(CLOSED_FORMS):
+            progress(index, len(CLOSED_FORMS), f"certifying {method}")
+            started = time.perf_counter()
+            sandwiches.append(_sandwich(network, method, radius, bounds))
+            now = time.perf_counter()
+            longest = max(longest, now - started)
+            left = seconds_left(index, longest)
+            if left > WORTH_TELLING and now + left / 2 > announced:  # nothing was announced, or much less
+                message(f"certifying {network.name}: about {duration(left)} left")
+                announced = now + left
+        depths = [] if bounds is None else _depths(network, x, bounds, progress)
+        return NetworkSubject(
+            name=network.name,
+            verdict=network_verdict(len(network), radius, depths, max(TOLERANCES)),
+            network=msgspec.convert(network.describe(), NetworkDescription),
+            radius=radius,
+            input=profile.input_record(),
+            layers=profile.layer_records(),
+            collapse=tuple(sandwiches),
+            depth=tuple(depths),
+            printed=printed_bound(network, radius),
+        )
 
 
 def seconds_left(done: int, longest: float) -> float:

@@ -1,28 +1,39 @@
 """`shrink`: remove blocks from a checkpoint, repair the rest, bound what it costs, and write the smaller model."""
 
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import torch
+
 from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.source import Source, find
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
-from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
-from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
-from depthgauge.surgery.speed import weight_bytes
+from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
+from depthgauge.results.shrink_record import BeforeAfter, CurvePoint, PlanRecord, ShrinkRecord, TestedSize, read_plan
+from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.certify import Certifier, as_dtype
+from depthgauge.surgery.effort import effort_of
+from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
+from depthgauge.surgery.speed import compare_speed, weight_bytes
 from depthgauge.surgery.stored_weights import weights_digest
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.workflows.shrink_output import Finished, finish, unreached, write_result
-from depthgauge.workflows.shrink_subject import check_shrink_options, open_subject, with_plan
-from depthgauge.workflows.shrink_work import Work
+from depthgauge.surgery.write_shrunk import write_shrunk
+from depthgauge.workflows.shrink_estimate import time_left
+from depthgauge.workflows.target import is_transformers_model, resolve_target
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,12 +42,13 @@ class ShrinkResult:
 
     - `record`: everything that was decided and measured
     - `model`: the shrunk transformers model; None if no size is within `max_increase`
-    - `finished`: what is needed to write it; None if there is no model
+    - `opened`, `certifier`: the source model and the certify windows, which `save` needs
     """
 
     record: ShrinkRecord
     model: Any
-    finished: Finished | None
+    opened: OpenedModel
+    certifier: Certifier
 
     def __repr__(self) -> str:
         record = self.record
@@ -61,9 +73,10 @@ class ShrinkResult:
         Returns:
             The record with the losses of the reloaded model.
         """
-        if self.finished is None:
+        if self.model is None:
             raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
-        return write_result(self.finished, out, overwrite)
+        checkpoint, tokenizer = self.opened.checkpoint, self.opened.tokenizer
+        return write_shrunk(self.model, self.record, self.certifier, checkpoint, tokenizer, out, overwrite=overwrite)
 
     def report(self, path: str | Path) -> Path:
         """Write the result as one self-contained HTML page (extra `report`).
@@ -114,7 +127,8 @@ def shrink(
         InputError: the model or an option cannot be used.
     """
     started = time.perf_counter()
-    settings, followed = _settings(options, fields, plan)
+    followed = read_plan(plan) if isinstance(plan, str | Path) else plan
+    settings = _settings(options, fields, followed)
     if report is not None:
         plotly_code()  # raises now if the extra is missing
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
@@ -122,32 +136,46 @@ def shrink(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-
-        def check(source: Source | None) -> None:
-            if out is not None:
-                # A GGUF file is quantized, so the size of what is written is not known yet.
-                needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
-                check_output_directory(out, source, overwrite or journal.has_written(out), needed)
-                if resume:
-                    remove_unfinished(out)
-
-        work = _prepare(model, settings, followed, tokenizer, journal, progress, message, check)
-        with work.shrinker(writes=out is not None) as shrinker:
-            made = work.from_limit(shrinker) if work.limit is not None else work.from_count(shrinker)
-        finished = None
-        if made.model is None:
-            record = unreached(work.subject, made, work.calibration, started)
-        else:
-            finished = finish(work.subject, made, work.calibration, started, progress)
-            if out is None:
-                record = finished.record(finished.measured(), None)
+        source = _find_source(model, settings)
+        if out is not None:
+            overwrite_out = overwrite or journal.has_written(out)
+            # A GGUF file is quantized, so the size of what is written is not known yet.
+            needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
+            check_output_directory(out, source, overwrite_out, needed)
+            if resume:
+                remove_unfinished(out)
+        opened = open_model(model, source, settings, tokenizer, followed, message)
+        calibration = _calibrate(model, opened, settings, followed, journal, progress, message)
+        limit = settings.max_increase if followed is None else None  # a plan has its size
+        dense, is_loss = opened.checkpoint.model, opened.checkpoint.objective == "loss"
+        with _shrinker(opened, calibration, settings, journal, progress) as shrinker:
+            message(time_left(shrinker, opened, calibration, settings, followed, writes=out is not None))
+            certifier = Certifier(dense, calibration, settings.confidence, loss=is_loss, progress=progress)
+            shrunk: ShrunkModel | None
+            tested: tuple[TestedSize, ...] = ()
+            if limit is None:
+                removed = _search(shrinker, settings) if followed is None else followed.removed
+                shrunk = make_model(shrinker, removed, settings, opened.stored)
             else:
-                record = write_result(finished, out, overwrite or journal.has_written(out), journal)
+                shrunk, tested = largest_within(shrinker, certifier, limit, settings, opened.stored)
+            curve = () if shrunk is None else shrinker.curve(shrunk.removed, shrunk.objective)
+        found = followed or _plan(opened, calibration, settings, shrinker, () if shrunk is None else shrunk.removed)
+        record = _describe(opened, found, certifier, limit, tested, started)
+        if shrunk is not None:
+            progress(0, 1, "speed of both models")
+            record = _describe_model(record, opened, shrunk, curve, calibration)
+            if out is None:
+                record = certifier.certified(record, certifier.measure(shrunk.model))
+            else:
+                record = write_shrunk(
+                    shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
+                    overwrite=overwrite_out, journal=journal,
+                )  # fmt: skip
                 message(f"model written to {out}")
         if report is not None:
             journal.write(report, page_of(record), overwrite)
             message(f"page written to {report}")
-    return ShrinkResult(record, made.model, finished)
+    return ShrinkResult(record, None if shrunk is None else shrunk.model, opened, certifier)
 
 
 def plan_shrink(
@@ -178,65 +206,230 @@ def plan_shrink(
     Returns:
         The plan; `shrink(model, plan=plan)` follows it.
     """
-    settings, _ = _settings(options, fields, None)
+    settings = _settings(options, fields, None)
     if settings.max_increase is not None:
         raise InputError("a plan needs the number of blocks: --max-increase finds it by testing; use --remove")
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        work = _prepare(model, settings, None, tokenizer, journal, progress, message)
-        with work.shrinker(stops=True) as shrinker:
-            removed = work.search(shrinker)
-            found = work.plan_record(shrinker, removed)
+        opened = open_model(model, _find_source(model, settings), settings, tokenizer, None, message)
+        calibration = _calibrate(model, opened, settings, None, journal, progress, message)
+        with _shrinker(opened, calibration, settings, journal, progress) as shrinker:
+            message(time_left(shrinker, opened, calibration, settings, None, stops=True))
+            removed = _search(shrinker, settings)
+        found = _plan(opened, calibration, settings, shrinker, removed)
         if out is not None:
             journal.write(out, found.dump(), overwrite)
     return found
 
 
-def _settings(
-    options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | str | Path | None
-) -> tuple[ShrinkOptions, PlanRecord | None]:
-    """Return the checked options, and the plan that is followed, if any."""
-    asked = make_shrink_options(options, fields)
-    followed = read_plan(plan) if isinstance(plan, str | Path) else plan
-    settings = asked if followed is None else with_plan(followed, asked)
-    check_shrink_options(settings)
-    if settings.remove is None and settings.max_increase is None:
-        raise InputError("say how much to remove: a number or a share with --remove, or a limit with --max-increase")
-    return settings, followed
+def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None) -> ShrinkOptions:
+    """Return the checked options: those given, or those of a plan with the given ones about loading the model."""
+    settings = make_shrink_options(options, fields)
+    if plan is not None:
+        given = settings.given()
+        for name in given:
+            if name not in ABOUT_FILES:
+                raise InputError(
+                    f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
+                    "leave it out, or make a new plan"
+                )
+        settings = msgspec.structs.replace(plan.settings, **given)
+    settings.check()
+    return settings
 
 
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
     """Return option → path of everything that is read and that no output may replace."""
     path = model if isinstance(model, str | Path) else None
-    return {"MODEL": path, **{f"--text {text}": split_field(text)[0] for text in settings.text or ()}}
+    return {"MODEL": path, **{f"--text {text}": split_field(text)[0] for text in settings.text}}
 
 
-def _prepare(
+def _find_source(model: Any, settings: ShrinkOptions) -> Source | None:
+    """Return the checkpoint of a path, or None for a model in memory."""
+    if is_transformers_model(model):
+        return None
+    if not isinstance(model, str | Path):
+        raise InputError(
+            f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
+        )
+    target = resolve_target(model)
+    if not Path(model).exists():
+        raise InputError(f"cannot read {model}: no such file or directory")
+    if target.kind != "checkpoints" or target.path is None:
+        raise InputError(
+            f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file, and "
+            "`depthgauge collapse` is for network files"
+        )
+    return find(target.path, settings.allow_pickle)
+
+
+def _calibrate(
     model: Any,
+    opened: OpenedModel,
     settings: ShrinkOptions,
     followed: PlanRecord | None,
-    tokenizer: Any,
     journal: Journal,
     progress: Step,
     message: Callable[[str], None],
-    check: Callable[[Source | None], None] = lambda source: None,
-) -> Work:
-    """Load the model and prepare the calibration windows; `check` is called before the weights are read."""
-    subject = open_subject(model, settings, tokenizer, followed, message, check)
+) -> Calibration:
+    """Describe the run in its journal, and prepare the calibration windows."""
     about = {
         "version": __version__,
-        "model": str(model) if isinstance(model, str | Path) else subject.checkpoint.name,
-        "files": subject.files,
+        "model": str(model) if isinstance(model, str | Path) else opened.checkpoint.name,
+        "files": opened.files,
         "settings": settings.to_json(),
         "removed": None if followed is None else list(followed.removed),
-        "window": [list(subject.start.before), list(subject.start.after)],
+        "window": [list(opened.start.before), list(opened.start.after)],
     }
-    if not subject.files:
-        about["digest of the weights"] = weights_digest(subject.checkpoint.model)
+    if not opened.files:
+        about["digest of the weights"] = weights_digest(opened.checkpoint.model)
     journal.begin(about)
-    calibration = subject.calibrate(progress, message)
-    journal.describe("digest of the calibration windows", calibration.digest())
-    if followed is not None and followed.calibration.sha256 != calibration.digest():
+    calibration = prepare_calibration(
+        opened.checkpoint, opened.tokenizer, opened.texts, opened.start, progress=progress, message=message
+    )
+    digest = calibration.record.sha256
+    journal.describe("digest of the calibration windows", digest)
+    if followed is not None and followed.calibration.sha256 != digest:
         message("the calibration windows differ from those of the plan (another text, device or version)")
-    return Work(subject, calibration, journal, followed, progress, message)
+    return calibration
+
+
+def _shrinker(
+    opened: OpenedModel, calibration: Calibration, settings: ShrinkOptions, journal: Journal, progress: Step
+) -> Shrinker:
+    """Run the dense model on the calibration windows."""
+    return Shrinker(
+        opened.checkpoint,
+        calibration.fit.ids,
+        calibration.select.ids,
+        effort=effort_of(settings),
+        repair=not settings.no_repair,
+        journal=journal,
+        progress=progress,
+    )
+
+
+def _search(shrinker: Shrinker, settings: ShrinkOptions) -> tuple[int, ...]:
+    """Return the blocks to remove."""
+    shrinker.remove_until(settings.count(shrinker.checkpoint.layers, shrinker.checkpoint.name))
+    shrinker.exchange()
+    return shrinker.removed
+
+
+def _plan(
+    opened: OpenedModel,
+    calibration: Calibration,
+    settings: ShrinkOptions,
+    shrinker: Shrinker,
+    removed: tuple[int, ...],
+) -> PlanRecord:
+    """Describe the plan."""
+    checkpoint = opened.checkpoint
+    return PlanRecord(
+        version=__version__,
+        model=checkpoint.name if checkpoint.source is None else str(checkpoint.source.path),
+        family=str(checkpoint.config.model_type),
+        files=opened.files,
+        layers=checkpoint.layers,
+        removed=removed,
+        search=shrinker.steps,
+        swaps=shrinker.swaps,
+        settings=settings,
+        calibration=calibration.record,
+    )
+
+
+def _describe(
+    opened: OpenedModel,
+    plan: PlanRecord,
+    certifier: Certifier,
+    limit: float | None,
+    tested: tuple[TestedSize, ...],
+    started: float,
+) -> ShrinkRecord:
+    """Describe a run without its shrunk model; there is none if no size stays within the limit."""
+    checkpoint = opened.checkpoint
+    return ShrinkRecord(
+        version=__version__,
+        name=checkpoint.name,
+        objective=checkpoint.objective,
+        layers_before=checkpoint.layers,
+        layers_after=checkpoint.layers,
+        removed=(),
+        repaired=False,
+        **certifier.uncertified(limit, tested),
+        speed=None,
+        parameters=BeforeAfter(before=_parameters(checkpoint.model), after=None),
+        bytes=BeforeAfter(before=None if checkpoint.source is None else weight_bytes(checkpoint.source), after=None),
+        memory=None,
+        curve=(),
+        repair=(),
+        heal=None,
+        reload=None,
+        plan=plan,
+        notes=(),
+        versions={
+            "depthgauge": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "transformers": str(transformers().__version__),
+            "machine": platform.machine(),
+        },
+        seconds=time.perf_counter() - started,
+        out=None,
+    )
+
+
+def _describe_model(
+    record: ShrinkRecord,
+    opened: OpenedModel,
+    shrunk: ShrunkModel,
+    curve: tuple[CurvePoint, ...],
+    calibration: Calibration,
+) -> ShrinkRecord:
+    """Add the shrunk model to the description of its run; measures the speed of both models."""
+    started, dense = time.perf_counter(), opened.checkpoint.model
+    speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), calibration.certify.ids[:1])
+    return msgspec.structs.replace(
+        record,
+        layers_after=record.layers_before - len(shrunk.removed),
+        removed=shrunk.removed,
+        repaired=shrunk.repaired,
+        speed=speed,
+        parameters=BeforeAfter(before=record.parameters.before, after=_parameters(shrunk.model)),
+        memory=memory,
+        curve=curve,
+        repair=shrunk.repair,
+        heal=shrunk.heal,
+        notes=(*_notes(record, opened, shrunk), f"memory: {kind}"),
+        seconds=record.seconds + time.perf_counter() - started,
+    )
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
+    checkpoint, notes = opened.checkpoint, []
+    if checkpoint.source is not None and checkpoint.source.gguf is not None:
+        notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    if checkpoint.objective != "loss":
+        notes.append(
+            "the model is not a causal language model: the numbers are relative distances of its final states from "
+            "the dense model's, and no perplexity is claimed"
+        )
+        if checkpoint.measured is not checkpoint.model:
+            head = type(checkpoint.model).__name__
+            notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
+    if shrunk.repair and not shrunk.repaired:
+        notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
+    if shrunk.heal is not None and not shrunk.heal.kept:
+        notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
+    if record.looks > 1 and record.guarantee is not None and not record.guarantee.tested:
+        notes.append(
+            f"the plan is that of a run with --max-increase, which may have tested {record.looks} sizes on these "
+            "windows; the bounds allow for it"
+        )
+    return notes

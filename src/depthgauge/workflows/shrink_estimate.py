@@ -2,8 +2,15 @@
 
 from dataclasses import dataclass
 
+from depthgauge._format import duration
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.effort import Effort
+from depthgauge.surgery.heal import heal_batch
+from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.peer_choices import PEERS
+from depthgauge.surgery.shrinker import Shrinker
 
 JOINT = 3.0
 """About how long the repair of a block takes at the end, in durations of one during the search: it refits twice as many
@@ -51,6 +58,50 @@ class ShrinkJob:
     healed: int = 0
     stops: bool = False
     writes: bool = False
+
+
+def time_left(
+    shrinker: Shrinker,
+    opened: OpenedModel,
+    calibration: Calibration,
+    settings: ShrinkOptions,
+    followed: PlanRecord | None,
+    *,
+    stops: bool = False,
+    writes: bool = False,
+) -> str:
+    """Return a sentence about how long the rest takes, which is measured on a few windows.
+
+    Args:
+        shrinker: the dense model, which has run on the calibration windows.
+        opened: how long it took to load.
+        calibration: the windows.
+        settings: the options.
+        followed: the plan that is followed.
+        stops: the run stops after the search.
+        writes: the model will be written.
+    """
+    layers, is_limited = len(shrinker.runner), followed is None and settings.max_increase is not None
+    count = max(2, layers // 3)
+    if followed is not None:
+        count = len(followed.removed)
+    elif settings.remove is not None:
+        count = settings.count(layers, opened.checkpoint.name)
+    job = ShrinkJob(
+        shrinker.effort,
+        layers,
+        count,
+        certify=len(calibration.certify),
+        is_planned=followed is not None,
+        sizes=count if is_limited else 1,
+        healed=(settings.heal or 0) * heal_batch(calibration.record.window),
+        stops=stops,
+        writes=writes,
+    )
+    costs = PartCosts(shrinker.window_seconds, shrinker.repair_seconds(), shrinker.token_seconds(), opened.fresh)
+    steps = "the search" if stops else "search, repair and measurement"
+    then = ", and a new process that loads the result" if writes else ""
+    return f"about {duration(seconds_left(job, costs))} left: {steps}{then}"
 
 
 def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:

@@ -10,14 +10,14 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from depthgauge.papers.figures.depth_map import PhaseDiagram, draw_phases
-from depthgauge.papers.figures.layer_curves import CollapsePanel, RankCurve, Spread, draw_collapse, draw_rank
-from depthgauge.papers.figures.style import FIVE, save
+from depthgauge.papers.figures.layer_curves import CollapsePanel, RankCurve, draw_collapse, draw_rank
+from depthgauge.papers.figures.style import FIVE, Spread, save
 from depthgauge.papers.figures.surrogate_errors import Band, PrintedCurve, draw_orders
 
 FALLING = RankCurve(
-    "η = 0.01", [0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0], [0.0, -1.0, -9.0], [0, 2, 5]
+    "η = 0.01", Spread([0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0]), [0.0, -1.0, -9.0], [0, 2, 5]
 )
-FLAT = RankCurve("η = 1", [0.0, -0.1, -0.1], [0.0, -0.2, -0.2], [0.0, 0.0, 0.0], None, None)
+FLAT = RankCurve("η = 1", Spread([0.0, -0.1, -0.1], [0.0, -0.2, -0.2], [0.0, 0.0, 0.0]), None, None)
 
 
 def rank() -> Figure:
@@ -94,7 +94,7 @@ def lines(axes: object) -> list[np.ndarray]:
 def test_rank_shows_every_curve_and_hides_bounds_above_one() -> None:
     left, right = rank().axes
     shown = lines(left)
-    np.testing.assert_array_equal(shown[0], FALLING.middle)
+    np.testing.assert_array_equal(shown[0], FALLING.spread.middle)
     np.testing.assert_array_equal(shown[1], FALLING.bound)
     np.testing.assert_array_equal(
         shown[2], [0, math.nan, math.nan]

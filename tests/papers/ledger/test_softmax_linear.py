@@ -14,6 +14,7 @@ from dense_separation import inputs, threshold
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
 from depthgauge.papers.ledger.claim import Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.judge import judge
+from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear import CLAIMS, sign_probabilities
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (

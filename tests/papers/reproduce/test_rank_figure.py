@@ -17,8 +17,8 @@ from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import InputError
-from depthgauge.papers.reproduce import figure, rank_figure
-from depthgauge.papers.reproduce.catalog import FIGURES
+from depthgauge.papers.reproduce import catalog, rank_figure
+from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
 from depthgauge.papers.reproduce.rank_figure import RankStudy, depth_curves
 from depthgauge.papers.reproduce.study import Computing
@@ -123,7 +123,7 @@ def test_the_files(small: Path, tmp_path: Path) -> None:
 
 def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_figure, "installed_checkpoint", lambda: small)
-    monkeypatch.setattr(figure, "find_spec", lambda name: object())
+    monkeypatch.setattr(catalog, "find_spec", lambda name: object())
     (done,) = reproduce_all(["D2"], tmp_path / "out", 2)
     assert (done.figure, done.points, len(done.files)) == ("D2", 32, 5)
     with pytest.raises(InputError, match=r"figure must be one of .* D2, T1, T2, T3, B3a"):
@@ -150,13 +150,13 @@ def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_missing_packages_are_named_before_any_work(
     absent: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(figure, "find_spec", lambda name: None if name in absent else object())
+    monkeypatch.setattr(catalog, "find_spec", lambda name: None if name in absent else object())
     with pytest.raises(InputError, match=sentence):
         reproduce("D2", tmp_path)
     with pytest.raises(InputError, match=sentence):
         reproduce_all(["A1", "D2"], tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert not FIGURES["D2"].by_default
+    assert "D2" not in DEFAULT_FIGURES
 
 
 def test_the_number_of_samples_is_checked(tmp_path: Path) -> None:

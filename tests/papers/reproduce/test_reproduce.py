@@ -9,7 +9,7 @@ import pytest
 
 from depthgauge.errors import DepthgaugeError, InputError, InterruptedRunError, OutputError
 from depthgauge.papers.reproduce import draw
-from depthgauge.papers.reproduce.catalog import FIGURES
+from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES, FIGURES
 from depthgauge.papers.reproduce.draw import find_study
 from depthgauge.papers.reproduce.separation_figures import CONDITIONS
 from depthgauge.papers.reproduce.study import Study
@@ -186,7 +186,7 @@ def test_the_catalog_lists_the_sheets_and_panels_of_paper_b() -> None:
         assert figure.panels == tuple(panel.id for panel in SHEETS[name].panels)
 
 
-@pytest.mark.parametrize("figure", [name for name, figure in FIGURES.items() if figure.by_default])
+@pytest.mark.parametrize("figure", DEFAULT_FIGURES)
 def test_every_figure_of_the_catalog_has_a_study(figure: str) -> None:
     assert isinstance(find_study(figure), Study)
     assert FIGURES[figure].shows.endswith(".")

@@ -16,7 +16,7 @@ from depthgauge.papers.separation import decisions, regression, structured
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.rows import rows
 from depthgauge.papers.separation.sampling import AttentionDraws, draw_attention, draw_regression, unpack
-from depthgauge.papers.separation.score_maps import EXP, LIN, Attention
+from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
 from depthgauge.papers.separation.settings import AttentionSetting, CrossAttention, Regression, SelfAttention, strong
 
 KINDS = ("exp", "exp", "lin", "poly:1", "poly:2", "poly:6")
@@ -160,7 +160,7 @@ def test_the_rows_are_those_of_the_dense_output(data: st.DataObject) -> None:
     setting = a_setting(rng)
     if setting is None:
         return
-    kind = data.draw(st.sampled_from([EXP, LIN, Attention("poly", 3)]))
+    kind = data.draw(st.sampled_from([EXP, LIN, ScoreMap("poly", 3)]))
     dataset = data.draw(st.sampled_from([0, 1]))
     j2, j3 = rng.randrange(setting.n), rng.randrange(setting.n)
     dense = naive.output(setting, kind, dataset, torch.tensor([j2]), torch.tensor([j3]))[0].numpy()
@@ -230,7 +230,7 @@ def test_the_kinds_of_attention_are_their_formulas() -> None:
     torch.testing.assert_close(naive.attend(LIN, u), torch.tensor([0, 1 / 3, 2 / 3], dtype=torch.float64))
     torch.testing.assert_close(naive.attend(EXP, u), u.exp() / u.exp().sum())
     p3 = 1 + u + u**2 / 2 + u**3 / 6
-    torch.testing.assert_close(naive.attend(Attention("poly", 3), u), p3 / p3.sum())
+    torch.testing.assert_close(naive.attend(ScoreMap("poly", 3), u), p3 / p3.sum())
 
 
 def test_sign_vectors_are_the_drawn_bits() -> None:

@@ -13,9 +13,6 @@ from depthgauge.papers.separation.settings import (
     SelfAttention,
     build_setting,
     decimal,
-    width_cross,
-    width_regression,
-    width_self,
 )
 
 GOOD = {"n": 200, "d": 22, "m": 15, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8}
@@ -72,9 +69,9 @@ def test_a_parameter_is_the_decimal_it_was_written_as() -> None:
 
 
 def test_the_widths_are_rounded_up() -> None:
-    assert [width_regression(n) for n in (100, 1000, 2000)] == [5, 7, 8]
-    assert [width_cross(n) for n in (200, 1000)] == [10, 12]  # log 20 000 = 9.9, log 100 000 = 11.5
-    assert [width_self(n) for n in (200, 10**6)] == [15, 19]  # 15 is the least; log 10⁸ = 18.4
+    assert [build_setting("regression", n=n).m for n in (100, 1000, 2000)] == [5, 7, 8]
+    assert [build_setting("cross", n=n).m for n in (200, 1000)] == [10, 12]  # log 20 000 = 9.9, log 100 000 = 11.5
+    assert [build_setting("self", n=n).m for n in (200, 10**6)] == [15, 19]  # 15 is the least; log 10⁸ = 18.4
 
 
 def test_omitted_parameters_take_the_values_of_the_paper() -> None:

@@ -8,7 +8,7 @@ from flint import arb, ctx, fmpq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from depthgauge.papers.separation.score_maps import EXP, LIN, Attention
+from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
 from depthgauge.papers.separation.settle import sign_of_sum
 
 F = Fraction
@@ -19,7 +19,7 @@ scores = st.fractions(min_value=0, max_value=4, max_denominator=12)
 terms = st.lists(st.tuples(small, scores), max_size=6)
 
 
-def reference(kind: Attention, n: int, given_terms: list[tuple[Fraction, Fraction]]) -> int:
+def reference(kind: ScoreMap, n: int, given_terms: list[tuple[Fraction, Fraction]]) -> int:
     """Return the sign at 3000 bits, computed independently of the code under test; 0 if it is undecided."""
     with ctx.workprec(3000):
         total = arb(0)
@@ -35,8 +35,8 @@ def reference(kind: Attention, n: int, given_terms: list[tuple[Fraction, Fractio
         return 1 if total > 0 else -1 if total < 0 else 0
 
 
-@given(terms=terms, n=st.integers(2, 300), kind=st.sampled_from([EXP, LIN, Attention("poly", 1), Attention("poly", 4)]))
-def test_the_sign_is_that_of_a_long_evaluation(terms: list[tuple[F, F]], n: int, kind: Attention) -> None:
+@given(terms=terms, n=st.integers(2, 300), kind=st.sampled_from([EXP, LIN, ScoreMap("poly", 1), ScoreMap("poly", 4)]))
+def test_the_sign_is_that_of_a_long_evaluation(terms: list[tuple[F, F]], n: int, kind: ScoreMap) -> None:
     assert sign_of_sum(kind, n, terms) == reference(kind, n, terms)
 
 
@@ -61,7 +61,7 @@ def test_powers_that_cancel_are_recognised(root: int, power: int, shift: int, pi
 @given(degree=st.integers(1, 8), step=st.fractions(F(1, 9), 2, max_denominator=9), n=st.integers(2, 10**6))
 def test_polynomials_that_vanish_are_recognised(degree: int, step: F, n: int) -> None:
     """The (g+1)-th difference of a polynomial of degree g is zero; the g-th is not."""
-    kind = Attention("poly", degree)
+    kind = ScoreMap("poly", degree)
     zero = [(F((-1) ** i * comb(degree + 1, i)), i * step) for i in range(degree + 2)]
     assert sign_of_sum(kind, n, zero) == 0
     assert sign_of_sum(kind, n, [*zero, (TINY, F(1))]) == 1
@@ -71,7 +71,7 @@ def test_polynomials_that_vanish_are_recognised(degree: int, step: F, n: int) ->
 
 def test_exp_does_not_vanish_where_its_truncation_does() -> None:
     difference = [(F(1), F(0)), (F(-2), F(1)), (F(1), F(2))]
-    assert sign_of_sum(Attention("poly", 1), 7, difference) == 0
+    assert sign_of_sum(ScoreMap("poly", 1), 7, difference) == 0
     assert sign_of_sum(EXP, 7, difference) == 1  # (7 − 1)²
 
 
@@ -87,7 +87,7 @@ def test_very_large_exponents_terminate() -> None:
     assert sign_of_sum(EXP, 5, [(F(-5), huge), (F(1), huge + 1), (F(-1), F(0))]) == -1
 
 
-@pytest.mark.parametrize("kind", [EXP, LIN, Attention("poly", 3)])
-def test_empty_and_cancelling_sums_are_zero(kind: Attention) -> None:
+@pytest.mark.parametrize("kind", [EXP, LIN, ScoreMap("poly", 3)])
+def test_empty_and_cancelling_sums_are_zero(kind: ScoreMap) -> None:
     assert sign_of_sum(kind, 10, []) == 0
     assert sign_of_sum(kind, 10, [(F(1), F(1, 3)), (F(-1), F(1, 3))]) == 0

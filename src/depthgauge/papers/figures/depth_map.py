@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from depthgauge.papers.figures.style import INK, figure_style
+from depthgauge.papers.figures.style import ETA, INK, figure_style
 
 _MAP = "cividis"
 
@@ -40,7 +40,7 @@ def draw_phases(columns: Sequence[str], planes: Sequence[tuple[str, str, Sequenc
                 if c == 0:
                     grid[r][c].set_ylabel(axis)
                 if r == len(planes) - 1:
-                    grid[r][c].set_xlabel("largest |weight| $\\eta$")
+                    grid[r][c].set_xlabel(ETA)
         bar = figure.colorbar(image, ax=grid, fraction=0.035, pad=0.02, ticks=[0, 0.5, 1])
         bar.ax.set_yticklabels(["one layer\nis enough", "half of the\nlayers", "all layers\nneeded"], fontsize=7)
         bar.outline.set_visible(False)

@@ -8,9 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from depthgauge.papers.figures.style import BLUE, FAINT, GREEN, INK, VERMILION, figure_style
-
-_DASHED = (0, (4, 1.8))
+from depthgauge.papers.figures.style import BLUE, DASHED, ETA, FAINT, GREEN, INK, VERMILION, figure_style
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def draw_fast_or_deep(found: FastOrDeep) -> Figure:
         depth.xaxis.set_major_locator(FixedLocator(list(found.etas)[::2]))
         depth.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         depth.xaxis.set_minor_locator(NullLocator())
-        depth.set_xlabel("largest |weight| $\\eta$")
+        depth.set_xlabel(ETA)
     return figure
 
 
@@ -76,7 +74,7 @@ def _draw_speed(axes: Axes, found: FastOrDeep) -> None:
     low, high = zip(*found.spread, strict=True)
     axes.fill_between(found.etas, low, high, color=BLUE, alpha=0.2, linewidth=0)
     axes.plot(found.etas, found.speedup, color=BLUE, marker="o", markersize=3.5, linewidth=1.5)
-    axes.axhline(1, color=FAINT, linestyle=_DASHED, linewidth=0.9)
+    axes.axhline(1, color=FAINT, linestyle=DASHED, linewidth=0.9)
     axes.annotate(
         "exact attention", (found.etas[0], 1), textcoords="offset points", xytext=(0, 3), fontsize=6.5, color=FAINT
     )

@@ -3,16 +3,29 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from depthgauge.papers.figures.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
+from depthgauge.papers.figures.style import (
+    BLUE,
+    DASHED,
+    DOTTED,
+    FAINT,
+    INK,
+    LAYER,
+    MARKERS,
+    ORDERED,
+    VERMILION,
+    Spread,
+    draw_spread,
+    figure_style,
+    legend_below,
+)
 
-_DASHED, _DOTTED = (0, (4, 1.8)), (0, (1, 1.4))
 _DEEPEST = -3000.0
 _TOP = 0.45
 
@@ -22,9 +35,7 @@ class RankCurve:
     """log₁₀ of the residual ratio by layer (median, minimum, maximum), and of its two bounds or None."""
 
     label: str
-    middle: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    spread: Spread
     bound: Sequence[float] | None
     dong: Sequence[float] | None
 
@@ -37,18 +48,27 @@ def draw_rank(panels: Sequence[tuple[str, Sequence[RankCurve]]]) -> Figure:
         for axes, (name, curves) in zip(grid[0], panels, strict=True):
             _draw_ranks(axes, name, curves)
         grid[0][0].set_ylabel("residual ratio  $\\|\\mathrm{Res}(X_\\ell)\\|_{\\max}/\\|X_\\ell\\|_{\\max}$")
-        _rank_legend(figure, panels)
+        lines = [{**_line(i), "label": curve.label} for i, curve in enumerate(panels[0][1])]
+        for label, style, width in (
+            ("contraction bound (corrected)", DASHED, 1.1),
+            ("rate of Dong et al.", DOTTED, 1.3),
+        ):
+            lines.append({"color": INK, "linestyle": style, "linewidth": width, "label": label})
+        legend_below(figure, lines, 6, 1.3)
     return figure
+
+
+def _line(order: int) -> dict[str, Any]:
+    return {"color": ORDERED[order], "marker": MARKERS[order], "markersize": 3.6, "linewidth": 1.5}
 
 
 def _draw_ranks(axes: Axes, name: str, curves: Sequence[RankCurve]) -> None:
     axes.set_yscale("symlog", linthresh=1.0, linscale=0.9)
     for order, curve in enumerate(curves):
         colour = ORDERED[order]
-        layers = range(len(curve.middle))
-        axes.fill_between(layers, curve.low, curve.high, color=colour, alpha=0.18, linewidth=0)
-        axes.plot(layers, curve.middle, color=colour, marker=MARKERS[order], markersize=3.6, linewidth=1.5, zorder=4)
-        for bound, style, width in ((curve.bound, _DASHED, 1.1), (curve.dong, _DOTTED, 1.3)):
+        layers = range(len(curve.spread.middle))
+        draw_spread(axes, layers, curve.spread, 0.18, **_line(order))
+        for bound, style, width in ((curve.bound, DASHED, 1.1), (curve.dong, DOTTED, 1.3)):
             if bound is not None:
                 axes.plot(layers, _below_one(bound), color=colour, linestyle=style, linewidth=width, zorder=3)
     axes.set_ylim(_DEEPEST, _TOP)
@@ -56,7 +76,7 @@ def _draw_ranks(axes: Axes, name: str, curves: Sequence[RankCurve]) -> None:
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "1" if y == 0 else f"$10^{{{y:.0f}}}$"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("layer $\\ell$ (0 is the input)")
+    axes.set_xlabel(LAYER)
     axes.set_title(name, color=INK)
 
 
@@ -66,27 +86,6 @@ def _below_one(bound: Sequence[float]) -> list[float]:
         value if value <= 0 or (k + 1 < len(bound) and bound[k + 1] <= 0 and value < _TOP) else math.nan
         for k, value in enumerate(bound)
     ]
-
-
-def _rank_legend(figure: Figure, panels: Sequence[tuple[str, Sequence[RankCurve]]]) -> None:
-    handles = [
-        Line2D([], [], color=ORDERED[i], marker=MARKERS[i], markersize=3.6, linewidth=1.5, label=curve.label)
-        for i, curve in enumerate(panels[0][1])
-    ]
-    handles += [
-        Line2D([], [], color=INK, linestyle=_DASHED, linewidth=1.1, label="contraction bound (corrected)"),
-        Line2D([], [], color=INK, linestyle=_DOTTED, linewidth=1.3, label="rate of Dong et al."),
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, handletextpad=0.5, columnspacing=1.3)
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A quantity by layer: median, minimum and maximum over repetitions."""
-
-    middle: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,10 @@ def draw_collapse(panels: Sequence[Sequence[CollapsePanel]]) -> Figure:
                 if c == 0:
                     grid[r][c].set_ylabel("relative to $\\|X_\\ell\\|_{\\max}$")
                 if r == len(panels) - 1:
-                    grid[r][c].set_xlabel("layer $\\ell$ (0 is the input)")
-        handles = [
-            Line2D([], [], color=BLUE, marker="o", markersize=3.4, linewidth=1.5, label="rank: residual ratio"),
-            Line2D(
-                [], [], color=VERMILION, marker="s", markersize=3.2, linewidth=1.5, label="depth: error of one layer"
-            ),
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, handletextpad=0.5, columnspacing=1.6)
+                    grid[r][c].set_xlabel(LAYER)
+        rank = {"color": BLUE, "marker": "o", "markersize": 3.4, "linewidth": 1.5, "label": "rank: residual ratio"}
+        depth = {**rank, "color": VERMILION, "marker": "s", "markersize": 3.2, "label": "depth: error of one layer"}
+        legend_below(figure, [rank, depth], 2, 1.6)
     return figure
 
 
@@ -132,9 +127,9 @@ def _draw_two(axes: Axes, panel: CollapsePanel) -> None:
     axes.set_yscale("log")
     for spread, colour, marker in ((panel.rank, BLUE, "o"), (panel.depth, VERMILION, "s")):
         first = 0 if spread is panel.rank else 1  # the input itself has no error
+        kept = Spread(spread.middle[first:], spread.low[first:], spread.high[first:])
         layers = range(first, len(spread.middle))
-        axes.fill_between(layers, spread.low[first:], spread.high[first:], color=colour, alpha=0.18, linewidth=0)
-        axes.plot(layers, spread.middle[first:], color=colour, marker=marker, markersize=3.2, linewidth=1.5, zorder=4)
+        draw_spread(axes, layers, kept, 0.18, color=colour, marker=marker, markersize=3.2, linewidth=1.5)
     axes.set_ylim(_FLOOR, 8)
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())

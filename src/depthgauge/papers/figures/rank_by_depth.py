@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from depthgauge.papers.figures.style import BLUE, FAINT, GREEN, INK, MARKERS, VERMILION, figure_style
+from depthgauge.papers.figures.style import BLUE, FAINT, GREEN, INK, LAYER, MARKERS, VERMILION, figure_style
 
 _COLOURS = (VERMILION, INK, GREEN, BLUE)
 
@@ -37,7 +37,7 @@ def draw_depths(panels: Sequence[DepthPanel], floor: float) -> Figure:
         grid = figure.subplots(len(panels), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
         for axes, panel in zip(grid, panels, strict=True):
             _draw(axes, panel, floor)
-        grid[-1].set_xlabel("layer $\\ell$ (0 is the input)")
+        grid[-1].set_xlabel(LAYER)
         handles, labels = grid[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, handletextpad=0.4, columnspacing=1.0)
     return figure

@@ -1,16 +1,22 @@
 """The style of all figures, and how they are saved."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from depthgauge._io import write_atomically
 
-BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
 """Colours of the Okabe–Ito palette, distinguishable with all common kinds of colour vision."""
 INK, FAINT = "#262626", "#6B6B6B"
 ORDERED = ("#0B2F52", "#2A8FB0", "#E69F00", "#A63A0B")
@@ -18,6 +24,9 @@ ORDERED = ("#0B2F52", "#2A8FB0", "#E69F00", "#A63A0B")
 MARKERS = ("o", "s", "^", "D")
 FIVE = ("#6B6B6B", "#CC79A7", "#E69F00", "#0072B2", "#009E73")
 """Five colours for categories without an order, from the Okabe–Ito palette."""
+DASHED, DOTTED = (0, (4, 1.8)), (0, (1, 1.4))
+ETA, LAYER = "largest |weight| $\\eta$", "layer $\\ell$ (0 is the input)"
+"""Labels of the horizontal axes."""
 
 _SETTINGS: Any = {  # Any: matplotlib types the keys as a Literal that differs between versions
     "font.family": "DejaVu Sans",
@@ -44,6 +53,34 @@ _SETTINGS: Any = {  # Any: matplotlib types the keys as a Literal that differs b
     "svg.fonttype": "path",
     "svg.hashsalt": "depthgauge",
 }
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A quantity at every point of the horizontal axis: median, minimum and maximum over repetitions."""
+
+    middle: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+    @classmethod
+    def over(cls, values: Sequence[Sequence[float]]) -> "Spread":
+        """Return the spread of the values at every point; NaN where there is none."""
+        return cls(*([pick(at) if at else math.nan for at in values] for pick in (median, min, max)))
+
+
+def draw_spread(axes: Axes, x: Sequence[float], spread: Spread, alpha: float = 0.15, **line: Any) -> None:
+    """Draw the median as a line and the minimum to the maximum as a band; `line` are its properties."""
+    axes.fill_between(x, spread.low, spread.high, color=line["color"], alpha=alpha, linewidth=0)
+    axes.plot(x, spread.middle, zorder=4, **line)
+
+
+def legend_below(
+    figure: Figure, lines: Sequence[dict[str, Any]], ncols: int, spacing: float, patch: Patch | None = None
+) -> None:
+    """Draw a legend below all panels, with one entry for each dictionary of line properties, and for the patch."""
+    handles = [Line2D([], [], **line) for line in lines] + ([] if patch is None else [patch])
+    figure.legend(handles=handles, loc="outside lower center", ncols=ncols, handletextpad=0.5, columnspacing=spacing)
 
 
 @contextmanager

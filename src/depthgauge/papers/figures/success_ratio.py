@@ -69,24 +69,16 @@ def _draw(title: str, panels: Sequence[PanelDrawing], columns: int, models: str,
 
 def _draw_axes(axes: Axes, panel: PanelDrawing, left: bool) -> None:
     several = len(panel.curves) > 1
-    for order, curve in enumerate(panel.curves):
-        line, dots = (ORDERED[order], ORDERED[order]) if several else (BLUE, VERMILION)
-        marker = MARKERS[order] if several else "o"
+    for index, curve in enumerate(panel.curves):
+        line, dots = (ORDERED[index], ORDERED[index]) if several else (BLUE, VERMILION)
+        marker = MARKERS[index] if several else "o"
         if curve.exact is not None:
             axes.plot(curve.x, curve.exact, color=line, linewidth=1.5, zorder=3, solid_capstyle="round")
         elif several:
             axes.plot(curve.x, curve.ratio, color=line, linewidth=0.8, linestyle=_JOINED, zorder=2)
         sparse = len(curve.x) <= _SPARSE
-        axes.vlines(
-            curve.x,
-            curve.low,
-            curve.high,
-            color=dots,
-            linewidth=1.1 if sparse else 0.7,
-            alpha=0.8 if sparse else 0.45,
-            zorder=4 if sparse else 2,
-        )
-        size = 3.4 if sparse else 2
+        width, alpha, order, size = (1.1, 0.8, 4, 3.4) if sparse else (0.7, 0.45, 2, 2)
+        axes.vlines(curve.x, curve.low, curve.high, color=dots, linewidth=width, alpha=alpha, zorder=order)
         axes.plot(curve.x, curve.ratio, marker, color=dots, markersize=size, markeredgewidth=0, zorder=5)
     axes.set_ylim(-0.03, 1.03)
     axes.yaxis.set_major_locator(MultipleLocator(0.25))
@@ -121,17 +113,8 @@ def _legend(figure: Figure, panels: Sequence[PanelDrawing], models: str) -> None
     handles = []
     if any(curve.exact is not None for panel in panels for curve in panel.curves):
         handles.append(Line2D([], [], color=line, linewidth=1.5, label="exact probability"))
-    handles.append(
-        Line2D(
-            [],
-            [],
-            color=dots,
-            marker="o",
-            linestyle="none",
-            markersize=3.2,
-            label=f"{models} networks, 95 % interval",
-        )
-    )
+    label = f"{models} networks, 95 % interval"
+    handles.append(Line2D([], [], color=dots, marker="o", linestyle="none", markersize=3.2, label=label))
     if several and any(curve.exact is None for panel in panels for curve in panel.curves):
         joined = "joins sampled rates (no closed form)"
         handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=_JOINED, label=joined))

@@ -10,9 +10,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullLocator
 
-from depthgauge.papers.figures.style import FAINT, FIVE, INK, figure_style
-
-_DASHED, _DOTTED = (0, (4, 1.8)), (0, (1, 1.4))
+from depthgauge.papers.figures.style import DASHED, DOTTED, ETA, FAINT, FIVE, INK, figure_style
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ def draw_orders(etas: Sequence[float], bands: Sequence[Band], printed: PrintedCu
         strip.set_xlim(etas[0] / _LABEL_SPACE, etas[-1] * 1.2)
         strip.set_xticks([eta for eta in etas if math.log10(eta) == round(math.log10(eta))])
         strip.xaxis.set_minor_locator(NullLocator())
-        strip.set_xlabel("largest |weight| $\\eta$")
+        strip.set_xlabel(ETA)
         _legend(figure)
     return figure
 
@@ -66,8 +64,8 @@ _LABEL_SPACE = 30.0
 def _draw_printed(axes: Axes, etas: Sequence[float], printed: PrintedCurve) -> None:
     inside = [value if holds else math.nan for value, holds in zip(printed.values, printed.applies, strict=True)]
     last = max((k for k, holds in enumerate(printed.applies) if holds), default=0)
-    axes.plot(etas, inside, color=INK, linestyle=_DASHED, linewidth=1.2, zorder=5)
-    axes.plot(etas[last:], printed.values[last:], color=INK, linestyle=_DOTTED, linewidth=1.2, zorder=5)
+    axes.plot(etas, inside, color=INK, linestyle=DASHED, linewidth=1.2, zorder=5)
+    axes.plot(etas[last:], printed.values[last:], color=INK, linestyle=DOTTED, linewidth=1.2, zorder=5)
 
 
 def _draw_strip(axes: Axes, etas: Sequence[float], bands: Sequence[Band], printed: PrintedCurve) -> None:
@@ -78,17 +76,11 @@ def _draw_strip(axes: Axes, etas: Sequence[float], bands: Sequence[Band], printe
     low, high = ([edge[k] / printed.values[k] for k in holds] for edge in (bands[index].lower, bands[index].upper))
     axes.fill_between(x, low, high, color=FIVE[index], alpha=0.3, linewidth=0)
     axes.plot(x, low, color=FIVE[index], linewidth=1.5, marker="o", markersize=3)
-    axes.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=_DASHED, linewidth=1.2)
+    axes.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=DASHED, linewidth=1.2)
     axes.set_ylim(0.6, 1.5)
     axes.set_ylabel("error / bound", fontsize=7)
-    axes.annotate(
-        f"{printed.method}:\nabove 1, the\nprinted bound\nis violated",
-        (0.02, 0.5),
-        xycoords="axes fraction",
-        fontsize=7,
-        va="center",
-        color=INK,
-    )
+    text = f"{printed.method}:\nabove 1, the\nprinted bound\nis violated"
+    axes.annotate(text, (0.02, 0.5), xycoords="axes fraction", fontsize=7, va="center", color=INK)
 
 
 def _name_bands(axes: Axes, etas: Sequence[float], bands: Sequence[Band]) -> None:
@@ -102,21 +94,15 @@ def _name_bands(axes: Axes, etas: Sequence[float], bands: Sequence[Band]) -> Non
         places.append(place)
     for colour, band, place in zip(FIVE, bands, places, strict=True):
         axes.annotate(
-            f"{band.label}, slope {band.slope:.2f}",
-            (etas[0], 10**place),
-            xytext=(-6, 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            fontsize=7,
-            color=colour,
-        )
+            f"{band.label}, slope {band.slope:.2f}", (etas[0], 10**place), xytext=(-6, 0),
+            textcoords="offset points", ha="right", va="center", fontsize=7, color=colour,
+        )  # fmt: skip
 
 
 def _legend(figure: Figure) -> None:
     handles = [
         Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate"),
-        Line2D([], [], color=INK, linestyle=_DASHED, linewidth=1.2, label="Theorem D.1 as printed"),
-        Line2D([], [], color=INK, linestyle=_DOTTED, linewidth=1.2, label="outside its conditions"),
+        Line2D([], [], color=INK, linestyle=DASHED, linewidth=1.2, label="Theorem D.1 as printed"),
+        Line2D([], [], color=INK, linestyle=DOTTED, linewidth=1.2, label="outside its conditions"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.5, columnspacing=1.2)

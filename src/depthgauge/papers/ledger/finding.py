@@ -16,6 +16,7 @@ from depthgauge._frames import frame, html_table
 
 Verdict = Literal["holds", "fails", "misprint", "undecided"]
 VERDICTS: tuple[Verdict, ...] = ("holds", "fails", "misprint", "undecided")
+_COLUMNS = ("id", "paper", "statement", "verdict", "ratio", "witness", "corrected")
 PAPER_A = "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse"
 PAPER_B = "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention"
 
@@ -46,7 +47,10 @@ class Witness:
 
     def arrays(self) -> dict[str, Any]:
         """Return the instance with NumPy object arrays of fractions in place of nested tuples."""
-        return {name: _as_array(value) for name, value in self.instance.items()}
+        return {
+            name: np.array(value, dtype=object) if isinstance(value, tuple) else value
+            for name, value in self.instance.items()
+        }
 
     def lines(self) -> list[str]:
         """Return one line of text per value; names with equal values share a line, such as `Q = K = 0`."""
@@ -110,17 +114,14 @@ class Finding:
         undecided = self.verdict == "undecided" and self.remarks
         return short(self.remarks[0], length) if undecided else ""
 
+    def cells(self) -> tuple[str, str, str, str, str]:
+        """Return id, statement, verdict, ratio and the corrected statement as text."""
+        return self.id, self.statement, self.verdict, ratio_text(self.ratio), self.corrected or ""
+
     def to_json(self) -> dict[str, Any]:
         """Return the row of the ledger: id, paper, statement, verdict, ratio, witness, corrected."""
-        return {
-            "id": self.id,
-            "paper": self.paper,
-            "statement": self.statement,
-            "verdict": self.verdict,
-            "ratio": self.ratio,
-            "witness": None if self.witness is None else self.witness.to_json(),
-            "corrected": self.corrected,
-        }
+        row = {name: getattr(self, name) for name in _COLUMNS}
+        return row | {"witness": None if self.witness is None else self.witness.to_json()}
 
 
 class Findings(tuple[Finding, ...]):
@@ -132,16 +133,8 @@ class Findings(tuple[Finding, ...]):
         return f"Findings({counted(len(self), 'statement')}: {self.summary() or 'none'})"
 
     def _repr_html_(self) -> str:
-        rows = [
-            {
-                "id": finding.id,
-                "statement": finding.statement,
-                "verdict": finding.verdict,
-                "ratio": ratio_text(finding.ratio),
-                "corrected": finding.corrected or "",
-            }
-            for finding in self
-        ]
+        columns = ("id", "statement", "verdict", "ratio", "corrected")
+        rows = [dict(zip(columns, finding.cells(), strict=True)) for finding in self]
         return html_table(f"{counted(len(self), 'statement')}: {self.summary() or 'none'}", rows)
 
     def summary(self) -> str:
@@ -186,10 +179,6 @@ def ratio_text(ratio: float | None) -> str:
 def plain(value: Any) -> Any:
     """Return an array as nested tuples of its entries; anything else as it is."""
     return tuple(plain(v) for v in value) if isinstance(value, np.ndarray) else value
-
-
-def _as_array(value: Any) -> Any:
-    return np.array(value, dtype=object) if isinstance(value, tuple) else value
 
 
 def _as_strings(value: Any) -> Any:

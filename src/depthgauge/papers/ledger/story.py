@@ -5,11 +5,9 @@ from types import MappingProxyType
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
-from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness, ratio_text
+from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness
 
-HEADINGS: Mapping[str, str] = MappingProxyType(
-    {"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"}
-)
+HEADINGS = MappingProxyType({"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"})
 MEANING: Mapping[Verdict, str] = MappingProxyType(
     {
         "holds": "no counterexample found by this search (not a proof)",
@@ -114,14 +112,9 @@ def page(findings: Sequence[Finding]) -> str:
         lines += ["", f"## {heading}", "", f"{chosen.summary()}.", ""]
         lines += ["| id | statement | verdict | ratio | corrected statement |", "| --- | --- | --- | --- | --- |"]
         for finding in chosen:
-            cells = (finding.id, finding.statement, finding.verdict, ratio_text(finding.ratio), finding.corrected or "")
-            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in finding.cells()) + " |")
     lines += ["", "## Stories", "", "The explanation of every finding whose verdict is not `holds`."]
     for finding in findings:
         if finding.verdict != "holds":
             lines += ["", f"### {finding.id}", "", "```text", finding.story, "```"]
     return "\n".join(lines) + "\n"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -27,12 +27,7 @@ _READABLE = 12
 class Refutation:
     """An instance at which, in exact arithmetic, the hypotheses hold and the statement fails.
 
-    Attributes:
-        instance: Named arrays of fractions, fractions and integers.
-        left: The value of the left side.
-        right: The value of the right side.
-        steps: Named intermediate values.
-        relation: The relation that is violated.
+    The instance has named arrays of fractions, fractions and integers; `relation` is the violated one.
     """
 
     instance: dict[str, Any]

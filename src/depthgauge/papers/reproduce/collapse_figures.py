@@ -18,36 +18,32 @@ class RankByLayer(GridStudy):
     ETAS: ClassVar = [0.003, 0.03, 0.3, 3.0]
     SHAPE: ClassVar = {"layers": 6, "heads": 2, "dim": 16, "tokens": 32}
 
+    about = (
+        "Residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max after each layer of random networks (weights "
+        "uniform in [−η, η], L = 6, H = 2, d = 16) on 32 tokens uniform in [−1, 1]. Lines show the median over "
+        "{self.repeats} repetitions (a new network and input each, seed {self.seed}), bands the minimum to the "
+        "maximum. The vertical axis is logarithmic in the exponent, so a doubly exponential decrease is a straight "
+        "line. The residual is computed separately from the common row, so rounding sets no floor. Dashed: the "
+        "contraction bound ‖Res(X_ℓ₊₁)‖max ≤ Σ_h tanh(θ_ℓh/2)‖V_ℓh‖col‖Res(X_ℓ)‖max with "
+        "θ_ℓh = 2β‖W_ℓh‖_{{∞→1}}‖Res(X_ℓ)‖max², iterated from the residual of the input. Dotted: the rate of Dong et "
+        "al. (2021), in their composite norm about the token mean. Both bounds are medians over the networks "
+        "without skip connections, divided by the measured ‖X_ℓ‖ in the same norm. Bounds above 1 are not shown."
+    )
+
     def grids(self) -> list[Grid]:
         """Return one grid: both kinds of network at every η."""
         return [self._grid("rank-collapse", eta=self.ETAS, skip=[False, True], **self.SHAPE)]
 
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"A1. {self.title}. Residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max after each layer of random networks (weights "
-            f"uniform in [−η, η], L = 6, H = 2, d = 16) on 32 tokens uniform in [−1, 1]. Lines show the median over "
-            f"{self.repeats} repetitions (a new network and input each, seed {self.seed}), bands the minimum to the "
-            "maximum. The vertical axis is logarithmic in the exponent, so a doubly exponential decrease is a straight "
-            "line. The residual is computed separately from the common row, so rounding sets no floor. Dashed: the "
-            "contraction bound ‖Res(X_ℓ₊₁)‖max ≤ Σ_h tanh(θ_ℓh/2)‖V_ℓh‖col‖Res(X_ℓ)‖max with "
-            "θ_ℓh = 2β‖W_ℓh‖_{∞→1}‖Res(X_ℓ)‖max², iterated from the residual of the input. Dotted: the rate of Dong et "
-            "al. (2021), in their composite norm about the token mean. Both bounds are medians over the networks "
-            "without skip connections, divided by the measured ‖X_ℓ‖ in the same norm. Bounds above 1 are not shown."
-        )
-
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
         from depthgauge.papers.figures.layer_curves import RankCurve, draw_rank
+        from depthgauge.papers.figures.style import Spread
 
         def curve(eta: float, skip: bool) -> RankCurve:
             rows = self.where(results, eta=eta, skip=skip)
-            ratio = per_layer(rows, "log10_ratio")
             return RankCurve(
                 label=f"η = {eta:g}",
-                middle=[median(layer) for layer in ratio],
-                low=[min(layer) for layer in ratio],
-                high=[max(layer) for layer in ratio],
+                spread=Spread.over(per_layer(rows, "log10_ratio")),
                 bound=None if skip else [median(layer) for layer in per_layer(rows, "log10_bound")],
                 dong=None if skip else [median(layer) for layer in per_layer(rows, "log10_dong")],
             )
@@ -68,22 +64,20 @@ class SurrogateErrors(GridStudy):
     FIT: ClassVar = 0.01
     """Slopes are fitted to the weights up to this size."""
 
+    about = (
+        "Worst error sup‖S(X) − S'(X)‖max over all inputs with |entries| ≤ 1 and any number of "
+        "tokens, for random networks S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer "
+        "surrogates S'. The lower edge of a band is the largest error that an attack found (a proved lower bound), "
+        "the upper edge is the certified upper bound. Both are geometric means over "
+        "{self.repeats} repetitions (one network each, seed {self.seed}). Slopes are fitted to the lower edges up "
+        "to η = {self.FIT:g}. Dashed: the explicit bound (C^L + … + 1)δ in the proof of Theorem D.1 of paper A, "
+        "for the last-layer surrogate; dotted where the conditions of the proof do not hold. Bottom: the two edges "
+        "for the last-layer surrogate divided by that bound; a value above 1 contradicts it."
+    )
+
     def grids(self) -> list[Grid]:
         """Return one grid: every closed-form surrogate at every η."""
         return [self._grid("certificate", method=list(CLOSED_FORMS), eta=self.ETAS, **self.SHAPE)]
-
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"A2. {self.title}. Worst error sup‖S(X) − S'(X)‖max over all inputs with |entries| ≤ 1 and any number of "
-            "tokens, for random networks S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer "
-            "surrogates S'. The lower edge of a band is the largest error that an attack found (a proved lower bound), "
-            "the upper edge is the certified upper bound. Both are geometric means over "
-            f"{self.repeats} repetitions (one network each, seed {self.seed}). Slopes are fitted to the lower edges up "
-            f"to η = {self.FIT:g}. Dashed: the explicit bound (C^L + … + 1)δ in the proof of Theorem D.1 of paper A, "
-            "for the last-layer surrogate; dotted where the conditions of the proof do not hold. Bottom: the two edges "
-            "for the last-layer surrogate divided by that bound; a value above 1 contradicts it."
-        )
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
@@ -138,6 +132,15 @@ class DepthMap(GridStudy):
     LAYERS: ClassVar = [2, 3, 4, 6, 8]
     DIM, DEPTH, TOLERANCE = 8, 6, 0.01
 
+    about = (
+        "Smallest number of layers that reproduces the output of a network within "
+        "{self.TOLERANCE:g} in every entry, for random networks with skip connections (weights uniform in "
+        "[−η, η], H = 2). Top: over η and d with L = {self.DEPTH}. Bottom: over η and L with d = {self.DIM}. "
+        "Left: certified for every input with |entries| ≤ 1 and any number of tokens. Right: measured on 4 inputs "
+        "of 32 tokens uniform in [−1, 1]. Numbers are means over {self.repeats} repetitions (a new network and "
+        "inputs each, seed {self.seed}). The colour shows (depth − 1)/(L − 1)."
+    )
+
     def grids(self) -> list[Grid]:
         """Return two grids, over (η, d) and over (η, L); they share one line of cells."""
         fixed = {"tolerance": self.TOLERANCE, "heads": 2, "tokens": 32}
@@ -145,17 +148,6 @@ class DepthMap(GridStudy):
             self._grid("effective-depth", dim=self.DIMS, layers=self.DEPTH, eta=self.ETAS, **fixed),
             self._grid("effective-depth", dim=self.DIM, layers=self.LAYERS, eta=self.ETAS, **fixed),
         ]
-
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"A3. {self.title}. Smallest number of layers that reproduces the output of a network within "
-            f"{self.TOLERANCE:g} in every entry, for random networks with skip connections (weights uniform in "
-            f"[−η, η], H = 2). Top: over η and d with L = {self.DEPTH}. Bottom: over η and L with d = {self.DIM}. "
-            "Left: certified for every input with |entries| ≤ 1 and any number of tokens. Right: measured on 4 inputs "
-            f"of 32 tokens uniform in [−1, 1]. Numbers are means over {self.repeats} repetitions (a new network and "
-            f"inputs each, seed {self.seed}). The colour shows (depth − 1)/(L − 1)."
-        )
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
@@ -189,35 +181,31 @@ class WhatCollapses(GridStudy):
     COLLAPSED: ClassVar = 0.01
     """A quantity has collapsed if its median at the last layer is below this."""
 
+    about = (
+        "Random networks (L = 12, H = 4, d = 32, weights uniform in [−η, η]) on 64 tokens "
+        "uniform in [−1, 1]. Rank: the residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max, which falls to 0 as all tokens "
+        "become equal. Depth: ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the one-layer mean-field surrogate S' of the first ℓ "
+        "layers, which is small if one layer can replace them. Lines are medians over {self.repeats} repetitions "
+        "(a new network and input each, seed {self.seed}), bands the minimum to the maximum. The heading of a "
+        "panel states what is below {self.COLLAPSED:g} at the last layer. Without skip connections and with small "
+        "weights the rank collapses. With skip connections and small weights the rank stays, and the layers "
+        "collapse. With large weights neither collapses."
+    )
+
     def grids(self) -> list[Grid]:
         """Return one grid: with and without skip connections, small and large weights."""
         return [self._grid("rank-collapse", skip=[True, False], eta=[self.SMALL, self.LARGE], **self.SHAPE)]
 
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"A4. {self.title}. Random networks (L = 12, H = 4, d = 32, weights uniform in [−η, η]) on 64 tokens "
-            "uniform in [−1, 1]. Rank: the residual ratio ‖Res(X_ℓ)‖max/‖X_ℓ‖max, which falls to 0 as all tokens "
-            "become equal. Depth: ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the one-layer mean-field surrogate S' of the first ℓ "
-            f"layers, which is small if one layer can replace them. Lines are medians over {self.repeats} repetitions "
-            f"(a new network and input each, seed {self.seed}), bands the minimum to the maximum. The heading of a "
-            f"panel states what is below {self.COLLAPSED:g} at the last layer. Without skip connections and with small "
-            "weights the rank collapses. With skip connections and small weights the rank stays, and the layers "
-            "collapse. With large weights neither collapses."
-        )
-
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import CollapsePanel, Spread, draw_collapse
-
-        def spread(layers: list[list[float]]) -> Spread:
-            return Spread(*([pick(layer) for layer in layers] for pick in (median, min, max)))
+        from depthgauge.papers.figures.layer_curves import CollapsePanel, draw_collapse
+        from depthgauge.papers.figures.style import Spread
 
         def panel(skip: bool, eta: float) -> CollapsePanel:
             rows = self.where(results, skip=skip, eta=eta)
             logs = per_layer(rows, "log10_ratio")
-            rank = spread([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
-            depth = spread(per_layer(rows, "one_layer"))
+            rank = Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
+            depth = Spread.over(per_layer(rows, "one_layer"))
             small = {name for name, curve in (("rank", rank), ("layers", depth)) if curve.middle[-1] < self.COLLAPSED}
             verdict = "rank collapse" if "rank" in small else "layer collapse" if small else "no collapse"
             where = f"{'with' if skip else 'without'} skip connections, η = {eta:g}"

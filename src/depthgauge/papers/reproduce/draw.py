@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,26 +127,17 @@ def write_figure(study: Study, out: str | Path, where: Computing) -> Reproductio
 
 
 def reproduce_all(
-    figures: Sequence[str],
-    out: str | Path,
-    models: int | None = None,
-    seed: int = 0,
-    *,
-    store: str | Path | None = None,
-    engine: Engine | None = None,
-    progress: Step = silent,
-    overwrite: bool = False,
-    quick: bool = False,
-    rows: str | Path | None = None,
+    figures: Sequence[str], out: str | Path, models: int | None = None, seed: int = 0, **options: Any
 ) -> list[Reproduction]:
-    """Reproduce several figures, or all default figures if none is named; all ids are checked before any work."""
+    """Reproduce several figures, or all default figures if none is named; all ids are checked before any work.
+
+    `options` are the keyword arguments of `reproduce`.
+    """
     wanted = list(dict.fromkeys(figures or DEFAULT_FIGURES))
     for figure in wanted:
-        _check_files(find_study(figure, models, seed, quick), Path(out), overwrite)
-    draw = partial(
-        reproduce, store=store, engine=engine, progress=progress, overwrite=overwrite, quick=quick, rows=rows
-    )
-    return [draw(figure, out, models, seed) for figure in wanted]
+        study = find_study(figure, models, seed, options.get("quick", False))
+        _check_files(study, Path(out), options.get("overwrite", False))
+    return [reproduce(figure, out, models, seed, **options) for figure in wanted]
 
 
 def describe(study: Study) -> dict[str, Any]:

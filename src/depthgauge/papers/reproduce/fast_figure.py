@@ -17,25 +17,23 @@ class FastOrDeepStudy(GridStudy):
     SHAPE: ClassVar = {"layers": 6, "heads": 2, "dim": 16, "tokens": 128}
     TOLERANCE, LENGTH, ERROR = 1e-3, 65536, 0.01
 
+    about = (
+        "Random networks with skip connections (weights uniform in [−η, η], L = {self.SHAPE[layers]}, "
+        "H = {self.SHAPE[heads]}, d = {self.SHAPE[dim]}) on 128 "
+        "tokens uniform in [−1, 1]. Top: the degree g at which a polynomial can replace exp in every head with an "
+        "error of at most {self.TOLERANCE:g} of the range of the values, from the proved bound on the scores; "
+        "labels give the number of features C(d + g, g). Middle: cost of exact attention divided by the cost of "
+        "the cheaper path, predicted for a CPU and {self.LENGTH:,} tokens (the input repeated); the band shows "
+        "the minimum to the maximum. Bottom: the smallest number of layers that reproduces the output within "
+        "{self.ERROR:g}, certified for every input with |entries| ≤ 1, and measured on 4 inputs. Degree and "
+        "speed-up are medians, depths are means, over {self.repeats} repetitions (a new network and input each, "
+        "seed {self.seed})."
+    )
+
     def grids(self) -> list[Grid]:
         """Return two grids: the plans of fast attention in every layer, and the effective depth."""
         fast = self._grid("fast-attention", eta=self.ETAS, tolerance=self.TOLERANCE, length=self.LENGTH, **self.SHAPE)
         return [fast, self._grid("effective-depth", eta=self.ETAS, tolerance=self.ERROR, **self.SHAPE)]
-
-    def caption(self) -> str:
-        """Return the caption."""
-        shape = f"L = {self.SHAPE['layers']}, H = {self.SHAPE['heads']}, d = {self.SHAPE['dim']}"
-        return (
-            f"A5. {self.title}. Random networks with skip connections (weights uniform in [−η, η], {shape}) on 128 "
-            "tokens uniform in [−1, 1]. Top: the degree g at which a polynomial can replace exp in every head with an "
-            f"error of at most {self.TOLERANCE:g} of the range of the values, from the proved bound on the scores; "
-            "labels give the number of features C(d + g, g). Middle: cost of exact attention divided by the cost of "
-            f"the cheaper path, predicted for a CPU and {self.LENGTH:,} tokens (the input repeated); the band shows "
-            "the minimum to the maximum. Bottom: the smallest number of layers that reproduces the output within "
-            f"{self.ERROR:g}, certified for every input with |entries| ≤ 1, and measured on 4 inputs. Degree and "
-            f"speed-up are medians, depths are means, over {self.repeats} repetitions (a new network and input each, "
-            f"seed {self.seed})."
-        )
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""

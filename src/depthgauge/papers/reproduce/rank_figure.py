@@ -16,8 +16,8 @@ from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, residual_by_depth
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import MissingPackageError
-from depthgauge.papers.reproduce.figure import MINILM
-from depthgauge.papers.reproduce.study import Computing
+from depthgauge.papers.reproduce.catalog import MINILM
+from depthgauge.papers.reproduce.study import Computing, Study
 from depthgauge.progress import Step, silent
 
 FLOOR = 1e-15
@@ -41,17 +41,25 @@ def installed_checkpoint() -> Path:
 
 
 @dataclass(frozen=True)
-class RankStudy:
+class RankStudy(Study):
     """D2 as `reproduce` draws it; `models` is the number of text samples, `checkpoint` replaces MiniLM."""
 
-    id: str
-    models: int | None
-    seed: int
     checkpoint: Path | None = None
 
-    title: ClassVar[str] = "Without skip connections the tokens of a real model become equal"
+    title = "Without skip connections the tokens of a real model become equal"
+    floor = FLOOR
     SAMPLES: ClassVar[int] = 32
     TOKENS: ClassVar[int] = 128
+
+    about = (
+        "Residual ratio ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
+        "the norm is √(largest column sum × largest row sum), for the architecture of MiniLM with random initial "
+        "weights (top) and with trained weights (bottom). The variants are those of Dong et al. (2021): attention "
+        "only, with the MLP, with the skip connection around attention, and the full model. Geometric mean and one "
+        "geometric standard deviation over {self.samples} samples of {self.TOKENS} tokens of text (seed "
+        "{self.seed}), in float64; values below {self.floor:g} are rounding errors. Variants without the skip "
+        "connection around attention keep LayerNorm and the skip connection around the MLP."
+    )
 
     @property
     def samples(self) -> int:
@@ -93,18 +101,6 @@ class RankStudy:
             for variant, ratios in curves.ratios.items()
             for layer, column in enumerate(ratios.unbind(dim=1))
         ]
-
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"{self.id}. {self.title}. Residual ratio ‖X − 1x̄ᵀ‖/‖X‖ after each layer, where x̄ is the token mean and "
-            "the norm is √(largest column sum × largest row sum), for the architecture of MiniLM with random initial "
-            "weights (top) and with trained weights (bottom). The variants are those of Dong et al. (2021): attention "
-            "only, with the MLP, with the skip connection around attention, and the full model. Geometric mean and one "
-            f"geometric standard deviation over {self.samples} samples of {self.TOKENS} tokens of text (seed "
-            f"{self.seed}), in float64; values below {FLOOR:g} are rounding errors. Variants without the skip "
-            "connection around attention keep LayerNorm and the skip connection around the MLP."
-        )
 
     def draw(self, results: list[DepthCurves]) -> Any:
         """Return the matplotlib figure."""

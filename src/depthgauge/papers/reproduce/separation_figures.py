@@ -28,12 +28,10 @@ _PLAIN_SYMBOLS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
 
 def _from_result(setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> Separation:
     """Return the record for the result of a sweep cell."""
-    p, q, r, s = result["conditions"]
     closed = None
     if result["exact"] is not None:
-        e, f, g, h = result["exact_parts"]
-        closed = ExactProbabilities(result["exact"], (e, f, g, h))
-    return Separation(setting, closed, Estimate(models, result["successes"], (p, q, r, s)), seed)
+        closed = ExactProbabilities(result["exact"], tuple(result["exact_parts"]))
+    return Separation(setting, closed, Estimate(models, result["successes"], tuple(result["conditions"])), seed)
 
 
 @dataclass(frozen=True)
@@ -124,11 +122,10 @@ class SeparationStudy(CellStudy):
 
     def caption(self) -> str:
         """Return the caption: what the figure shows, the number of repetitions, and choices the paper leaves open."""
-        counts = " or ".join(str(c) for c in sorted({self.models or panel.models for panel in self.sheet.panels}))
         lines = [
             f"{self.id}. {self.title}: success rate as one parameter varies. Success means F(D₁) > 0 with softmax (or "
             "a polynomial) and F = 0 in the three other cases. Dots: rate over random networks "
-            f"({counts} repetitions per point, seed {self.seed}), with 95 % Wilson intervals. "
+            f"({self._counts()} repetitions per point, seed {self.seed}), with 95 % Wilson intervals. "
             "Lines: the exact probability, where there is a closed form."
         ]
         for panel in self.sheet.panels:
@@ -142,12 +139,14 @@ class SeparationStudy(CellStudy):
         """Return the matplotlib figure: one panel at column width, or several panels on a sheet."""
         from depthgauge.papers.figures.success_ratio import draw_panel, draw_sheet
 
-        points = self.points(results)
-        models = " or ".join(str(count) for count in sorted({point.found.estimate.models for point in points}))
+        points, models = self.points(results), self._counts()
         drawings = [_drawing(panel, points, self._heading(panel)) for panel in self.sheet.panels]
         if len(drawings) == 1:
             return draw_panel(drawings[0], models)
         return draw_sheet(f"{self.id}   {self.title}", drawings, self.sheet.columns, models)
+
+    def _counts(self) -> str:
+        return " or ".join(str(count) for count in sorted({self.models or panel.models for panel in self.sheet.panels}))
 
     def _heading(self, panel: Panel) -> str:
         """Return the heading of a panel: its id, and its title or swept parameter."""

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 from depthgauge.errors import DepthgaugeError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
@@ -32,45 +32,49 @@ class Computing:
     """A CSV file with rows of an earlier run; they are not computed again."""
 
 
-@runtime_checkable
-class Study(Protocol):
-    """A figure as it is computed and drawn. `results` is what `compute` returned."""
-
-    @property
-    def id(self) -> str:
-        """The id of the figure or panel."""
-
-    @property
-    def title(self) -> str:
-        """The statement that the figure shows."""
-
-    @property
-    def seed(self) -> int:
-        """The seed of the random numbers."""
-
-    def compute(self, where: Computing) -> Any:
-        """Compute everything the figure shows."""
-
-    def table(self, results: Any) -> list[dict[str, Any]]:
-        """Return the rows of the CSV file."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return everything needed to compute the figure again."""
-
-    def caption(self) -> str:
-        """Return the caption, including the number of repetitions and the seed."""
-
-    def draw(self, results: Any) -> Any:
-        """Return the matplotlib figure."""
-
-
 @dataclass(frozen=True)
-class CellStudy(ABC):
-    """A study whose results are cells of a sweep; `models` replaces the default number of repetitions."""
+class Study(ABC):
+    """A figure as it is computed and drawn; `models` replaces the default number of repetitions.
+
+    `results` is what `compute` returned.
+    """
 
     id: str
     models: int | None
     seed: int
+
+    about: ClassVar[str]
+    """The caption after the id and the title, as a format string of `self`."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The statement that the figure shows."""
+
+    @abstractmethod
+    def compute(self, where: Computing) -> Any:
+        """Compute everything the figure shows."""
+
+    @abstractmethod
+    def table(self, results: Any) -> list[dict[str, Any]]:
+        """Return the rows of the CSV file."""
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return everything needed to compute the figure again."""
+
+    @abstractmethod
+    def draw(self, results: Any) -> Any:
+        """Return the matplotlib figure."""
+
+    def caption(self) -> str:
+        """Return the caption, including the number of repetitions and the seed."""
+        return f"{self.id}. {self.title}. {self.about.format(self=self)}"
+
+
+@dataclass(frozen=True)
+class CellStudy(Study):
+    """A study whose results are cells of a sweep."""
 
     @abstractmethod
     def cells(self) -> list[Cell]:
@@ -131,9 +135,10 @@ class GridStudy(CellStudy):
 
     def table(self, results: Results) -> list[dict[str, Any]]:
         """Return one row for each cell: its parameters, then its results."""
-        rows = {}
-        for cell, result in self.found(results):
-            rows[cell.identity] = {"task": cell.task, **cell.parameters, "repetition": cell.repetition, **result}
+        rows = {
+            cell.identity: {"task": cell.task, **cell.parameters, "repetition": cell.repetition, **result}
+            for cell, result in self.found(results)
+        }
         return list(rows.values())
 
     def found(self, results: Results) -> list[tuple[Cell, Mapping[str, Any]]]:

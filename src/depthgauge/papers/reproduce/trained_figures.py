@@ -3,28 +3,16 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
-from typing import Any
+from typing import Any, ClassVar
 
 from depthgauge.papers.reproduce.study import GridStudy, Results
 from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
-from depthgauge.papers.trained_depth.trained_records import WITHIN
+from depthgauge.papers.trained_depth.trained_records import WITHIN, TrainedRecord
 from depthgauge.sweeps.grid import Grid
 
-PER_MODEL = (
-    "accuracy",
-    "loss",
-    "certified",
-    "probability",
-    "method",
-    "one_layer",
-    "permitted",
-    "certified_depth",
-    "measured_depth",
-    "largest",
-    "at_bound",
-)
+PER_MODEL = tuple(field.name for field in fields(TrainedRecord))
 """Results that are lists over the models of a cell."""
 _NAMES = {
     "recall-2": "recall, 2 pairs",
@@ -45,6 +33,8 @@ class TrainedStudy(GridStudy):
     """A study of trained models; `quick` selects the small version."""
 
     quick: bool = False
+    within: ClassVar[float] = WITHIN
+    repetitions = FULL.seeds
 
     @property
     def plan(self) -> ExperimentPlan:
@@ -89,20 +79,19 @@ class TrainedStudy(GridStudy):
                 )
         return rows
 
-    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> dict[str, Any]:
-        """Return the median, minimum and maximum of a result over the models, for each η."""
-        values = [self._values(results, name, eta=eta, **parameters) for eta in etas]
-        return {
-            "middle": [median(v) if v else math.nan for v in values],
-            "low": [min(v, default=math.nan) for v in values],
-            "high": [max(v, default=math.nan) for v in values],
-        }
+    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> Any:
+        """Return the spread of a result over the models, for each η."""
+        from depthgauge.papers.figures.style import Spread
+
+        return Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
 
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
         return [value for row in rows for value in row[name] if value is not None]
 
-    def _about(self) -> str:
+    @property
+    def setup(self) -> str:
+        """How the models are built and trained, for the caption."""
         shape = self.plan.shape
         return (
             f"Models with H = {shape['heads']} heads, width d = {shape['dim']}, without MLP, embeddings with entries "
@@ -115,23 +104,19 @@ class DepthPays(TrainedStudy):
     """T1: accuracy against η for networks of different depth."""
 
     title = "Depth pays only above a weight size"
-    repetitions = FULL.seeds
+
+    about = (
+        "Accuracy of trained attention models against the bound η on their weights. "
+        "{self.setup} Lines are medians over the models, bands the minimum to the maximum. The grey line is "
+        "one layer with {self.plan.wide} heads, as many as L = {self.plan.deepest} has in total. Dashed black: chance. "
+        "Dotted: the same models without a weight bound. Shaded: the values of η at which the certificate proves, "
+        "for every trained model with {self.plan.deepest} layers and every input, that one layer in place of all "
+        "layers changes no class probability by more than {self.within:g}."
+    )
 
     def lists(self) -> list[Lists]:
         """Return the grids: every task, depth and η, and one wide layer."""
         return self.plan.depth_grids()
-
-    def caption(self) -> str:
-        """Return the caption."""
-        plan = self.plan
-        return (
-            f"T1. {self.title}. Accuracy of trained attention models against the bound η on their weights. "
-            f"{self._about()} Lines are medians over the models, bands the minimum to the maximum. The grey line is "
-            f"one layer with {plan.wide} heads, as many as L = {plan.deepest} has in total. Dashed black: chance. "
-            "Dotted: the same models without a weight bound. Shaded: the values of η at which the certificate proves, "
-            f"for every trained model with {plan.deepest} layers and every input, that one layer in place of all "
-            f"layers changes no class probability by more than {WITHIN:g}."
-        )
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
@@ -154,7 +139,7 @@ class DepthPays(TrainedStudy):
             at = {"problem": problem, "layers": layers, "heads": width}
             free = self._values(results, "accuracy", eta=UNBOUNDED, **at)
             found = self.curve(results, "accuracy", etas, **at)
-            curves.append(EtaCurve(label=label, unbounded=median(free), colour=order, **found))
+            curves.append(EtaCurve(label, found, unbounded=median(free), colour=order))
         (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
         return TaskPanel(_NAMES[problem], etas, curves, chance, self.proved_up_to(results, problem))
 
@@ -174,37 +159,34 @@ class TrainedDepths(TrainedStudy):
     """T2: certified and measured depth of the trained models, and how much of the weight bound they use."""
 
     title = "The depth that trained models use, and how much of their weight bound"
-    repetitions = FULL.seeds
+
+    about = (
+        "{self.setup} Top: the smallest number of layers of a shallower network that "
+        "replaces the {self.plan.deepest} layers of a trained model without further training: proved to change no "
+        "class probability by more than {self.within:g} on any input, and measured to lose at most {self.within:g} of "
+        "accuracy on test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are "
+        "medians over the models, bands the minimum to the maximum."
+    )
 
     def lists(self) -> list[Lists]:
         """Return the cells of T1 with the deepest networks."""
         deepest = self.plan.depth_grids()[1]
         return [{**deepest, "eta": list(self.plan.etas)}]
 
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"T2. {self.title}. {self._about()} Top: the smallest number of layers of a shallower network that "
-            f"replaces the {self.plan.deepest} layers of a trained model without further training: proved to change no "
-            f"class probability by more than {WITHIN:g} on any input, and measured to lose at most {WITHIN:g} of "
-            "accuracy on test sequences. Bottom: the share of weights with |w| = η, and the largest |w|/η. Lines are "
-            "medians over the models, bands the minimum to the maximum."
-        )
-
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
         from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TrainedDepthPanel, draw_trained_depths
+        from depthgauge.papers.figures.style import Spread
 
         def curve(name: str, label: str, problem: str) -> EtaCurve:
-            return EtaCurve(label=label, **self.curve(results, name, self.plan.etas, problem=problem))
+            return EtaCurve(label, self.curve(results, name, self.plan.etas, problem=problem))
 
         panels = []
         for problem in self.plan.problems:
-            largest = curve("largest", "largest |w| / η", problem)
-            middle, low, high = (
-                [value / eta for value, eta in zip(part, self.plan.etas, strict=True)]
-                for part in (largest.middle, largest.low, largest.high)
-            )
+            largest = [
+                [value / eta for value in self._values(results, "largest", eta=eta, problem=problem)]
+                for eta in self.plan.etas
+            ]
             panels.append(
                 TrainedDepthPanel(
                     title=_NAMES[problem],
@@ -212,7 +194,7 @@ class TrainedDepths(TrainedStudy):
                     certified=curve("certified_depth", f"proved within {WITHIN:g} in probability", problem),
                     measured=curve("measured_depth", f"measured within {WITHIN:g} in accuracy", problem),
                     at_bound=curve("at_bound", "share of weights at the bound", problem),
-                    largest=EtaCurve(largest.label, middle, low, high),
+                    largest=EtaCurve("largest |w| / η", Spread.over(largest)),
                     layers=self.plan.deepest,
                 )
             )
@@ -223,19 +205,16 @@ class SkipOrNorm(TrainedStudy):
     """T3: accuracy against η with and without skip connections and LayerNorm."""
 
     title = "Skip connections, LayerNorm and the weight size at which depth pays"
-    repetitions = FULL.seeds
+
+    about = (
+        "Accuracy of trained models with {self.plan.contrast_layers} layers (solid) and one "
+        "layer (dashed) against η, with and without skip connections, with and without LayerNorm before the "
+        "attention. {self.setup} Lines are medians over the models, bands the minimum to the maximum."
+    )
 
     def lists(self) -> list[Lists]:
         """Return the grid of variants."""
         return self.plan.variant_grids()
-
-    def caption(self) -> str:
-        """Return the caption."""
-        return (
-            f"T3. {self.title}. Accuracy of trained models with {self.plan.contrast_layers} layers (solid) and one "
-            f"layer (dashed) against η, with and without skip connections, with and without LayerNorm before the "
-            f"attention. {self._about()} Lines are medians over the models, bands the minimum to the maximum."
-        )
 
     def draw(self, results: Results) -> Any:
         """Return the matplotlib figure."""
@@ -248,10 +227,10 @@ class SkipOrNorm(TrainedStudy):
                 at: Mapping[str, Any] = {"problem": problem, "skip": skip, "norm": norm}
                 curves = [
                     EtaCurve(
-                        label=f"L = {layers}",
+                        f"L = {layers}",
+                        self.curve(results, "accuracy", plan.few, layers=layers, **at),
                         colour=order,
                         dashed=layers == 1,
-                        **self.curve(results, "accuracy", plan.few, layers=layers, **at),
                     )
                     for order, layers in ((0, 1), (2, plan.contrast_layers))
                 ]

@@ -21,13 +21,8 @@ Table = Bool[np.ndarray, "2 2 2 classes"]
 @lru_cache(maxsize=8)
 def tables(setting: AttentionSetting) -> tuple[Table, Table, Table, Table]:
     """Return the decision tables of (strong, D₁), (lin, D₁), (strong, D₀) and (lin, D₀)."""
-    kind = strong(setting)
-    return (
-        decision_table(setting, 1, kind),
-        decision_table(setting, 1, LIN),
-        decision_table(setting, 0, kind),
-        decision_table(setting, 0, LIN),
-    )
+    cases: tuple[tuple[Dataset, ScoreMap], ...] = ((1, strong(setting)), (1, LIN), (0, strong(setting)), (0, LIN))
+    return tuple(decision_table(setting, dataset, kind) for dataset, kind in cases)  # type: ignore[return-value]
 
 
 def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) -> Table:

@@ -29,12 +29,7 @@ Counts = Int[np.ndarray, " p"]
 
 @dataclass(frozen=True)
 class ExactProbabilities:
-    """ExactProbabilities probabilities.
-
-    Attributes:
-        success: The probability that all four conditions hold.
-        parts: The probabilities of F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0 and F_lin(D₀) = 0, each on its own.
-    """
+    """The probabilities of success and of its conditions F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0."""
 
     success: float
     parts: tuple[float, float, float, float]
@@ -53,7 +48,8 @@ def exact(setting: AttentionSetting) -> ExactProbabilities:
     nothing = np.zeros(classes, dtype=np.int64)
     positive = _Powers(every, _count(~strong_1), signs=3, m=m)
     zeros = [_Powers(_count(~table), nothing, signs=3, m=m) for table in (lin_1, strong_0, lin_0)]
-    return ExactProbabilities(_value(cases), (_value([positive]), *(_value([zero]) for zero in zeros)))  # type: ignore[arg-type]
+    p, q, r, s = (_value([part]) for part in (positive, *zeros))
+    return ExactProbabilities(_value(cases), (p, q, r, s))
 
 
 def _different_classes(setting: AttentionSetting) -> tuple[Counts, Counts]:

@@ -49,11 +49,6 @@ class Estimate:
         p, q, r, s = (count / self.models for count in self.conditions)
         return p, q, r, s
 
-    def __add__(self, other: "Estimate") -> "Estimate":
-        """Combine the estimates from two disjoint sets of models."""
-        p, q, r, s = (x + y for x, y in zip(self.conditions, other.conditions, strict=True))
-        return Estimate(self.models + other.models, self.successes + other.successes, (p, q, r, s))
-
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Return the 95 % Wilson score interval of a binomial proportion."""
@@ -68,16 +63,14 @@ def estimate(setting: Setting, models: int, seed: int = 0, first: int = 0, step:
     require_count("models", models, "the number of networks to draw")
     require_count("first", first, "the index of the first network", least=0)
     at_once = _batch(setting)
-    total: Estimate | None = None
+    successes, counts = 0, np.zeros(4, dtype=np.int64)
     for start in range(0, models, at_once):
         size = min(at_once, models - start)
         met = conditions(setting, seed, first + start, size)
-        p, q, r, s = (int(count) for count in met.sum(axis=0))
-        found = Estimate(size, int(met.all(axis=1).sum()), (p, q, r, s))
-        total = found if total is None else total + found
+        successes, counts = successes + int(met.all(axis=1).sum()), counts + met.sum(axis=0)
         step(start + size, models, "models")
-    assert total is not None
-    return total
+    p, q, r, s = counts.tolist()
+    return Estimate(models, successes, (p, q, r, s))
 
 
 def conditions(setting: Setting, seed: int, first: int, models: int) -> Bool[np.ndarray, "models 4"]:

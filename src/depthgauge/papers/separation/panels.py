@@ -10,15 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from depthgauge.errors import unknown_name
-from depthgauge.papers.separation.settings import (
-    CrossAttention,
-    Regression,
-    SelfAttention,
-    Setting,
-    width_cross,
-    width_regression,
-    width_self,
-)
+from depthgauge.papers.separation.settings import Setting, build_setting
 
 
 @dataclass(frozen=True)
@@ -76,31 +68,9 @@ def _number(value: Fraction) -> float:
     return int(value) if value.denominator == 1 else float(value)
 
 
-def _self(x: str, **fixed: float) -> Callable[..., SelfAttention]:
-    """Return a builder of section 7.2's setting, with `fixed` and then the swept parameter replaced."""
-
-    def build(**swept: Any) -> SelfAttention:
-        values: dict[str, Any] = {"n": 200, "d": 22, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8, **fixed, **swept}
-        values.setdefault("m", width_self(values["n"]))
-        return SelfAttention(x=x, **values)
-
-    return build
-
-
-def _cross(**fixed: float) -> Callable[..., CrossAttention]:
-    """Return a builder of section F.6's setting, with `fixed` and then the swept parameter replaced."""
-
-    def build(**swept: Any) -> CrossAttention:
-        values: dict[str, Any] = {"n": 200, "d": 11, "a0": 0.01, "a1": 3.0, **fixed, **swept}
-        values.setdefault("m", width_cross(values["n"]))
-        return CrossAttention(**values)
-
-    return build
-
-
-def _sweep(build: Callable[..., Setting], variable: str) -> dict[str, Callable[[Any], Setting]]:
-    """Return the single curve of a panel that sweeps `variable`."""
-    return {"": lambda value: build(**{variable: value})}
+def _sweep(variable: str, kind: str, **fixed: Any) -> dict[str, Callable[[Any], Setting]]:
+    """Return the single curve of a panel that sweeps `variable`; the other parameters are `fixed` or the paper's."""
+    return {"": lambda value: build_setting(kind, **fixed, **{variable: value})}
 
 
 _NOTE_A0 = "The paper gives no a₀ for this sweep; a₀ = 0.01, as in its other panels."
@@ -112,7 +82,8 @@ _NOTE_ONES_D = "The values of d are those of the text; the axis in the paper end
 def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
     """Return panels (a) to (f) of Figure 4 or 5. The figures differ only in X."""
     where = "X = I" if x == "identity" else "X = 1"
-    sweeps: list[tuple[str, tuple[float, ...], dict[str, float], str]] = [
+    title = f"Self-attention, {where}"
+    sweeps: list[tuple[str, tuple[float, ...], dict[str, int], str]] = [
         ("n", grid("200", "1000", "10"), {"d": 12}, ""),
         ("d", (4, 6, 10, 18, 34, 66), {"n": 256}, _NOTE_ONES_D if x == "ones" else ""),
         ("m", grid("1", "80", "1"), {}, ""),
@@ -121,7 +92,7 @@ def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
         ("a1", grid("0.1", "3", "0.036"), {}, ""),
     ]
     return tuple(
-        Panel(f"{figure}{letter}", f"Self-attention, {where}", name, values, 100, _sweep(_self(x, **fixed), name), note)
+        Panel(f"{figure}{letter}", title, name, values, 100, _sweep(name, "self", x=x, **fixed), note)
         for letter, (name, values, fixed, note) in zip("abcdef", sweeps, strict=True)
     )
 
@@ -136,45 +107,37 @@ def _cross_panels() -> tuple[Panel, ...]:
         ("a0", grid("0.01", "0.9", "0.01"), _NOTE_D),
     ]
     return tuple(
-        Panel(f"B7{letter}", "Cross-attention, X = I", name, values, 100, _sweep(_cross(), name), note)
+        Panel(f"B7{letter}", "Cross-attention, X = I", name, values, 100, _sweep(name, "cross"), note)
         for letter, (name, values, note) in zip("abcde", sweeps, strict=True)
     )
 
 
 _REGRESSION_PANELS = (
     Panel(
-        "B3a",
-        "Softmax regression",
-        "n",
-        grid("100", "2000", "10"),
-        1000,
-        {"": lambda n: Regression(n, width_regression(n))},
+        "B3a", "Softmax regression", "n", grid("100", "2000", "10"), 1000, _sweep("n", "regression"),
         "The paper gives no distribution in the interval and no threshold; uniform, and τ = 1/4 as in Lemma 5.2.",
     ),
-    Panel("B3b", "Softmax regression", "m", grid("1", "100", "1"), 1000, {"": lambda m: Regression(1000, m)}),
-)
-
-_DEGREE_NOTE = "Not in the paper: exp is replaced by its Taylor polynomial of degree g."
+    Panel("B3b", "Softmax regression", "m", grid("1", "100", "1"), 1000, _sweep("m", "regression")),
+)  # fmt: skip
 
 
-def _degree_panel(
-    letter: str, title: str, models: int, tokens: tuple[int, ...], build: Callable[[int, str], Setting]
-) -> Panel:
+def _degree_panel(letter: str, title: str, models: int, tokens: tuple[int, ...], kind: str, **fixed: str) -> Panel:
     """Return the panel of success against the degree, with one curve per number of tokens."""
 
     def curve(n: int) -> Callable[[Any], Setting]:
-        return lambda degree: build(n, f"poly:{degree}")
+        return lambda degree: build_setting(kind, n=n, attention=f"poly:{degree}", **fixed)
 
     curves = {f"n = {n:,}": curve(n) for n in tokens}
-    return Panel(f"B-degree-{letter}", title, "g", grid("1", "16", "1"), models, curves, _DEGREE_NOTE)
+    note = "Not in the paper: exp is replaced by its Taylor polynomial of degree g."
+    return Panel(f"B-degree-{letter}", title, "g", grid("1", "16", "1"), models, curves, note)
 
 
 _TOKENS = (200, 2_000, 20_000, 200_000)
 _DEGREE_PANELS = (
-    _degree_panel("a", "Self-attention, X = I", 1000, _TOKENS, lambda n, k: _self("identity")(n=n, attention=k)),
-    _degree_panel("b", "Self-attention, X = 1", 1000, _TOKENS, lambda n, k: _self("ones")(n=n, attention=k)),
-    _degree_panel("c", "Cross-attention, X = I", 1000, _TOKENS, lambda n, k: _cross()(n=n, attention=k)),
-    _degree_panel("d", "Regression", 300, (100, 1_000, 10_000), lambda n, k: Regression(n, width_regression(n), k)),
+    _degree_panel("a", "Self-attention, X = I", 1000, _TOKENS, "self"),
+    _degree_panel("b", "Self-attention, X = 1", 1000, _TOKENS, "self", x="ones"),
+    _degree_panel("c", "Cross-attention, X = I", 1000, _TOKENS, "cross"),
+    _degree_panel("d", "Regression", 300, (100, 1_000, 10_000), "regression"),
 )
 
 SHEETS: dict[str, Sheet] = {

@@ -4,7 +4,7 @@ from fractions import Fraction
 from math import log
 
 import numpy as np
-from jaxtyping import Bool, Float, Int8
+from jaxtyping import Bool, Float
 
 from depthgauge.papers.separation.sampling import RegressionDraws, unpack
 from depthgauge.papers.separation.score_maps import LIN, ScoreMap
@@ -33,9 +33,10 @@ def conditions(setting: Regression, draws: RegressionDraws) -> Bool[np.ndarray, 
     positive = margin > 0
     for model, vector, case in np.argwhere(np.abs(margin) <= _rounding(setting, single)):
         kind, dataset = cases[case]
-        positive[model, vector, case] = _settled(setting, draws, bits, kind, dataset, int(model), int(vector))
-    any_positive = positive.any(axis=1)
-    return np.stack([any_positive[:, 0], *(~any_positive[:, case] for case in (1, 2, 3))], axis=1)
+        signs, scores = 2 * bits[model, vector].astype(int) - 1, _exact_scores(draws, dataset, int(model))
+        terms = [(int(y) - setting.threshold, q) for y, q in zip(signs, scores, strict=True)]
+        positive[model, vector, case] = sign_of_sum(kind, setting.n, terms) > 0  # of ⟨f, y⟩ − τ
+    return np.asarray(positive.any(axis=1) == [True, False, False, False])
 
 
 def _scores(draws: RegressionDraws, dataset: Dataset) -> Float[np.ndarray, "models n"]:
@@ -71,19 +72,9 @@ def _rounding(setting: Regression, single: bool) -> float:
     return (1.01 * (setting.n + 4) * 2.0**-24 if single else 0.0) + 4 * in_double
 
 
-def _settled(
-    setting: Regression,
-    draws: RegressionDraws,
-    bits: Int8[np.ndarray, "models m n"],
-    kind: ScoreMap,
-    dataset: Dataset,
-    model: int,
-    vector: int,
-) -> bool:
-    """Decide ⟨f, y⟩ > τ exactly, from the sign of Σ (yᵢ − τ)·k(qᵢ·log n)."""
+def _exact_scores(draws: RegressionDraws, dataset: Dataset, model: int) -> list[Fraction]:
+    """Return (Ax)ᵢ / log n of one model as fractions."""
     scores = [1 + _INTERVAL * Fraction(float(u)) for u in draws.uniform[model, dataset]]
     if dataset == 1:
         scores[int(draws.j[model])] = _PEAK
-    signs = 2 * bits[model, vector].astype(int) - 1
-    terms = [(int(y) - setting.threshold, q) for y, q in zip(signs, scores, strict=True)]
-    return sign_of_sum(kind, setting.n, terms) > 0
+    return scores

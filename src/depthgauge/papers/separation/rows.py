@@ -6,24 +6,28 @@ that is not κ, and y_d (self-attention only). Values are divided by √(log n) 
 all numbers in this file are rational.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from flint import arb
 
 from depthgauge.papers.separation.score_maps import ScoreMap, to_arb, weights
-from depthgauge.papers.separation.settings import (
-    AttentionSetting,
-    CrossAttention,
-    Dataset,
-    SelfAttention,
-    decimal,
-    special,
-)
+from depthgauge.papers.separation.settings import AttentionSetting, Dataset, SelfAttention, decimal, special
 
 _ZERO = Fraction(0)
+
+
+class Signs(NamedTuple):
+    """The statistics of y on which ⟨c, y⟩ depends: y₁ (first), y_κ (own), S (others), σ (turn) and y_d (last)."""
+
+    first: int
+    own: int
+    others: int
+    turn: int
+    last: int
 
 
 @dataclass(frozen=True)
@@ -41,26 +45,10 @@ class Group:
     turn: Fraction = _ZERO
     last: Fraction = _ZERO
 
-    def total(self, signs: "Signs") -> Fraction:
-        """Return Σ ⟨(A₃)_j, y⟩ over the keys of the group."""
-        return (
-            self.first * signs.first
-            + self.own * signs.own
-            + self.others * signs.others
-            + self.turn * signs.turn
-            + self.last * signs.last
-        )
-
-
-@dataclass(frozen=True)
-class Signs:
-    """The statistics of y on which ⟨c, y⟩ depends: y₁ (first), y_κ (own), S (others), σ (turn) and y_d (last)."""
-
-    first: int
-    own: int
-    others: int
-    turn: int
-    last: int
+    @property
+    def factors(self) -> tuple[Fraction, ...]:
+        """The factors of the statistics, in the order of `Signs`."""
+        return self.first, self.own, self.others, self.turn, self.last
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,7 @@ class OutputRow:
         """Return the coefficients of ⟨c, y⟩ on (y₁, y_κ, S, σ, y_d) as arb: Σ_g k(q_g)·sum_g / Σ_g k(q_g)·count_g."""
         ws = weights(kind, n, [group.score for group in self.groups])
         normaliser = sum((w * group.count for w, group in zip(ws, self.groups, strict=True)), arb(0))
-        columns = zip(*((g.first, g.own, g.others, g.turn, g.last) for g in self.groups), strict=True)
+        columns = zip(*(group.factors for group in self.groups), strict=True)
         return [
             sum((w * to_arb(v) for w, v in zip(ws, column, strict=True) if v), arb(0)) / normaliser
             for column in columns
@@ -81,55 +69,47 @@ class OutputRow:
 
     def excess(self, signs: Signs, threshold: Fraction) -> list[tuple[Fraction, Fraction]]:
         """Return terms (r, q) such that Σ r·k(q·log n) has the sign of ⟨c, y⟩ − τ."""
-        return [(group.total(signs) - group.count * threshold, group.score) for group in self.groups]
+        return [
+            (sum(map(operator.mul, group.factors, signs), _ZERO) - group.count * threshold, group.score)
+            for group in self.groups
+        ]
 
 
 def rows(setting: AttentionSetting, dataset: Dataset) -> tuple[OutputRow, ...]:
     """Return the distinct rows of c = f·A₃V on the data set. Rows of classes other than κ differ only in σ."""
-    found = _self_rows(setting, dataset) if isinstance(setting, SelfAttention) else _cross_rows(setting, dataset)
-    return tuple(OutputRow(tuple(g for g in groups if g.count)) for groups in found)
+    return tuple(OutputRow(tuple(g for g in groups if g.count)) for groups in _rows(setting, dataset))
 
 
-def _self_rows(setting: SelfAttention, dataset: Dataset) -> Iterator[list[Group]]:
-    a, b, c = special(setting, dataset), decimal(setting.b), decimal(setting.c)
-    n, t = setting.n, setting.n // setting.classes
+def _rows(setting: AttentionSetting, dataset: Dataset) -> Iterator[list[Group]]:
+    a, n, t = special(setting, dataset), setting.n, setting.n // setting.classes
+    one = Fraction(1)
+    first, b, c = (
+        (a, decimal(setting.b), decimal(setting.c)) if isinstance(setting, SelfAttention) else (one, one, _ZERO)
+    )
 
-    def special_key(score: Fraction) -> Group:
-        return Group(1, score, first=a, own=b, last=c)
-
-    def same_class(score: Fraction) -> Group:
-        return Group(t - 1, score, own=(t - 1) * b, last=(t - 1) * c)
-
-    def other_classes(score: Fraction) -> Group:
-        return Group(n - t, score, others=t * b, last=(n - t) * c)
+    def groups(special_key: Fraction, same_class: Fraction, other_classes: Fraction) -> list[Group]:
+        """Return the groups of a row from its scores of j₃, of the other keys of class κ, and of the other classes."""
+        return [
+            Group(1, special_key, first=first, own=b, last=c),
+            Group(t - 1, same_class, own=(t - 1) * b, last=(t - 1) * c),
+            Group(n - t, other_classes, others=t * b, last=(n - t) * c),
+        ]
 
     if setting.x == "ones":  # u_{ij} = (row sum of i)·(row sum of j)
-        s = b + c
-        for query in (a + s, s) if n > 1 else (a + s,):
-            yield [special_key(query * (a + s)), same_class(query * s), other_classes(query * s)]
+        key = first + b + c, b + c
+        plain = b + c if isinstance(setting, SelfAttention) else Fraction(setting.d - 1)
+        for query in (a + plain, plain):
+            yield groups(query * key[0], query * key[1], query * key[1])
+        return
+    if not isinstance(setting, SelfAttention):
+        yield groups(1 + a, one, one)
+        yield groups(one, one, one)
         return
     near, far = b * b + c * c, c * c
-    yield [special_key(a * a + near), same_class(near), other_classes(far)]
+    yield groups(a * a + near, near, far)
     if t > 1:
-        yield [special_key(near), same_class(near), other_classes(far)]
+        yield groups(near, near, far)
     if setting.classes > 1:
         own_class = Group(t, near, turn=t * b, last=t * c)
         rest = Group(n - 2 * t, far, others=t * b, turn=-t * b, last=(n - 2 * t) * c)
-        yield [special_key(far), same_class(far), own_class, rest]
-
-
-def _cross_rows(setting: CrossAttention, dataset: Dataset) -> Iterator[list[Group]]:
-    a, n, t = special(setting, dataset), setting.n, setting.n // setting.classes
-
-    def groups(special_score: Fraction, score: Fraction) -> list[Group]:
-        same_class = Group(t - 1, score, own=Fraction(t - 1))
-        other_classes = Group(n - t, score, others=Fraction(t))
-        return [Group(1, special_score, first=Fraction(1), own=Fraction(1)), same_class, other_classes]
-
-    if setting.x == "ones":  # row sums of A₁: a + d − 1 at j₂, else d − 1; of A₂: 2 at j₃, else 1
-        plain = Fraction(setting.d - 1)
-        yield groups(2 * (a + plain), a + plain)
-        yield groups(2 * plain, plain)
-        return
-    yield groups(1 + a, Fraction(1))
-    yield groups(Fraction(1), Fraction(1))
+        yield [*groups(far, far, far)[:2], own_class, rest]

@@ -1,9 +1,10 @@
 """Settings: the parameters of the data sets of Definitions 3.8, D.1 and F.1, and the width of the network."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from depthgauge.errors import InputError, require_count, require_type, unknown_name
 from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
@@ -27,21 +28,6 @@ def decimal(value: float) -> Fraction:
     Fraction(1, 10)
     """
     return Fraction(repr(float(value)))
-
-
-def width_regression(n: int) -> int:
-    """Return m = ⌈log n⌉, the paper's width for the regression model."""
-    return math.ceil(math.log(n))
-
-
-def width_self(n: int) -> int:
-    """Return m = max(⌈log(n/δ)⌉, 15), the paper's width for self-attention."""
-    return max(math.ceil(math.log(n / DELTA)), 15)
-
-
-def width_cross(n: int) -> int:
-    """Return m = ⌈log(n/δ)⌉, the paper's width for cross-attention."""
-    return math.ceil(math.log(n / DELTA))
 
 
 def _require_parameters(setting: object, names: str) -> None:
@@ -188,70 +174,49 @@ def special(setting: AttentionSetting, dataset: Dataset) -> Fraction:
     return decimal(setting.a1 if dataset == 1 else setting.a0)
 
 
-_USED = {
-    "self": ("x", "n", "d", "m", "a0", "a1", "b", "c"),
-    "cross": ("x", "n", "d", "m", "a0", "a1"),
-    "regression": ("n", "m"),
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "self": {"x": "identity", "n": 200, "d": 22, "m": None, "a0": 0.01, "a1": 1.2, "b": 0.2, "c": 0.8},
+    "cross": {"x": "identity", "n": 200, "d": 11, "m": None, "a0": 0.01, "a1": 3.0},
+    "regression": {"n": 1000, "m": None},
 }
+"""The paper's parameters of each kind. The default of m depends on n; see `_width`."""
+_CLASSES: dict[str, Callable[..., Setting]] = {"self": SelfAttention, "cross": CrossAttention, "regression": Regression}
 
 
-def build_setting(
-    kind: str,
-    *,
-    attention: str = "exp",
-    x: str | None = None,
-    n: int | None = None,
-    d: int | None = None,
-    m: int | None = None,
-    a0: float | None = None,
-    a1: float | None = None,
-    b: float | str | None = None,
-    c: float | None = None,
-) -> Setting:
-    """Build a setting from user input. Omitted parameters take the paper's values.
+def _width(kind: str, n: int) -> int:
+    """Return the paper's width m: ⌈log n⌉ (regression), max(⌈log(n/δ)⌉, 15) (self) or ⌈log(n/δ)⌉ (cross)."""
+    if kind == "regression":
+        return math.ceil(math.log(n))
+    return max(math.ceil(math.log(n / DELTA)), 15 if kind == "self" else 0)
+
+
+def build_setting(kind: str, *, attention: str = "exp", **given: Any) -> Setting:
+    """Build a setting from user input. Omitted parameters and those that are None take the paper's values.
 
     `b="tied"` means b = 1 − c, as in Definition D.1. A parameter that `kind` does not use raises `InputError`.
 
     >>> build_setting("cross", d=21).m
     10
     """
-    require_type("kind", kind, str, f"one of {', '.join(_USED)}")
+    require_type("kind", kind, str, f"one of {', '.join(_DEFAULTS)}")
     require_type("attention", attention, str, "exp, or poly:G with a degree G")
-    if kind not in _USED:
-        raise unknown_name("kind", kind, _USED)
-    given = {"x": x, "n": n, "d": d, "m": m, "a0": a0, "a1": a1, "b": b, "c": c}
-    unused = [name for name, value in given.items() if value is not None and name not in _USED[kind]]
+    if kind not in _DEFAULTS:
+        raise unknown_name("kind", kind, _DEFAULTS)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    unused = [name for name in chosen if name not in _DEFAULTS[kind]]
     if unused:
-        raise InputError(f"{unused[0]} is not used by kind {kind}; omit it (used: {', '.join(_USED[kind])})")
-    if kind == "regression":
-        tokens = 1000 if n is None else require_count("n", n, "the number of tokens", least=2)
-        return Regression(tokens, width_regression(tokens) if m is None else m, attention)
-    tokens = 200 if n is None else require_count("n", n, "the number of tokens", least=2)
-    product = "identity" if x is None else x
-    size0 = 0.01 if a0 is None else a0
-    if kind == "cross":
-        width = width_cross(tokens) if m is None else m
-        return CrossAttention(
-            tokens, 11 if d is None else d, width, size0, 3.0 if a1 is None else a1, product, attention
-        )
-    last = 0.8 if c is None else c
-    return SelfAttention(
-        tokens,
-        22 if d is None else d,
-        width_self(tokens) if m is None else m,
-        size0,
-        1.2 if a1 is None else a1,
-        _block_size(b, last),
-        last,
-        product,
-        attention,
-    )
+        raise InputError(f"{unused[0]} is not used by kind {kind}; omit it (used: {', '.join(_DEFAULTS[kind])})")
+    values = _DEFAULTS[kind] | chosen
+    require_count("n", values["n"], "the number of tokens", least=2)
+    if values["m"] is None:
+        values["m"] = _width(kind, values["n"])
+    if "b" in chosen:
+        values["b"] = _block_size(values["b"], values["c"])
+    return _CLASSES[kind](**values, attention=attention)
 
 
-def _block_size(b: float | str | None, c: float) -> float:
-    """Return b as a number: 0.2 by default, 1 − c if tied."""
-    if b is None:
-        return 0.2
+def _block_size(b: float | str, c: float) -> float:
+    """Return b as a number: 1 − c if tied."""
     if b == "tied":
         if not (isinstance(c, int | float) and math.isfinite(c) and 0 <= c <= 1):
             raise InputError(f"c must be between 0 and 1 when b is tied, got {c!r}; tied means b = 1 − c")

@@ -41,7 +41,8 @@ def sign_of_sum(kind: ScoreMap, n: int, terms: Iterable[tuple[Fraction, Fraction
     if not nonzero:
         return 0
     if kind.family == "lin":
-        return _sign(sum((r * q for q, r in nonzero.items()), Fraction(0)))
+        total = sum((r * q for q, r in nonzero.items()), Fraction(0))
+        return (total > 0) - (total < 0)
     precision = _FIRST_PRECISION
     while True:
         with ctx.workprec(precision):
@@ -53,26 +54,15 @@ def sign_of_sum(kind: ScoreMap, n: int, terms: Iterable[tuple[Fraction, Fraction
         if precision == _FIRST_PRECISION:  # the sign is undecided: test for zero
             if kind.family == "exp":
                 n, nonzero = _combined(n, nonzero)
-            if not nonzero or _is_zero(kind, n, nonzero):
+            if _zero_polynomial(kind.degree, nonzero) if kind.family == "poly" else _zero_powers(n, nonzero):
                 return 0
         precision *= 2
 
 
-def _sign(number: Fraction) -> int:
-    return (number > 0) - (number < 0)
-
-
 def _sum_in_arb(kind: ScoreMap, n: int, nonzero: dict[Fraction, Fraction]) -> Any:
     """Return Σ r·k(q·log n) as arb, up to a positive factor."""
-    return sum(
-        (to_arb(r) * w for r, w in zip(nonzero.values(), weights(kind, n, list(nonzero)), strict=True)),
-        arb(0),
-    )
-
-
-def _is_zero(kind: ScoreMap, n: int, nonzero: dict[Fraction, Fraction]) -> bool:
-    """Return whether the sum is exactly zero. For exp, n must not be a perfect power."""
-    return _zero_polynomial(kind.degree, nonzero) if kind.family == "poly" else _zero_powers(n, nonzero)
+    pairs = zip(nonzero.values(), weights(kind, n, list(nonzero)), strict=True)
+    return sum((to_arb(r) * w for r, w in pairs), arb(0))
 
 
 def _zero_polynomial(degree: int, nonzero: dict[Fraction, Fraction]) -> bool:

@@ -12,24 +12,15 @@ _ONES_IN_OCTET = np.array([octet.bit_count() for octet in range(256)], dtype=np.
 
 def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndarray, "models 4"]:
     """Return whether F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0; F uses the attention of the setting."""
-    strong_1, lin_1, strong_0, lin_0 = tables(setting)
     words = draws.words
     first = _bit(words, np.zeros(len(words), dtype=np.int64))
     last = _bit(words, np.full(len(words), setting.d - 1)) if setting.kind == "self" else np.zeros_like(first)
     plus = _count_ones(words & _class_bits(setting))
-    at = {}
-    for dataset in (0, 1):
+    found = []
+    for table, dataset in zip(tables(setting), (1, 1, 0, 0), strict=True):
         own = _bit(words, 1 + draws.j3[:, dataset] % setting.classes)
-        at[dataset] = (first, last, own, plus - own)
-    return np.stack(
-        [
-            strong_1[at[1]].any(axis=1),
-            ~lin_1[at[1]].any(axis=1),
-            ~strong_0[at[0]].any(axis=1),
-            ~lin_0[at[0]].any(axis=1),
-        ],
-        axis=1,
-    )
+        found.append(table[first, last, own, plus - own].any(axis=1))
+    return np.asarray(np.stack(found, axis=1) == [True, False, False, False])
 
 
 def _bit(words: UInt64[np.ndarray, "models m w"], position: Int[np.ndarray, " models"]) -> Int[np.ndarray, "models m"]:

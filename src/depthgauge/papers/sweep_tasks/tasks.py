@@ -13,7 +13,7 @@ from depthgauge.certificates.printed import log_dong_rate, printed_bound
 from depthgauge.depth.effective import effective_depth
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
-from depthgauge.linalg.norms import Center, composite_norm, max_norm
+from depthgauge.linalg.norms import composite_norm, max_norm
 from depthgauge.measures.weights import weight_sizes
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
@@ -22,7 +22,7 @@ from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
 from depthgauge.papers.sweep_tasks.fast_attention_task import plans_of, summary
-from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, log_contraction_bounds, split_states
+from depthgauge.papers.sweep_tasks.rank_collapse import log_contraction_bounds, split_states
 from depthgauge.papers.sweep_tasks.training_task import PARAMETERS as TRAINED
 from depthgauge.papers.sweep_tasks.training_task import complete as complete_training
 from depthgauge.papers.sweep_tasks.training_task import trained_depth
@@ -48,15 +48,8 @@ _METHOD = {"method": Parameter(choice(*METHODS))}
 
 def _network(cell: Cell) -> SelfAttentionNetwork:
     p = cell.parameters
-    return random_network(
-        p["layers"],
-        p["heads"],
-        p["dim"],
-        p["eta"],
-        distribution=p["distribution"],
-        skip=p["skip"],
-        seed=cell.seed("network"),
-    )
+    shape = (p["layers"], p["heads"], p["dim"], p["eta"])
+    return random_network(*shape, distribution=p["distribution"], skip=p["skip"], seed=cell.seed("network"))
 
 
 def _applicable(parameters: Values) -> Values:
@@ -72,11 +65,16 @@ def _refusal(method: str, skip: bool) -> str | None:
     return refusal(random_network(1, 1, 1, 1.0, skip=skip), method)
 
 
+def _inputs(cell: Cell, samples: int = 1) -> torch.Tensor:
+    """Return inputs [samples, n, d] uniform in the box."""
+    p = cell.parameters
+    return uniform_inputs(samples, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))
+
+
 def collapse_error(cell: Cell) -> Values:
     """Compute ‖S(X) − S'(X)‖max for a random network S, its surrogate S' and one input X uniform in the box."""
-    p, network = cell.parameters, _network(cell)
+    p, network, x = cell.parameters, _network(cell), _inputs(cell)[0]
     surrogate = collapse(network, p["method"], radius=p["radius"], seed=cell.seed("fit"))
-    x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
     with torch.no_grad():
         truth, guess = network(x), surrogate(x)
     return {"error": _finite(max_norm(truth - guess)), "output": _finite(max_norm(truth))}
@@ -101,9 +99,8 @@ def certificate(cell: Cell) -> Values:
 def depth(cell: Cell) -> Values:
     """Compute the effective depth of a random network: certified for all inputs, and measured on random inputs."""
     p, network = cell.parameters, _network(cell)
-    x = uniform_inputs(p["samples"], p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))
     proved = effective_depth(network, tolerance=p["tolerance"], radius=p["radius"])
-    seen = effective_depth(network, tolerance=p["tolerance"], certified=False, x=x)
+    seen = effective_depth(network, tolerance=p["tolerance"], certified=False, x=_inputs(cell, p["samples"]))
     return {
         "certified": proved.layers,
         "certified_error": _finite(proved.error),
@@ -119,8 +116,7 @@ def rank_collapse(cell: Cell) -> Values:
     - `log10_ratio_dong`, `log10_dong`: the same with the norm, the centre and the rate of Dong et al.
     - `one_layer`: ‖X_ℓ − S'(X)‖max/‖X_ℓ‖max for the mean-field surrogate S' of the first ℓ layers
     """
-    p, network = cell.parameters, _network(cell)
-    x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
+    p, network, x = cell.parameters, _network(cell), _inputs(cell)[0]
     states = split_states(network, x)
     joined = [state.joined() for state in states]
     largest = [math.log(float(max_norm(X))) for X in joined]
@@ -130,17 +126,12 @@ def rank_collapse(cell: Cell) -> Values:
     dong = [log_dong_rate(beta, p["heads"], network[0].key_dim, ell, start) for ell in range(len(states))]
     bounds = log_contraction_bounds(network, states[0].log_residual("max", "midrange"))
     return {
-        "log10_ratio": _log10(_residuals(states, "max", "midrange"), largest),
+        "log10_ratio": _log10([state.log_residual("max", "midrange") for state in states], largest),
         "log10_bound": _log10(bounds, largest),
-        "log10_ratio_dong": _log10(_residuals(states, "composite", "mean"), composite),
+        "log10_ratio_dong": _log10([state.log_residual("composite", "mean") for state in states], composite),
         "log10_dong": _log10(dong, composite),
         "one_layer": [_finite(_one_layer_error(network, x, X, ell)) for ell, X in enumerate(joined)],
     }
-
-
-def _residuals(states: list[SplitState], norm: str, center: Center) -> list[float]:
-    """Return log ‖Res(X_ℓ)‖ of every state."""
-    return [state.log_residual(norm, center) for state in states]
 
 
 def _log10(logs: list[float], scales: list[float]) -> list[float | None]:
@@ -158,16 +149,13 @@ def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Te
 
 def fast_attention(cell: Cell) -> Values:
     """Compute the plan of fast attention in a random network: score bound B, degree, features, predicted speed-up."""
-    p, network = cell.parameters, _network(cell)
-    x = uniform_inputs(1, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))[0]
-    return summary(plans_of(network, x, p["tolerance"], p["length"]), p["dim"], p["tolerance"])
-
-
-_SEPARATION = ("kind", "attention", "x", "n", "d", "m", "a0", "a1", "b", "c")
+    p = cell.parameters
+    plans = plans_of(_network(cell), _inputs(cell)[0], p["tolerance"], p["length"])
+    return summary(plans, p["dim"], p["tolerance"])
 
 
 def _setting(parameters: Mapping[str, Any]) -> Setting:
-    return build_setting(**{name: parameters[name] for name in _SEPARATION if name in parameters})
+    return build_setting(**{name: value for name, value in parameters.items() if name != "seed"})
 
 
 def _complete_setting(parameters: Values) -> Values:
@@ -200,56 +188,39 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Task(
-            "collapse-error",
-            1,
-            {**_METHOD, **_NETWORK, **_TOKENS, **_OPTIONS, "seed": SEED},
-            collapse_error,
+            "collapse-error", 1, {**_METHOD, **_NETWORK, **_TOKENS, **_OPTIONS, "seed": SEED}, collapse_error,
             _applicable,
         ),
         Task(
-            "certificate",
-            1,
+            "certificate", 1,
             {
-                **_METHOD,
-                **_NETWORK,
-                **_OPTIONS,
+                **_METHOD, **_NETWORK, **_OPTIONS,
                 "tokens": Parameter(or_word("any", count("the number of tokens of an input, or the word any")), "any"),
-                "effort": Parameter(choice(*EFFORTS), "default"),
-                "seed": SEED,
+                "effort": Parameter(choice(*EFFORTS), "default"), "seed": SEED,
             },
-            certificate,
-            _applicable,
+            certificate, _applicable,
         ),
         Task(
-            "effective-depth",
-            1,
+            "effective-depth", 1,
             {
                 "tolerance": Parameter(positive("the largest accepted error in an output entry")),
-                **_NETWORK,
-                **_TOKENS,
-                **_OPTIONS,
-                "samples": Parameter(count("the number of inputs on which the depth is measured"), 4),
-                "seed": SEED,
+                **_NETWORK, **_TOKENS, **_OPTIONS,
+                "samples": Parameter(count("the number of inputs on which the depth is measured"), 4), "seed": SEED,
             },
             depth,
         ),
         Task(
-            "fast-attention",
-            1,
+            "fast-attention", 1,
             {
                 "tolerance": Parameter(positive("the largest accepted error, relative to the range of the values")),
-                **_NETWORK,
-                **_TOKENS,
-                **_OPTIONS,
-                "length": Parameter(count("the number of tokens for which the cost is predicted"), 65536),
-                "seed": SEED,
+                **_NETWORK, **_TOKENS, **_OPTIONS,
+                "length": Parameter(count("the number of tokens for which the cost is predicted"), 65536), "seed": SEED,
             },
             fast_attention,
         ),
         Task("rank-collapse", 1, {**_NETWORK, **_TOKENS, **_OPTIONS, "seed": SEED}, rank_collapse),
         Task(
-            "separation",
-            1,
+            "separation", 1,
             {
                 "kind": Parameter(choice("self", "cross", "regression")),
                 "attention": Parameter(text("exp, lin or poly:G"), "exp"),
@@ -263,10 +234,8 @@ TASKS: dict[str, Task] = {
                 "c": Parameter(number("the size of the last, constant column"), None),
                 "seed": SEED,
             },
-            separation,
-            _complete_setting,
-            repeats_inside=True,
+            separation, _complete_setting, repeats_inside=True,
         ),
         Task("trained-depth", 1, TRAINED, trained_depth, complete_training, repeats_inside=True),
     )
-}
+}  # fmt: skip

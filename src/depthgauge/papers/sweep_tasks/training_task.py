@@ -5,6 +5,7 @@ the number of the repetition alone, so models of different depth and η start fr
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from depthgauge.network.network import NORMS
@@ -52,5 +53,5 @@ def trained_depth(cell: Cell) -> dict[str, Any]:
 
 def records_of(models: Sequence[TrainedModel], parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of a cell from its trained models."""
-    found = [examine(model, parameters["test"], depths=parameters["depths"]).to_json() for model in models]
+    found = [asdict(examine(model, parameters["test"], depths=parameters["depths"])) for model in models]
     return {"chance": models[0].task.chance, **{name: [record[name] for record in found] for name in found[0]}}

@@ -53,13 +53,10 @@ class ModelShape:
     mlp: int | None = None
 
     def __post_init__(self) -> None:
-        for name, meaning in (
-            ("layers", "the number of layers L"),
-            ("heads", "the number of heads H per layer"),
-            ("dim", "the width d of a token"),
-            ("key_dim", "the width k of queries and keys"),
-        ):
-            require_count(name, getattr(self, name), meaning)
+        require_count("layers", self.layers, "the number of layers L")
+        require_count("heads", self.heads, "the number of heads H per layer")
+        require_count("dim", self.dim, "the width d of a token")
+        require_count("key_dim", self.key_dim, "the width k of queries and keys")
         if self.mlp is not None:
             require_count("mlp", self.mlp, "the hidden width of the MLP; omit it for no MLP")
         if self.norm not in NORMS:

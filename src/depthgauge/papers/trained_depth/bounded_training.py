@@ -90,13 +90,10 @@ class TrainingOptions:
     save_every: int = 500
 
     def __post_init__(self) -> None:
-        for name, meaning in (
-            ("steps", "the number of training steps"),
-            ("batch", "the number of sequences per step"),
-            ("test", "the number of test sequences"),
-            ("save_every", "the number of steps between two checkpoints"),
-        ):
-            require_count(name, getattr(self, name), meaning)
+        require_count("steps", self.steps, "the number of training steps")
+        require_count("batch", self.batch, "the number of sequences per step")
+        require_count("test", self.test, "the number of test sequences")
+        require_count("save_every", self.save_every, "the number of steps between two checkpoints")
         require_positive("rate", self.rate, "the largest learning rate")
         require_positive("clip", self.clip, "the largest norm of a gradient")
         for name in ("warmup", "decay"):
@@ -238,14 +235,9 @@ class BatchTrainer:
 
     def identity(self) -> dict[str, Any]:
         """Return what a checkpoint must share with this run to continue it."""
-        options = asdict(replace(self.options, device="cpu", save_every=1))
-        return {
-            "task": (self.task.name, self.task.vocabulary, self.task.length, self.task.classes),
-            "shape": asdict(self.shape),
-            "etas": self.etas,
-            "seeds": self.seeds,
-            "options": options,
-        }
+        task, options = self.task, asdict(replace(self.options, device="cpu", save_every=1))
+        drawn = {"task": (task.name, task.vocabulary, task.length, task.classes), "shape": asdict(self.shape)}
+        return {**drawn, "etas": self.etas, "seeds": self.seeds, "options": options}
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file, atomically; a finished run keeps the weights alone."""
@@ -271,6 +263,20 @@ class BatchTrainer:
         self.weights = state["weights"]
         self.adam.first, self.adam.second, self.adam.steps = state["first"], state["second"], state["steps"]
 
+    def run(self, checkpoint: str | Path | None = None, progress: Step = silent) -> list[TrainedModel]:
+        """Train to the end, from the checkpoint file if it exists, and return the models."""
+        steps = self.options.steps
+        if checkpoint is not None and Path(checkpoint).exists():
+            self.resume(checkpoint)
+        while self.step < steps:
+            self.advance()
+            if checkpoint is not None and (self.step % self.options.save_every == 0 or self.step == steps):
+                self.save(checkpoint)
+            if self.step % CHUNK == 0:
+                progress(self.step, steps, self.task.name)
+        progress(steps, steps, "")
+        return self.models()
+
     def measure(self) -> tuple[Float[Tensor, " models"], Float[Tensor, " models"]]:
         """Return the accuracy and the loss of every model on new sequences, the same for all models."""
         tokens, labels = held_out(self.task, self.options.test)
@@ -286,17 +292,10 @@ class BatchTrainer:
 
     def models(self) -> list[TrainedModel]:
         """Return every model with its accuracy."""
-        accuracy, loss = self.measure()
+        found = zip(self.etas, self.seeds, *(measured.tolist() for measured in self.measure()), strict=True)
         return [
-            TrainedModel(
-                task=self.task,
-                model=take_model(self.shape, self.weights, index),
-                eta=eta,
-                seed=seed,
-                accuracy=float(accuracy[index]),
-                loss=float(loss[index]),
-            )
-            for index, (eta, seed) in enumerate(zip(self.etas, self.seeds, strict=True))
+            TrainedModel(self.task, take_model(self.shape, self.weights, index), *values)
+            for index, values in enumerate(found)
         ]
 
 
@@ -319,17 +318,7 @@ def train_batch(
 
     The result of a model does not depend on the other models of the batch, apart from rounding.
     """
-    trainer = BatchTrainer(task, shape, etas, seeds, options)
-    if checkpoint is not None and Path(checkpoint).exists():
-        trainer.resume(checkpoint)
-    while trainer.step < options.steps:
-        trainer.advance()
-        if checkpoint is not None and (trainer.step % options.save_every == 0 or trainer.step == options.steps):
-            trainer.save(checkpoint)
-        if trainer.step % CHUNK == 0:
-            progress(trainer.step, options.steps, task.name)
-    progress(options.steps, options.steps, "")
-    return trainer.models()
+    return BatchTrainer(task, shape, etas, seeds, options).run(checkpoint, progress)
 
 
 def train_bounded(
@@ -384,14 +373,6 @@ def train_bounded(
     seeds = [require_seed(seed) for seed in seeds]
     if not etas or not seeds:
         raise InputError("give at least one eta and one seed; one model is trained for each pair")
-    pairs = [(one, seed) for one in etas for seed in seeds]
+    every = [one for one in etas for _ in seeds], [seed for _ in etas for seed in seeds]
     shape = options.shape(layers, heads, dim)
-    return train_batch(
-        task,
-        shape,
-        [one for one, _ in pairs],
-        [seed for _, seed in pairs],
-        options,
-        checkpoint=checkpoint,
-        progress=progress,
-    )
+    return train_batch(task, shape, *every, options, checkpoint=checkpoint, progress=progress)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from depthgauge.papers.trained_depth.bounded_models import ModelShape
-from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, TrainingOptions, stream_seed, train_batch
+from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, TrainingOptions, stream_seed
 from depthgauge.papers.trained_depth.generated_tasks import find_task
 from depthgauge.progress import Step, silent
 
@@ -57,6 +57,8 @@ class ExperimentPlan:
     layers: tuple[int, ...]
     shape: Mapping[str, Any]
     seeds: int
+    contrast_layers: int = 4
+    """The larger number of layers in T3."""
 
     @property
     def deepest(self) -> int:
@@ -85,21 +87,9 @@ class ExperimentPlan:
         """Return the grids of T3: with and without skips and LayerNorm, one layer and several."""
         if not self.contrasted:
             return []
-        return [
-            self._lists(
-                problem=list(self.contrasted),
-                layers=[1, self.contrast_layers],
-                eta=list(self.few),
-                skip=[True, False],
-                norm=["none", "pre"],
-                depths=[False],
-            )
-        ]
-
-    @property
-    def contrast_layers(self) -> int:
-        """The larger number of layers in T3."""
-        return 4
+        variants = {"skip": [True, False], "norm": ["none", "pre"], "depths": [False]}
+        layers = [1, self.contrast_layers]
+        return [self._lists(problem=list(self.contrasted), layers=layers, eta=list(self.few), **variants)]
 
     def _lists(self, **lists: list[Any]) -> Lists:
         return {name: [value] for name, value in self.shape.items()} | lists
@@ -162,24 +152,21 @@ class ModelFamily:
         skip = "skip" if p["skip"] else "noskip"
         return f"{p['problem']}-L{p['layers']}-H{p['heads']}-d{p['dim']}-{skip}-{p['norm']}-mlp{p['mlp'] or 0}.pt"
 
-    def members(self) -> tuple[list[float | None], list[int]]:
-        """Return η and seed of every model of the batch."""
-        pairs = [(eta, seed) for eta in self.etas for seed in self.seeds]
-        return [None if isinstance(eta, str) else eta for eta, _ in pairs], [seed for _, seed in pairs]
+    def trainer(self, device: str = "cpu") -> BatchTrainer:
+        """Return the training run at its start: one model for each η and seed."""
+        pairs = [(None if isinstance(eta, str) else eta, seed) for eta in self.etas for seed in self.seeds]
+        etas, seeds = [eta for eta, _ in pairs], [seed for _, seed in pairs]
+        task, options = find_task(self.parameters["problem"]), options_of(self.parameters, device)
+        return BatchTrainer(task, shape_of(self.parameters), etas, seeds, options)
 
     def train(self, folder: Path, device: str, progress: Step = silent) -> list[float]:
         """Train the models, keep their weights in `folder`, and return their accuracies."""
-        etas, seeds = self.members()
-        task, options = find_task(self.parameters["problem"]), options_of(self.parameters, device)
-        path, shape = folder / self.name, shape_of(self.parameters)
-        models = train_batch(task, shape, etas, seeds, options, checkpoint=path, progress=progress)
-        return [model.accuracy for model in models]
+        trainer = self.trainer(device)
+        return [model.accuracy for model in trainer.run(folder / self.name, progress)]
 
     def load(self, folder: Path) -> BatchTrainer:
         """Return the run that `train` kept in `folder`, on the CPU."""
-        etas, seeds = self.members()
-        task, options = find_task(self.parameters["problem"]), options_of(self.parameters)
-        trainer = BatchTrainer(task, shape_of(self.parameters), etas, seeds, options)
+        trainer = self.trainer()
         trainer.resume(folder / self.name)
         return trainer
 

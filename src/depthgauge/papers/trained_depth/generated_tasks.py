@@ -1,7 +1,7 @@
 """Generated tasks: sequences of tokens with one label each, which the model reads from the last token.
 
 Every task states in `known` how many layers it is known to take. The labels are functions of the tokens that are short
-enough to check by hand; `tests/training` checks them against a plain loop.
+enough to check by hand; the tests check them against a plain loop.
 """
 
 import itertools

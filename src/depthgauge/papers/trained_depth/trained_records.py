@@ -1,8 +1,7 @@
 """What is recorded about a trained model: accuracy, proved and measured depth, and how it uses its weight bound."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -58,10 +57,6 @@ class TrainedRecord:
     largest: float
     at_bound: float | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the record as a dictionary."""
-        return asdict(self)
-
 
 def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> TrainedRecord:
     """Measure a trained model on `test` sequences, and prove what can be proved about it.
@@ -89,7 +84,7 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
         certified_depth=output_depth(model, bound) if foldable else None,
         measured_depth=accuracy_depth(model, tokens, labels) if foldable else None,
         largest=float(weights.max()),
-        at_bound=None if trained.eta is None else _share_at(weights, trained.eta),
+        at_bound=None if trained.eta is None else _mean(weights >= trained.eta * (1 - AT_BOUND)),
     )
 
 
@@ -99,12 +94,12 @@ def _bounded_weights(network: SelfAttentionNetwork) -> Sequence[torch.Tensor]:
     return attention + [w for layer in network if layer.mlp is not None for w in layer.mlp.parameters()]
 
 
-def _share_at(weights: torch.Tensor, eta: float) -> float:
-    return float((weights >= eta * (1 - AT_BOUND)).double().mean())
+def _mean(met: torch.Tensor) -> float:
+    return float(met.double().mean())
 
 
 def _accuracy(outputs: torch.Tensor, labels: torch.Tensor) -> float:
-    return float((outputs.argmax(dim=-1) == labels).double().mean())
+    return _mean(outputs.argmax(dim=-1) == labels)
 
 
 def output_depth(model: BoundedModel, bound: OutputBound | None) -> int:

@@ -1,5 +1,6 @@
 """Paper A on norms, residuals and softmax: 3.2, 3.3, 4.1, 4.2, B.1, B.2, B.3, B.4, D.3, D.4, D.5."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -130,7 +131,7 @@ _FACTORS = {"A": "n m", "B": "m p"}
 _SHAPES = sizes(n=(1, 1, 1, 2, 2), m=(1, 1, 2, 2, 3), p=(1, 2, 1, 2, 2))
 
 
-def _product_claim(part: int, norms: str, corrected: str | None) -> Claim:
+def _product_claim(part: int, norms: Sequence[str], corrected: str | None) -> Claim:
     left, first, second = norms
     names = {"1": "₁", "m": "∞"}
     return searched(

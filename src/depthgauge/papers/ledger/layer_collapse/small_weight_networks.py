@@ -5,6 +5,7 @@ about all networks.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
@@ -147,7 +148,7 @@ _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
 _ONE = {"X0": "n d", **_WEIGHTS}
 
 
-def _condition_claim(part: int, sides: tuple[str, str], hypothesis: str, over: tuple[Size, ...], **more: str) -> Claim:
+def _condition_claim(part: int, sides: tuple[str, str], hypothesis: str, over: tuple[Size, ...], **more: Any) -> Claim:
     """A part of Lemma C.2."""
     return searched(
         f"A.C.2.{part}", f"Lemma C.2 ({part})", sides, _condition(part), _drawn(_ONE, H=1, ell=1), over, hypothesis,

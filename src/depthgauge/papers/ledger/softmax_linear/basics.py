@@ -10,10 +10,8 @@ from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Misprint, Size
-from depthgauge.papers.ledger.instances import drawing, sizes
+from depthgauge.papers.ledger.instances import drawing, searched, sizes
 
-_MATRICES = {"A1": "n d", "A2": "n d", "Q": "d d", "K": "d d"}
-_SIZES = sizes(n=(1, 2, 2, 3), d=(1, 1, 2, 2))
 _ANY = "A₁, A₂ ∈ R^{n×d}, Q, K ∈ R^{d×d}"
 _VEC = "Read with vec along the rows, which the paper leaves open; along the columns see ours.b-tensor-columns."
 
@@ -48,24 +46,16 @@ def _coins(size: Size) -> Iterable[Instance]:
         yield {"low": np.full(n, -1), "high": np.full(n, 1), "p": np.full(n, Fraction(1, 2)), "t": Fraction(t)}
 
 
-_HOEFFDING = Claim(
-    id="B.3.1",
-    where="Lemma 3.1 (Hoeffding)",
+_HOEFFDING = searched(
+    "B.3.1", "Lemma 3.1 (Hoeffding)", ("Pr[|X − E[X]| ≥ t]", "2 exp(−2t²/Σ(b_i − a_i)²)"), _hoeffding, _bounded,
+    sizes(n=(1, 2, 3, 5)), "X_i ∈ [a_i, b_i] independent, t ≥ 0",
     statement="Pr[|X − E[X]| ≥ t] ≤ 2 exp(−2t²/Σ(b_i − a_i)²) for X = Σ X_i",
-    check=Inequality(
-        left="Pr[|X − E[X]| ≥ t]",
-        right="2 exp(−2t²/Σ(b_i − a_i)²)",
-        evaluate=_hoeffding,
-        draw=_bounded,
-        sizes=sizes(n=(1, 2, 3, 5)),
-        allowed=lambda ar, low, high, p, t: bool(
-            (low <= high).all() and (low < high).any() and (p >= 0).all() and (p <= 1).all() and t >= 0
-        ),
-        starts=_coins,
+    allowed=lambda ar, low, high, p, t: bool(
+        (low <= high).all() and (low < high).any() and (p >= 0).all() and (p <= 1).all() and t >= 0
     ),
-    hypothesis="X_i ∈ [a_i, b_i] independent, t ≥ 0",
+    starts=_coins,
     note="The search covers variables with two values, low_i and high_i, for which all outcomes can be enumerated.",
-)
+)  # fmt: skip
 
 
 def _network(f: Value, y: Value, tau: Value) -> Value:
@@ -93,21 +83,14 @@ def _named(left: str, kind: str) -> Inequality:
         u = np.array([Fraction(3), *([Fraction(1)] * (n - 1))], dtype=object)
         yield {"u": u, "y": np.where(np.arange(n)[:, None] == 0, 1.0, -1.0) * np.ones((n, m)), "tau": Fraction(1, 4)}
 
+    def draw(random: Random, size: Size) -> Instance:
+        u, y = random.uniform(0.1, 3, size=size["n"]), random.choice([-1.0, 1.0], size=(size["n"], size["m"]))
+        return {"u": u, "y": y, "tau": float(random.uniform(0.05, 0.5))}
+
     return Inequality(
-        left=left,
-        right="φ(Σ_j φ_τ(⟨f_lin, y_j⟩))",
-        evaluate=evaluate,
-        draw=lambda random, size: {
-            "u": random.uniform(0.1, 3, size=size["n"]),
-            "y": random.choice([-1.0, 1.0], size=(size["n"], size["m"])),
-            "tau": float(random.uniform(0.05, 0.5)),
-        },
-        sizes=sizes(n=(2, 3), m=(1, 2)),
-        allowed=lambda ar, u, y, tau: bool((u > 0).all() and tau > 0),
-        starts=starts,
-        relation="=",
-        fixed=frozenset({"y"}),
-    )
+        left, "φ(Σ_j φ_τ(⟨f_lin, y_j⟩))", evaluate, draw, sizes(n=(2, 3), m=(1, 2)),
+        lambda ar, u, y, tau: bool((u > 0).all() and tau > 0), starts, "=", fixed=frozenset({"y"}),
+    )  # fmt: skip
 
 
 def _kronecker(A: Value, B: Value) -> Value:
@@ -124,9 +107,13 @@ def _equation(left: str, right: str, sides: Callable[..., tuple[Value, Value]], 
         yield "A₁QKᵀA₂ᵀ", A1 @ X @ A2.T
         return sides(ar, A1, A2, X)
 
-    return Inequality(
-        left, right, evaluate, drawing(_MATRICES), sizes(n=(1, 2, 3), d=(1, 2, 3)) if square else _SIZES, relation="="
-    )
+    over = sizes(n=(1, 2, 3), d=(1, 2, 3)) if square else sizes(n=(1, 2, 2, 3), d=(1, 1, 2, 2))
+    shapes = drawing({"A1": "n d", "A2": "n d", "Q": "d d", "K": "d d"})
+    return Inequality(left, right, evaluate, shapes, over, relation="=")
+
+
+def _identity(id: str, where: str, statement: str, check: Inequality, note: str = _VEC) -> Claim:
+    return Claim(id, where, statement, check, _ANY, sharp=True, note=note)
 
 
 def _blocks(A1: Value, A2: Value, X: Value) -> Value:
@@ -136,120 +123,78 @@ def _blocks(A1: Value, A2: Value, X: Value) -> Value:
 
 def _lengths(printed: str) -> Inequality:
     """Definition C.6: compare the length of a column of y with the length of a row of c."""
+
+    def evaluate(ar: Arithmetic, **size: int) -> Any:
+        yield "lengths", np.array([size[printed], size["d"]])
+        return size[printed], size["d"]
+
     return Inequality(
-        left="the length of y_l",
-        right="d, the length of c_exp[j₀]",
-        evaluate=lambda ar, **size: _no_steps(size[printed], size["d"]),
-        draw=lambda random, size: dict(size),
-        sizes=sizes(n=(2, 3), d=(1, 4)),
-        relation="=",
-        condition=f"y ∈ R^{{{printed}×m}}",
-    )
+        "the length of y_l", "d, the length of c_exp[j₀]", evaluate, lambda random, size: dict(size),
+        sizes(n=(2, 3), d=(1, 4)), relation="=", condition=f"y ∈ R^{{{printed}×m}}",
+    )  # fmt: skip
 
 
-def _no_steps(left: int, right: int) -> Any:
-    yield "lengths", np.array([left, right])
-    return left, right
-
+_SUMS_PRINTED = _equation(
+    "⟨exp(A_{j₀}x), 1_n⟩", "⟨exp((A₁)_{j₀,*} QKᵀA₂), 1_n⟩",
+    lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2).sum(axis=1)), square=True,
+)  # fmt: skip
+_SUMS_INTENDED = _equation(
+    "⟨exp(A_{j₀}x), 1_n⟩", "⟨exp((A₁)_{j₀,*} QKᵀA₂ᵀ), 1_n⟩",
+    lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2.T).sum(axis=1)),
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (
     _HOEFFDING,
     Claim(
-        id="B.3.6",
-        where="Definition 3.6",
-        statement="F_exp(A; x, y) = φ(Σ_j φ_τ(⟨f_lin(A, x), y_j⟩))",
-        check=Misprint(_named("F_exp of Definition 3.5", "exp"), _named("F_lin", "lin")),
-        hypothesis="u = Ax with positive entries, τ > 0",
+        "B.3.6", "Definition 3.6", "F_exp(A; x, y) = φ(Σ_j φ_τ(⟨f_lin(A, x), y_j⟩))",
+        Misprint(_named("F_exp of Definition 3.5", "exp"), _named("F_lin", "lin")),
+        "u = Ax with positive entries, τ > 0",
         note="The definition of F_lin is printed with the name F_exp, which Definition 3.5 defines with f_exp.",
     ),
-    Claim(
-        id="B.A.1",
-        where="Fact A.1 (tensor trick)",
-        statement="vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₁ ⊗ A₂) vec(QKᵀ))",
-        check=_equation(
-            "vec(exp(A₁QKᵀA₂ᵀ))",
-            "exp((A₁ ⊗ A₂) vec(QKᵀ))",
+    _identity(
+        "B.A.1", "Fact A.1 (tensor trick)", "vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₁ ⊗ A₂) vec(QKᵀ))",
+        _equation(
+            "vec(exp(A₁QKᵀA₂ᵀ))", "exp((A₁ ⊗ A₂) vec(QKᵀ))",
             lambda ar, A1, A2, X: (ar.exp(A1 @ X @ A2.T), ar.exp(_blocks(A1, A2, X))),
         ),
-        hypothesis=_ANY,
-        sharp=True,
-        note=_VEC,
     ),
-    Claim(
-        id="ours.b-tensor-columns",
-        where="Fact A.1 with vec along the columns",
-        statement="vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₂ ⊗ A₁) vec(QKᵀ)), vec stacking columns",
-        check=_equation(
-            "vec(exp(A₁QKᵀA₂ᵀ))",
-            "exp((A₂ ⊗ A₁) vec(QKᵀ))",
+    _identity(
+        "ours.b-tensor-columns", "Fact A.1 with vec along the columns",
+        "vec(exp(A₁QKᵀA₂ᵀ)) = exp((A₂ ⊗ A₁) vec(QKᵀ)), vec stacking columns",
+        _equation(
+            "vec(exp(A₁QKᵀA₂ᵀ))", "exp((A₂ ⊗ A₁) vec(QKᵀ))",
             lambda ar, A1, A2, X: (
-                ar.exp(A1 @ X @ A2.T).T.reshape(-1),
-                ar.exp(_kronecker(A2, A1) @ X.T.reshape(-1)),
+                ar.exp(A1 @ X @ A2.T).T.reshape(-1), ar.exp(_kronecker(A2, A1) @ X.T.reshape(-1))
             ),
         ),
-        hypothesis=_ANY,
-        sharp=True,
+        note="",
     ),
-    Claim(
-        id="B.C.3.1",
-        where="Claim C.3, first formula",
-        statement="u_lin(A, x)_{j₀} = ((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ",
-        check=_equation("A_{j₀}x", "((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ", lambda ar, A1, A2, X: (_blocks(A1, A2, X), A1 @ X @ A2.T)),
-        hypothesis=_ANY,
-        sharp=True,
-        note=_VEC,
+    _identity(
+        "B.C.3.1", "Claim C.3, first formula", "u_lin(A, x)_{j₀} = ((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ",
+        _equation("A_{j₀}x", "((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ", lambda ar, A1, A2, X: (_blocks(A1, A2, X), A1 @ X @ A2.T)),
     ),
-    Claim(
-        id="B.C.3.2",
-        where="Claim C.3, second formula",
-        statement="α_lin(A, x)_{j₀} = ⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
-        check=_equation(
-            "⟨A_{j₀}x, 1_n⟩",
-            "⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
+    _identity(
+        "B.C.3.2", "Claim C.3, second formula", "α_lin(A, x)_{j₀} = ⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
+        _equation(
+            "⟨A_{j₀}x, 1_n⟩", "⟨((A₁)_{j₀,*} QKᵀA₂ᵀ)ᵀ, 1_n⟩",
             lambda ar, A1, A2, X: (_blocks(A1, A2, X).sum(axis=1), (A1 @ X @ A2.T).sum(axis=1)),
         ),
-        hypothesis=_ANY,
-        sharp=True,
-        note=_VEC,
     ),
-    Claim(
-        id="B.C.5.1",
-        where="Claim C.5, first formula",
-        statement="u_exp(A, x)_{j₀} = (exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
-        check=_equation(
-            "exp(A_{j₀}x)",
-            "(exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
+    _identity(
+        "B.C.5.1", "Claim C.5, first formula", "u_exp(A, x)_{j₀} = (exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
+        _equation(
+            "exp(A_{j₀}x)", "(exp((A₁)_{j₀,*} QKᵀA₂ᵀ))ᵀ",
             lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)), ar.exp(A1 @ X @ A2.T)),
         ),
-        hypothesis=_ANY,
-        sharp=True,
-        note=_VEC,
     ),
     Claim(
-        id="B.C.5.2",
-        where="Claim C.5, second formula",
-        statement="α_exp(A, x)_{j₀} = ⟨(exp((A₁)_{j₀,*} QKᵀA₂)ᵀ)ᵀ, 1_n⟩",
-        check=Misprint(
-            _equation(
-                "⟨exp(A_{j₀}x), 1_n⟩",
-                "⟨exp((A₁)_{j₀,*} QKᵀA₂), 1_n⟩",
-                lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2).sum(axis=1)),
-                square=True,
-            ),
-            _equation(
-                "⟨exp(A_{j₀}x), 1_n⟩",
-                "⟨exp((A₁)_{j₀,*} QKᵀA₂ᵀ), 1_n⟩",
-                lambda ar, A1, A2, X: (ar.exp(_blocks(A1, A2, X)).sum(axis=1), ar.exp(A1 @ X @ A2.T).sum(axis=1)),
-            ),
-        ),
-        hypothesis=f"{_ANY}; the printed shapes agree only for n = d",
+        "B.C.5.2", "Claim C.5, second formula", "α_exp(A, x)_{j₀} = ⟨(exp((A₁)_{j₀,*} QKᵀA₂)ᵀ)ᵀ, 1_n⟩",
+        Misprint(_SUMS_PRINTED, _SUMS_INTENDED), f"{_ANY}; the printed shapes agree only for n = d",
         note=f"The transpose of A₂ is missing or outside the bracket. {_VEC}",
     ),
     Claim(
-        id="B.C.6",
-        where="Definition C.6",
-        statement="for y ∈ R^{n×m} the inner product ⟨c_exp(A, x)_{j₀}, y_l⟩ is defined",
-        check=Misprint(_lengths("n"), _lengths("d")),
+        "B.C.6", "Definition C.6", "for y ∈ R^{n×m} the inner product ⟨c_exp(A, x)_{j₀}, y_l⟩ is defined",
+        Misprint(_lengths("n"), _lengths("d")),
         note="c_exp(A, x)_{j₀} has d entries, and Definition C.2 has y ∈ R^{d×m}.",
     ),
-)
+)  # fmt: skip

@@ -100,14 +100,7 @@ LEMMAS = (
     _lemma("F.7", "exp", 0, C_0, note=f"{_ROW} The paper numbers its parts 1, 2, 4, 5."),
     _lemma("F.10", "lin", 1, _linear_u_and_f({}, {})),
     _lemma("F.11", "lin", 1, _linear_c(_AS_J3, _AS_NOT_J3), note=f"{_D0_FOR_D1} {_ROW}", dataset=0),
-    _lemma(
-        "F.14",
-        "lin",
-        0,
-        (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2),
-        note=f"{_D1_FOR_D0} {_ROW}",
-        dataset=1,
-    ),
+    _lemma("F.14", "lin", 0, (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2), f"{_D1_FOR_D0} {_ROW}", dataset=1),
     _lemma("F.15", "lin", 0, tuple(replace(part, sharp=True) for part in _linear_c({}, {}))),
 )
 
@@ -118,36 +111,26 @@ def _everywhere_else(att: DenseAttention) -> tuple[Any, Any]:
 
 
 _F_10_2 = Claim(
-    id="B.F.10.2",
-    where="Lemma F.10, Part 2",
-    statement="for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
-    check=replace(
-        data_set_inequality(SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="="),
+    "B.F.10.2", "Lemma F.10, Part 2", "for j₀ ≠ j₂ or j₁ ≠ j₃: u_lin[j₀, j₁] = log n",
+    data_set_inequality(
+        SETUPS["lin", 1], "a1", ("u_lin[j₀, j₁]", "log n"), _everywhere_else, relation="=",
         condition="j₀ ≠ j₂ or j₁ ≠ j₃",
     ),
-    hypothesis=HYPOTHESIS.format(a=SIZE["a1"]),
-    sharp=True,
-    note=_COLUMNS,
-)
+    HYPOTHESIS.format(a=SIZE["a1"]), sharp=True, note=_COLUMNS,
+)  # fmt: skip
 
 
 def _token_count(extra_columns: int) -> Inequality:
     return data_set_inequality(
-        SETUPS["lin", 0],
-        "a0",
-        ("the number of rows of A₂", f"t(d−{extra_columns})"),
-        lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)),
-        relation="=",
-    )
+        SETUPS["lin", 0], "a0", ("the number of rows of A₂", f"t(d−{extra_columns})"),
+        lambda att: (len(att.unscaled[1]), att.t * (att.d - extra_columns)), relation="=",
+    )  # fmt: skip
 
 
 _F_15 = Claim(
-    id="B.F.15",
-    where="Lemma F.15, its condition on n",
-    statement="n = t(d−2) for the data set of Definition F.1",
-    check=Misprint(_token_count(2), _token_count(1)),
-    hypothesis=HYPOTHESIS.format(a=SIZE["a0"]),
+    "B.F.15", "Lemma F.15, its condition on n", "n = t(d−2) for the data set of Definition F.1",
+    Misprint(_token_count(2), _token_count(1)), HYPOTHESIS.format(a=SIZE["a0"]),
     note=f"The parts of the lemma are checked with n = t(d−1). {_COLUMNS}",
-)
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (*(claim for lemma in LEMMAS for claim in lemma.claims()), _F_10_2, _F_15)

@@ -11,7 +11,7 @@ from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 
 Kind = Literal["exp", "lin"]
 Symbol = Literal["a0", "a1"]
-NAMES: dict[Symbol, str] = {"a0": "a₀", "a1": "a₁"}
+NAMES: dict[str, str] = {"a0": "a₀", "a1": "a₁"}
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,8 @@ class AttentionSetup:
 class DenseAttention:
     """One instance of a setup: n tokens, the matrices A₁ and A₂ = A₃, and u, f, c computed from them (V = I).
 
-    Args:
-        ar: The arithmetic.
-        setup: The data set and the kind of attention.
-        formula: Which of a₀, a₁ the formulas of the statement contain.
-        d: The number of columns.
-        t: The number of tokens of each class.
-        j3: The special key, counted from 1.
-        j2: The special query of cross-attention, counted from 1.
-        b: The parameter b of self-attention.
-        a: The values of a₀ and a₁, as `a0` and `a1`.
+    There are d columns and t tokens of each class. `j3` is the special key and `j2` the special query of
+    cross-attention, counted from 1; `a` holds the values of a₀ and a₁, of which `formula` is the one in the formulas.
     """
 
     def __init__(

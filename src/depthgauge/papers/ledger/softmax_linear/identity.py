@@ -1,6 +1,6 @@
 """Section E: self-attention with QKᵀ = I_d. Lemmas E.1 and E.2, and their contradictory conditions."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -28,18 +28,12 @@ def _far_power(att: DenseAttention) -> Value:
     return att.power(att.c_parameter * att.c_parameter)
 
 
+_CLASS_BOUND = ("(t/n^(1 − b²)) b√(log n)", lambda att: att.t * _NEAR[1](att) * att.b * att.root)
 E_1 = Lemma(
-    "E.1",
-    SETUP,
-    "a1",
+    "E.1", SETUP, "a1",
     (
         LemmaPart(
-            "1a",
-            "u",
-            _J3,
-            "j₁ = j₃",
-            "=",
-            "n^({a}² + b² + c²)",
+            "1a", "u", _J3, "j₁ = j₃", "=", "n^({a}² + b² + c²)",
             lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
             printed={"bound": "n^((1 + {a})²)", "value": lambda att: att.power((1 + att.a) ** 2)},
         ),
@@ -47,61 +41,31 @@ E_1 = Lemma(
         LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
         LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
         LemmaPart(
-            "4b",
-            "f",
-            _NOT_J3,
-            "j₁ in another class than j₀",
-            "<=",
-            "1/n",
-            lambda att: att.fraction(1, att.n),
+            "4b", "f", _NOT_J3, "j₁ in another class than j₀", "<=", "1/n", lambda att: att.fraction(1, att.n),
             printed={"quantity": "u"},
         ),
     ),
-    HYPOTHESIS,
-    note=f"{_READING} Part 4 has u where its proof has f, and t−1 indices where there are t.",
-)
+    HYPOTHESIS, note=f"{_READING} Part 4 has u where its proof has f, and t−1 indices where there are t.",
+)  # fmt: skip
 
 E_2 = Lemma(
-    "E.2",
-    SETUP,
-    "a1",
+    "E.2", SETUP, "a1",
     (
         HALF_FIRST,
         HALF_OWN,
-        LemmaPart(
-            "2b",
-            "c",
-            _J3,
-            "i₀ in another class",
-            "<=",
-            "(t/n^(1 − b²)) b√(log n)",
-            lambda att: att.t * _NEAR[1](att) * att.b * att.root,
-        ),
+        LemmaPart("2b", "c", _J3, "i₀ in another class", "<=", *_CLASS_BOUND),
         last_column("3", _J3),
         LemmaPart(
-            "4",
-            "c",
-            _NOT_J3,
-            "i₀ = 1",
-            "<=",
-            "(1/n^(1 − b²)) {a}√(log n)",
+            "4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)",
             lambda att: _NEAR[1](att) * att.a * att.root,
         ),
-        LemmaPart(
-            "5",
-            "c",
-            _NOT_J3,
-            "i₀ in a class",
-            "<=",
-            "(t/n^(1 − b²)) b√(log n)",
-            lambda att: att.t * _NEAR[1](att) * att.b * att.root,
-        ),
+        LemmaPart("5", "c", _NOT_J3, "i₀ in a class", "<=", *_CLASS_BOUND),
         last_column("6", _NOT_J3),
     ),
     f"as printed: Definition D.1 with QKᵀ all ones; as intended: {HYPOTHESIS}",
     printed={"product": "ones", "tie": "sum", "least": Fraction(7, 10)},
     note="The lemma is printed for QKᵀ all ones; Section E and the proof have I_d.",
-)
+)  # fmt: skip
 
 
 def _rows(att: DenseAttention, special: bool) -> Any:
@@ -141,7 +105,7 @@ def _counted(special: bool, near: bool, number: str) -> Inequality:
         return counted.sum(axis=1).astype(int), _NUMBERS[number](att)
 
     text = (f"the number of j₁ with {_level(near)}", number)
-    return replace(data_set_inequality(SETUP, "a1", text, sides, relation="="), condition=_row(special))
+    return data_set_inequality(SETUP, "a1", text, sides, relation="=", condition=_row(special))
 
 
 def _level(near: bool) -> str:
@@ -155,16 +119,12 @@ def _row(special: bool) -> str:
 def _count_claim(name: str, where: str, special: bool, near: bool, number: str, proved: str | None = None) -> Claim:
     """A bullet of Part 1b or 2; `proved` is the number in the proof if it differs from the printed one."""
     printed = _counted(special, near, number)
+    check, note = printed if proved is None else Misprint(printed, _counted(special, near, proved)), _READING
+    if proved is not None:
+        note += f" The proof of Part 4 counts {proved}, because j₀ belongs to its own class."
+    statement = f"for {_row(special)}: {number} indices j₁ have {_level(near)}"
     return Claim(
-        id=f"B.E.1.{name}",
-        where=f"Lemma E.1, Part {where}",
-        statement=f"for {_row(special)}: {number} indices j₁ have {_level(near)}",
-        check=printed if proved is None else Misprint(printed, _counted(special, near, proved)),
-        hypothesis=HYPOTHESIS,
-        sharp=proved is None,
-        note=_READING
-        if proved is None
-        else f"{_READING} The proof of Part 4 counts {proved}, because j₀ belongs to its own class.",
+        f"B.E.1.{name}", f"Lemma E.1, Part {where}", statement, check, HYPOTHESIS, sharp=proved is None, note=note
     )
 
 
@@ -180,19 +140,11 @@ def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[V
         yield "the largest value of 1 − 2bc, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
         return sides(ar, b * b + c * c)
 
-    def starts(size: object) -> Iterable[dict[str, Fraction]]:
-        return ({"b": Fraction(k, 10)} for k in (5, 1, 9))
-
     return Inequality(
-        left=text[0],
-        right=text[1],
-        evaluate=evaluate,
-        draw=lambda random, size: {"b": float(random.uniform(0.1, 0.9))},
-        sizes=({"scalars": 2},),
+        *text, evaluate, lambda random, size: {"b": float(random.uniform(0.1, 0.9))}, ({"scalars": 2},),
         allowed=lambda ar, b: bool(b >= ar.number("1/10")) and bool(1 - b >= ar.number("1/10")),
-        starts=starts,
-        condition="b + c = 1",
-    )
+        starts=lambda size: ({"b": Fraction(k, 10)} for k in (5, 1, 9)), condition="b + c = 1",
+    )  # fmt: skip
 
 
 CONTRADICTION = _squares(("1", "b² + c²"), lambda ar, squares: (ar.number(1), squares))
@@ -203,44 +155,25 @@ IMPOSSIBLE = (
 )
 
 _WHOLE = Claim(
-    id="B.E.1",
-    where="Lemma E.1, its conditions and all of its parts",
-    statement="for b and c of Definition D.1: b² + c² = 1, and Parts 1 to 4 hold",
-    check=Misprint(
-        CONTRADICTION,
-        replace(
-            all_parts(E_1, SETUP),
-            condition="b² + c² = 1 in place of b + c = 1",
-        ),
-    ),
-    hypothesis=PRINTED_CONDITIONS,
-    corrected="ours.b-e-1",
+    "B.E.1", "Lemma E.1, its conditions and all of its parts",
+    "for b and c of Definition D.1: b² + c² = 1, and Parts 1 to 4 hold",
+    Misprint(CONTRADICTION, all_parts(E_1, SETUP, "b² + c² = 1 in place of b + c = 1")), PRINTED_CONDITIONS,
+    "ours.b-e-1",
     note=f"{IMPOSSIBLE}. The parts have their own entries (B.E.1.1a and following), read without b + c = 1.",
-)
+)  # fmt: skip
 _PARTS_TOGETHER = Claim(
-    id="ours.b-e-1",
-    where="Lemma E.1 with satisfiable conditions",
-    statement="u = n^(a₁² + b² + c²) at (j₃, j₃), f ≥ ½ there, f ≤ 1/n^(1 − b²) within a class, f ≤ 1/n outside",
-    check=all_parts(E_1, SETUP),
-    hypothesis=HYPOTHESIS,
-    note="In rows j₀ ≠ j₃ the class of j₀ has t keys, j₀ included.",
-)
+    "ours.b-e-1", "Lemma E.1 with satisfiable conditions",
+    "u = n^(a₁² + b² + c²) at (j₃, j₃), f ≥ ½ there, f ≤ 1/n^(1 − b²) within a class, f ≤ 1/n outside",
+    all_parts(E_1, SETUP), HYPOTHESIS, note="In rows j₀ ≠ j₃ the class of j₀ has t keys, j₀ included.",
+)  # fmt: skip
 _BOUND = Claim(
-    id="ours.b-squares",
-    where="why the conditions of Lemma E.1 and Theorem E.4 contradict each other",
-    statement="b² + c² ≤ 41/50",
-    check=_squares(("b² + c²", "41/50"), lambda ar, squares: (squares, ar.number("41/50"))),
-    hypothesis=PRINTED_CONDITIONS,
-    sharp=True,
-)
+    "ours.b-squares", "why the conditions of Lemma E.1 and Theorem E.4 contradict each other", "b² + c² ≤ 41/50",
+    _squares(("b² + c²", "41/50"), lambda ar, squares: (squares, ar.number("41/50"))), PRINTED_CONDITIONS, sharp=True,
+)  # fmt: skip
 _E_2 = Claim(
-    id="B.E.2",
-    where="Lemma E.2, all of its parts",
-    statement="Parts 1 to 6 with QKᵀ all ones",
-    check=Misprint(all_parts(E_2, replace(SETUP, **E_2.printed)), all_parts(E_2, SETUP)),
-    hypothesis=E_2.hypothesis,
-    note=E_2.note,
-)
+    "B.E.2", "Lemma E.2, all of its parts", "Parts 1 to 6 with QKᵀ all ones",
+    Misprint(all_parts(E_2, replace(SETUP, **E_2.printed)), all_parts(E_2, SETUP)), E_2.hypothesis, note=E_2.note,
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (
     _WHOLE,

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -46,17 +47,9 @@ def _block(att: DenseAttention) -> Any:
 class LemmaPart:
     """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
 
-    Attributes:
-        name: Such as `3a`.
-        quantity: u, f or c.
-        rows: The rows, by a name in `ROWS`.
-        keys: The keys or columns, by a name in `KEYS` or `PAIRS`.
-        relation: `=`, `<=` or `>=`.
-        bound: The bound as text, with `{a}` for a₀ or a₁.
-        value: The bound as a function.
-        sharp: Whether the bound cannot be improved by a constant factor.
-        printed: The attributes above that are printed differently in the paper.
-        corrected: The id of the corrected statement, if the part fails.
+    `rows` and `keys` (or columns) are names in `ROWS`, `KEYS` and `PAIRS`. `bound` is the bound as text, with `{a}` for
+    a₀ or a₁, and `value` computes it. `sharp` is whether no constant factor improves it. `printed` holds the attributes
+    that are printed differently in the paper, `corrected` is the id of the corrected statement.
     """
 
     name: str
@@ -75,18 +68,14 @@ class LemmaPart:
         index = "i₀" if self.quantity == "c" else "j₁"
         return f"{self.quantity}_{setup.kind}[j₀, {index}]", self.bound.format(a=NAMES[formula])
 
-    def entries(self, att: DenseAttention) -> Value:
-        """Return the entries that the part is about."""
-        return getattr(att, self.quantity)[self.mask(att)]
-
     def mask(self, att: DenseAttention) -> Any:
-        """Return the positions of these entries as a Boolean matrix."""
+        """Return the positions of the entries that the part is about, as a Boolean matrix."""
         keys = PAIRS[self.keys](att) if self.keys in PAIRS else KEYS[self.keys](att)[None, :]
         return ROWS[self.rows](att)[:, None] & keys
 
     def sides(self, att: DenseAttention) -> tuple[Value, Value]:
         """Return the two sides of ≤ or =; a lower bound is the left side."""
-        found, bound = self.entries(att), self.value(att)
+        found, bound = getattr(att, self.quantity)[self.mask(att)], self.value(att)
         return (bound, found) if self.relation == ">=" else (found, bound)
 
 
@@ -94,14 +83,8 @@ class LemmaPart:
 class Lemma:
     """A lemma with numbered parts about one setup.
 
-    Attributes:
-        id: Such as `D.2`.
-        setup: The data set and the kind of attention.
-        formula: Which of a₀, a₁ the formulas contain.
-        parts: The parts.
-        hypothesis: The hypotheses, as text.
-        printed: The attributes of the setup that are printed differently in the paper.
-        note: A note for every part.
+    `formula` is which of a₀, a₁ the formulas contain, `printed` holds the attributes of the setup that are printed
+    differently in the paper, `note` is a note for every part.
     """
 
     id: str
@@ -116,29 +99,19 @@ class Lemma:
         """Return one claim per part."""
         return tuple(self._claim(part) for part in self.parts)
 
-    def proved(self, part: LemmaPart) -> Inequality:
-        """Return a part in the form that its proof uses."""
-        return part_inequality(self.setup, self.formula, part)
-
     def _claim(self, part: LemmaPart) -> Claim:
         shown = replace(part, **part.printed)
         left, right = shown.text(self.setup, self.formula)
         sign = {"=": "=", "<=": "≤", ">=": "≥"}[part.relation]
-        check: Inequality | Misprint = self.proved(part)
+        proved = part_inequality(self.setup, self.formula, part)
+        check: Inequality | Misprint = proved
         if self.printed or part.printed:
-            check = Misprint(
-                part_inequality(replace(self.setup, **self.printed), self.formula, shown), self.proved(part)
-            )
+            check = Misprint(part_inequality(replace(self.setup, **self.printed), self.formula, shown), proved)
         return Claim(
-            id=f"B.{self.id}.{part.name}",
-            where=f"Lemma {self.id}, Part {part.name}",
-            statement=f"for {shown.rows} and {shown.keys}: {left} {sign} {right}",
-            check=check,
-            hypothesis=self.hypothesis,
-            corrected=part.corrected,
-            sharp=isinstance(check, Inequality) and (part.sharp or part.relation == "="),
-            note=self.note,
-        )
+            f"B.{self.id}.{part.name}", f"Lemma {self.id}, Part {part.name}",
+            f"for {shown.rows} and {shown.keys}: {left} {sign} {right}", check, self.hypothesis, part.corrected,
+            isinstance(check, Inequality) and (part.sharp or part.relation == "="), self.note,
+        )  # fmt: skip
 
 
 def part_inequality(setup: AttentionSetup, formula: Symbol, part: LemmaPart) -> Inequality:
@@ -146,28 +119,21 @@ def part_inequality(setup: AttentionSetup, formula: Symbol, part: LemmaPart) -> 
     left, right = part.text(setup, formula)
     if part.relation == ">=":
         left, right = right, left
-    inequality = data_set_inequality(
-        setup,
-        formula,
-        (left, right),
-        part.sides,
-        relation="=" if part.relation == "=" else "<=",
-        applies=lambda att: bool(part.mask(att).any()),
-        shown=part.quantity,
-    )
-    return replace(inequality, condition=f"{part.rows} and {part.keys}")
+    return data_set_inequality(
+        setup, formula, (left, right), part.sides, "=" if part.relation == "=" else "<=",
+        lambda att: bool(part.mask(att).any()), part.quantity, f"{part.rows} and {part.keys}",
+    )  # fmt: skip
 
 
-def all_parts(lemma: Lemma, setup: AttentionSetup) -> Inequality:
+def all_parts(lemma: Lemma, setup: AttentionSetup, condition: str = "") -> Inequality:
     """Return all parts of a lemma as one inequality about a setup; an equation becomes two inequalities."""
 
     def sides(att: DenseAttention) -> tuple[Value, Value]:
         pairs = [pair for part in lemma.parts for pair in _directions(part, att)]
         return concatenated(left for left, _ in pairs), concatenated(right for _, right in pairs)
 
-    return data_set_inequality(
-        setup, lemma.formula, ("the left sides of all parts", "their right sides"), sides, shown="c"
-    )
+    text = ("the left sides of all parts", "their right sides")
+    return data_set_inequality(setup, lemma.formula, text, sides, shown="c", condition=condition)
 
 
 def _directions(part: LemmaPart, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
@@ -196,17 +162,12 @@ def data_set_inequality(
     relation: Relation = "<=",
     applies: Callable[[DenseAttention], bool] = lambda att: True,
     shown: str = "u",
+    condition: str = "",
 ) -> Inequality:
     """Return an inequality about the data sets of a setup.
 
-    Args:
-        setup: The data set and the kind of attention.
-        formula: Which of a₀, a₁ the formulas contain.
-        text: The two sides as text.
-        sides: Computes the two sides.
-        relation: The relation between them.
-        applies: Whether the statement is about any entry of an instance.
-        shown: The quantity (u, f or c) that the story displays.
+    `formula` is which of a₀, a₁ the formulas contain, `applies` whether the statement is about any entry of an
+    instance, `shown` the quantity (u, f or c) that the story displays.
     """
     symbols = tuple(dict.fromkeys((setup.symbol, formula)))
 
@@ -215,15 +176,9 @@ def data_set_inequality(
         return applies(att) and _conditions(att, {name: given[name] for name in symbols})
 
     return Inequality(
-        left=text[0],
-        right=text[1],
-        evaluate=_evaluate(setup, formula, sides, shown),
-        draw=lambda random, size: _draw(setup, symbols, random, size),
-        sizes=SIZES[setup.family],
-        allowed=allowed,
-        starts=lambda size: _starts(setup, symbols, size),
-        relation=relation,
-    )
+        *text, _evaluate(setup, formula, sides, shown), partial(_draw, setup, symbols), SIZES[setup.family], allowed,
+        partial(_starts, setup, symbols), relation, condition=condition,
+    )  # fmt: skip
 
 
 def _evaluate(setup: AttentionSetup, formula: Symbol, sides: Sides, shown: str) -> Evaluate:
@@ -252,15 +207,11 @@ def _conditions(att: DenseAttention, a: Mapping[str, Value]) -> bool:
 
 
 def _draw(setup: AttentionSetup, symbols: Iterable[Symbol], random: Random, size: Size) -> Instance:
-    sizes = {
-        "a0": float(random.uniform(0, 0.1)),
-        "a1": float(setup.least) + float(random.exponential(0.7)),
-    }
-    a: dict[str, float] = {name: sizes[name] for name in symbols}
+    sizes = {"a0": float(random.uniform(0, 0.1)), "a1": float(setup.least) + float(random.exponential(0.7))}
     n = (size["d"] - setup.extra_columns) * size["t"]
     special = {name: int(random.integers(1, n + 1)) for name in _indices(setup)}
     b = {"b": float(random.uniform(0.1, 0.9))} if setup.family == "self" else {}
-    return {**size, **special, **a, **b}
+    return {**size, **special, **{name: sizes[name] for name in symbols}, **b}
 
 
 def _starts(setup: AttentionSetup, symbols: tuple[Symbol, ...], size: Size) -> Iterable[Instance]:

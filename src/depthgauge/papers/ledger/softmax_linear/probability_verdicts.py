@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.claim import Observed
@@ -18,11 +18,12 @@ from depthgauge.papers.ledger.softmax_linear.sign_probabilities import (
     DELTA,
     Case,
     NetworkEvent,
+    SignEvent,
     positive_probability,
     width,
 )
 from depthgauge.papers.separation.score_maps import parse_attention
-from depthgauge.papers.separation.settings import AttentionSetting, Dataset, decimal
+from depthgauge.papers.separation.settings import Dataset, decimal
 
 CLASS_COUNTS = tuple(round(10 ** (k / 4)) for k in range(3, 17))
 """The numbers k of classes, with k tokens each: n = k² = 36, …, 10⁸."""
@@ -35,21 +36,6 @@ _FLAT = 0.99
 """A failure probability that keeps this share over the last four values of n counts as not decreasing."""
 _AHEAD = 8
 """The number of further k that are tried after the first success."""
-
-
-@runtime_checkable
-class SignEvent(Protocol):
-    """An event over random signs on a data set."""
-
-    @property
-    def dataset(self) -> Dataset | None:
-        """0 or 1, or None if the event involves both data sets."""
-
-    def failure_probability(self, setting: AttentionSetting) -> float:
-        """Return the probability that the event does not occur."""
-
-    def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
-        """Return named values for the story of a witness."""
 
 
 def least_width_factor(event: NetworkEvent, cases: Sequence[Case], most: int = 64) -> int | None:
@@ -69,12 +55,7 @@ def least_width_factor(event: NetworkEvent, cases: Sequence[Case], most: int = 6
 class FailureCurve:
     """The failure probability of an event for every n of the list, and the failure probability that is allowed.
 
-    Attributes:
-        case: The parameters of the data sets.
-        dataset: 0, 1 or None.
-        failure: The failure probabilities.
-        limit: The allowed failure probabilities.
-        start: The number of classes k from which on no violation was found; None if the last n is a violation.
+    `start` is the number of classes k from which on no violation was found; None if the last n is a violation.
     """
 
     case: Case

@@ -11,7 +11,7 @@ import numpy as np
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Size
 from depthgauge.papers.ledger.search import search
-from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention, Kind
+from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention
 from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
     compare_readings,
@@ -57,30 +57,35 @@ _BOTH: tuple[tuple[str, RowChoice], ...] = (("1", "special"), ("2", "other"))
 _COMPARISONS = {"reaches": "⟨{c}, σ⟩ ≥ {tau}", "below": "⟨{c}, σ⟩ < {tau}", "within": "|⟨{c}, σ⟩| < {tau}"}
 
 
-def _statement(event: RowEvent, rows: str, sign: str = "≥") -> str:
-    """Return the statement in one line."""
-    tau = "(c + 0.1)√(log n)" if event.threshold is None else str(float(event.threshold))
-    described = _COMPARISONS[event.comparison].format(c=f"c_{event.kind}[j₀]", tau=tau)
-    return f"for j₀ {rows}: Pr[{described}] {sign} " + ("1/10" if event.comparison == "reaches" else "1 − δ/poly(n)")
-
-
 def _limit(event: RowEvent) -> Callable[[int], float]:
     return one_tenth if event.comparison == "reaches" else high_probability
 
 
-def _row(
-    id: str, event: RowEvent, cases: Sequence[Case], where: str, corrected: str | None = None, note: str = ""
+def _row_claim(
+    id: str, event: RowEvent, where: str, run: Callable[[], Observed], sign: str = "≥", **more: Any
 ) -> Claim:
-    """A part about the special row or the other rows of a self-attention data set, as printed."""
+    """A part about the special row or the other rows of a data set; `where` is the key of the hypotheses."""
     return Claim(
-        id=f"B.{id}",
-        where=f"Lemma {id[:-2]}, Part {id[-1]}",
-        statement=_statement(event, "= j₃" if event.which == "special" else "≠ j₃"),
-        check=Computation(lambda: judge_event(event, cases, _limit(event))),
-        hypothesis=HYPOTHESES[where],
-        corrected=corrected,
-        note=note,
+        f"B.{id}",
+        f"Lemma {id[:-2]}, Part {id[-1]}",
+        _statement(event, sign),
+        Computation(run),
+        HYPOTHESES[where],
+        **more,
     )
+
+
+def _statement(event: RowEvent, sign: str = "≥") -> str:
+    """Return the statement in one line."""
+    tau = "(c + 0.1)√(log n)" if event.threshold is None else str(float(event.threshold))
+    described = _COMPARISONS[event.comparison].format(c=f"c_{event.kind}[j₀]", tau=tau)
+    rows = "= j₃" if event.which == "special" else "≠ j₃"
+    return f"for j₀ {rows}: Pr[{described}] {sign} " + ("1/10" if event.comparison == "reaches" else "1 − δ/poly(n)")
+
+
+def _row(id: str, event: RowEvent, cases: Sequence[Case], where: str, **more: Any) -> Claim:
+    """A part about a self-attention data set, as printed."""
+    return _row_claim(id, event, where, lambda: judge_event(event, cases, _limit(event)), **more)
 
 
 def _self_rows(id: str, dataset: Dataset, kind: str, cases: Sequence[Case]) -> Iterable[Claim]:
@@ -102,14 +107,8 @@ def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str) ->
             literal = judge_equality(printed, cases[0])
         return compare_readings(literal, judge_event(event, cases, _limit(event)), reading)
 
-    return Claim(
-        id=f"B.{id}",
-        where=f"Lemma {id[:-2]}, Part {id[-1]}",
-        statement=_statement(event, "= j₃" if event.which == "special" else "≠ j₃", sign="="),
-        check=Computation(run),
-        hypothesis=HYPOTHESES[f"F{event.dataset}"],
-        note="“=” is printed in place of “≥”, and j₃ in place of j₂.",
-    )
+    note = "“=” is printed in place of “≥”, and j₃ in place of j₂."
+    return _row_claim(id, event, f"F{event.dataset}", run, "=", note=note)
 
 
 _HALF = Fraction(1, 2)
@@ -132,17 +131,10 @@ def _network(
     note: str = "",
     printed_dataset: Dataset | None = None,
 ) -> Claim:
-    """A theorem: F > 0 or F = 0 with probability at least 1 − δ/poly(n).
+    """A theorem: F > 0 or F = 0 with probability at least 1 − δ/poly(n), as `event` says for the intended statement.
 
-    Args:
-        id: Such as `D.5`.
-        event: The intended statement.
-        cases: The parameters for which it is computed.
-        where: The key of the hypotheses.
-        printed: Judges the printed statement, if it differs from the intended one.
-        reading: How the intended statement differs from the printed one.
-        note: A note for the reader.
-        printed_dataset: The data set that is printed, if it differs from the intended one.
+    `where` is the key of the hypotheses. If the printed statement differs, `printed` judges it, `reading` is how the
+    intended statement differs from it, and `printed_dataset` is its data set.
     """
     dataset = event.dataset if printed_dataset is None else printed_dataset
 
@@ -153,21 +145,15 @@ def _network(
             intended = replace(intended, remarks=(*intended.remarks, remark))
         return intended if printed is None else compare_readings(printed(), intended, reading)
 
-    return Claim(
-        id=f"B.{id}",
-        where=f"Theorem {id}",
-        statement=f"for D{'₀₁'[dataset]}: Pr[F_{event.kind} {'> 0' if event.positive else '= 0'}] ≥ 1 − δ/poly(n)",
-        check=Computation(run),
-        hypothesis=f"{HYPOTHESES[where]}, m = O(log(n/δ))",
-        note=note,
-    )
+    statement = f"for D{'₀₁'[dataset]}: Pr[F_{event.kind} {'> 0' if event.positive else '= 0'}] ≥ 1 − δ/poly(n)"
+    hypothesis = f"{HYPOTHESES[where]}, m = O(log(n/δ))"
+    return Claim(f"B.{id}", f"Theorem {id}", statement, Computation(run), hypothesis, note=note)
 
 
 def _impossible() -> Observed:
     """Theorem E.4 requires b² + c² = 1 of a data set that has b + c = 1."""
-    return _with_named_sides(
-        search(CONTRADICTION, "B.E.4"), "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."
-    )
+    found = search(CONTRADICTION, "B.E.4")
+    return _with_named_sides(found, "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}.")
 
 
 def _with_named_sides(found: Observed, left: str, right: str, remark: str) -> Observed:
@@ -177,15 +163,12 @@ def _with_named_sides(found: Observed, left: str, right: str, remark: str) -> Ob
     return replace(found, remarks=(remark,), witness=named)
 
 
-_KINDS: tuple[Kind, Kind] = ("lin", "exp")
-
-
 def _displayed() -> Inequality:
     """Theorem D.17 displays the network of c_exp and then makes a statement about F_lin: compare the two."""
 
     def evaluate(ar: Arithmetic, *, y: Value, **given: Value) -> Any:
         results = []
-        for kind in _KINDS:
+        for kind in ("lin", "exp"):
             att = DenseAttention(ar, SETUPS[kind, 0], "a0", **given)
             over = att.c @ y - (att.c_parameter + ar.number("1/10")) * att.root
             yield f"c_{kind}", att.c
@@ -202,18 +185,14 @@ def _displayed() -> Inequality:
         y = random.choice([-1.0, 1.0], size=(size["d"], 1))
         return {**size, "j3": 1, "a0": float(random.uniform(0.01, 0.1)), "b": float(random.uniform(0.1, 0.9)), "y": y}
 
+    def allowed(ar: Arithmetic, *, a0: Value, b: Value, **_: Value) -> bool:
+        tenth = ar.number("1/10")
+        return bool(a0 > 0 and a0 < tenth and b >= tenth and 1 - b >= tenth)
+
     return Inequality(
-        left="F_lin, the network of the statement",
-        right="φ(Σ φ_τ(⟨c_exp[j₀], y⟩)), the network displayed",
-        evaluate=evaluate,
-        draw=draw,
-        sizes=({"d": 3, "t": 2},),
-        allowed=lambda ar, *, a0, b, **_: bool(
-            a0 > 0 and a0 < ar.number("1/10") and b >= ar.number("1/10") and 1 - b >= ar.number("1/10")
-        ),
-        starts=starts,
-        fixed=frozenset({"y"}),
-    )
+        "F_lin, the network of the statement", "φ(Σ φ_τ(⟨c_exp[j₀], y⟩)), the network displayed", evaluate, draw,
+        ({"d": 3, "t": 2},), allowed, starts, fixed=frozenset({"y"}),
+    )  # fmt: skip
 
 
 def _misnamed() -> Observed:
@@ -244,107 +223,75 @@ def _main_theorem() -> Observed:
 
 def _informal(id: str, case: Case, section: str) -> Claim:
     return Claim(
-        id=f"B.{id}",
-        where=f"Theorem {id}, the informal version of Section {section}",
-        statement="for some D₀, D₁ and networks: with high probability F_exp separates D₀ from D₁ and F_lin does not",
-        check=Computation(lambda: judge_event(SuccessEvent(), (case,))),
-        hypothesis=f"the data sets of Section {section} at the paper's own parameters, one y for all four networks",
+        f"B.{id}", f"Theorem {id}, the informal version of Section {section}",
+        "for some D₀, D₁ and networks: with high probability F_exp separates D₀ from D₁ and F_lin does not",
+        Computation(lambda: judge_event(SuccessEvent(), (case,))),
+        f"the data sets of Section {section} at the paper's own parameters, one y for all four networks",
         note="“With high probability” is read as 1 − δ/n. The number of layers is not examined.",
-    )
+    )  # fmt: skip
 
 
-_OTHER_ROWS_BELOW = RowEvent(1, "exp", "other", "below")
+def _special_row_reaches() -> Observed:
+    """Lemma E.3, Part 1."""
+    printed, intended = (judge_event(_REACHES, cases, one_tenth) for cases in (E_PRINTED, E_INTENDED))
+    return compare_readings(printed, intended, "With a₁ ≥ 1 as in Lemma E.1, which the proof uses")
+
+
+def _zero_for_d1(id: str, cases: Sequence[Case], printed: Sequence[Case]) -> Claim:
+    """Theorems D.9 and F.9, which are printed for D₁."""
+    return _network(
+        id, NetworkEvent(0, "exp", False), cases, f"{id[0]}0",
+        lambda: judge_event(NetworkEvent(1, "exp", False), printed),
+        "As intended, with D₀ in place of D₁", "D₁ is printed in the section on data set 0.", printed_dataset=1,
+    )  # fmt: skip
+
+
+_REACHES, _BELOW = RowEvent(1, "exp", "special", "reaches"), RowEvent(1, "exp", "other", "below")
 CLAIMS: tuple[Claim, ...] = (
     _informal("1.1", self_case(), "D"),
     _informal("1.2", cross_case(), "F"),
     Claim(
-        id="B.6.2",
-        where="Theorem 6.2",
-        statement="for D₁: F_exp > 0 and F_exp = 0, for D₀: F_lin = 0 and F_lin = 0, with probability 1 − δ/poly(n)",
-        check=Computation(_main_theorem),
-        hypothesis=f"{HYPOTHESES['D1']}, m = O(log(n/δ))",
+        "B.6.2", "Theorem 6.2",
+        "for D₁: F_exp > 0 and F_exp = 0, for D₀: F_lin = 0 and F_lin = 0, with probability 1 − δ/poly(n)",
+        Computation(_main_theorem), f"{HYPOTHESES['D1']}, m = O(log(n/δ))",
         note="F_exp is printed in place of F_lin, and F_lin in place of F_exp; no network is both positive and zero.",
     ),
-    _row("D.4.1", RowEvent(1, "exp", "special", "reaches"), D_1, "D1"),
+    _row("D.4.1", _REACHES, D_1, "D1"),
     _row(
-        "D.4.2",
-        _OTHER_ROWS_BELOW,
-        D_1,
-        "D1",
-        corrected="ours.b-d-4-2",
+        "D.4.2", _BELOW, D_1, "D1", corrected="ours.b-d-4-2",
         note="Violated in the cases with a₁ ≥ 1, where the weight of j₃ in the other rows does not vanish as n grows.",
     ),
     Claim(
-        id="ours.b-d-4-2",
-        where="Lemma D.4, Part 2, for smaller a₁",
-        statement=f"if a₁ ≤ 4/5, {_statement(_OTHER_ROWS_BELOW, '≠ j₃')}",
-        check=Computation(lambda: judge_event(_OTHER_ROWS_BELOW, (*D_1[1:], self_case(a1=0.8)))),
-        hypothesis=HYPOTHESES["D1"].replace("a₁ ≥ 7/10", "7/10 ≤ a₁ ≤ 4/5"),
+        "ours.b-d-4-2", "Lemma D.4, Part 2, for smaller a₁", f"if a₁ ≤ 4/5, {_statement(_BELOW)}",
+        Computation(lambda: judge_event(_BELOW, (*D_1[1:], self_case(a1=0.8)))),
+        HYPOTHESES["D1"].replace("a₁ ≥ 7/10", "7/10 ≤ a₁ ≤ 4/5"),
     ),
     _network("D.5", NetworkEvent(1, "exp", True), D_1, "D1"),
     *_self_rows("D.8", 0, "exp", D_0),
-    _network(
-        "D.9",
-        NetworkEvent(0, "exp", False),
-        D_0,
-        "D0",
-        printed=lambda: judge_event(NetworkEvent(1, "exp", False), D_1),
-        reading="As intended, with D₀ in place of D₁",
-        note="D₁ is printed in the section on data set 0.",
-        printed_dataset=1,
-    ),
+    _zero_for_d1("D.9", D_0, D_1),
     *_self_rows("D.12", 1, "lin", D_1),
     _network("D.13", NetworkEvent(1, "lin", False), D_1, "D1"),
     *_self_rows("D.16", 0, "lin", D_0),
     _network(
-        "D.17",
-        NetworkEvent(0, "lin", False),
-        D_0,
-        "D0",
-        printed=_misnamed,
-        reading="As intended, with c_lin in the network",
-        note="The theorem defines F_exp with c_exp and makes a statement about F_lin.",
+        "D.17", NetworkEvent(0, "lin", False), D_0, "D0", _misnamed, "As intended, with c_lin in the network",
+        "The theorem defines F_exp with c_exp and makes a statement about F_lin.",
     ),
-    Claim(
-        id="B.E.3.1",
-        where="Lemma E.3, Part 1",
-        statement=_statement(RowEvent(1, "exp", "special", "reaches"), "= j₃"),
-        check=Computation(
-            lambda: compare_readings(
-                judge_event(RowEvent(1, "exp", "special", "reaches"), E_PRINTED, one_tenth),
-                judge_event(RowEvent(1, "exp", "special", "reaches"), E_INTENDED, one_tenth),
-                "With a₁ ≥ 1 as in Lemma E.1, which the proof uses",
-            )
-        ),
-        hypothesis=HYPOTHESES["E"],
+    _row_claim(
+        "E.3.1", _REACHES, "E", _special_row_reaches,
         note="The lemma requires only Definition D.1, hence a₁ ≥ 7/10.",
     ),
-    _row("E.3.2", _OTHER_ROWS_BELOW, (*E_PRINTED, E_INTENDED[0]), "E"),
+    _row("E.3.2", _BELOW, (*E_PRINTED, E_INTENDED[0]), "E"),
     _network(
-        "E.4",
-        NetworkEvent(1, "exp", True),
-        E_SQUARES,
-        "E4",
-        printed=_impossible,
-        reading="With b² + c² = 1 in place of b + c = 1",
-        note="Its conditions contradict each other, like those of Lemma E.1 (see B.E.1).",
+        "E.4", NetworkEvent(1, "exp", True), E_SQUARES, "E4", _impossible, "With b² + c² = 1 in place of b + c = 1",
+        "Its conditions contradict each other, like those of Lemma E.1 (see B.E.1).",
     ),
     _cross_row("F.4.1", RowEvent(1, "exp", "special", "reaches", Fraction(9, 10)), F_1, _J2),
     _cross_row("F.4.2", RowEvent(1, "exp", "other", "within", _HALF), F_1, _J2),
     _network("F.5", NetworkEvent(1, "exp", True), F_1, "F1"),
     *_cross_rows("F.8", 0, "exp", F_0),
-    _network(
-        "F.9",
-        NetworkEvent(0, "exp", False),
-        F_0,
-        "F0",
-        printed=lambda: judge_event(NetworkEvent(1, "exp", False), F_1),
-        reading="As intended, with D₀ in place of D₁",
-        note="D₁ is printed in the section on data set 0.",
-        printed_dataset=1,
-    ),
+    _zero_for_d1("F.9", F_0, F_1),
     *_cross_rows("F.12", 1, "lin", F_1, f"{_J2}, and D₁ in place of D₀"),
     _network("F.13", NetworkEvent(1, "lin", False), F_1, "F1"),
     *_cross_rows("F.16", 0, "lin", F_0),
     _network("F.17", NetworkEvent(0, "lin", False), F_0, "F0"),
-)
+)  # fmt: skip

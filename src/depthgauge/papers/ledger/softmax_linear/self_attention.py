@@ -1,5 +1,6 @@
 """Lemmas D.2 to D.15 without random signs: entries of u, f and c on the self-attention data sets, QKᵀ all ones."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -15,13 +16,8 @@ SETUPS = {
 }
 HYPOTHESIS = "Definition D.1 (n = (d−2)t ≥ 2, b + c = 1, b and c ≥ 1/10, {a}), QKᵀ all ones"
 SIZE = {"a1": "a₁ ≥ 7/10", "a0": "0 < a₀ < 1/10"}
-_J1_FOR_J0 = {"keys": "any j₁"}
 _WRONG_INDEX = "Part 4b repeats the condition j₀ ≠ j₃ where j₁ ≠ j₃ is intended; as printed j₁ is arbitrary."
 _BULLETS = "The unnumbered bullets are called a and b here."
-
-
-def _half(att: DenseAttention) -> object:
-    return att.fraction(1, 2)
 
 
 def u_parts(kind: str) -> tuple[LemmaPart, ...]:
@@ -48,10 +44,10 @@ _SQUARED = ("1/n^(1 − 2{a})", lambda att: att.power(2 * att.a - 1))
 _TILTED = ("(1 + {a})/n", lambda att: (1 + att.a) * att.fraction(1, att.n))
 
 F_1 = (
-    LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", ">=", "1/2", _half),
+    LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2)),
     LemmaPart("3b", "f", "j₀ = j₃", "j₁ ≠ j₃", "<=", *_NTH),
     LemmaPart("4a", "f", "j₀ ≠ j₃", "j₁ = j₃", "<=", *_NEAR_NTH),
-    LemmaPart("4b", "f", "j₀ ≠ j₃", "j₁ ≠ j₃", "<=", *_NTH, printed=_J1_FOR_J0),
+    LemmaPart("4b", "f", "j₀ ≠ j₃", "j₁ ≠ j₃", "<=", *_NTH, printed={"keys": "any j₁"}),
 )
 F_0 = (LemmaPart("3a", "f", "j₀ = j₃", "j₁ = j₃", "<=", *_SQUARED), *F_1[1:])
 F_LIN = (
@@ -61,74 +57,54 @@ F_LIN = (
     F_1[3],
 )
 
-_FIRST, _OWN, _OTHER, _BLOCK, _LAST = (
-    "i₀ = 1",
-    "i₀ in the class of j₃",
-    "i₀ in another class",
-    "i₀ in a class",
-    "i₀ = d",
-)
+_FIRST, _OWN, _OTHER, _BLOCK = "i₀ = 1", "i₀ in the class of j₃", "i₀ in another class", "i₀ in a class"
 
 
 def last_column(name: str, rows: str) -> LemmaPart:
     """The last coordinate is c√(log n), because the rows of f sum to 1."""
-    return LemmaPart(name, "c", rows, _LAST, "=", "c√(log n)", lambda att: att.c_parameter * att.root)
+    return LemmaPart(name, "c", rows, "i₀ = d", "=", "c√(log n)", lambda att: att.c_parameter * att.root)
 
 
-def spread_evenly(name: str, rows: str, columns: str, corrected: str | None = None) -> LemmaPart:
+def _column(
+    name: str, rows: str, columns: str, bound: str, value: Callable[[DenseAttention], Any], **more: Any
+) -> LemmaPart:
+    """An upper bound on the first coordinate of c or on the coordinates of classes."""
+    return LemmaPart(name, "c", rows, columns, "<=", bound, value, **more)
+
+
+def _spread_evenly(name: str, rows: str, columns: str, corrected: str | None = None) -> LemmaPart:
     """A class coordinate is at most t·(1/n)·b√(log n): each of its t keys has weight at most 1/n."""
-    text = "(t/n) b√(log n)"
-    return LemmaPart(
-        name,
-        "c",
-        rows,
-        columns,
-        "<=",
-        text,
-        lambda att: att.fraction(att.t, att.n) * att.b * att.root,
+    return _column(
+        name, rows, columns, "(t/n) b√(log n)", lambda att: att.fraction(att.t, att.n) * att.b * att.root,
         corrected=corrected,
-    )
+    )  # fmt: skip
+
+
+def _power(factor: int) -> str:
+    return "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
 
 
 def _with_special(name: str, rows: str, factor: int) -> LemmaPart:
     """The class of j₃: the weight of j₃, and 1/n for each of the t − 1 other keys."""
-    power = "1/n^(1 − 2{a})" if factor == 2 else "1/n^(1 − {a})"
-    return LemmaPart(
-        name,
-        "c",
-        rows,
-        _OWN,
-        "<=",
-        f"({power} + (t − 1)/n) b√(log n)",
+    return _column(
+        name, rows, _OWN, f"(1/{_power(factor)} + (t − 1)/n) b√(log n)",
         lambda att: (att.power(factor * att.a - 1) + att.fraction(att.t - 1, att.n)) * att.b * att.root,
-    )
+    )  # fmt: skip
 
 
 def _loose(name: str, rows: str, factor: int) -> LemmaPart:
     """Every class coordinate, with the weight of j₃ as the bound for all t keys."""
-    power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
-    return LemmaPart(
-        name,
-        "c",
-        rows,
-        _BLOCK,
-        "<=",
-        f"(t/{power}) b√(log n)",
+    return _column(
+        name, rows, _BLOCK, f"(t/{_power(factor)}) b√(log n)",
         lambda att: att.t * att.power(factor * att.a - 1) * att.b * att.root,
-    )
+    )  # fmt: skip
 
 
 def _first(name: str, rows: str, factor: int) -> LemmaPart:
-    power = "n^(1 − 2{a})" if factor == 2 else "n^(1 − {a})"
-    return LemmaPart(
-        name,
-        "c",
-        rows,
-        _FIRST,
-        "<=",
-        f"(1/{power}) {{a}}√(log n)",
+    return _column(
+        name, rows, _FIRST, f"(1/{_power(factor)}) {{a}}√(log n)",
         lambda att: att.power(factor * att.a - 1) * att.a * att.root,
-    )
+    )  # fmt: skip
 
 
 HALF_FIRST = LemmaPart("1", "c", "j₀ = j₃", _FIRST, ">=", "½ {a}√(log n)", lambda att: att.a * att.root / 2)
@@ -137,10 +113,10 @@ HALF_OWN = LemmaPart("2a", "c", "j₀ = j₃", _OWN, ">=", "½ b√(log n)", lam
 C_1 = (
     HALF_FIRST,
     HALF_OWN,
-    spread_evenly("2b", "j₀ = j₃", _OTHER),
+    _spread_evenly("2b", "j₀ = j₃", _OTHER),
     last_column("3", "j₀ = j₃"),
     _first("4", "j₀ ≠ j₃", 1),
-    spread_evenly("5", "j₀ ≠ j₃", _BLOCK, corrected="ours.b-d-3-5"),
+    _spread_evenly("5", "j₀ ≠ j₃", _BLOCK, corrected="ours.b-d-3-5"),
     last_column("6", "j₀ ≠ j₃"),
 )
 C_0 = tuple(
@@ -149,36 +125,29 @@ C_0 = tuple(
         _first("1", "j₀ = j₃", 2),
         _loose("2", "j₀ = j₃", 2),
         _with_special("2a", "j₀ = j₃", 2),
-        spread_evenly("2b", "j₀ = j₃", _OTHER),
+        _spread_evenly("2b", "j₀ = j₃", _OTHER),
         last_column("3", "j₀ = j₃"),
         _first("4", "j₀ ≠ j₃", 1),
         _loose("5", "j₀ ≠ j₃", 1),
         _with_special("5a", "j₀ ≠ j₃", 1),
-        spread_evenly("5b", "j₀ ≠ j₃", _OTHER),
+        _spread_evenly("5b", "j₀ ≠ j₃", _OTHER),
         last_column("6", "j₀ ≠ j₃"),
     )
 )
 
 
 def _linear_first(name: str, rows: str) -> LemmaPart:
-    text = "((1 + {a})/n) {a}√(log n)"
-    return LemmaPart(
-        name,
-        "c",
-        rows,
-        _FIRST,
-        "<=",
-        text,
-        lambda att: (1 + att.a) * att.fraction(1, att.n) * att.a * att.root,
-        sharp=True,
-    )
+    return _column(
+        name, rows, _FIRST, "((1 + {a})/n) {a}√(log n)",
+        lambda att: (1 + att.a) * att.fraction(1, att.n) * att.a * att.root, sharp=True,
+    )  # fmt: skip
 
 
 def _linear_class(name: str, rows: str) -> LemmaPart:
-    text = "((1 + {a})/n) t b√(log n)"
-    return LemmaPart(
-        name, "c", rows, _BLOCK, "<=", text, lambda att: (1 + att.a) * att.fraction(att.t, att.n) * att.b * att.root
-    )
+    return _column(
+        name, rows, _BLOCK, "((1 + {a})/n) t b√(log n)",
+        lambda att: (1 + att.a) * att.fraction(att.t, att.n) * att.b * att.root,
+    )  # fmt: skip
 
 
 C_LIN = (
@@ -198,38 +167,27 @@ def _lemma(id: str, kind: str, a: int, parts: tuple[LemmaPart, ...], note: str =
 
 
 LEMMAS = (
-    _lemma("D.2", "exp", 1, u_parts("exp") + F_1, note=_WRONG_INDEX),
-    _lemma("D.3", "exp", 1, C_1, note=_BULLETS),
+    _lemma("D.2", "exp", 1, u_parts("exp") + F_1, _WRONG_INDEX),
+    _lemma("D.3", "exp", 1, C_1, _BULLETS),
     _lemma(
-        "D.6",
-        "exp",
-        0,
-        u_parts("exp") + F_0,
-        dataset=1,
-        note=f"D₁ is printed in place of D₀: the formulas contain a₀. {_WRONG_INDEX}",
+        "D.6", "exp", 0, u_parts("exp") + F_0,
+        f"D₁ is printed in place of D₀: the formulas contain a₀. {_WRONG_INDEX}", dataset=1,
     ),
-    _lemma("D.7", "exp", 0, C_0, note=_BULLETS),
-    _lemma("D.10", "lin", 1, u_parts("lin") + F_LIN, note=_WRONG_INDEX),
+    _lemma("D.7", "exp", 0, C_0, _BULLETS),
+    _lemma("D.10", "lin", 1, u_parts("lin") + F_LIN, _WRONG_INDEX),
     _lemma("D.11", "lin", 1, C_LIN),
     _lemma(
-        "D.14",
-        "lin",
-        0,
-        u_parts("lin") + F_LIN,
-        product="identity",
-        note=f"The lemma is printed with QKᵀ = I_d; its proof has all ones. {_WRONG_INDEX}",
+        "D.14", "lin", 0, u_parts("lin") + F_LIN,
+        f"The lemma is printed with QKᵀ = I_d; its proof has all ones. {_WRONG_INDEX}", product="identity",
     ),
     _lemma("D.15", "lin", 0, tuple(replace(part, sharp=True) for part in C_LIN)),
-)
+)  # fmt: skip
 
-_ROW_OF_ANOTHER = "for j₀ ≠ j₃: c_exp[j₀, i₀] ≤ (1/n^(1 − a₁) + (t − 1)/n) b√(log n) for i₀ in the class of j₃"
 CORRECTED = Claim(
-    id="ours.b-d-3-5",
-    where="Lemma D.3, Part 5, in the form of Lemma D.7, Part 5",
-    statement=_ROW_OF_ANOTHER,
-    check=part_inequality(SETUPS["exp", 1], "a1", _with_special("5", "j₀ ≠ j₃", 1)),
-    hypothesis=HYPOTHESIS.format(a=SIZE["a1"]),
+    "ours.b-d-3-5", "Lemma D.3, Part 5, in the form of Lemma D.7, Part 5",
+    "for j₀ ≠ j₃: c_exp[j₀, i₀] ≤ (1/n^(1 − a₁) + (t − 1)/n) b√(log n) for i₀ in the class of j₃",
+    part_inequality(SETUPS["exp", 1], "a1", _with_special("5", "j₀ ≠ j₃", 1)), HYPOTHESIS.format(a=SIZE["a1"]),
     note="For the other classes the bound (t/n) b√(log n) is as printed.",
-)
+)  # fmt: skip
 
 CLAIMS: tuple[Claim, ...] = (*(claim for lemma in LEMMAS for claim in lemma.claims()), CORRECTED)

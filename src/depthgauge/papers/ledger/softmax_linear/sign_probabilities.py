@@ -15,6 +15,7 @@ from typing import Any, Literal
 from flint import arb, ctx, fmpz
 
 from depthgauge._format import number
+from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.rows import OutputRow, Signs, rows
@@ -49,10 +50,7 @@ class Case:
 
     def text(self, dataset: Dataset | None) -> str:
         """Return these parameters as text."""
-        letters = {"a0": "a₀", "a1": "a₁"}
-        return ", ".join(
-            f"{letters.get(name, name)} = {number(value, 6)}" for name, value in self.used(dataset).items()
-        )
+        return ", ".join(f"{NAMES.get(name, name)} = {number(value, 6)}" for name, value in self.used(dataset).items())
 
 
 def self_case(x: str = "ones", *, a0: float = 0.01, a1: float = 1.2, b: float = 0.2, c: float = 0.8) -> Case:
@@ -72,8 +70,7 @@ class RowEvent:
     Attributes:
         dataset: 0 or 1, for D₀ or D₁.
         kind: `exp` or `lin`.
-        which: The rows in question: the special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or
-            every row.
+        which: The special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or every row.
         comparison: `reaches` is ⟨c, σ⟩ ≥ τ, `below` is ⟨c, σ⟩ < τ, `within` is |⟨c, σ⟩| < τ.
         threshold: τ, in units of √(log n) for self-attention; the setting's own threshold if None.
     """
@@ -119,13 +116,7 @@ class RowEvent:
 
 @dataclass(frozen=True)
 class NetworkEvent:
-    """The event that F = φ(Σ φ_τ(⟨c, y⟩)) with m random sign vectors y is positive, or that it is zero.
-
-    Attributes:
-        dataset: 0 or 1, for D₀ or D₁.
-        kind: `exp` or `lin`.
-        positive: Whether the event is F > 0 or F = 0.
-    """
+    """The event that F = φ(Σ φ_τ(⟨c, y⟩)) with m random sign vectors y is positive, or that it is zero."""
 
     dataset: Dataset
     kind: str
@@ -164,6 +155,10 @@ class SuccessEvent:
         return tuple((f"Pr[{name}]", number(part, 7)) for name, part in zip(names, parts, strict=True))
 
 
+SignEvent = RowEvent | NetworkEvent | SuccessEvent
+"""An event over random signs. Its `dataset` is None if it involves both data sets."""
+
+
 def width(n: int, factor: int = WIDTH) -> int:
     """m = ⌈C log(n/δ)⌉, where C is `factor`."""
     return math.ceil(factor * math.log(n / DELTA))
@@ -193,7 +188,7 @@ def probability_at_least(setting: AttentionSetting, row: OutputRow, kind: ScoreM
 
 def _reaches(n: int, row: OutputRow, kind: ScoreMap, tau: Fraction, fewest: Signs, p: int) -> bool:
     """Return whether ⟨c_row, σ⟩ ≥ τ when p of the remaining classes have a positive sign."""
-    signs = replace(fewest, others=fewest.others + 2 * p)
+    signs = fewest._replace(others=fewest.others + 2 * p)
     return sign_of_sum(kind, n, row.excess(signs, tau)) >= 0
 
 

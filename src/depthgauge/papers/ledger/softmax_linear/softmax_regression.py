@@ -7,15 +7,16 @@ matrix A of the data set. They are evaluated for a list of n.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Relation, Size
+from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Observed, Relation
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import DELTA
 from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
 from depthgauge.papers.separation.settings import Dataset
@@ -59,24 +60,18 @@ def _since(bound: Callable[[int], float]) -> tuple[int | None, float]:
 def _deviation(kind: ScoreMap, dataset: Dataset, rate: float) -> Observed:
     """Lemma 4.1 and Part 1 of 4.2: |Σ f σ| ≤ C √(log(n/δ))/n^rate, with the least multiple C of ½ that suffices."""
 
-    def bound(factor: float) -> Callable[[int], float]:
-        def at(n: int) -> float:
-            s = factor * math.sqrt(math.log(n / DELTA)) / n**rate
-            return 2 * math.exp(-(s**2) / (2 * largest_squares(kind, dataset, n)))
-
-        return at
+    def bound(factor: float, n: int) -> float:
+        s = factor * math.sqrt(math.log(n / DELTA)) / n**rate
+        return 2 * math.exp(-(s**2) / (2 * largest_squares(kind, dataset, n)))
 
     for half in range(2, 41):
-        since, share = _since(bound(half / 2))
+        since, share = _since(partial(bound, half / 2))
         if since == TOKEN_COUNTS[0]:
-            remarks = (
-                f"By Hoeffding's bound C = {number(half / 2, 6)} suffices for every allowed A and every n of the list.",
-                _READING,
-            )
+            found = f"C = {number(half / 2, 6)} suffices for every allowed A and every n of the list."
+            remarks = (f"By Hoeffding's bound {found}", _READING)
             return Observed("holds", share, len(TOKEN_COUNTS) * (half - 1), remarks)
-    return Observed(
-        "undecided", None, 39 * len(TOKEN_COUNTS), ("Hoeffding's bound does not show it for any C up to 20.", _READING)
-    )
+    remarks = ("Hoeffding's bound does not show it for any C up to 20.", _READING)
+    return Observed("undecided", None, 39 * len(TOKEN_COUNTS), remarks)
 
 
 def _zero_output(kind: ScoreMap, dataset: Dataset) -> Observed:
@@ -114,88 +109,53 @@ def _positive_output() -> Observed:
     return Observed("holds" if holds else "undecided", max(shares), len(TOKEN_COUNTS), remarks)
 
 
-def _softmax(ar: Arithmetic, n: int, u: Value) -> tuple[Value, Value]:
-    """f_exp on D₁ for (Ax)_i = u_i log n at the n − 1 other indices: f_j and the other f."""
-    log = ar.log(ar.number(n))
-    others, peak = ar.exp(u * log), ar.exp(4 * log)
-    total = others.sum() + peak
-    return peak / total, others / total
-
-
 def _on_d1(
     left: str, right: str, relation: Relation, sides: Callable[[Arithmetic, Value, Value], tuple[Value, Value]]
 ) -> Inequality:
-    """An inequality about f_exp on D₁ for the worst signs."""
+    """An inequality about f_exp on D₁, with (Ax)_i = u_i log n at the n − 1 other indices, for the worst signs."""
 
     def evaluate(ar: Arithmetic, *, n: int, u: Value) -> Any:
-        peak, others = _softmax(ar, n, u)
-        yield "f_j", peak
-        yield "the other f_i", others
-        return sides(ar, peak, others)
-
-    def starts(size: Size) -> Iterable[Instance]:
-        return ({**size, "u": np.full(size["n"] - 1, value)} for value in (Fraction(7, 5), Fraction(1)))
+        log = ar.log(ar.number(n))
+        others, peak = ar.exp(u * log), ar.exp(4 * log)
+        total = others.sum() + peak
+        yield "f_j", peak / total
+        yield "the other f_i", others / total
+        return sides(ar, peak / total, others / total)
 
     return Inequality(
-        left=left,
-        right=right,
-        evaluate=evaluate,
-        draw=lambda random, size: {**size, "u": random.uniform(1, 1.4, size=size["n"] - 1)},
-        sizes=tuple({"n": n} for n in (2, 3, 4, 10, 40)),
-        allowed=lambda ar, *, n, u: bool((u >= 1).all()) and bool((u <= ar.number("7/5")).all()),
-        starts=starts,
-        relation=relation,
-    )
+        left, right, evaluate, lambda random, size: {**size, "u": random.uniform(1, 1.4, size=size["n"] - 1)},
+        tuple({"n": n} for n in (2, 3, 4, 10, 40)),
+        lambda ar, *, n, u: bool((u >= 1).all()) and bool((u <= ar.number("7/5")).all()),
+        lambda size: ({**size, "u": np.full(size["n"] - 1, value)} for value in (Fraction(7, 5), Fraction(1))),
+        relation,
+    )  # fmt: skip
 
 
-def _study(id: str, where: str, statement: str, dataset: Dataset, run: Callable[[], Observed], note: str = "") -> Claim:
+def _computed(id: str, statement: str, dataset: Dataset, run: Callable[[], Observed], note: str = "") -> Claim:
+    """A part of Lemma 4.1 or 4.2, or one of Lemmas 5.1 to 5.4."""
+    where = f"Lemma {id[:3]}, Part {id[4:]}" if id[3:] else f"Lemma {id}"
+    statement = f"for D{'₀₁'[dataset]}: Pr[{statement}] ≥ 1 − δ/poly(n)"
     return Claim(f"B.{id}", where, statement, Computation(run), HYPOTHESES[dataset], note=note)
 
 
-_POLY = "≥ 1 − δ/poly(n)"
 _M = "m = C log(n/δ) sign vectors (Definition 3.7). τ = 1/4 is taken from Lemma 5.2, since none is given."
 CLAIMS: tuple[Claim, ...] = (
-    _study(
-        "4.1.1",
-        "Lemma 4.1, Part 1",
-        f"for D₀: Pr[|Σ f_lin,i σ_i| ≤ C√(log(n/δ))/√n] {_POLY}",
-        0,
-        lambda: _deviation(LIN, 0, 0.5),
-    ),
-    _study(
-        "4.1.2",
-        "Lemma 4.1, Part 2",
-        f"for D₀: Pr[|Σ f_exp,i σ_i| ≤ C√(log(n/δ))/n^0.1] {_POLY}",
-        0,
-        lambda: _deviation(EXP, 0, 0.1),
-    ),
-    _study(
-        "4.2.1",
-        "Lemma 4.2, Part 1",
-        f"for D₁: Pr[|Σ f_lin,i σ_i| ≤ C√(log(n/δ)/n)] {_POLY}",
-        1,
-        lambda: _deviation(LIN, 1, 0.5),
-    ),
+    _computed("4.1.1", "|Σ f_lin,i σ_i| ≤ C√(log(n/δ))/√n", 0, partial(_deviation, LIN, 0, 0.5)),
+    _computed("4.1.2", "|Σ f_exp,i σ_i| ≤ C√(log(n/δ))/n^0.1", 0, partial(_deviation, EXP, 0, 0.1)),
+    _computed("4.2.1", "|Σ f_lin,i σ_i| ≤ C√(log(n/δ)/n)", 1, partial(_deviation, LIN, 1, 0.5)),
     Claim(
-        id="B.4.2.2",
-        where="Lemma 4.2, Part 2",
-        statement="for D₁ and every σ: |Σ f_exp,i σ_i| ≥ 1/4",
-        check=_on_d1(
-            "1/4", "f_j − Σ_{i≠j} f_i", "<=", lambda ar, peak, others: (ar.number("1/4"), peak - others.sum())
-        ),
-        hypothesis=HYPOTHESES[1],
+        "B.4.2.2", "Lemma 4.2, Part 2", "for D₁ and every σ: |Σ f_exp,i σ_i| ≥ 1/4",
+        _on_d1("1/4", "f_j − Σ_{i≠j} f_i", "<=", lambda ar, peak, others: (ar.number("1/4"), peak - others.sum())),
+        HYPOTHESES[1],
         note="“With probability 1” means for every σ. The worst σ has σ_i = −σ_j for all i ≠ j. u_i is (Ax)_i/log n.",
     ),
     Claim(
-        id="B.4.2.3",
-        where="Lemma 4.2, Part 3",
-        statement="for D₁: Pr[Σ f_exp,i σ_i > 0] = Pr[Σ f_exp,i σ_i < 0] = 1/2",
-        check=_on_d1("Σ_{i≠j} f_i", "f_j", "<", lambda ar, peak, rest: (rest.sum(), peak)),
-        hypothesis=HYPOTHESES[1],
+        "B.4.2.3", "Lemma 4.2, Part 3", "for D₁: Pr[Σ f_exp,i σ_i > 0] = Pr[Σ f_exp,i σ_i < 0] = 1/2",
+        _on_d1("Σ_{i≠j} f_i", "f_j", "<", lambda ar, peak, rest: (rest.sum(), peak)), HYPOTHESES[1],
         note="σ_j determines the sign for every σ if f_j exceeds the sum of the others. u_i is (Ax)_i/log n.",
     ),
-    _study("5.1", "Lemma 5.1", f"for D₀: Pr[F_exp = 0] {_POLY}", 0, lambda: _zero_output(EXP, 0), _M),
-    _study("5.2", "Lemma 5.2", f"for D₁: Pr[F_exp > 0] {_POLY}", 1, _positive_output, _M),
-    _study("5.3", "Lemma 5.3", f"for D₀: Pr[F_lin = 0] {_POLY}", 0, lambda: _zero_output(LIN, 0), _M),
-    _study("5.4", "Lemma 5.4", f"for D₁: Pr[F_lin = 0] {_POLY}", 1, lambda: _zero_output(LIN, 1), _M),
-)
+    _computed("5.1", "F_exp = 0", 0, partial(_zero_output, EXP, 0), _M),
+    _computed("5.2", "F_exp > 0", 1, _positive_output, _M),
+    _computed("5.3", "F_lin = 0", 0, partial(_zero_output, LIN, 0), _M),
+    _computed("5.4", "F_lin = 0", 1, partial(_zero_output, LIN, 1), _M),
+)  # fmt: skip

@@ -1,0 +1,51 @@
+"""The output of a model on token ids, and the numbers that compare two outputs."""
+
+import inspect
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from depthgauge.checkpoints.load import measured_part
+
+_ENTRIES = 2**22
+"""Largest number of logits converted to float32 at once (16 MB)."""
+
+
+def no_cache(model: Any) -> dict[str, bool]:
+    """Return the keyword arguments with which a model keeps no key–value cache."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def model_output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Float[Tensor, "batch n out"]:
+    """Return the logits of a model, or with `loss=False` the final states of the model without its head."""
+    part = measured_part(model, loss)
+    out = part(input_ids=ids, **no_cache(part))
+    made: Tensor = out.logits if loss else out.last_hidden_state
+    return made
+
+
+def token_losses(
+    logits: Float[Tensor, "batch n vocabulary"], ids: Int[Tensor, "batch n"]
+) -> Float[Tensor, "batch n-1"]:
+    """Return −log p(next token) for every token but the first, in nats.
+
+    The logits are converted to float32 a few rows at a time, so that they are never copied as a whole.
+    """
+    rows, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
+    count = max(1, _ENTRIES // logits.shape[-1])
+    parts = [
+        part.float().logsumexp(dim=-1) - part.float().gather(-1, target[:, None])[:, 0]
+        for part, target in zip(torch.split(rows, count), torch.split(targets, count), strict=True)
+    ]
+    return torch.cat(parts).reshape(len(ids), -1)
+
+
+def relative_distance(
+    output: Float[Tensor, "batch ..."], reference: Float[Tensor, "batch ..."]
+) -> Float[Tensor, " batch"]:
+    """Return ‖output − reference‖F / ‖reference‖F for every window."""
+    wanted = reference.double().flatten(1)
+    distance: Tensor = (output.double().flatten(1) - wanted).norm(dim=1) / wanted.norm(dim=1)
+    return distance

@@ -1,0 +1,158 @@
+"""Open the model of `shrink`: check every option and file, cut the texts into windows, and load the weights."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from depthgauge._format import counted
+from depthgauge.checkpoints.load import (
+    Checkpoint,
+    Placement,
+    context_length,
+    load_config,
+    load_model,
+    load_tokenizer,
+    loader_of,
+    refuse_infinite,
+    wrap,
+)
+from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.text_files import find_text
+from depthgauge.checkpoints.windows import require_rows
+from depthgauge.errors import InputError
+from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
+from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
+from depthgauge.surgery.effort import effort_of
+from depthgauge.surgery.extract import require_supported
+from depthgauge.surgery.stored_weights import file_digests, stored_dtype
+
+SAMPLED = 0.5
+"""Share of calibration windows that are sampled from the model, where there is a text."""
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedModel:
+    """A loaded model and the texts that it will be calibrated on.
+
+    - `checkpoint`, `tokenizer`: the model
+    - `files`: SHA-256 of the weight files by name; empty for a model from memory
+    - `stored`: dtype in which the result is written; None keeps the dtype of the loaded weights
+    - `start`: the special tokens around every window
+    - `texts`: the windows of the texts, without special tokens
+    - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
+    """
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+    files: dict[str, str]
+    stored: torch.dtype | None
+    start: Start
+    texts: CutTexts
+    fresh: float
+
+
+def open_model(
+    model: Any,
+    source: Source | None,
+    settings: ShrinkOptions,
+    tokenizer: Any,
+    plan: PlanRecord | None,
+    message: Callable[[str], None],
+) -> OpenedModel:
+    """Load a model, after checking everything that can be checked without its weights.
+
+    Args:
+        model: a transformers model that is already in memory; not used if there is a source.
+        source: the checkpoint on disk; None for a model in memory.
+        settings: the options.
+        tokenizer: the tokenizer of a model in memory.
+        plan: the plan that will be followed; its digests must match.
+        message: called with sentences such as the BOS decision.
+    """
+    # A new process imports what this one has imported before, here and in the next lines. A process that has done other
+    # work has used more time before.
+    before, started = time.process_time(), time.perf_counter()
+    files: dict[str, str] = {}
+    stored = None
+    if source is None:
+        checkpoint = _from_memory(model, settings, tokenizer, plan)
+        texts = _cut_texts(
+            tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name
+        )
+    else:
+        placement = Placement(
+            dtype=settings.dtype,
+            device=settings.device,
+            device_map=settings.device_map,
+            trust_remote_code=settings.trust_remote_code,
+            ignore_unused=settings.ignore_unused,
+        )
+        config = load_config(source, placement)
+        tokenizer = load_tokenizer(source, placement)
+        texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", str(source.path))
+        files = file_digests(source)
+        if plan is not None and plan.files != files:
+            raise InputError(f"the plan was made for other weights than those of {source.path}; make a new plan")
+        message(f"loading {source.path}")
+        checkpoint = load_model(source, config, placement)
+        if settings.dtype == "auto" and source.gguf is None:
+            stored = stored_dtype(config, source)
+    require_supported(checkpoint)
+    if not settings.no_repair and any(weight.is_meta for weight in checkpoint.model.parameters()):
+        raise InputError(
+            f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
+            "be repaired; use more devices, or --no-repair"
+        )
+    require_rows(checkpoint, texts.ids)
+    opened = time.perf_counter() - started if source is not None else 0.0
+    planned = texts.request.start
+    start = measure_start(planned, checkpoint, texts.measured)  # on windows that are not in the certify part
+    if planned.candidate is not None and checkpoint.objective == "loss":
+        message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, opened + min(before, opened))
+
+
+def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:
+    if tokenizer is None:
+        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
+    for name in settings.given():
+        if name in ABOUT_FILES:
+            raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
+    if plan is not None and plan.files:
+        raise InputError("the plan was made for a model on disk; give its path")
+    checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
+    require_supported(checkpoint)
+    refuse_infinite(model, checkpoint.name)
+    kind, layers = str(checkpoint.config.model_type), checkpoint.layers
+    if plan is not None and (plan.layers, plan.family) != (layers, kind):
+        raise InputError(
+            f"the plan was made for a {plan.family} model of {counted(plan.layers, 'layer')}, and this is a "
+            f"{kind} model of {counted(layers, 'layer')}; make a new plan"
+        )
+    return checkpoint
+
+
+def _cut_texts(
+    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
+) -> CutTexts:
+    """Check the options against the model, read the texts and cut them into windows; nothing here needs the weights."""
+    settings.check_model(decoder, name)
+    if settings.remove is not None:
+        settings.count(int(config.get_text_config().num_hidden_layers), name)
+    effort, context = effort_of(settings), context_length(config)
+    request = CalibrationRequest(
+        tuple(find_text(text, settings.as_is) for text in settings.text),
+        CalibrationSizes(effort.fit, effort.select, effort.certify),
+        sampled=SAMPLED if settings.sampled is None else settings.sampled,
+        window=min(effort.window, context or effort.window) if settings.window is None else settings.window,
+        context=context,
+        start=plan_start(settings.bos, source, tokenizer),
+        seed=settings.seed,
+        decoder=decoder,
+    )
+    return cut_texts(tokenizer, request)
