@@ -167,6 +167,25 @@ def repeated_names(src: Path) -> list[str]:
     ]
 
 
+# A bound and its verification use the same words, because the second repeats the first independently.
+DELIBERATE_CLASSES = [{"certificates", "certificates/verify"}, {"surrogates", "certificates/verify"}]
+
+
+def repeated_classes(src: Path) -> list[str]:
+    """List class names that are defined more than once, outside the deliberate pairs of folders."""
+    places = defaultdict(list)
+    for path in sorted(src.rglob("*.py")):
+        folder = path.parent.relative_to(src / "depthgauge").as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append((folder, path.relative_to(src / "depthgauge").as_posix()))
+    return [
+        f"{name}: {[file for _, file in found]}"
+        for name, found in sorted(places.items())
+        if len(found) > 1 and not (len(found) == 2 and {folder for folder, _ in found} in DELIBERATE_CLASSES)
+    ]
+
+
 def heavy_imports(src: Path) -> list[str]:
     """List optional packages that are imported at module level instead of where they are needed."""
     return [
@@ -186,6 +205,10 @@ def test_imports_point_to_lower_levels_without_cycles() -> None:
 
 def test_file_names_are_unique() -> None:
     assert repeated_names(SRC) == []
+
+
+def test_class_names_are_unique() -> None:
+    assert repeated_classes(SRC) == []
 
 
 def test_no_package_shares_its_name_with_a_public_function() -> None:
@@ -313,6 +336,17 @@ def test_planted_innocence_is_left_alone(tmp_path: Path) -> None:
 def test_planted_repeated_names_are_found(tmp_path: Path) -> None:
     assert repeated_names(planted(tmp_path / "a", linalg__x="", network__x="")) == ["x.py: ['linalg', 'network']"]
     assert repeated_names(planted(tmp_path / "b", cli__x="", workflows__x="", linalg__y="")) == []
+
+
+def test_planted_repeated_classes_are_found(tmp_path: Path) -> None:
+    two = planted(tmp_path / "a", linalg__x="class A: ...", network__y="def f():\n    class A: ...")
+    assert repeated_classes(two) == ["A: ['linalg/x.py', 'network/y.py']"]
+    same = planted(tmp_path / "b", linalg__x="class A: ...\nclass A: ...\nclass B: ...")
+    assert repeated_classes(same) == ["A: ['linalg/x.py', 'linalg/x.py']"]
+    pair = {"certificates__x": "class A: ...", "certificates__verify__x": "class A: ..."}
+    assert repeated_classes(planted(tmp_path / "c", **pair)) == []
+    assert len(repeated_classes(planted(tmp_path / "d", **pair, linalg__y="class A: ..."))) == 1
+    assert repeated_classes(planted(tmp_path / "e", **pair, certificates__y="class A: ...")) != []
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def test_unforced_calls_choose_cheap_polynomials() -> None:
     assert backends.TORCH_CPU.rates == before
 
 
+@pytest.mark.soak
 @pytest.mark.kernels
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow encountered")  # numpy, at NaN inputs
 def test_a_piece_passes_with_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +220,15 @@ def test_draws_are_reproducible_and_cover_everything() -> None:
 
 def test_short_kinds_do_not_depend_on_the_limits() -> None:
     """Both campaigns meet the same dtypes, widths and options at the same seed, so they share compiled kernels."""
+    short = 0
     for seed in range(60):
         one, other = draw_kind(seed, Limits(long=16000)), draw_kind(seed, Limits(largest=1100))
         if one.n < 2200:
+            short += 1
             assert (one.dtype, one.d, one.e, one.causal, one.gradients) == (
                 other.dtype, other.d, other.e, other.causal, other.gradients,
             )  # fmt: skip
+    assert short > 20
 
 
 # --- the command lines ------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected
+from kernel_settings import DEVICE, DTYPES, Setting, double_leaves, expected, with_dtypes
 from torch import Tensor
 
 from depthgauge.fast_attention.decide import chooser
@@ -18,13 +18,13 @@ SETTINGS = {
     "less than a block": Setting(n=77, m=77, d=32, e=64, degree=2, causal=True),
     "whole blocks": Setting(n=256, m=256, d=16, e=16, degree=2, is_uneven=True, causal=True),
     "fewer keys": Setting(n=300, m=170, d=32, e=64, degree=2, groups=2, padded=True, causal=True),
-    "rows after all keys": Setting(n=520, m=100, d=16, e=16, degree=2, groups=3, causal=True),
+    "rows after all keys": Setting(n=300, m=100, d=16, e=16, degree=2, groups=3, causal=True),
     "more keys": Setting(n=200, m=300, d=32, e=64, degree=1, shift=0.5, causal=True),
     "weights": Setting(n=260, m=150, d=32, e=64, degree=2, groups=2, padded=True, shift=0.5, causal=True),
     "weights, degree 1": Setting(n=260, m=260, d=64, e=32, degree=1, groups=2, padded=True, shift=0.5, causal=True),
     "long rows": Setting(n=260, m=260, d=32, e=32, degree=2, long_rows=True, causal=True),
 }
-WIDE = Setting(n=130, m=130, d=128, e=16, degree=2, size=0.5, causal=True)
+WIDE = Setting(n=66, m=66, d=128, e=16, degree=2, size=0.5, causal=True)
 GAP = {torch.float32: 2e-6 if DEVICE.type == "cpu" else 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 BLOCK = 128
 SMALL_BLOCKS = TritonBackend(Workspace(causal_block=BLOCK))
@@ -63,9 +63,10 @@ def gaps(spec: Spec, problem: Problem, up: Tensor, found: tuple[Tensor, ...], bl
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_causal_gradients_are_those_of_the_definition(dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), with_dtypes(SETTINGS, in_half=("some blocks", "more keys", "weights", "long rows"))
+)
+def test_causal_gradients_are_those_of_the_definition(name: str, dtype: torch.dtype) -> None:
     check_gradients(SETTINGS[name], dtype)
 
 

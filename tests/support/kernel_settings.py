@@ -4,7 +4,9 @@ With a GPU the kernels run on it. Without a GPU they run under Triton's interpre
 is exact for float32 and float16 but wrong for bfloat16 products. bfloat16 is therefore marked `gpu`.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,20 @@ from depthgauge.fast_attention.spec import Spec
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, BFLOAT16]
+
+
+def with_dtypes(settings: Iterable[Any], in_half: Collection[Any]) -> list[Any]:
+    """Return every setting with every dtype.
+
+    The interpreter takes seconds for a setting. It computes float16 with the same code as float32, so that without a
+    GPU only the settings `in_half` are computed in float16 by `make test`, and the others by `make soak`.
+    """
+    found: list[Any] = []
+    for setting in settings:
+        is_kept = DEVICE.type == "cuda" or setting in in_half
+        half = pytest.param(setting, torch.float16, marks=[] if is_kept else [pytest.mark.soak])
+        found += [(setting, torch.float32), half, pytest.param(setting, torch.bfloat16, marks=pytest.mark.gpu)]
+    return found
 
 
 def _moved(x: Tensor | None) -> Tensor | None:

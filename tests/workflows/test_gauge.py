@@ -18,7 +18,7 @@ from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import SCHEMA
 from depthgauge.workflows import gauge_network as module
 from depthgauge.workflows import target as targets
-from depthgauge.workflows.collapse import CollapseOptions, collapse_file
+from depthgauge.workflows.collapse import collapse_file
 from depthgauge.workflows.gauge import gauge, load_result
 from depthgauge.workflows.target import LARGE_ETA, SMALL_ETA, built_in_pair
 
@@ -173,8 +173,7 @@ def test_gauge_and_collapse_report_the_same_bounds(tmp_path: Path, monkeypatch: 
     dg.save_network(network, tmp_path / "n.safetensors")
     (subject,) = gauge(network, **SMALL).to_json()["subjects"]
     for row in subject["collapse"]:
-        options = CollapseOptions(row["method"], radius=subject["radius"])
-        record = collapse_file(tmp_path / "n.safetensors", options).record
+        record = collapse_file(tmp_path / "n.safetensors", row["method"], radius=subject["radius"]).record
         assert (record.lower, record.upper) == (row["lower"], row["upper"])
 
 

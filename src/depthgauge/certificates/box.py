@@ -151,7 +151,7 @@ class BoxBounds:
         if not self.joint:
             return LayerBounds(own, err, state, spread, theta, gap_of(theta, spread), None)
         # A query is y + e with y = x + m Z_{0:k} and |e| ≤ err, so y W = (x, m) lin with lin = [W; Z_{0:k} W].
-        lin = _stack_rows(W, self.expansion.drift(0, k) @ W)
+        lin = Enclosure.cat([W, self.expansion.drift(0, k) @ W], dim=-2)
         phi, phi2 = torch.full_like(own, self.radius), torch.full((2 * len(own),), self.radius, dtype=torch.float64)
         e1 = self.norms(f"{k}.e1", err, W, spread)
         lin_spread = self.norms(f"{k}.lin_spread", phi2, lin, spread)
@@ -214,7 +214,3 @@ def drift_of_output(expansion: Expansion, k: int, end: int) -> Rank1Sum:
     """Return Σ_h (N_{0:k} W)[b, c] (V Z_{k+1:ℓ})[e, a], the part of Tᵐ from mean(E_k), carried on by later layers."""
     W = expansion.W[k]
     return Rank1Sum(W + expansion.drift(0, k) @ W, expansion.carried(k, end))
-
-
-def _stack_rows(upper: Enclosure, lower: Enclosure) -> Enclosure:
-    return Enclosure(torch.cat([upper.mid, lower.mid], dim=-2), torch.cat([upper.rad, lower.rad], dim=-2))

@@ -7,6 +7,7 @@ Let X_k be the states of S and Y_k' those of S'. Subtracting the exact expansion
 A head that occurs in both networks contributes only the difference of its two terms.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ class BoxDifference:
             own = add_up(own, weighted(gap, X.V[j]))
             err = total(err, weighted(gap, X.V[j]), weighted(gap, X.carried(j, k)))
         for j in range(other):
-            gap = self._unmatched_gap_of_other(j, before=k)
+            gap = self._unmatched_gap(j, before=k, of_other=True)
             own = add_up(own, weighted(gap, Y.V[j]))
             err = total(err, weighted(gap, Y.V[j]), weighted(gap, Y.carried(j, other)))
         for earlier in self.matches:
@@ -108,20 +109,17 @@ class BoxDifference:
         apart = add_up(weighted(self.S.layers[match.k].gap[heads], mine), weighted(Y_gap, theirs))
         return torch.fmin(together, apart)
 
-    def _unmatched_gap(self, k: int, before: int | None = None) -> HeadVectors:
-        """Return G of layer k of S, with zeros for heads matched to a layer of S' before `before` (None: to any)."""
-        gap = self.S.layers[k].gap.clone()
-        for match in self.matches:
-            if match.k == k and (before is None or match.other < before):
-                gap[list(match.heads)] = 0.0
-        return gap
+    def _unmatched_gap(self, k: int, before: float = math.inf, *, of_other: bool = False) -> HeadVectors:
+        """Return G of layer k of S (of S' if `of_other`).
 
-    def _unmatched_gap_of_other(self, other: int, before: int | None = None) -> HeadVectors:
-        """Return G of layer `other` of S', with zeros for heads matched to a layer of S before `before`."""
-        gap = self.other.layers[other].gap.clone()
+        Heads that are matched to a layer of the other network before `before` have zeros.
+        """
+        gap = (self.other if of_other else self.S).layers[k].gap.clone()
         for match in self.matches:
-            if match.other == other and (before is None or match.k < before):
-                gap[list(match.others)] = 0.0
+            pairs = (match.k, match.heads), (match.other, match.others)
+            (layer, heads), (partner, _) = reversed(pairs) if of_other else pairs
+            if layer == k and partner < before:
+                gap[list(heads)] = 0.0
         return gap
 
     # --- the bounds ---------------------------------------------------------------------------------------------
@@ -148,7 +146,7 @@ class BoxDifference:
         """Bound the sum of the terms of the unmatched heads of S'."""
         parts = [torch.zeros_like(self.linear)]
         for other in range(self.L_other):
-            parts.append(nonnegative_sum_up(_added(self.other, other, self._unmatched_gap_of_other(other)), 0))
+            parts.append(nonnegative_sum_up(_added(self.other, other, self._unmatched_gap(other, of_other=True)), 0))
         return total(*parts)
 
     def joint(self) -> "JointParts":

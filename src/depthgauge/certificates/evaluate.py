@@ -114,17 +114,11 @@ def _mlp(network: SelfAttentionNetwork, layer: Layer, x: arb_mat) -> arb_mat:
     mlp = layer.mlp
     assert mlp is not None
     hidden = _add_row(x * to_arb(mlp.w_in), mlp.b_in)
-    act = _relu if network.activation == "relu" else _gelu
-    hidden = arb_mat([[act(entry) for entry in row] for row in hidden.tolist()])
+    gelu, root = network.activation == "gelu", arb(2).sqrt()
+    hidden = arb_mat(
+        [[z * (1 + (z / root).erf()) / 2 if gelu else z.max(arb(0)) for z in row] for row in hidden.tolist()]
+    )
     return _add_row(hidden * to_arb(mlp.w_out), mlp.b_out)
-
-
-def _relu(x: arb) -> arb:
-    return x.max(arb(0))
-
-
-def _gelu(x: arb) -> arb:
-    return x * (1 + (x / arb(2).sqrt()).erf()) / 2
 
 
 def _add_row(x: arb_mat, row: Tensor) -> arb_mat:

@@ -45,7 +45,7 @@ class Rank1Sum(ArrayRecord):
     @staticmethod
     def join(*parts: "Rank1Sum") -> "Rank1Sum":
         """Return the sum of several tensors."""
-        return Rank1Sum(_stack([p.left for p in parts]), _stack([p.right for p in parts]))
+        return Rank1Sum(Enclosure.cat([p.left for p in parts]), Enclosure.cat([p.right for p in parts]))
 
     def heads(self, chosen: Sequence[int]) -> "Rank1Sum":
         """Return the sum over the chosen terms r only."""
@@ -114,10 +114,6 @@ def _left_norms(
 def _right_norms(size: Float[Tensor, "r d a"], columns: Float[Tensor, "a d"]) -> Float[Tensor, "a r"]:
     """Bound ‖D_right |right_r|[:, a]‖₂ for every a and r."""
     return sqrt_up(nonnegative_sum_up(mul_up(mul_up(size, size), columns.mT), 1)).mT
-
-
-def _stack(parts: list[Enclosure]) -> Enclosure:
-    return Enclosure(torch.cat([p.mid for p in parts]), torch.cat([p.rad for p in parts]))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

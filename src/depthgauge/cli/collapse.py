@@ -50,12 +50,13 @@ def command(
 ) -> None:
     """Replace a network by a shallower one, and prove how far apart the two can be."""
     from depthgauge._io import check_outputs
-    from depthgauge.workflows.collapse import CollapseOptions, collapse_file
+    from depthgauge.workflows.collapse import collapse_file
 
     check_outputs({"--out": out, "--witness": witness}, {"NETWORK": network}, overwrite=overwrite)
-    options = CollapseOptions(method, radius, ball, tokens, effort, seed)
     with progress_bar("collapsing") as progress:
-        found = collapse_file(network, options, progress=progress)
+        found = collapse_file(
+            network, method, radius=radius, ball=ball, tokens=tokens, effort=effort, seed=seed, progress=progress
+        )
     try:
         found.save(out, witness)
     finally:

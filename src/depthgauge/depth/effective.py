@@ -167,9 +167,6 @@ class FoldBounds:
         hard = attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
         return measured_errors(self.network, hard.tokens, multiset_attention(hard.counts.to(hard.tokens.dtype)))
 
-    def _keeps_all(self, choice: Choice) -> bool:
-        return not isinstance(choice, str) and len(choice) == len(self.network)
-
     def layer_costs(self) -> list[float]:
         """Return, for each layer, its contribution to the plain bound on the error of folding all layers."""
         if self._costs is None:
@@ -184,7 +181,9 @@ class FoldBounds:
             if isinstance(choice, str):
                 self._known[choice] = self._one_layer(choice)
             else:
-                self._known[choice] = 0.0 if self._keeps_all(choice) else self._bound(fold(self.network, choice))
+                self._known[choice] = (
+                    0.0 if len(choice) == len(self.network) else self._bound(fold(self.network, choice))
+                )
         return self._known[choice]
 
     def _one_layer(self, method: str) -> float:

@@ -38,6 +38,11 @@ class Enclosure(ArrayRecord):
         mid = as_float64(x)
         return Enclosure(mid, torch.zeros_like(mid))
 
+    @staticmethod
+    def cat(parts: "Sequence[Enclosure]", dim: int = 0) -> "Enclosure":
+        """Concatenate enclosures."""
+        return Enclosure(torch.cat([p.mid for p in parts], dim), torch.cat([p.rad for p in parts], dim))
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the members."""

@@ -39,11 +39,6 @@ def head_measures(layers: Layers) -> list[str]:
     ]
 
 
-def head_values(layers: Layers, name: str) -> list[list[float | None]]:
-    """Return one head measure per layer and head."""
-    return [[getattr(head, name, None) for head in layer.heads] for layer in layers]
-
-
 def head_map(layers: Layers, more: Sequence[Measure] = ()) -> Chart | None:
     """Return layer × head heat maps: one view per head measure, and the given ones after them."""
     heads = max((len(layer.heads) for layer in layers), default=0)
@@ -53,7 +48,7 @@ def head_map(layers: Layers, more: Sequence[Measure] = ()) -> Chart | None:
         Measure(
             name=HEAD_MEASURES[name].label,
             note=HEAD_MEASURES[name].sentence,
-            rows=head_values(layers, name),
+            rows=[[getattr(head, name, None) for head in layer.heads] for layer in layers],
             show=percent if name == "first_mass" else number,
             top=HEAD_MEASURES[name].top,
         )

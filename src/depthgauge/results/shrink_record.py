@@ -145,7 +145,7 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
     """
 
     quantile: QuantileRecord
-    mean: dict[str, Any] | None = None
+    mean: dict[str, Any] | None
     about: str
     assumption: str
     limit: Measured = None

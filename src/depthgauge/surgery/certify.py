@@ -108,6 +108,7 @@ class Certifier:
             "texts": (),
             "guarantee": GuaranteeRecord(
                 quantile=QuantileRecord(increase=None, share=SHARE, confidence=self.confidence, windows=windows),
+                mean=None,
                 about=self.calibration.guaranteed_kind,
                 assumption=ASSUMPTION,
                 limit=limit,

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from depthgauge.network.network import Layer, SelfAttentionNetwork
 
@@ -52,8 +51,5 @@ def _signature(layer: Layer, head: int) -> tuple[bytes, ...]:
     """Return the weights of a head, without columns of Q and K that do not contribute to Q Kᵀ (such as padding)."""
     query, key = layer.query.detach()[head], layer.key.detach()[head]
     used = (query != 0).any(dim=0) & (key != 0).any(dim=0)
-    return tuple(_bytes(w) for w in (query[:, used], key[:, used], layer.value.detach()[head]))
-
-
-def _bytes(weight: Tensor) -> bytes:
-    return weight.to(torch.float64).cpu().contiguous().numpy().tobytes()
+    weights = query[:, used], key[:, used], layer.value.detach()[head]
+    return tuple(w.to(torch.float64).cpu().contiguous().numpy().tobytes() for w in weights)

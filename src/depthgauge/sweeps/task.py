@@ -14,10 +14,6 @@ from depthgauge.sweeps.parameters import Parameter
 Values = dict[str, Any]
 
 
-def _as_given(parameters: Values) -> Values:
-    return parameters
-
-
 @dataclass(frozen=True)
 class Task:
     """A task: its name, version and parameters, and the function that computes a cell."""
@@ -26,7 +22,7 @@ class Task:
     version: int
     parameters: Mapping[str, Parameter]
     run: Callable[[Cell], Values]
-    complete: Callable[[Values], Values] = _as_given
+    complete: Callable[[Values], Values] = lambda parameters: parameters
     """Checks the parameters against each other and fills in defaults that depend on other parameters."""
     repeats_inside: bool = False
     """Whether one cell computes all repetitions of its setting."""

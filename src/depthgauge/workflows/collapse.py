@@ -7,7 +7,7 @@ import msgspec
 from safetensors.torch import save_file
 
 from depthgauge._io import write_atomically
-from depthgauge.certificates.certificate import EFFORTS, Certificate, certify, check_request
+from depthgauge.certificates.certificate import Certificate, certify, check_request
 from depthgauge.certificates.printed import printed_bound
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import unknown_name
@@ -16,27 +16,6 @@ from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
 from depthgauge.results.collapse_record import CollapseRecord
 from depthgauge.surrogates.closed_forms import METHODS
-
-
-@dataclass(frozen=True)
-class CollapseOptions:
-    """What `depthgauge collapse` is asked to do.
-
-    Attributes:
-        method: `identity`, `last-layer`, `parallel`, `mean-field`, `corrected` or `fitted`.
-        radius: certify every input with |entries| up to this (default 1, unless `ball` is given).
-        ball: certify every input whose tokens have at most this Euclidean length instead.
-        tokens: certify inputs of this many tokens; None certifies any number.
-        effort: `default`, or `high` for sharper bounds that take longer.
-        seed: seed of the attack and of `fitted`.
-    """
-
-    method: str = "mean-field"
-    radius: float | None = None
-    ball: float | None = None
-    tokens: int | None = None
-    effort: str = "default"
-    seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,26 +37,40 @@ class Collapsed:
             write_atomically(witness, lambda temporary: save_file(tensors, temporary, metadata=metadata))
 
 
-def collapse_file(path: str | Path, options: CollapseOptions, *, progress: Step = silent) -> Collapsed:
+def collapse_file(
+    path: str | Path,
+    method: str,
+    *,
+    radius: float | None = None,
+    ball: float | None = None,
+    tokens: int | None = None,
+    effort: str = "default",
+    seed: int = 0,
+    progress: Step = silent,
+) -> Collapsed:
     """Collapse the network in a file and certify the surrogate.
 
     Args:
         path: the network file.
-        options: the method and the set of inputs to certify.
+        method: `identity`, `last-layer`, `parallel`, `mean-field`, `corrected` or `fitted`.
+        radius: certify every input with |entries| up to this (default 1, unless `ball` is given).
+        ball: certify every input whose tokens have at most this Euclidean length instead.
+        tokens: certify inputs of this many tokens; None certifies any number.
+        effort: `default`, or `high` for sharper bounds that take longer.
+        seed: seed of the attack and of `fitted`.
         progress: called as the work advances.
     """
-    if options.method not in METHODS:
-        raise unknown_name("method", options.method, METHODS)
-    if options.effort not in EFFORTS:
-        raise unknown_name("effort", options.effort, EFFORTS)
-    radius = 1.0 if options.radius is None and options.ball is None else options.radius
-    request = {"radius": radius, "ball": options.ball, "tokens": options.tokens, "effort": options.effort}
+    if method not in METHODS:
+        raise unknown_name("method", method, METHODS)
+    radius = 1.0 if radius is None and ball is None else radius
     network = load_network(path)
-    inputs = check_request(network, network, **request)  # type: ignore[arg-type]
-    surrogate = collapse(network, options.method, radius=inputs.radius, seed=options.seed, progress=progress)
-    certificate = certify(network, surrogate, seed=options.seed, progress=progress, **request)  # type: ignore[arg-type]
+    inputs = check_request(network, network, radius, ball, tokens, effort)
+    surrogate = collapse(network, method, radius=inputs.radius, seed=seed, progress=progress)
+    certificate = certify(
+        network, surrogate, radius=radius, ball=ball, tokens=tokens, effort=effort, seed=seed, progress=progress
+    )
     document = {
-        "method": options.method,
+        "method": method,
         "layers_before": len(network),
         "layers_after": len(surrogate),
         **certificate.to_json(),

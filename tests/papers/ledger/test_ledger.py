@@ -12,6 +12,7 @@ import pytest
 
 import depthgauge as dg
 from depthgauge.errors import InputError
+from depthgauge.papers.ledger import corrected, layer_collapse, softmax_linear
 from depthgauge.papers.ledger.claim import Claim, Computation, Observed
 from depthgauge.papers.ledger.finding import ratio_text
 from depthgauge.papers.ledger.judge import judge
@@ -53,6 +54,11 @@ def judged(id):
 @pytest.mark.parametrize("id", [*PAPER_A, *PAPER_B, *(f"ours.{name}" for name in OURS)])
 def test_every_statement_is_in_the_registry(id):
     assert id in registry() or any(known.startswith(f"{id}.") for known in registry())
+
+
+def test_ids_are_unique():
+    claims = [*layer_collapse.CLAIMS, *softmax_linear.CLAIMS, *corrected.CLAIMS]
+    assert len({claim.id for claim in claims}) == len(claims) == len(registry())
 
 
 @pytest.mark.parametrize(("verdict", "id"), [(verdict, id) for verdict, ids in KNOWN_A.items() for id in ids])

@@ -153,12 +153,9 @@ def sign_norms(
 def _enumerated(M: arb_mat) -> arb:
     """Bound max_x Σ_j |Σ_i x_i M_ij| over the sign vectors x of the shorter side."""
     M = M if M.nrows() <= M.ncols() else M.transpose()
-    return largest(_row_sums(_sign_vectors(M.nrows()) * M))
-
-
-def _sign_vectors(m: int) -> arb_mat:
-    """Return all sign vectors of length m with first entry +1, as rows."""
-    return arb_mat([[1 if i == 0 or not code >> (i - 1) & 1 else -1 for i in range(m)] for code in range(2 ** (m - 1))])
+    m = M.nrows()  # all sign vectors of length m with first entry +1, as rows
+    signs = [[1 if i == 0 or not code >> (i - 1) & 1 else -1 for i in range(m)] for code in range(2 ** (m - 1))]
+    return largest(_row_sums(arb_mat(signs) * M))
 
 
 def exact(values: Sequence[float]) -> Vector:

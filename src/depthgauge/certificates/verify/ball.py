@@ -67,22 +67,10 @@ class BallLayers:
             raise unproved(f"{self.who}, {name} at layer {end}", 0, total.upper(), claim)
         return claim
 
-    def added(self, per_head: list[list[arb]]) -> Vector:
-        """Bound Σ_kh g_kh (‖V e_a‖₂ + ‖V Z_{k+1:L} e_a‖₂) for every coordinate a."""
+    def added(self, name: str) -> Vector:
+        """Bound Σ_kh g_kh (‖V e_a‖₂ + ‖V Z_{k+1:L} e_a‖₂) for every a; g is the field `name` of the layers."""
         parts = [zeros(self.X.dim)]
-        for k, numbers in enumerate(per_head):
-            for h, g in enumerate(numbers):
+        for k, layer in enumerate(self.layers):
+            for h, g in enumerate(getattr(layer, name)):
                 parts += [times(g, column_lengths(M)) for M in (self.X.V[k][h], self.X.carried(k, self.X.depth)[h])]
         return add(*parts)
-
-    def gaps(self) -> list[list[arb]]:
-        """Return G of every head, by layer."""
-        return [layer.gap for layer in self.layers]
-
-    def rests(self) -> list[list[arb]]:
-        """Return the bound on every head beyond the leading term, by layer."""
-        return [layer.rest for layer in self.layers]
-
-    def curvatures(self) -> list[list[arb]]:
-        """Return 2ρθ²·spread of every head, by layer."""
-        return [layer.curved for layer in self.layers]

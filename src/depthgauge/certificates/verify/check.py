@@ -103,13 +103,13 @@ def _ball_bound(comparison: Comparison, proof: ExpansionProof, X: ArbExpansion, 
     radius = arb(comparison.inputs.radius)
     layers, other = BallLayers("network", X, proof.bounds, radius), BallLayers("surrogate", Y, proof.other, radius)
     linear = _linear(X, Y, radius, "ball")
-    plain = add(linear, layers.added(layers.gaps()), other.added(other.gaps()))
+    plain = add(linear, layers.added("gap"), other.added("gap"))
     if proof.joint is None or all(value <= upper for value in plain):
         return plain
     # For a surrogate of one layer err = own = 0 and Z = 0: beyond its leading term there is only 2ρθ²·spread.
-    rest = other.added(other.curvatures() if Y.depth == 1 else other.rests())
+    rest = other.added("curved" if Y.depth == 1 else "rest")
     lead = _ball_lead(comparison, X, Y, radius)
-    return _lowered(proof, lead, add(linear, layers.added(layers.rests()), rest), plain, upper)
+    return _lowered(proof, lead, add(linear, layers.added("rest"), rest), plain, upper)
 
 
 def _ball_lead(comparison: Comparison, X: ArbExpansion, Y: ArbExpansion, radius: arb) -> Lead:

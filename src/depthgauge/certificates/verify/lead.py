@@ -72,15 +72,10 @@ class Lead:
         self.T, self.Tm = Factored(T, d), Factored(Tm, d)
         self.d, self.radius, self.kind = d, radius, kind
 
-    @property
-    def empty(self) -> bool:
-        """Whether both tensors have no terms at all."""
-        return not self.T.terms and not self.Tm.terms
-
     def bounds(self, step: str, a: int, kept: LeadBound | None, sharper: Multipliers | None = None) -> Iterator[arb]:
         """Yield bounds B_a: with the recorded scalings, by sums of squares if multipliers are given, and on the box by
         φ³(Σ|T_a| + Σ|Tᵐ_a|)."""
-        if self.empty:
+        if not self.T.terms and not self.Tm.terms:
             yield arb(0)
             return
         row_scale, column_scale = self._scales(step, a, kept)

@@ -87,7 +87,7 @@ class ExperimentPlan:
         """Return the grids of T3: with and without skips and LayerNorm, one layer and several."""
         if not self.contrasted:
             return []
-        variants = {"skip": [True, False], "norm": ["none", "pre"], "depths": [False]}
+        variants: Lists = {"skip": [True, False], "norm": ["none", "pre"], "depths": [False]}
         layers = [1, self.contrast_layers]
         return [self._lists(problem=list(self.contrasted), layers=layers, eta=list(self.few), **variants)]
 
