@@ -10,7 +10,7 @@ import torch
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints import what_if as what_ifs
+from depthgauge.checkpoints import model_output
 from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
@@ -192,7 +192,7 @@ def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         out = model(input_ids=ids[:, :60], labels=ids[:, :60])
     for entries in (1, 300, 10**6):
-        monkeypatch.setattr(what_ifs, "_ENTRIES", entries)
+        monkeypatch.setattr(model_output, "_ENTRIES", entries)
         assert cross_entropy(out.logits, ids[:, :60]) == pytest.approx(float(out.loss), rel=1e-5)
 
 
