@@ -136,7 +136,8 @@ def _certified_subject(
 def seconds_left(done: int, longest: float) -> float:
     """Return about how long the other certificates and the effective depth take.
 
-    The first certificate is a simple one, so the others are compared with what it usually costs relative to them.
+    The first certificate is the simplest one: all the rest takes about `WHOLE_OVER_FIRST` times as long. Later, every
+    other certificate is expected to take as long as the longest so far.
 
     Args:
         done: the index of the last finished certificate.
