@@ -84,7 +84,7 @@ def test_json_and_frame_have_the_same_rows(findings):
 
 def test_to_frame_names_the_missing_package(findings, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingPackageError, match="needs pandas"):
+    with pytest.raises(MissingPackageError, match="needs the extra `frames`"):
         findings.to_frame()
 
 
