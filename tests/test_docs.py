@@ -3,8 +3,10 @@
 import ast
 import importlib.util
 import json
+import os
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -320,8 +322,11 @@ def test_a_page_that_loads_from_another_host_is_found(tmp_path: Path) -> None:
 CHECK = load(ROOT / "scripts" / "check_readme.py")
 
 
-def test_commands_are_typed_in_one_shell_until_one_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_commands_are_typed_in_one_shell_until_one_fails(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here without an installation; `make readme` types the README itself."""
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     good = "```sh\nexport depth=3  # kept\ntest \\\n  $depth = 3\n```\nText.\n```python\nassert 'it''s'\n```\n"
     assert CHECK.type_commands(tmp_path, good) == 0
     assert capfd.readouterr().out.count("ok, ") == 3

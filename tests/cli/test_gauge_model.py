@@ -63,7 +63,10 @@ def test_tables(run: Run) -> None:
                  "Which layer score", "block influence (ShortGPT)", "as printed",
                  "→ 3 layers; skipping layer "):  # fmt: skip
         assert word in outcome.out, word
-    assert outcome.err.startswith("loading llama\nabout ")
+    # On a slow machine a line of progress may stand between these two.
+    said = outcome.err.splitlines()
+    assert said[0] == "loading llama"
+    assert any(line.startswith("about ") for line in said)
     assert "forward passes of 48 tokens" in outcome.err
 
 

@@ -105,8 +105,9 @@ def _subject(
 def seconds_left(done: int, longest: float) -> float:
     """Return about how long the other certificates and the effective depth take.
 
-    `done` is the index of the last finished certificate, and `longest` the seconds of the longest one so far. The first
-    certificate is a simple one, so the others are compared with what it usually costs relative to them.
+    The first certificate is the simplest one: all the rest takes about `WHOLE_OVER_FIRST` times as long. Later, every
+    other certificate is expected to take as long as `longest`, the seconds of the longest so far. `done` is the index
+    of the last finished certificate.
     """
     return longest * (WHOLE_OVER_FIRST if done == 0 else len(CLOSED_FORMS) - 1 - done)
 
