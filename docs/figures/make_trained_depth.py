@@ -63,7 +63,7 @@ def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
     import joblib
 
     from depthgauge.papers.sweep_tasks.tasks import TASKS
-    from depthgauge.sweeps.cells import Outcome
+    from depthgauge.sweeps.cells import CellOutcome
     from depthgauge.sweeps.grid import Grid
     from depthgauge.sweeps.store import Store, run_lock
 
@@ -78,7 +78,7 @@ def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
         results = joblib.Parallel(jobs, return_as="generator")(joblib.delayed(examined)(*one) for one in work)
         for index, (cell, (result, seconds)) in enumerate(zip(missing, results, strict=True)):
             if result is not None:
-                opened.record(Outcome(cell.identity, result, None, seconds))
+                opened.record(CellOutcome(cell.identity, result, None, seconds))
             if index % 20 == 0:
                 print(f"{index} of {len(missing)}", flush=True)
         print(opened.count())

@@ -74,8 +74,8 @@ def open_model(
         plan: the plan that will be followed; its digests must match.
         message: called with sentences such as the BOS decision.
     """
-    # A new process imports what this one has imported before, here and in the next lines. A process that has done other
-    # work has used more time before.
+    # A new process imports the libraries again and loads the model. The CPU time of this process so far stands for the
+    # imports; it is limited by the time of opening, because a long-running process has spent it on other work.
     before, started = time.process_time(), time.perf_counter()
     files: dict[str, str] = {}
     stored = None

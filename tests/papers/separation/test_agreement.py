@@ -90,9 +90,9 @@ def test_a_regression_decision_within_single_precision_is_settled(monkeypatch: p
     draws = draw_regression(setting, seed=0, first=0, models=30)
     expected = regression.conditions(setting, draws)
     calls = []
-    settled = regression._settled
+    sign_of_sum = regression.sign_of_sum
     monkeypatch.setattr(regression, "_rounding", lambda *_: 10.0)
-    monkeypatch.setattr(regression, "_settled", lambda *given: calls.append(1) or settled(*given))
+    monkeypatch.setattr(regression, "sign_of_sum", lambda *given: calls.append(1) or sign_of_sum(*given))
     np.testing.assert_array_equal(regression.conditions(setting, draws), expected)
     assert len(calls) == 30 * 4 * 4
 
