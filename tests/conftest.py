@@ -6,11 +6,12 @@ The checks of annotations double the time of the tests. They run if the variable
 
 import os
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from beartype import BeartypeConf, beartype
+from forked import run_script
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -43,6 +44,14 @@ settings.register_profile("soak", max_examples=2000, **_COMMON)
 settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture
+def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `shrink` check what it wrote in a forked process. tests/surgery/test_reload.py starts real ones."""
+    from depthgauge.surgery import verify
+
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=run_script, DEVNULL=None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

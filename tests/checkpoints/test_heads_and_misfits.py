@@ -19,6 +19,8 @@ from depthgauge.checkpoints.source import count_parameters, find, weight_files
 from depthgauge.errors import InputError
 from depthgauge.surgery.speed import weight_bytes
 
+pytestmark = pytest.mark.usefixtures("forked_verification")
+
 HERE = Placement(device="cpu")
 SMALL = {"window": 16, "device": "cpu"}
 SHRINK = {"remove": 1, "effort": "quick", "confidence": 0.5}

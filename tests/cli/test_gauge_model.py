@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from forked import exit_code, forked
 from tiny_checkpoints import save_checkpoint, text_of
 
 from depthgauge._journal import journal_folder
@@ -160,20 +160,14 @@ def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
 def test_a_killed_gauging_is_resumed(place: Path, run: Run) -> None:
     """The process is killed as soon as something was kept; `--resume` ends with the result of an undisturbed run."""
     arguments = ["gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--out", "killed.json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "depthgauge", *arguments],
-        cwd=place,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
+    child = forked(lambda: run(*arguments))
     partial = journal_folder(place / "killed.json") / "journal.json"
     deadline = time.monotonic() + 120
-    while not partial.exists() and process.poll() is None:
+    while not partial.exists():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(child, signal.SIGKILL)
+    assert exit_code(child) == -signal.SIGKILL
     assert partial.exists()  # it was in the middle
     assert run(*arguments, "--resume").code == 0
     assert not partial.parent.exists()

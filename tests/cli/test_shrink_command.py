@@ -34,6 +34,8 @@ from depthgauge.report.write import write_report
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, check_shrink, read_plan
 
+pytestmark = pytest.mark.usefixtures("forked_verification")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -22,6 +22,8 @@ from depthgauge.fast_attention.spec import Spec
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BFLOAT16 = pytest.param(torch.bfloat16, marks=pytest.mark.gpu)
 DTYPES = [torch.float32, torch.float16, BFLOAT16]
+SLOW_WITHOUT_GPU = [] if DEVICE.type == "cuda" else [pytest.mark.soak]
+"""Marks of a test that takes most of a minute under the interpreter."""
 
 
 def with_dtypes(settings: Iterable[Any], in_half: Collection[Any]) -> list[Any]:
@@ -33,7 +35,7 @@ def with_dtypes(settings: Iterable[Any], in_half: Collection[Any]) -> list[Any]:
     found: list[Any] = []
     for setting in settings:
         is_kept = DEVICE.type == "cuda" or setting in in_half
-        half = pytest.param(setting, torch.float16, marks=[] if is_kept else [pytest.mark.soak])
+        half = pytest.param(setting, torch.float16, marks=[] if is_kept else SLOW_WITHOUT_GPU)
         found += [(setting, torch.float32), half, pytest.param(setting, torch.bfloat16, marks=pytest.mark.gpu)]
     return found
 

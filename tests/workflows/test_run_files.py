@@ -17,6 +17,8 @@ from depthgauge._journal import journal_folder
 from depthgauge.errors import DepthgaugeError, InputError, MissingPackageError, OutputError
 from depthgauge.workflows.shrink import plan_shrink
 
+pytestmark = pytest.mark.usefixtures("forked_verification")
+
 QUICK = {"window": 16, "effort": "quick", "no_repair": True, "remove": 1, "confidence": 0.5, "device": "cpu"}
 GAUGE = {"window": 16, "tokens": 32, "what_if": "none", "device": "cpu"}
 

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import exit_code, forked
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import save_tokenizer, text_of
 from tiny_models import DECODERS, ENCODERS, tiny_model
@@ -21,6 +21,8 @@ from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import InputError, InterruptedRunError
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
 from depthgauge.workflows.shrink import ShrinkResult, plan_shrink, shrink
+
+pytestmark = pytest.mark.usefixtures("forked_verification")
 
 LAYERS = 4
 
@@ -367,16 +369,7 @@ def kill_at(phase: str, run: Callable[..., ShrinkResult]) -> None:
         if phase in label:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with warnings.catch_warnings():
-        # Python 3.12 warns because worker processes of pytest-xdist have a second thread. The child does not use it.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            run(progress=progress)
-        finally:
-            os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert exit_code(forked(partial(run, progress=progress))) == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
