@@ -71,11 +71,7 @@ def change_config(folder: Path, **changes: Any) -> None:
 # --- heads ------------------------------------------------------------------------------------------------------------
 
 
-# One member per layout of blocks and kind of head; the others run in `make soak`.
-SHRUNK = [pytest.param(name, marks=[] if name in ("llama", "roberta") else [pytest.mark.soak]) for name in HEADS]
-
-
-@pytest.mark.parametrize("name", SHRUNK)
+@pytest.mark.parametrize("name", HEADS)
 def test_a_head_is_kept_by_shrink(name: str, tmp_path: Path, corpus: Path) -> None:
     """Written by shrink, loaded by its class: the head is the same, and the model has fewer layers."""
     import transformers

@@ -106,6 +106,7 @@ def test_generation_with_cache_equals_generation_without(name: str, written: Wri
 # --- verify_reload ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_an_encoder_is_verified_with_the_change_of_its_states(written: Written) -> None:
     ids, model = tokens(9, batch=3), written.models["bert"]
     dense = output_of(layered_model("bert", dtype=torch.float32), ids)
@@ -117,6 +118,7 @@ def test_an_encoder_is_verified_with_the_change_of_its_states(written: Written) 
     assert reload.generation == "not applicable"
 
 
+@pytest.mark.usefixtures("forked_verification")
 def test_a_configuration_with_other_layers_is_caught(written: Written, tmp_path: Path) -> None:
     """The weights are right; only the kinds of two layers are exchanged, as a wrong index would do."""
     out = tmp_path / "out"
