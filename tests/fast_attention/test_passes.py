@@ -100,9 +100,9 @@ def draw(n: int, m: int, groups: int, sizes: tuple[float, float], shift: float =
 AFTER: dict[str, Any] = {"centred_after": (torch.float32,)}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "route": ({"n": 70, "m": 200, "groups": 2, "sizes": (0.01, 0.01)}, AFTER, {"is_plain": True}),
-    "causal route": ({"n": 200, "m": 190, "groups": 1, "sizes": (0.01, 0.01)}, AFTER, {"block": 128}),
+    "causal route": ({"n": 140, "m": 135, "groups": 1, "sizes": (0.01, 0.01)}, AFTER, {"block": 128}),
     "causal, turned states one at a time": (
-        {"n": 150, "m": 150, "groups": 2, "sizes": (0.01, 0.01)}, {"turned_bytes": 1}, {"is_shifted": True},
+        {"n": 140, "m": 140, "groups": 2, "sizes": (0.01, 0.01)}, {"turned_bytes": 1}, {"is_shifted": True},
     ),
     "two polynomials": ({"n": 70, "m": 130, "groups": 1, "sizes": (0.002, 0.03)}, {}, {"is_alike": False}),
     "weights": ({"n": 70, "m": 130, "groups": 2, "sizes": (0.01, 0.02), "shift": 0.5}, {}, {"is_weighted": True}),
@@ -126,7 +126,7 @@ def test_later_calls_use_addresses_and_agree(
     leaves = [x.requires_grad_() for x in draw(**drawn)]
     up = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(1))
     found = []
-    for _ in range(3):
+    for _ in range(3 if "route" in case else 2):  # a route is made by the first call and prepared by the second
         launched.clear()
         out = attention(*leaves, **options)
         assert isinstance(out, Tensor)
@@ -163,7 +163,7 @@ def test_hooks_of_autograd_may_move_what_is_saved(
         return displaced(x)
 
     found = []
-    for way_back in (lambda x: x, unpack, unpack):
+    for way_back in (lambda x: x, unpack):
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x, way_back):
             out = attention(*leaves, **options)
         assert isinstance(out, Tensor)

@@ -161,7 +161,7 @@ class Block(nn.Module):
 def test_swapped_into_a_transformer_block_with_small_and_with_trained_weights() -> None:
     torch.manual_seed(0)
     block = Block(32, 4).double()
-    x = torch.randn(2, 300, 32, dtype=torch.float64)
+    x = torch.randn(2, 100, 32, dtype=torch.float64)
     with torch.no_grad():
         block.inwards.weight[:64] *= 0.2
         small = block(x, F.scaled_dot_product_attention)
