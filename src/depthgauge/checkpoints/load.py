@@ -288,7 +288,7 @@ def check_memory(source: Source, placement: Placement) -> None:
     chosen = placement.torch_dtype()
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     device = placement.torch_device()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    free = free_memory(device)
     if needed > free:
         raise CheckpointError(
             f"{source.path} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
@@ -296,8 +296,10 @@ def check_memory(source: Source, placement: Placement) -> None:
         )
 
 
-def free_memory() -> int:
-    """Return the bytes of memory available to this process: free system memory, limited by the control group."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Return the free memory of a GPU, or else that of the system, limited by the control group, in bytes."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.is_file():

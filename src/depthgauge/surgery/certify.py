@@ -19,7 +19,7 @@ from depthgauge.results.shrink_record import (
     ShrinkRecord,
     TestedSize,
     TextRecord,
-)
+)  # fmt: skip
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.extract import cast
 from depthgauge.surgery.guarantee import ASSUMPTION, quantile_guarantee
@@ -38,24 +38,16 @@ def as_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 class Certifier:
-    """The certify windows, and the dense model on them.
+    """The certify windows `ids`, and the dense model on them.
 
     - `losses`: the dense model's losses; 0 for an encoder
     - `states`: the dense model's final states; None for a causal language model
+    - `confidence`: the probability that a guarantee is true
     """
 
     def __init__(
         self, dense: Any, calibration: Calibration, confidence: float, *, loss: bool, progress: Step = silent
     ) -> None:
-        """Measure the dense model.
-
-        Args:
-            dense: the dense model, with its original weights.
-            calibration: the windows.
-            confidence: the probability that a guarantee is true.
-            loss: whether the model is a causal language model.
-            progress: called before every batch.
-        """
         self.calibration, self.confidence, self.loss, self.progress = calibration, confidence, loss, progress
         self.dtype, self.states = dense.dtype, None
         self.ids = calibration.certify.ids
@@ -97,9 +89,7 @@ class Certifier:
     def uncertified(self, limit: float | None, tested: tuple[TestedSize, ...]) -> dict[str, Any]:
         """Return the fields `loss`, `texts` and `guarantee` of a record before a shrunk model is measured.
 
-        Args:
-            limit: the limit that sizes were tested against, or None.
-            tested: the sizes that were tested.
+        Sizes were `tested` against the `limit`, if there is one.
         """
         dense = float(self.losses[self._guaranteed].mean())
         windows = int(self._guaranteed.sum())
@@ -122,10 +112,6 @@ class Certifier:
         Where sizes were tested against a limit, the certify windows chose the size. Testing in a fixed sequence then
         proves the limit and nothing smaller, so that limit is reported. A run that follows the plan of such a run has
         the same windows, so its bound is corrected for the sizes that may have been tested.
-
-        Args:
-            record: the record, with the fields of `uncertified`.
-            losses: the losses of the shrunk model.
         """
         guarantee = record.guarantee
         assert guarantee is not None
@@ -144,9 +130,9 @@ class Certifier:
         """Return the increase on every source of text, with 95 % intervals."""
         found = []
         for index, source in enumerate(self.calibration.record.sources):
-            chosen = self.calibration.certify.source == index
             if not source.certify:
                 continue
+            chosen = self.calibration.certify.source == index
             before, after = self.losses[chosen], losses[chosen]
             interval = mean_interval((after - before).tolist())
             found.append(

@@ -69,10 +69,8 @@ def heal(
             with torch.no_grad():
                 target = model_output(dense, part, loss)
             made = model_output(student, part, loss)
-        distance = _divergence(target, made) if loss else _distance(target, made)
-        for weight in weights:
-            weight.grad = None
-        distance.backward()  # type: ignore[no-untyped-call]
+        student.zero_grad()
+        (_divergence if loss else _distance)(target, made).backward()  # type: ignore[no-untyped-call]
         for weight, master in zip(weights, masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
         torch.nn.utils.clip_grad_norm_(masters, 1.0)
@@ -83,8 +81,7 @@ def heal(
         if saved is not None and (step + 1) % SAVE_EVERY == 0:
             state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
             write_atomically(saved, partial(torch.save, state))
-    for weight in weights:
-        weight.grad = None
+    student.zero_grad()
 
 
 def heal_batch(window: int) -> int:

@@ -19,7 +19,7 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
@@ -29,7 +29,6 @@ from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.effort import effort_of
 from depthgauge.surgery.extract import require_supported
-from depthgauge.surgery.stored_weights import file_digests, stored_dtype
 
 SAMPLED = 0.5
 """Share of calibration windows that are sampled from the model, where there is a text."""

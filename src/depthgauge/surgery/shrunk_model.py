@@ -43,11 +43,7 @@ def make_model(
 ) -> ShrunkModel:
     """Remove blocks, repair and heal the others, and return the model in the dtype in which it is written.
 
-    Args:
-        shrinker: the dense model; it has its original weights afterwards.
-        removed: the blocks to remove.
-        settings: whether and how long to heal.
-        stored: the dtype; None keeps that of the dense model.
+    `stored` is that dtype; None keeps the one of the dense model, which has its original weights afterwards.
     """
     repair, objective = shrinker.repair(removed)
     model = shrinker.model()
@@ -84,17 +80,7 @@ def largest_within(
     A size passes if its bound is at most the limit. The test stops at the first size that fails. A wrong result
     requires that the first size whose increase exceeds the limit passes, and one bound fails with probability at most
     1 − confidence. No correction for the number of sizes is needed, because the selection windows alone decide their
-    order.
-
-    Args:
-        shrinker: the dense model; it has its original weights afterwards.
-        certifier: the certify windows.
-        limit: the largest increase of the loss.
-        settings: whether and how long to heal.
-        stored: the dtype of the result; None keeps that of the dense model.
-
-    Returns:
-        The model, or None if no size passes; and the tested sizes.
+    order. The result is the model, or None if no size passes, and the tested sizes.
     """
     shrinker.remove_until(len(shrinker.runner) - 1, _BEYOND * limit)
     order = [step.layer for step in shrinker.steps]

@@ -54,7 +54,7 @@ def verify_reload(
         ids: windows of token ids.
         model: the model in memory, which was written to `out`.
         device: the device of the fresh process; `auto` distributes the model over all devices.
-        dense: for encoders, the final states of the source model, from which `losses` are computed.
+        dense: for encoders, the final states of the source model, from which the losses are computed.
         compared: number of windows whose outputs are compared; the losses of all windows are computed.
         new_tokens: number of tokens to generate; 0 skips the comparison.
         compute: load the model in this dtype instead of the stored one and compare with a copy of `model` in it; half

@@ -34,7 +34,7 @@ from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
-from depthgauge.checkpoints.source import Source, find, weight_files
+from depthgauge.checkpoints.source import Source, find, weight_files, weights_digest
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
@@ -67,7 +67,6 @@ from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.results.verdicts import checkpoint_verdict
-from depthgauge.surgery.stored_weights import weights_digest
 from depthgauge.workflows.target import Target
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")

@@ -15,7 +15,7 @@ from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.source import Source, find
+from depthgauge.checkpoints.source import Source, find, weight_bytes, weights_digest
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
@@ -28,8 +28,7 @@ from depthgauge.surgery.effort import effort_of
 from depthgauge.surgery.open_model import OpenedModel, open_model
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
-from depthgauge.surgery.speed import compare_speed, weight_bytes
-from depthgauge.surgery.stored_weights import weights_digest
+from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.workflows.shrink_estimate import time_left

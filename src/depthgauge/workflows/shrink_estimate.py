@@ -9,14 +9,14 @@ from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.effort import Effort
 from depthgauge.surgery.heal import heal_batch
 from depthgauge.surgery.open_model import OpenedModel
-from depthgauge.surgery.peer_choices import PEERS
-from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrinker import PEERS, Shrinker
+from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
 
 JOINT = 3.0
 """About how long the repair of a block takes at the end, in durations of one during the search: it refits twice as many
 maps, in two stages or in three times as many iterations."""
-_SPEED_RUNS, _NEW_TOKENS = 12, 16
-"""Runs of the two models, and tokens that each run generates, when their speed is compared."""
+_SPEED_RUNS = 2 * (REPEATS + 1)
+"""Runs of the two models when their speed is compared."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _model(job: ShrinkJob, costs: PartCosts) -> float:
 def _end(job: ShrinkJob, costs: PartCosts) -> float:
     """The dense model on the certify windows, the curve, the comparison of speed, and the fresh process."""
     windows = job.certify + 6 * job.effort.select + _SPEED_RUNS
-    seconds = windows * costs.window + _SPEED_RUNS * _NEW_TOKENS * costs.token
+    seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
     if job.writes:
-        seconds += costs.fresh + 2 * _NEW_TOKENS * costs.token
+        seconds += costs.fresh + 2 * NEW_TOKENS * costs.token
     return seconds
