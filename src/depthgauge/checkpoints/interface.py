@@ -30,14 +30,12 @@ class RowBlock(ArrayRecord):
     """Rows `start` to `stop` (exclusive) of one layer's attention, for all heads.
 
     - `scores`: the input of softmax, mask included
-    - `visible`: whether the mask lets a row attend to a key, the same for all heads; None if there is no mask
     - `p`: softmax(scores)
     """
 
     start: int
     stop: int
     scores: Float[Tensor, "batch heads rows keys"]
-    visible: Bool[Tensor, "batch masks rows keys"] | None
     p: Float[Tensor, "batch heads rows keys"]
 
 
@@ -89,7 +87,7 @@ class AttentionCall(ArrayRecord):
         """Yield the attention of all heads in blocks of rows, with at most max(`entries`, one row) scores each."""
         for start, stop in self.ranges(entries):
             scores = self.scores(start, stop)
-            yield RowBlock(start, stop, scores, self.visible(start, stop), self.weights(scores))
+            yield RowBlock(start, stop, scores, self.weights(scores))
 
     def output(self) -> Float[Tensor, "batch heads n v"]:
         """Return P v, computed by torch's fused attention unless the scores are capped."""
@@ -136,12 +134,7 @@ class Session:
 
 
 def attention_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> AttentionCall:
     """Normalize the arguments of transformers' attention interface.
 

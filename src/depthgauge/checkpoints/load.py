@@ -228,15 +228,11 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     if placement.device_map is None:
         check_memory(source, placement)
     chosen, objective = loader_of(config)
-    keywords: dict[str, Any] = {
-        "dtype": placement.torch_dtype(),
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # checked below, with the name of the weight
-    }
-    if source.gguf is None:
-        keywords |= {"config": config, "use_safetensors": not source.pickled}
+    keywords = {} if source.gguf else {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
+    keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
+    keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, str(source.path))

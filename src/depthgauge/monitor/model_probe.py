@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.model_output import relative_distance
+from depthgauge.checkpoints.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
@@ -44,13 +44,12 @@ class ProbeStack(Stack):
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
         model = self.checkpoint.model
         out = model(**self.batch.inputs, **self.keywords)
-        made = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
+        made: Tensor | None = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
         if made is None:
             raise InputError(
                 f"{type(model).__name__} returned no loss for the labels of the probe; give a probe without labels"
             )
-        found: Tensor = made
-        return found
+        return made
 
 
 @dataclass
@@ -89,8 +88,7 @@ class ModelProbe:
         with undisturbed(self.model):
             model = self.model if self.objective == "loss" else self.model.base_model  # without its head
             checkpoint = self._checkpoint = wrap(model, type(self.model).__name__, objective=self.objective)
-            takes = inspect.signature(checkpoint.model.forward).parameters
-            self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
+            self._keywords = {"return_dict": True} | no_cache(checkpoint.model)
             if not len(Stack(checkpoint, Session())):
                 raise InputError(
                     f"{type(self.model).__name__} cannot be monitored: it does not keep its blocks in one list of "
@@ -114,13 +112,11 @@ class ModelProbe:
                     "give a transformer with attention in its layers"
                 )
         try:
-            rows = self.model.get_input_embeddings().weight.shape[0]
-        except (AttributeError, NotImplementedError):
-            rows = None
-        if rows is None:
+            _ = self.model.get_input_embeddings().weight
+        except (AttributeError, NotImplementedError) as error:
             raise InputError(
                 f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
-            )
+            ) from error
 
     @property
     def device(self) -> torch.device:
@@ -188,12 +184,9 @@ class ModelProbe:
         """Return the measures of one forward pass, and the pass; nothing is read from the device."""
         family, real = stack.checkpoint.family, self.batch.real if self.padded else None
         heads = RowWatch(real) if self.observed else None
-        if family is None:
-            base, sublayers = stack.full(self.batch.ids, watch=heads), None
-        else:
-            sublayers = SublayerScores(stack.blocks, family, _sizes)
-            with sublayers.listening():
-                base = stack.full(self.batch.ids, watch=heads)
+        sublayers = None if family is None else SublayerScores(stack.blocks, family, _sizes)
+        with nullcontext() if sublayers is None else sublayers.listening():
+            base = stack.full(self.batch.ids, watch=heads)
         layers = state_measures(base.states, real)
         if sublayers is not None:
             layers["attention_update"] = update_shares(_known(sublayers.attention), real)
@@ -247,7 +240,7 @@ def _checked_indices(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in model.modules():
             if type(module) is nn.Embedding:
-                hooks.callback(module.register_forward_pre_hook(check).remove)
+                hooks.enter_context(module.register_forward_pre_hook(check))
         yield
 
 
