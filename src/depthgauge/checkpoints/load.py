@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ class Placement:
     device_map: str | None = None
     trust_remote_code: bool = False
     ignore_unused: bool = False
+
+    @classmethod
+    def of(cls, options: Any) -> "Placement":
+        """Return the placement that the options of `gauge` or `shrink` ask for."""
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
@@ -124,11 +130,16 @@ class Checkpoint:
             heads=self.heads,
             kv_heads=self.kv_heads,
             dim=int(self.config.hidden_size),
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=parameter_count(self.model),
             dtype=str(parameter.dtype).removeprefix("torch."),
             device=str(parameter.device),
             context=context_length(self.config),
         )
+
+
+def parameter_count(model: Any) -> int:
+    """Return the number of parameters of a model; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measured_part(model: Any, loss: bool) -> Any:

@@ -71,7 +71,7 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.network_tables import sandwich_tables
+    from depthgauge.cli.gauge_tables import sandwich_tables
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"

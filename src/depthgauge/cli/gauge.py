@@ -79,8 +79,7 @@ def _print(result: "GaugeResult", as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.checkpoint_tables import checkpoint_tables
-    from depthgauge.cli.network_tables import network_tables
+    from depthgauge.cli.gauge_tables import checkpoint_tables, network_tables
     from depthgauge.results.network_subject import NetworkSubject
 
     console = Console()

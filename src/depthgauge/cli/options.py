@@ -60,20 +60,17 @@ def _plain(value: Any) -> Any:
 
 def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_path: bool) -> inspect.Parameter:
     kind: Any
-    default: Any
     annotation: Any = next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
     meta, plain = annotation.__metadata__[0], annotation.__origin__
     if isinstance(plain, types.UnionType):
         (plain,) = (kind for kind in get_args(plain) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
-    metavar = None
-    if plain is bool:
-        kind, default = bool, False
-    elif get_origin(plain) is tuple:  # the option may be repeated
+    metavar, default = None, False if plain is bool else None
+    if get_origin(plain) is tuple:  # the option may be repeated
         entry: Any = Path if is_path else get_args(plain)[0]
-        kind, default, metavar = list[entry] | None, None, f"<{entry.__name__.lower()}>"
+        kind, metavar = list[entry] | None, f"<{entry.__name__.lower()}>"
     else:
-        kind, default = (Path if is_path else plain) | None, None
+        kind = bool if plain is bool else (Path if is_path else plain) | None
     option = typer.Option(flag, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 

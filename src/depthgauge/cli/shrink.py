@@ -111,7 +111,7 @@ def _print(record: Any, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.network_tables import printable
+    from depthgauge.cli.gauge_tables import printable
     from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 
     console = Console()

@@ -58,8 +58,7 @@ class CalibrationSizes:
 class CalibrationRequest:
     """Which windows a shrink needs.
 
-    - `texts`: the user's texts
-    - `sizes`: windows in each part
+    - `texts`, `sizes`: the user's texts, and the number of windows in each part
     - `sampled`: share of sampled windows, from 0 to 1; not used for a model that cannot be sampled
     - `window`: n, tokens per window, special tokens included
     - `context`: the longest window the model accepts, or None if unknown
@@ -231,14 +230,9 @@ def distinct_windows(
 ) -> list[tuple[TokenizedText, Int[Tensor, "windows length"]]]:
     """Draw disjoint windows from each text such that no content occurs twice, in one text or in two.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        request: the seed, and how many tokens at the end of a window are not compared.
-        texts: the texts.
-        needed: number of windows of each text.
-        length: tokens per window without special tokens.
-        seen: contents that may not be used; the contents of all windows of the texts are added.
-        may_shorten: if a text is too short, use the longest windows that give enough of them.
+    Each text gives `needed` windows of `length` tokens, without special tokens. The contents in `seen` may not be used;
+    those of all windows of the texts are added. With `may_shorten`, a text that is too short gives the longest windows
+    of which it has enough.
 
     Returns:
         Each text with its windows, in random order and without special tokens.

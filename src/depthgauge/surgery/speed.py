@@ -23,14 +23,9 @@ def compare_speed(
 ) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Measure prefill and decode of two models in turns: before, after, before, after, …
 
-    Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians.
-
-    Args:
-        before: a transformers model.
-        after: another one, on the same device.
-        ids: token ids of one window; shortened if the models' context has no room for `new_tokens` after it.
-        repeats: how often each model is measured; one more repetition comes first and is not counted.
-        new_tokens: tokens to generate after the window; ignored for models that do not generate.
+    Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians over
+    `repeats` repetitions; one more comes first and is not counted. The window `ids` is shortened if the models' context
+    has no room for `new_tokens` after it. Models that do not generate make no new tokens.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.

@@ -4,7 +4,8 @@ The dense model's states on the calibration windows are kept on the GPU, in memo
 """
 
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,12 +18,50 @@ from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
 from depthgauge.progress import Step, silent
-from depthgauge.surgery.effort import Effort
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.repair import Change
 
 _SHARE = 0.35
 """The share of free memory that the states of one set of windows may take."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Numbers of windows and candidates.
+
+    - `fit`, `select`, `certify`: windows of each part
+    - `ranking`: selection windows on which all candidates are ranked
+    - `breadth`: candidates that are ranked at each removal after the first
+    - `finalists`: candidates that are compared after repair, on all selection windows
+    - `swaps`: exchanges of a removed and a kept block that are tried at the end
+    - `steps`: step lengths of the repair that are compared, besides 0
+    - `window`: tokens per window, unless the model's context is shorter
+    """
+
+    fit: int
+    select: int
+    certify: int
+    ranking: int
+    breadth: int
+    finalists: int
+    swaps: int
+    steps: tuple[float, ...]
+    window: int = 512
+
+
+EFFORT: Mapping[str, Effort] = {
+    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,), window=256),
+    "default": Effort(320, 48, 120, 12, 12, 3, 8, (1.0, 0.5)),
+    "high": Effort(640, 64, 240, 32, 10**6, 6, 48, (1.0, 0.7, 0.4)),
+}
+
+
+def effort_of(settings: ShrinkOptions) -> Effort:
+    """Return the effort, with enough certify windows for the requested confidence."""
+    effort = EFFORT[settings.effort]
+    return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
 
 
 class DenseStates:
