@@ -71,8 +71,8 @@ class TextContent:
 def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFile:
     """Return the text that a path, or `path:field` for a JSONL file, stands for.
 
-    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`. With `as_is`,
-    any file is read as plain text. None means the built-in text.
+    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`. With
+    `as_is`, any file is read as plain text. None means the built-in text.
 
     Raises:
         InputError: the file cannot be read, or it is not plain text and no field is given.
