@@ -42,7 +42,7 @@ from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load
 from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import DepthgaugeError, InputError
-from depthgauge.surgery.effort import EFFORT
+from depthgauge.surgery.student import EFFORT
 
 Losses = dict[str, Float[Tensor, " windows"]]
 """Text → loss of every evaluation window."""
@@ -92,9 +92,9 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
         Method (`OURS` and, with healing, `HEALED`) → number of removed blocks → losses of the evaluation windows.
     """
     from depthgauge._journal import Journal
-    from depthgauge.surgery.heal import heal as train
     from depthgauge.surgery.model_samples import sample_windows
     from depthgauge.surgery.shrinker import Shrinker
+    from depthgauge.surgery.shrunk_model import heal as train
 
     work, known = EFFORT[effort], list(setting.calibration.values())
     first = known[0][0, 0]

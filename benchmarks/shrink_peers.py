@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.layers import BlockRunner, hidden_out
 from depthgauge.errors import InputError
-from depthgauge.surgery.objective import Objective
+from depthgauge.surgery.student import Objective
 
 GREEDY_WINDOWS = 16
 """How many calibration windows SLEB measures the loss on."""

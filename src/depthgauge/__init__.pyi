@@ -10,8 +10,8 @@ from depthgauge.errors import InputError as InputError
 from depthgauge.fast_attention.attention import attention as attention
 from depthgauge.fast_attention.attention import attention_plan as attention_plan
 from depthgauge.measures.profile import measure as measure
-from depthgauge.monitor.callback import MonitorCallback as MonitorCallback
 from depthgauge.monitor.monitor import Monitor as Monitor
+from depthgauge.monitor.monitor import MonitorCallback as MonitorCallback
 from depthgauge.network.files import load_network as load_network
 from depthgauge.network.files import save_network as save_network
 from depthgauge.network.network import SelfAttentionNetwork as SelfAttentionNetwork

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 
+from depthgauge.checkpoints import interface
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, attending, register
 from depthgauge.checkpoints.library import quiet
@@ -58,8 +59,6 @@ def test_without_the_mask_function_outputs_are_wrong(name: str, monkeypatch: pyt
     """Without the mask function the outputs are wrong by a wide margin, so the test above can fail."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-    from depthgauge.checkpoints import interface
-
     model, ids, mask = tiny_model(name), tokens(), padding("left")
     model.set_attn_implementation("eager")
     stock = final(model, ids, mask)
@@ -96,7 +95,8 @@ def test_blocks_of_rows_make_up_the_whole_matrix(monkeypatch: pytest.MonkeyPatch
     call = AttentionCall(0, q, k, v, mask, 0.7, softcap=1.5)
     scores = torch.tanh(0.7 * q @ k.mT / 1.5) * 1.5 + mask
     for entries in (1, 100, 10**6):
-        blocks = list(call.blocks(entries))
+        monkeypatch.setattr(interface, "BLOCK_ENTRIES", entries)
+        blocks = list(call.blocks())
         assert torch.allclose(torch.cat([b.p for b in blocks], dim=-2), scores.softmax(-1), atol=1e-7)
         assert all(b.p.numel() <= max(entries, 42) for b in blocks)
     assert torch.allclose(call.output(), scores.softmax(-1) @ v, atol=1e-6)

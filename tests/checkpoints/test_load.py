@@ -92,7 +92,7 @@ def test_a_device_map_is_passed_through(llama: Path, monkeypatch: pytest.MonkeyP
         return real(*args, **keywords)
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
-    monkeypatch.setattr(load, "free_memory", lambda: 0)  # with a device map, the model need not fit on one device
+    monkeypatch.setattr(load, "free_memory", lambda _: 0)  # with a device map, the model need not fit on one device
     assert probe(loaded(llama, Placement(device_map="cpu")), tokens(batch=1)) is None
     assert given["device_map"] == "cpu"
     assert given["trust_remote_code"] is False
@@ -217,7 +217,7 @@ def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch
     assert count == sum(p.numel() for p in tiny_model("llama").parameters())
     assert stored == 4 * count
     check_memory(source, HERE)
-    monkeypatch.setattr(load, "free_memory", lambda: 4 * count)
+    monkeypatch.setattr(load, "free_memory", lambda _: 4 * count)
     with pytest.raises(
         InputError, match=rf"is too large: {count:,} parameters need .* kB, and .* kB are free on cpu; use"
     ):

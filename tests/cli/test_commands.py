@@ -17,8 +17,8 @@ from rich.console import Console
 import depthgauge as dg
 import depthgauge.workflows.gauge_network
 import depthgauge.workflows.target
+from depthgauge.cli.gauge_tables import profile_tables
 from depthgauge.cli.main import main
-from depthgauge.cli.network_tables import profile_tables
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.results.network_subject import NetworkDescription, NetworkSubject, PrintedTheorem
 

@@ -25,6 +25,7 @@ def test_the_page_explains_every_term() -> None:
 
 def test_the_help_and_the_tables_point_to_it() -> None:
     assert "--glossary" in CliRunner().invoke(app, ["--help"]).stdout
-    from depthgauge.cli import network_tables
 
-    assert "--glossary" in network_tables._SANDWICH_CAPTION
+    from depthgauge.cli import gauge_tables
+
+    assert "--glossary" in gauge_tables._SANDWICH_CAPTION

@@ -8,8 +8,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from depthgauge.cli.checkpoint_tables import checkpoint_tables
-from depthgauge.cli.network_tables import network_tables
+from depthgauge.cli.gauge_tables import checkpoint_tables, network_tables
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.gauge_record import read_result
 from depthgauge.results.network_subject import NetworkSubject

@@ -9,9 +9,8 @@ from tiny_models import tiny_model, tokens
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import wrap
-from depthgauge.surgery.effort import Effort
-from depthgauge.surgery.peer_choices import PEERS
-from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrinker import PEERS, Shrinker
+from depthgauge.surgery.student import Effort
 
 WIDE = Effort(8, 4, 60, 4, 10**6, 10**6, 0, (1.0, 0.5))
 

@@ -17,8 +17,7 @@ from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
-from depthgauge.surgery.extract import _places, extract, require_supported
-from depthgauge.surgery.shrunk_config import shrunk_config
+from depthgauge.surgery.extract import _places, extract, require_supported, shrunk_config
 
 KEPT = [(0, 2, 5), (1, 3, 4), (5,), (0, 1, 2, 3, 4, 5)]
 

@@ -15,7 +15,7 @@ from scipy import stats
 from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import shrunk_model
-from depthgauge.surgery.guarantee import ASSUMPTION, quantile_guarantee, windows_needed
+from depthgauge.surgery.certify import ASSUMPTION, quantile_guarantee, windows_needed
 from depthgauge.surgery.shrunk_model import largest_within
 
 DRAWS = 2000

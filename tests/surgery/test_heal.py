@@ -8,9 +8,9 @@ import torch
 from tiny_models import tiny_model, tokens
 
 from depthgauge.checkpoints.load import wrap
-from depthgauge.surgery import heal as healing
+from depthgauge.surgery import shrunk_model as healing
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.heal import heal
+from depthgauge.surgery.shrunk_model import heal
 
 
 def divergence(dense: Any, student: Any, ids: torch.Tensor, loss: bool) -> float:

@@ -184,7 +184,7 @@ def test_progress_and_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     per_row = 2 * 3 * 2 * 4 * 64 * 4 + 40 * 32  # keys and values of 3 layers with 2 heads of 4, and the logits
     for holds, expected in ((128, 128), (127, 64), (33, 32), (1.5, 1), (0.1, 1)):
         monkeypatch.setattr(
-            model_samples, "free_memory", lambda holds=holds: int(holds * per_row / model_samples.MEMORY_SHARE)
+            model_samples, "free_memory", lambda _, holds=holds: int(holds * per_row / model_samples.MEMORY_SHARE)
         )
         assert model_samples._fitting_rows(checkpoint, 64, 40) == expected
     assert [even_rows(n, 32) for n in (1, 32, 33, 96, 100)] == [1, 32, 17, 32, 25]

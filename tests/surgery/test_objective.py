@@ -12,7 +12,7 @@ from depthgauge.checkpoints import model_output
 from depthgauge.checkpoints.layers import BlockRunner, find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import token_losses
-from depthgauge.surgery.objective import Objective
+from depthgauge.surgery.student import Objective
 
 IDS = tokens(count=9, batch=5)
 KEPT = [0, 1, 4, 5]

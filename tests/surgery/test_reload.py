@@ -18,13 +18,13 @@ from written_models import write_model
 
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.source import find, weight_bytes
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery import verify
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.speed import compare_speed, weight_bytes
+from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.verify import tolerance_of, verify_reload
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # bfloat16 on some CPUs

@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery import repair_normed
-from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.repair import refit
 from depthgauge.surgery.repair_block import refit_block
 from depthgauge.surgery.repair_normed import NormedMap, refit_normed
+from depthgauge.surgery.student import Objective
 
 KINDS = ("gemma2", "gemma3", "bert", "distilbert")
 
@@ -90,7 +90,7 @@ def test_the_gradient_equals_finite_differences(name: str) -> None:
     fit = repair_normed._Fit(problem.runner, LAYER, parts, problem.states, targets)
     fit.measure(0.5)
     generator = torch.Generator().manual_seed(0)
-    point = 0.05 * torch.randn(fit.zero().shape, generator=generator, dtype=torch.float64)
+    point = 0.05 * torch.randn(fit.zero.shape, generator=generator, dtype=torch.float64)
     _, gradient = fit.evaluate(point)
     width = 1e-2 if name == "gemma3" else 1e-4  # Gemma computes its norms in float32
     start = 0
@@ -112,17 +112,20 @@ def test_the_fit_never_gets_worse(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     for ridge in (1e-6, 0.05, 10.0):
         targets = torch.randn(problem.states.shape, generator=generator, dtype=torch.float64) * 3
-        change = refit_normed(problem.runner, LAYER, problem.states, targets, ridge)
+        change = refit_normed(problem.runner, LAYER, problem.states, targets, ridge, maps=[problem.mlp])
         assert error_after(problem, change, targets) < problem.error(targets)
     targets = problem.output()
-    change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-3)
+    change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-3, maps=[problem.mlp])
     assert all(delta.abs().max() < 1e-6 for delta in change.deltas)  # there is nothing to repair
 
 
 def test_a_larger_ridge_changes_less() -> None:
     problem = Problem("bert")
     targets = problem.unreachable()
-    changes = [refit_normed(problem.runner, LAYER, problem.states, targets, ridge) for ridge in (1e-3, 0.1, 10.0)]
+    changes = [
+        refit_normed(problem.runner, LAYER, problem.states, targets, ridge, maps=[problem.mlp])
+        for ridge in (1e-3, 0.1, 10.0)
+    ]
     sizes = [sum(float(delta.square().sum()) for delta in change.deltas) for change in changes]
     errors = [error_after(problem, change, targets) for change in changes]
     assert sizes == sorted(sizes, reverse=True)
@@ -136,7 +139,7 @@ def test_the_batch_size_does_not_matter(name: str) -> None:
     errors = []
     for batch in (1, 5, 100):
         problem.runner.batch = batch
-        change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-3)
+        change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-3, maps=[problem.mlp])
         errors.append(error_after(problem, change, targets))
     assert errors == pytest.approx([errors[0]] * 3, rel=1e-3)
 
@@ -162,7 +165,7 @@ def test_no_tensor_grows_with_the_number_of_windows() -> None:
         problem.runner.batch = 2
         targets = problem.unreachable()
         with Largest() as inside:
-            refit_normed(problem.runner, LAYER, problem.states, targets, 1e-2)
+            refit_normed(problem.runner, LAYER, problem.states, targets, 1e-2, maps=[problem.mlp])
         sizes.append(inside.size)
     assert sizes[0] == sizes[1]
 
@@ -183,7 +186,7 @@ def test_a_failure_restores_the_parameters(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(problem.runner, "block", failing)
     with pytest.raises(RuntimeError, match="out of memory"):
-        refit_normed(problem.runner, LAYER, problem.states, targets, 1e-2)
+        refit_normed(problem.runner, LAYER, problem.states, targets, 1e-2, maps=[problem.mlp])
     assert same_bits(copies(problem.model), before)
     assert all(parameter.requires_grad for parameter in problem.model.parameters())
     assert not any(module._forward_hooks for module in problem.model.modules())
@@ -194,7 +197,7 @@ def test_it_works_without_gradients_around_it_and_leaves_none() -> None:
     targets = problem.targets([problem.mlp.map])
     problem.model.requires_grad_(False)
     with torch.no_grad():
-        change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-6)
+        change = refit_normed(problem.runner, LAYER, problem.states, targets, 1e-6, maps=[problem.mlp])
     assert error_after(problem, change, targets) < problem.error(targets) / 100
     assert not any(parameter.requires_grad for parameter in problem.model.parameters())
     assert all(parameter.grad is None for parameter in problem.model.parameters())
@@ -208,7 +211,7 @@ def test_the_first_token_is_part_of_the_fit(name: str) -> None:
     noise = torch.randn(16, generator=torch.Generator().manual_seed(2)).to(targets)
     targets[:, 0] += targets[:, 0].norm(dim=-1, keepdim=True) * noise  # without this token nothing would change
     before = (targets - problem.output())[:, 0].norm()
-    refit_normed(problem.runner, LAYER, problem.states, targets, 1e-4).apply(1.0)
+    refit_normed(problem.runner, LAYER, problem.states, targets, 1e-4, maps=[problem.mlp]).apply(1.0)
     assert (targets - problem.output())[:, 0].norm() < 0.97 * before
 
 

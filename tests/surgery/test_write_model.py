@@ -32,8 +32,8 @@ from depthgauge.results.shrink_record import check_shrink
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery import write_model as writer
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.model_card import hub_name, mergekit_plan, model_card
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
+from depthgauge.surgery.write_shrunk import hub_name, mergekit_plan, model_card
 
 HERE = Placement(device="cpu")
 

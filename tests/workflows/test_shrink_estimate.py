@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from depthgauge.surgery.effort import EFFORT
+from depthgauge.surgery.student import EFFORT
 from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, seconds_left
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, count=3, certify=60, writes=True)

@@ -90,7 +90,7 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
 
     def decide(start: Any, checkpoint: Any, bodies: Any) -> Any:
         measured.extend(body.tolist() for body in bodies[:MEASURED_WINDOWS])
-        return (start.with_bos if better else start.without_bos)(start.candidate, "measured")
+        return start.decided(start.candidate, better, "measured")
 
     monkeypatch.setattr(module, "measure_start", decide)
     chosen = {"text": text} if given_text else {}

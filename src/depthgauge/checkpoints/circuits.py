@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.families import Family, Fused, Separate
+from depthgauge.checkpoints.families import Family, Separate
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.linalg.norms import entry_sum_norm
 from depthgauge.measures.weights import weight_sizes
@@ -24,12 +24,7 @@ from depthgauge.network.network import Layer
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadWeights(ArrayRecord):
-    """The weights of one head.
-
-    - `query`, `key`: Q and K
-    - `value`, `output`: W_V and W_O
-    - `scale`: β, the factor of the scores
-    """
+    """The weights of one head: Q, K, W_V, W_O, and β, the factor of the scores."""
 
     query: Float[Tensor, "d k"]
     key: Float[Tensor, "d k"]
@@ -160,26 +155,16 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
 def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query, key, value `[d, width]` and output `[width, d]`, with heads in consecutive columns (rows)."""
     paths = family.projections
+    names = vars(paths).values() if isinstance(paths, Separate) else (paths.all, paths.output)
+    *read, output = (_matrix(block.get_submodule(name)) for name in names)
     if isinstance(paths, Separate):
-        names = (paths.query, paths.key, paths.value, paths.output)
-        query, key, value, output = (_matrix(block.get_submodule(name)) for name in names)
-        return query, key, value, output
-    together, output = _matrix(block.get_submodule(paths.all)), _matrix(block.get_submodule(paths.output))
-    query, key, value = split_fused(together, paths, heads)
+        query, key, value = read
+    elif paths.order == "thirds":  # the columns are q|k|v
+        query, key, value = read[0].chunk(3, dim=1)
+    else:  # the columns are q|k|v of each head
+        d, width = read[0].shape
+        query, key, value = read[0].reshape(d, heads, 3, -1).permute(2, 0, 1, 3).reshape(3, d, width // 3)
     return query, key, value, output
-
-
-def split_fused(
-    together: Float[Tensor, "d all"], paths: Fused, heads: int
-) -> tuple[Float[Tensor, "d width"], Float[Tensor, "d width"], Float[Tensor, "d width"]]:
-    """Split one map into query, key and value; the columns are q|k|v (`thirds`) or q|k|v per head (`heads`)."""
-    d, width = together.shape
-    if paths.order == "thirds":
-        query, key, value = together.chunk(3, dim=1)
-    else:
-        parts = together.reshape(d, heads, 3, width // (3 * heads)).permute(2, 0, 1, 3).reshape(3, d, -1)
-        query, key, value = parts
-    return query, key, value
 
 
 def _matrix(module: Any) -> Tensor:

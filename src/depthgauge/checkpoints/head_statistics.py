@@ -84,12 +84,7 @@ def visible_keys(
 def head_statistics(
     call: AttentionCall, rows: Bool[Tensor, "batch n"] | None = None
 ) -> tuple[Float[Tensor, "batch heads n v"], HeadStatistics]:
-    """Compute the output of one layer and the statistics of its heads.
-
-    Args:
-        call: the arguments of the layer's attention.
-        rows: the queries to count; by default all.
-    """
+    """Compute the output of one layer and the statistics of its heads over the queries `rows`, by default all."""
     _, heads, n, _ = call.query.shape
     distances = n + call.key.shape[-2] - 1
 

@@ -30,14 +30,12 @@ class RowBlock(ArrayRecord):
     """Rows `start` to `stop` (exclusive) of one layer's attention, for all heads.
 
     - `scores`: the input of softmax, mask included
-    - `visible`: whether the mask lets a row attend to a key, the same for all heads; None if there is no mask
     - `p`: softmax(scores)
     """
 
     start: int
     stop: int
     scores: Float[Tensor, "batch heads rows keys"]
-    visible: Bool[Tensor, "batch masks rows keys"] | None
     p: Float[Tensor, "batch heads rows keys"]
 
 
@@ -60,10 +58,10 @@ class AttentionCall(ArrayRecord):
     scale: float
     softcap: float | None = None
 
-    def ranges(self, entries: int | None = None) -> list[tuple[int, int]]:
-        """Return (start, stop) of blocks of rows, with at most max(`entries`, one row) scores of all heads each."""
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return (start, stop) of blocks of rows, with at most max(BLOCK_ENTRIES, one row) scores of all heads each."""
         batch, heads, n, _ = self.query.shape
-        rows = max(1, (BLOCK_ENTRIES if entries is None else entries) // max(1, batch * heads * self.key.shape[-2]))
+        rows = max(1, BLOCK_ENTRIES // max(1, batch * heads * self.key.shape[-2]))
         return [(start, min(start + rows, n)) for start in range(0, n, rows)]
 
     def scores(self, start: int, stop: int) -> Float[Tensor, "batch heads rows keys"]:
@@ -85,11 +83,11 @@ class AttentionCall(ArrayRecord):
         wide = torch.promote_types(self.query.dtype, torch.float32)
         return torch.softmax(scores, dim=-1, dtype=wide).to(self.query.dtype)
 
-    def blocks(self, entries: int | None = None) -> Iterator[RowBlock]:
-        """Yield the attention of all heads in blocks of rows, with at most max(`entries`, one row) scores each."""
-        for start, stop in self.ranges(entries):
+    def blocks(self) -> Iterator[RowBlock]:
+        """Yield the attention of all heads in blocks of rows."""
+        for start, stop in self.ranges():
             scores = self.scores(start, stop)
-            yield RowBlock(start, stop, scores, self.visible(start, stop), self.weights(scores))
+            yield RowBlock(start, stop, scores, self.weights(scores))
 
     def output(self) -> Float[Tensor, "batch heads n v"]:
         """Return P v, computed by torch's fused attention unless the scores are capped."""
@@ -136,12 +134,7 @@ class Session:
 
 
 def attention_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float | None
 ) -> AttentionCall:
     """Normalize the arguments of transformers' attention interface.
 

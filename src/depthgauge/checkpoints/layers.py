@@ -68,11 +68,11 @@ class Stack:
         uniform: int | None = None,
         watch: Watch | None = None,
     ) -> Tensor:
-        """Return the model's output when the input of layer `start` is `state`.
+        """Return the model's output when the input of layer `start` is `state`; layers before it are not computed.
 
         Args:
             ids: token ids.
-            start: the first layer to run; layers before it are not computed.
+            start: the first layer to run.
             state: X_start, the input of layer `start`; not used if `start` is 0.
             changes: functions applied to the outputs of modules.
             skipped: layers that return their input.
@@ -83,11 +83,8 @@ class Stack:
         self.session.begin(first=start, uniform=uniform, watch=watch)
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
-            for layer in range(start):
+            for layer in sorted({*range(start), *skipped}):
                 patches.enter_context(self._passing(self.blocks[layer], state if layer == start - 1 else None))
-            for layer in skipped:
-                if layer >= start:
-                    patches.enter_context(self._passing(self.blocks[layer], None))
             for module, change in (changes or {}).items():
                 patches.enter_context(changed(module, change))
             if silent is not None:
@@ -123,12 +120,8 @@ class Stack:
             self._tuples = isinstance(out, tuple)
             states[layer + 1] = hidden_out(out)
 
-        handles = [block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after)]
-        try:
+        with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _passing(self, block: nn.Module, state: Tensor | None) -> Iterator[None]:
@@ -163,15 +156,9 @@ class Stack:
             zeros = torch.zeros_like(hidden_in(args, kwargs))
             return (zeros, None) if form == "several" else zeros
 
-        if form in ("one", "several"):
-            with replaced(module, forward):
-                yield
-            return
-        handle = module.register_forward_hook(learn, with_kwargs=True)
-        try:
+        known = form in ("one", "several")
+        with replaced(module, forward) if known else module.register_forward_hook(learn, with_kwargs=True):
             yield
-        finally:
-            handle.remove()
 
 
 class BlockRunner(Stack):
@@ -199,7 +186,7 @@ class BlockRunner(Stack):
 
         with ExitStack() as hooks:
             for block in self.blocks:
-                hooks.callback(block.register_forward_pre_hook(record, with_kwargs=True).remove)
+                hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
             self.full(example)
         self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
 
@@ -217,13 +204,10 @@ class BlockRunner(Stack):
             found.append(hidden_in(args, kwargs))
             raise _Reached
 
-        handle = self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
-        try:
+        with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True):
             for part in torch.split(ids, self.batch):
                 with suppress(_Reached):
                     self._forward(part)
-        finally:
-            handle.remove()
         return torch.cat(found)
 
     def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
@@ -303,8 +287,5 @@ def changed(module: nn.Module, change: Change) -> Iterator[None]:
         made = change(hidden_out(out))
         return (made, *out[1:]) if isinstance(out, tuple) else made
 
-    handle = module.register_forward_hook(after)
-    try:
+    with module.register_forward_hook(after):
         yield
-    finally:
-        handle.remove()

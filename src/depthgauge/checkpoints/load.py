@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,12 @@ class Placement:
     device_map: str | None = None
     trust_remote_code: bool = False
     ignore_unused: bool = False
+
+    @classmethod
+    def of(cls, options: Any) -> "Placement":
+        """Return the placement that the options of `gauge` or `shrink` ask for."""
+        given = {field.name: getattr(options, field.name) for field in fields(cls)}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
@@ -124,11 +130,16 @@ class Checkpoint:
             heads=self.heads,
             kv_heads=self.kv_heads,
             dim=int(self.config.hidden_size),
-            parameters=sum(p.numel() for p in self.model.parameters()),
+            parameters=parameter_count(self.model),
             dtype=str(parameter.dtype).removeprefix("torch."),
             device=str(parameter.device),
             context=context_length(self.config),
         )
+
+
+def parameter_count(model: Any) -> int:
+    """Return the number of parameters of a model; shared ones count once."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def measured_part(model: Any, loss: bool) -> Any:
@@ -228,15 +239,11 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     if placement.device_map is None:
         check_memory(source, placement)
     chosen, objective = loader_of(config)
-    keywords: dict[str, Any] = {
-        "dtype": placement.torch_dtype(),
-        "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # checked below, with the name of the weight
-    }
-    if source.gguf is None:
-        keywords |= {"config": config, "use_safetensors": not source.pickled}
+    keywords = {} if source.gguf else {"config": config, "use_safetensors": not source.pickled}
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
+    keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
+    keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, str(source.path))
@@ -288,7 +295,7 @@ def check_memory(source: Source, placement: Placement) -> None:
     chosen = placement.torch_dtype()
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     device = placement.torch_device()
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    free = free_memory(device)
     if needed > free:
         raise CheckpointError(
             f"{source.path} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
@@ -296,8 +303,10 @@ def check_memory(source: Source, placement: Placement) -> None:
         )
 
 
-def free_memory() -> int:
-    """Return the bytes of memory available to this process: free system memory, limited by the control group."""
+def free_memory(device: torch.device | None = None) -> int:
+    """Return the free memory of a GPU, or else that of the system, limited by the control group, in bytes."""
+    if device is not None and device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     meminfo, group = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
     if meminfo.is_file():

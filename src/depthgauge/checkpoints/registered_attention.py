@@ -20,7 +20,7 @@ from depthgauge.results.record import finite
 
 NAME = "depthgauge"
 TOLERANCE = 1e-3
-_UNSUPPORTED = frozenset({"position_bias", "s_aux", "head_mask"})
+_UNSUPPORTED = ("head_mask", "position_bias", "s_aux")
 
 
 def register_attention(tolerance: float = TOLERANCE) -> None:
@@ -57,13 +57,19 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
         softcap: float | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        if not _UNSUPPORTED.isdisjoint(others):
-            _require_none(others)
+        for name in _UNSUPPORTED:
+            if others.get(name) is not None:
+                raise CheckpointError(
+                    f"the attention implementation {NAME!r} does not support {name}, which a layer of this model "
+                    'uses; choose another implementation, for example model.set_attn_implementation("eager")'
+                )
         # As in transformers' own sdpa implementation: without a mask, the module decides between causal and full.
         is_causal_module = getattr(module, "is_causal", True) if is_causal is None else is_causal
         causal = bool(is_causal_module) and attention_mask is None and query.shape[2] > 1
-        if softcap is not None:
-            out = _capped(query, key, value, attention_mask, scaling, softcap, causal)
+        if softcap is not None:  # a capped score is not a polynomial of q·k
+            n, m = query.shape[2], key.shape[2]
+            visible = torch.ones(1, 1, n, m, dtype=torch.bool, device=query.device).tril() if causal else attention_mask
+            out = attention_call(query, key, value, visible, scaling, softcap).output()
         else:
             found = attention(
                 query, key, value, attention_mask, dropout, causal,
@@ -75,26 +81,6 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
 
     library.AttentionInterface.register(NAME, forward)
     library.AttentionMaskInterface.register(NAME, sdpa_mask)
-
-
-def _require_none(others: dict[str, Any]) -> None:
-    """Raise an error if an argument that the implementation does not support is given."""
-    for name in sorted(_UNSUPPORTED):
-        if others.get(name) is not None:
-            raise CheckpointError(
-                f"the attention implementation {NAME!r} does not support {name}, which a layer of this model "
-                'uses; choose another implementation, for example model.set_attn_implementation("eager")'
-            )
-
-
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, softcap: float, causal: bool
-) -> Tensor:
-    """Compute attention with capped scores exactly, in blocks: a capped score is not a polynomial of q·k."""
-    if causal:
-        n, m = query.shape[2], key.shape[2]
-        mask = torch.ones(1, 1, n, m, dtype=torch.bool, device=query.device).tril()
-    return attention_call(query, key, value, mask, scaling, softcap).output()
 
 
 def layer_plan(call: AttentionCall, tolerance: float = TOLERANCE) -> FastPlan:

@@ -83,8 +83,7 @@ class SublayerScores:
             read.clear()
             return added
 
-        handle = block.register_forward_pre_hook(before, with_kwargs=True)
-        hooks.callback(handle.remove)
+        hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
         hooks.enter_context(changed(block.get_submodule(self.family.attention), attention))
         if self.family.between is not None:
             hooks.enter_context(changed(block.get_submodule(self.family.between), between))

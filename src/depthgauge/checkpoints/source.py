@@ -1,9 +1,10 @@
 """Checkpoints on disk: which files they consist of, and what these say without being loaded."""
 
+import hashlib
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,11 @@ def weight_files(source: Source) -> list[Path]:
     return paths
 
 
+def weight_bytes(source: Source) -> int:
+    """Return the size of the weight files of a checkpoint on disk."""
+    return sum(path.stat().st_size for path in weight_files(source))
+
+
 def gguf_metadata(source: Source | None) -> dict[str, Any]:
     """Return the scalar metadata of a GGUF file by key; nothing for other checkpoints and models in memory."""
     if source is None or source.gguf is None:
@@ -115,21 +121,60 @@ def count_parameters(source: Source) -> tuple[int, int]:
         tensors = attempt(source.path, "weights", lambda: gguf.GGUFReader(source.path)).tensors
         parameters = sum(int(tensor.n_elements) for tensor in tensors)
         return parameters, 4 * parameters  # the loader unpacks to float32
-    parameters = stored = 0
+    tensors = attempt(source.path, "weights", lambda: list(stored_tensors(source)))
+    stored = sum(count * (4 if dtype is None else dtype.itemsize) for _, count, dtype in tensors)
+    return sum(count for _, count, _ in tensors), stored
+
+
+def stored_tensors(source: Source) -> Iterator[tuple[str, int, torch.dtype | None]]:
+    """Yield name, number of entries and dtype, if it is known, of every tensor in the weight files of a directory."""
     for path in weight_files(source):
-        for count, width in attempt(source.path, "weights", partial(_sizes, path, source.pickled)):
-            parameters, stored = parameters + count, stored + count * width
-    return parameters, stored
+        if source.pickled:
+            for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
+                yield name, tensor.numel(), tensor.dtype
+            continue
+        with safe_open(path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118  # not a dict
+                part = handle.get_slice(name)
+                yield name, math.prod(part.get_shape()), _DTYPES.get(part.get_dtype())
 
 
-def _sizes(path: Path, pickled: bool) -> list[tuple[int, int]]:
-    """Return the number of entries and the bytes per entry of every tensor in a file."""
-    if pickled:
-        tensors = torch.load(path, map_location="meta", weights_only=True).values()
-        return [(tensor.numel(), tensor.itemsize) for tensor in tensors]
-    with safe_open(path, framework="pt") as handle:
-        slices = [handle.get_slice(key) for key in handle.keys()]  # noqa: SIM118
-        return [(math.prod(part.get_shape()), _WIDTH.get(part.get_dtype(), 4)) for part in slices]
+def file_digests(source: Source) -> dict[str, str]:
+    """Return the SHA-256 of every weight file, by name."""
+    found = {}
+    for path in weight_files(source):
+        with open(path, "rb") as handle:
+            found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
+    return found
 
 
-_WIDTH = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+def weights_digest(model: Any) -> str:
+    """Return a digest of the weights of a model in memory: names, shapes and sums of the tensors."""
+    found = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        total = "" if tensor.is_meta else repr(float(tensor.detach().double().sum()))
+        found.update(f"{name} {tuple(tensor.shape)} {total}".encode())
+    return found.hexdigest()
+
+
+def stored_dtype(config: Any, source: Source) -> torch.dtype | None:
+    """Return the dtype of a checkpoint: the one that its config names, or that of its largest tensor.
+
+    The result is None if the config names none and the files are pickled, or the largest tensor is not of a float type.
+    """
+    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    if isinstance(found, str):
+        found = getattr(torch, found, None)
+    if isinstance(found, torch.dtype):
+        return found
+    if source.pickled:
+        return None
+    _, _, largest = max(stored_tensors(source), key=lambda one: one[1], default=("", 0, None))
+    return largest if largest is not None and largest.is_floating_point else None
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Names of dtypes in safetensors files."""

@@ -6,7 +6,7 @@ token does not attract attention. Tokenizers do not always add it. In particular
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,13 +41,10 @@ class Start:
     reason: str
     candidate: int | None = None
 
-    def with_bos(self, token: int, reason: str) -> "Start":
-        """Return the decision to add the BOS token."""
-        return Start((token, *self.before), self.after, True, reason)
-
-    def without_bos(self, token: int | None, reason: str) -> "Start":
-        """Return the decision not to add the BOS token."""
-        return Start(tuple(one for one in self.before if one != token), self.after, False, reason)
+    def decided(self, token: int, bos: bool, reason: str) -> "Start":
+        """Return the decision to add the BOS token, or not to add it."""
+        before = (token, *self.before) if bos else tuple(one for one in self.before if one != token)
+        return Start(before, self.after, bos, reason)
 
 
 def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
@@ -60,24 +57,22 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
         raise unknown_name("bos", choice, CHOICES)
     before, after = special_tokens(tokenizer)
     start = Start(tuple(before), tuple(after), None, "the model has no BOS token")
-    metadata = gguf_metadata(source)
-    token = tokenizer.bos_token_id
-    if token is None:
-        token = metadata.get("tokenizer.ggml.bos_token_id")
+    metadata, token = gguf_metadata(source), tokenizer.bos_token_id
+    token = metadata.get("tokenizer.ggml.bos_token_id") if token is None else token
     if token is None:
         if choice == "yes":
             name = "the model" if source is None else source.path
             raise InputError(f"--bos yes needs a BOS token; the tokenizer of {name} has none; use --bos auto")
         return start
     if choice == "no":
-        return start.without_bos(token, "--bos no")
+        return start.decided(token, False, "--bos no")
     if token in before:
-        return Start(start.before, start.after, True, "the tokenizer adds it")
+        return replace(start, bos=True, reason="the tokenizer adds it")
     if choice == "yes":
-        return start.with_bos(token, "--bos yes")
+        return start.decided(token, True, "--bos yes")
     if metadata.get("tokenizer.ggml.add_bos_token"):
-        return start.with_bos(token, "the GGUF metadata requests it (tokenizer.ggml.add_bos_token)")
-    return Start(start.before, start.after, False, "the tokenizer does not add it", candidate=int(token))
+        return start.decided(token, True, "the GGUF metadata requests it (tokenizer.ggml.add_bos_token)")
+    return replace(start, bos=False, reason="the tokenizer does not add it", candidate=int(token))
 
 
 @torch.no_grad()
@@ -89,12 +84,12 @@ def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Ten
     left without the token.
     """
     if start.candidate is None or checkpoint.objective != "loss":
-        return Start(start.before, start.after, start.bos, start.reason)
+        return replace(start, candidate=None)
     longest = context_length(checkpoint.config)
     room = None if longest is None else max(0, longest - 1 - len(start.before) - len(start.after))
     bodies = [body[:room] for body in bodies[:MEASURED_WINDOWS] if len(body[:room]) > 1]
     if not bodies:
-        return start.without_bos(start.candidate, "the windows are too short to measure which is better")
+        return start.decided(start.candidate, False, "the windows are too short to measure which is better")
     losses: dict[bool, list[float]] = {True: [], False: []}
     for body in bodies:
         for bos in losses:
@@ -104,6 +99,4 @@ def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Ten
             losses[bos].append(cross_entropy(logits[:, len(prefix) :], ids[:, len(prefix) :]))
     added, bare = (sum(losses[bos]) / len(losses[bos]) for bos in (True, False))
     reason = f"measured on {counted(len(bodies), 'window')}: loss {number(added)} with it and {number(bare)} without it"
-    if added < bare:
-        return start.with_bos(start.candidate, reason)
-    return start.without_bos(start.candidate, reason)
+    return start.decided(start.candidate, added < bare, reason)

@@ -78,9 +78,6 @@ def _without_skip(block: nn.Module, attention: str) -> Iterator[None]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         read[:] = [hidden_in(args, kwargs)]
 
-    handle = block.register_forward_pre_hook(before, with_kwargs=True)
-    try:
-        with changed(block.get_submodule(attention), lambda added: added - read[0].to(added.device)):
-            yield
-    finally:
-        handle.remove()
+    added_only = changed(block.get_submodule(attention), lambda added: added - read[0].to(added.device))
+    with block.register_forward_pre_hook(before, with_kwargs=True), added_only:
+        yield

@@ -71,19 +71,14 @@ class TextContent:
 def find_text(text: str | Path | TextFile | None, as_is: bool = False) -> TextFile:
     """Return the text that a path, or `path:field` for a JSONL file, stands for.
 
-    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`.
-
-    Args:
-        text: what the user gave; None means the built-in text.
-        as_is: read any file as plain text.
+    Without a field, a file named `*.jsonl` is read by its field `text`, or `messages` if it has no `text`. With
+    `as_is`, any file is read as plain text. None means the built-in text.
 
     Raises:
         InputError: the file cannot be read, or it is not plain text and no field is given.
     """
-    if text is None:
-        return TextFile()
-    if isinstance(text, TextFile):
-        return text
+    if text is None or isinstance(text, TextFile):
+        return text or TextFile()
     path, field = split_field(text)
     if as_is:
         if field is not None:
@@ -213,20 +208,27 @@ class _Documents:
 
 def _refuse_markup(handle: BinaryIO, path: Path) -> None:
     """Raise if a file is a table, an HTML page or JSON: its markup would be measured as if it were text."""
-    table = _TABLES.get(path.suffix.lower())
-    if table is not None:
-        raise _markup(path, table, "write the column with the text to a text file or to a JSONL file")
-    start = handle.read(_HEAD_BYTES)
-    head = start.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
-    if path.suffix.lower() in (".html", ".htm") or _HTML.match(head):
-        raise _markup(path, "an HTML page", "convert it to plain text")
-    rest = handle.read(WHOLE_BYTES) if head[:1] in ("{", "[") else b""
-    whole = (start + rest).decode("utf-8-sig", errors="replace") if len(rest) < WHOLE_BYTES else ""
-    if head[:1] in ("{", "[") and (_OBJECT.match(head) or _is_json(whole)):
-        advice = "write one JSON object per line to a .jsonl file, and name the field with the text: --text FILE:FIELD"
-        if _is_json(head.split("\n", 1)[0]):
-            advice = f"name the field with the text, --text {path}:FIELD, if the file has one JSON object per line"
-        raise _markup(path, "JSON", advice)
+    kind = _TABLES.get(path.suffix.lower())
+    advice = "write the column with the text to a text file or to a JSONL file"
+    if kind is None:
+        start = handle.read(_HEAD_BYTES)
+        head = start.decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
+        if path.suffix.lower() in (".html", ".htm") or _HTML.match(head):
+            kind, advice = "an HTML page", "convert it to plain text"
+        elif head[:1] in ("{", "["):
+            rest = handle.read(WHOLE_BYTES)
+            whole = (start + rest).decode("utf-8-sig", errors="replace") if len(rest) < WHOLE_BYTES else ""
+            kind = "JSON" if _OBJECT.match(head) or _is_json(whole) else None
+            advice = (
+                "write one JSON object per line to a .jsonl file, and name the field with the text: --text FILE:FIELD"
+            )
+            if _is_json(head.split("\n", 1)[0]):
+                advice = f"name the field with the text, --text {path}:FIELD, if the file has one JSON object per line"
+    if kind is not None:
+        raise InputError(
+            f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or use --as-is to "
+            "read the file as it is"
+        )
 
 
 def _is_json(text: str) -> bool:
@@ -235,13 +237,6 @@ def _is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def _markup(path: Path, kind: str, advice: str) -> InputError:
-    return InputError(
-        f"{path} is not plain text but {kind}, and its markup would be read as text; {advice}, or use --as-is to read "
-        "the file as it is"
-    )
 
 
 def default_field(handle: BinaryIO, path: Path) -> str:

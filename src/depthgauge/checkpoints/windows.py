@@ -121,16 +121,11 @@ def read_windows(
     seed: int,
     special: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Windows:
-    """Cut a text (see `find_text`) into disjoint windows of token ids.
+    """Cut a text (see `find_text`) into disjoint windows of token ids, at least one and about `tokens` in total.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        text: the text; None means the built-in text.
-        tokens: total number of tokens to use; at least one window is used.
-        window: tokens per window, special tokens included; by default `usual_window`.
-        context: the longest window the model accepts, or None if unknown.
-        seed: chooses the windows if the text has more than needed.
-        special: token ids before and after every window; by default those that the tokenizer adds.
+    A window has `window` tokens with the special ones, by default `usual_window`; `context` is the longest that the
+    model accepts, if that is known. The seed chooses windows if the text has more than needed. `special` are the token
+    ids before and after every window, by default those that the tokenizer adds.
     """
     require_count("tokens", tokens, "the total number of tokens of text to use", least=2)
     require_seed(seed)

@@ -10,20 +10,6 @@ from depthgauge.cli.output import Overwrite, note, print_json, print_terms, prog
 if TYPE_CHECKING:
     from depthgauge.papers.ledger.finding import Findings
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge claims --list` lists all statements at once, without checking them.
-
-`depthgauge claims --paper A` lists the statements of paper A with their verdicts.
-
-`depthgauge claims --id A.4.1` prints the story of one statement: witness, intermediate values, corrected statement.
-
-`depthgauge claims --paper A --verdict fails` shows the statements with a counterexample.
-
-`depthgauge claims --out ledger.md` writes the whole ledger as a Markdown page.
-"""
-
 
 def command(
     paper: Annotated[
@@ -58,6 +44,18 @@ def command(
     "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". The
     verdicts are holds (no counterexample found by this search, which is not a proof), fails (counterexample, verified
     exactly), misprint (counterexample to the printed form, none found to the intended form) and undecided.
+
+    **Examples**
+
+    `depthgauge claims --list` lists all statements at once, without checking them.
+
+    `depthgauge claims --paper A` lists the statements of paper A with their verdicts.
+
+    `depthgauge claims --id A.4.1` prints the story of one statement: witness, intermediate values, corrected statement.
+
+    `depthgauge claims --paper A --verdict fails` shows the statements with a counterexample.
+
+    `depthgauge claims --out ledger.md` writes the whole ledger as a Markdown page.
     """
     from depthgauge._io import check_outputs, write_text
     from depthgauge.errors import unknown_name
@@ -82,21 +80,14 @@ def command(
         if out is not None:
             write_text(out, page(findings), replace=overwrite)
     finally:
-        _print(shown, as_json, one=id is not None)  # also if the file cannot be written
+        if as_json:  # also if the file cannot be written
+            print_json(shown.to_json())
+        elif id is not None and shown:
+            typer.echo(shown[0].story)
+        else:
+            _print_table(shown)
     if out is not None:
         note(f"ledger written to {out}")
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
-
-
-def _print(findings: "Findings", as_json: bool, one: bool) -> None:
-    if as_json:
-        print_json(findings.to_json())
-    elif one and findings:
-        typer.echo(findings[0].story)
-    else:
-        _print_table(findings)
 
 
 def _print_table(findings: "Findings") -> None:

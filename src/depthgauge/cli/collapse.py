@@ -11,21 +11,6 @@ from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 if TYPE_CHECKING:
     from depthgauge.results.collapse_record import CollapseRecord
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge collapse net.safetensors --out one.safetensors` replaces the network by one mean-field layer and bounds the
-difference between the two on every input with entries up to 1.
-
-`depthgauge collapse net.safetensors --method corrected --radius 0.5 --effort high --json` proves a sharper bound.
-
-`depthgauge collapse net.safetensors --method parallel --witness x.safetensors` writes the input on which the attack
-found the largest difference; `depthgauge gauge net.safetensors --input x.safetensors` reads it.
-
-**Methods**, for weights of size η: identity and last-layer (error O(η)), parallel (O(η²)), mean-field (O(η³)),
-corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
-"""
-
 
 def command(
     network: Annotated[Path, typer.Argument(help="The network file.", show_default=False)],
@@ -48,7 +33,21 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Replace a network by a shallower one, and prove how far apart the two can be."""
+    """Replace a network by a shallower one, and prove how far apart the two can be.
+
+    **Examples**
+
+    `depthgauge collapse net.safetensors --out one.safetensors` replaces the network by one mean-field layer and bounds
+    the difference between the two on every input with entries up to 1.
+
+    `depthgauge collapse net.safetensors --method corrected --radius 0.5 --effort high --json` proves a sharper bound.
+
+    `depthgauge collapse net.safetensors --method parallel --witness x.safetensors` writes the input on which the attack
+    found the largest difference; `depthgauge gauge net.safetensors --input x.safetensors` reads it.
+
+    **Methods**, for weights of size η: identity and last-layer (error O(η)), parallel (O(η²)), mean-field (O(η³)),
+    corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
+    """
     from depthgauge._io import check_outputs
     from depthgauge.workflows.collapse import collapse_file
 
@@ -66,16 +65,13 @@ def command(
             note(f"{what} written to {place}")
 
 
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
-
-
 def _print(record: "CollapseRecord", as_json: bool) -> None:
     if as_json:
         print_json(record.to_json())
         return
     from rich.console import Console
 
-    from depthgauge.cli.network_tables import sandwich_tables
+    from depthgauge.cli.gauge_tables import sandwich_tables
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"

@@ -1,7 +1,7 @@
 """`depthgauge gauge`: measure a network or a checkpoint."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,22 +12,6 @@ from depthgauge.results.gauge_options import GaugeOptions
 
 if TYPE_CHECKING:
     from depthgauge.workflows.gauge import GaugeResult
-
-_EXAMPLES = """
-**Examples**
-
-`depthgauge gauge` gauges a built-in pair: the same 12-layer network with small and with large weights.
-
-`depthgauge gauge net.safetensors --tokens 256 --radius 0.5` gauges a network file on random inputs.
-
-`depthgauge gauge net.safetensors --input x.safetensors --json` gauges it on your inputs (tensor `x`, [tokens, dim] or
-[samples, tokens, dim]) and prints the result document.
-
-`depthgauge gauge net.safetensors --report page.html` also writes a page with charts that opens in any browser.
-
-`depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text, and
-what the model loses without each layer. Add `--resume` to continue after an interruption.
-"""
 
 
 @with_options(GaugeOptions, {"checkpoints": "Checkpoints", "networks": "Networks"}, paths=("input", "text"))
@@ -56,35 +40,37 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
-    """Measure how much of a network's or a checkpoint's depth does useful work."""
+    """Measure how much of a network's or a checkpoint's depth does useful work.
+
+    **Examples**
+
+    `depthgauge gauge` gauges a built-in pair: the same 12-layer network with small and with large weights.
+
+    `depthgauge gauge net.safetensors --tokens 256 --radius 0.5` gauges a network file on random inputs.
+
+    `depthgauge gauge net.safetensors --input x.safetensors --json` gauges it on your inputs (tensor `x`, [tokens, dim]
+    or [samples, tokens, dim]) and prints the result document.
+
+    `depthgauge gauge net.safetensors --report page.html` also writes a page with charts that opens in any browser.
+
+    `depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text,
+    and what the model loses without each layer. Add `--resume` to continue after an interruption.
+    """
     from depthgauge.workflows.gauge import gauge
 
-    extra = {}
+    fields: dict[str, Any] = {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
     if no_what_if:
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
-        extra["what_if"] = "none"
+        fields["what_if"] = "none"
     try:
         with progress_bar("measuring") as progress:
-            result = gauge(
-                target,
-                options,
-                out=out,
-                report=report,
-                resume=resume,
-                overwrite=overwrite,
-                progress=progress,
-                message=note,
-                **extra,
-            )
+            result = gauge(target, options, progress=progress, message=note, **fields)
     except OutputError as error:
         if error.result is not None:  # the work is done: show what could not be written
             _print(error.result, as_json)
         raise
     _print(result, as_json)
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
 
 
 def _print(result: "GaugeResult", as_json: bool) -> None:
@@ -93,17 +79,12 @@ def _print(result: "GaugeResult", as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.checkpoint_tables import checkpoint_tables
-    from depthgauge.cli.network_tables import network_tables
+    from depthgauge.cli.gauge_tables import checkpoint_tables, network_tables
     from depthgauge.results.network_subject import NetworkSubject
 
     console = Console()
     for subject in result.subjects:
-        tables = (
-            network_tables(subject, console.width)
-            if isinstance(subject, NetworkSubject)
-            else checkpoint_tables(subject, console.width)
-        )
-        for part in tables:
+        tables: Any = network_tables if isinstance(subject, NetworkSubject) else checkpoint_tables
+        for part in tables(subject, console.width):
             console.print(part, highlight=False)
         console.print(f"→ {subject.verdict}\n", style="bold", markup=False, highlight=False)

@@ -34,8 +34,6 @@ for verb in (claims, separate, reproduce):
 
 # Depending on its version, typer depends on click or contains a copy of it; this finds the error class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-
 # What typer returns when a command was interrupted, and what shells report for it.
 _INTERRUPTED = InterruptedRunError.exit_code
 
@@ -82,7 +80,9 @@ def main() -> None:
     except DepthgaugeError as error:
         code = _fail(str(error), error.exit_code)
     except _UsageError as error:
-        code = _fail(_usage_sentence(error), 2)
+        usage: Any = error
+        where = usage.ctx.command_path if usage.ctx is not None else "depthgauge"
+        code = _fail(f"{usage.format_message().rstrip('.')}; see `{where} --help`", 2)
     except (typer.Abort, KeyboardInterrupt):
         code = _fail("interrupted", _INTERRUPTED)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
@@ -91,17 +91,10 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
-        kind = type(error).__name__
-        code = _fail(f"unexpected {kind}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
+        code = _fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
     sys.exit(code)
 
 
-def _usage_sentence(error: Any) -> str:
-    where = error.ctx.command_path if error.ctx is not None else "depthgauge"
-    return f"{error.format_message().rstrip('.')}; see `{where} --help`"
-
-
 def _fail(sentence: str, code: int) -> int:
-    one_line = " ".join(sentence.split())
-    typer.echo(f"error: {one_line}", err=True)
+    typer.echo(f"error: {' '.join(sentence.split())}", err=True)
     return code

@@ -17,8 +17,8 @@ def with_options(record: type[Record], panels: Mapping[str, str], paths: tuple[s
     """Decorate a command whose argument `options` is a record: each field becomes an option of the command line.
 
     Args:
-        record: the record; its docstring has the help text of every field, unless the annotation has one, and every
-            field is `Annotated` with the kind of target it applies to.
+        record: the record; its docstring has the help text of every field, and every field is `Annotated` with the
+            kind of target it applies to.
         panels: kind of target → heading under which `--help` lists its options.
         paths: names of the options that are file paths.
 
@@ -60,23 +60,18 @@ def _plain(value: Any) -> Any:
 
 def _parameter(record: type[Record], name: str, panels: Mapping[str, str], is_path: bool) -> inspect.Parameter:
     kind: Any
-    default: Any
-    annotation = _annotation(record, name)
-    meta = annotation.__metadata__[0]
-    plain = annotation.__origin__
+    annotation: Any = next(base.__annotations__[name] for base in record.__mro__ if name in base.__annotations__)
+    meta, plain = annotation.__metadata__[0], annotation.__origin__
     if isinstance(plain, types.UnionType):
         (plain,) = (kind for kind in get_args(plain) if kind is not types.NoneType)
     flag, panel = f"--{name.replace('_', '-')}", panels.get(meta.extra["only"] or "")
-    metavar = None
-    if plain is bool:
-        kind, default = bool, False
-    elif get_origin(plain) is tuple:  # the option may be repeated
+    metavar, default = None, False if plain is bool else None
+    if get_origin(plain) is tuple:  # the option may be repeated
         entry: Any = Path if is_path else get_args(plain)[0]
-        kind, default, metavar = list[entry] | None, None, f"<{entry.__name__.lower()}>"
+        kind, metavar = list[entry] | None, f"<{entry.__name__.lower()}>"
     else:
-        kind, default = (Path if is_path else plain) | None, None
-    help_text = meta.description or _documented(record)[name]
-    option = typer.Option(flag, help=help_text, rich_help_panel=panel, metavar=metavar)
+        kind = bool if plain is bool else (Path if is_path else plain) | None
+    option = typer.Option(flag, help=_documented(record)[name], rich_help_panel=panel, metavar=metavar)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
@@ -85,7 +80,3 @@ def _documented(record: type[Record]) -> dict[str, str]:
     _, _, attributes = (inspect.getdoc(record) or "").partition("Attributes:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
     return {name: " ".join(text.split()).replace(" [default", "  [default") for name, text in found}
-
-
-def _annotation(record: type[Record], name: str) -> Any:
-    return next(base.__annotations__[name] for base in record.__mro__ if name in getattr(base, "__annotations__", {}))

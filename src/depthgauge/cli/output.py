@@ -46,12 +46,9 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Step]:
-    """Report progress on standard error; yield the function that updates it.
+    """Report the progress of `what` on standard error; yield the function that updates it.
 
     On a terminal this is a progress bar. Elsewhere a plain line is printed at the start and every 30 seconds.
-
-    Args:
-        what: what is being done, such as `measuring net.safetensors`.
     """
     if not stderr.is_terminal:
         with _plain_progress(what) as step:

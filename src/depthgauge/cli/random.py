@@ -7,14 +7,6 @@ import typer
 
 from depthgauge.cli.output import Overwrite, note, print_json
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge random --layers 6 --heads 2 --dim 16 --eta 0.05 --seed 1 --out n.safetensors`
-
-`depthgauge random --eta 0.5 --distribution aligned --causal --out adversarial.safetensors`
-"""
-
 
 def command(
     out: Annotated[Path, typer.Option(help="File to write (safetensors).")],
@@ -37,31 +29,25 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a description of the network as JSON.")] = False,
 ) -> None:
-    """Write a network file with random weights of size at most η."""
+    """Write a network file with random weights of size at most η.
+
+    **Examples**
+
+    `depthgauge random --layers 6 --heads 2 --dim 16 --eta 0.05 --seed 1 --out n.safetensors`
+
+    `depthgauge random --eta 0.5 --distribution aligned --causal --out adversarial.safetensors`
+    """
     from depthgauge._io import check_outputs
     from depthgauge.network.files import save_network
     from depthgauge.network.random_networks import random_network
 
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     network = random_network(
-        layers,
-        heads,
-        dim,
-        eta,
-        key_dim=key_dim,
-        distribution=distribution,
-        skip=skip,
-        causal=causal,
-        mlp=mlp,
-        activation=activation,
-        norm=norm,
-        seed=seed,
-    )
+        layers, heads, dim, eta, key_dim=key_dim, distribution=distribution, skip=skip, causal=causal,
+        mlp=mlp, activation=activation, norm=norm, seed=seed,
+    )  # fmt: skip
     save_network(network, out)
     if as_json:
         print_json({"out": str(out), "network": network.describe()})
     else:
         note(f"wrote {out}: {network.summary()}")
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

@@ -7,23 +7,6 @@ import typer
 
 from depthgauge.cli.output import Overwrite, note, print_json
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge gauge --out result.json`, then `depthgauge report result.json` writes result.html next to it: one page that
-opens from disk in any browser and makes no network requests.
-
-`depthgauge report result.json --out page.html` writes the page to another file.
-
-`depthgauge report smaller/depthgauge.json --out page.html` writes the page of a checkpoint that `depthgauge shrink`
-wrote.
-
-`depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the
-directory runs/x. The run may still be going on.
-
-The page needs the extra report: `pip install '.[report]'` in a clone of the project.
-"""
-
 
 def command(
     result: Annotated[
@@ -38,7 +21,23 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the path and size of the page as JSON.")] = False,
 ) -> None:
-    """Write a page of a saved result: charts, tables, and the command that reproduces it."""
+    """Write a page of a saved result: charts, tables, and the command that reproduces it.
+
+    **Examples**
+
+    `depthgauge gauge --out result.json`, then `depthgauge report result.json` writes result.html next to it: one page
+    that opens from disk in any browser and makes no network requests.
+
+    `depthgauge report result.json --out page.html` writes the page to another file.
+
+    `depthgauge report smaller/depthgauge.json --out page.html` writes the page of a checkpoint that `depthgauge shrink`
+    wrote.
+
+    `depthgauge report runs/x` writes runs/x.html: the page of a training run that `depthgauge.Monitor` logs to the
+    directory runs/x. The run may still be going on.
+
+    The page needs the extra report: `pip install '.[report]'` in a clone of the project.
+    """
     from depthgauge._io import check_outputs
     from depthgauge.report.write import write_report
 
@@ -57,6 +56,3 @@ def _page_of(result: Path) -> Path:
         whole = result.resolve()  # the name of `.` or `..`
         return (result if result.name else whole).parent / f"{whole.name}.html"
     return result.parent / f"{result.stem}.html"
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

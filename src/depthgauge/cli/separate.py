@@ -6,16 +6,6 @@ import typer
 
 from depthgauge.cli.output import print_json, progress_bar
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge separate --kind self --n 200 --d 22 --a1 1.2 --models 1000`
-
-`depthgauge separate --kind self --c 0.7 --b tied --x ones --json`
-
-`depthgauge separate --kind cross --attention poly:4 --json`
-"""
-
 
 def command(
     kind: Annotated[str, typer.Option(help="Data sets and network: self, cross or regression.")] = "self",
@@ -40,7 +30,16 @@ def command(
     seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same networks.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document on standard output.")] = False,
 ) -> None:
-    """The probability that softmax attention tells D₁ from D₀ where linear attention does not."""
+    """The probability that softmax attention tells D₁ from D₀ where linear attention does not.
+
+    **Examples**
+
+    `depthgauge separate --kind self --n 200 --d 22 --a1 1.2 --models 1000`
+
+    `depthgauge separate --kind self --c 0.7 --b tied --x ones --json`
+
+    `depthgauge separate --kind cross --attention poly:4 --json`
+    """
     from depthgauge.papers.separation.probability import separate_setting
     from depthgauge.papers.separation.settings import build_setting
 
@@ -51,6 +50,3 @@ def command(
         print_json(found.to_json())
     else:
         typer.echo(found.summary())
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

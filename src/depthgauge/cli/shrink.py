@@ -15,25 +15,6 @@ from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shr
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
-_EXAMPLES = """
-**Examples**
-
-`depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller --report shrink.html` removes a quarter of the
-blocks, repairs the rest, writes a checkpoint that transformers loads, and a page with charts. Use text like the text
-that the model will read: a few hundred kB, several files if it reads several kinds.
-
-`depthgauge shrink ./model --text corpus.txt --max-increase 0.1 --confidence 0.95 --out ./smaller` removes as many
-blocks as the guarantee allows: with confidence 95 %, the loss grows by at most 0.1 nats per token on 95 % of windows
-like those of the text. If not even one block can be removed, nothing is written, and an error says how close it came.
-
-`depthgauge shrink ./model --text corpus.txt --remove 7 --plan-only plan.json` searches for the blocks and stops. Read
-the plan, then run `depthgauge shrink ./model --from-plan plan.json --out ./smaller`.
-
-`depthgauge shrink ./model --remove 7 --out ./smaller` needs no text: the model is calibrated on text that it writes
-itself, and the guarantee is about such text.
-
-After an interruption, run the same command with `--resume`.
-"""
 
 
 @with_options(ShrinkOptions, _PANELS, paths=("text",))
@@ -68,7 +49,27 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
-    """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs."""
+    """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs.
+
+    **Examples**
+
+    `depthgauge shrink ./model --text corpus.txt --remove 25% --out ./smaller --report shrink.html` removes a quarter of
+    the blocks, repairs the rest, writes a checkpoint that transformers loads, and a page with charts. Use text like the
+    text that the model will read: a few hundred kB, several files if it reads several kinds.
+
+    `depthgauge shrink ./model --text corpus.txt --max-increase 0.1 --confidence 0.95 --out ./smaller` removes as many
+    blocks as the guarantee allows: with confidence 95 %, the loss grows by at most 0.1 nats per token on 95 % of
+    windows like those of the text. If not even one block can be removed, nothing is written, and an error says how
+    close it came.
+
+    `depthgauge shrink ./model --text corpus.txt --remove 7 --plan-only plan.json` searches for the blocks and stops.
+    Read the plan, then run `depthgauge shrink ./model --from-plan plan.json --out ./smaller`.
+
+    `depthgauge shrink ./model --remove 7 --out ./smaller` needs no text: the model is calibrated on text that it writes
+    itself, and the guarantee is about such text.
+
+    After an interruption, run the same command with `--resume`.
+    """
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
     from depthgauge.workflows.shrink import plan_shrink, shrink
 
@@ -86,22 +87,10 @@ def command(
         raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
 
 
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES
-
-
 def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> None:
-    """Raise if options are missing or contradict each other.
-
-    Args:
-        options: the options.
-        files: flag → path of `--out`, `--report`, `--plan-only` and `--from-plan`.
-    """
+    """Raise if options, or the flags of `files`, are missing or contradict each other."""
     out, plan_only = files["--out"], files["--plan-only"]
-    sizes = {
-        "--remove": options.remove,
-        "--max-increase": options.max_increase,
-        "--from-plan": files["--from-plan"],
-    }
+    sizes = {"--remove": options.remove, "--max-increase": options.max_increase, "--from-plan": files["--from-plan"]}
     given = [flag for flag, value in sizes.items() if value is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
@@ -122,12 +111,12 @@ def _print(record: Any, as_json: bool) -> None:
         return
     from rich.console import Console
 
-    from depthgauge.cli.network_tables import printable
+    from depthgauge.cli.gauge_tables import printable
     from depthgauge.cli.shrink_tables import plan_tables, shrink_tables
 
     console = Console()
-    is_plan = isinstance(record, PlanRecord)
-    for part in plan_tables(record, console.width) if is_plan else shrink_tables(record, console.width):
+    tables = plan_tables if isinstance(record, PlanRecord) else shrink_tables
+    for part in tables(record, console.width):
         console.print(part, highlight=False)
     if isinstance(record, ShrinkRecord):
         console.print(f"→ {printable(shrink_verdict(record))}\n", style="bold", markup=False, highlight=False)

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from depthgauge._format import counted, number
-from depthgauge.cli.network_tables import printable
+from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (

@@ -45,22 +45,15 @@ def stacked(
 ) -> Iterator[RenderableType]:
     """Yield one table, or several below each other if the columns do not fit into the width, then the caption.
 
-    Args:
-        title: the title of the first table.
-        key: the first column, which every table repeats.
-        columns: the other columns.
-        width: characters per line.
-        caption: the text below the last table.
-        dim: indices of rows that are printed dim.
+    The column `key` is the first of every table. The rows with the indices `dim` are printed dim.
     """
     groups: list[list[Column]] = [[key]]
     for column in columns:
         if len(groups[-1]) > 1 and _width([*groups[-1], column]) > width:
             groups.append([key])
         groups[-1].append(column)
-    for index, group in enumerate(groups):
-        if index == 0:
-            yield Text.from_markup(title, style="bold")
+    yield Text.from_markup(title, style="bold")
+    for group in groups:
         table = Table()
         slack = width - _width(group)
         for column in group:

@@ -12,27 +12,6 @@ from depthgauge.errors import InputError
 if TYPE_CHECKING:
     from depthgauge.sweeps.sweep_records import SweepStatus
 
-_EXAMPLES = """
-**Examples**
-
-`depthgauge sweep grid.toml --store results.db` computes the cells that are missing in the store. Sweeps are crash-safe:
-run the same command again to resume.
-
-`depthgauge sweep --status results.db` shows the progress, also while the sweep runs.
-
-`depthgauge sweep --store results.db --export rows.csv` writes the rows to a CSV file.
-
-`depthgauge sweep grid.toml --store results.db --engine dask --scheduler tcp://10.0.0.1:8786` computes on a cluster.
-Start it with `dask scheduler` on one machine and `dask worker tcp://10.0.0.1:8786 --nthreads 1` on the others.
-
-**Format of a grid**
-
-`task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each parameter:
-`method = ["mean-field"]`, `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`.
-Tasks: collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation,
-trained-depth.
-"""
-
 
 def command(
     grid: Annotated[Path | None, typer.Argument(metavar="GRID.toml", help="The grid.", show_default=False)] = None,
@@ -48,15 +27,38 @@ def command(
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the status of the store as JSON.")] = False,
 ) -> None:
-    """Compute every cell of a grid, and store each result as soon as it is done."""
+    """Compute every cell of a grid, and store each result as soon as it is done.
+
+    **Examples**
+
+    `depthgauge sweep grid.toml --store results.db` computes the cells that are missing in the store. Sweeps are
+    crash-safe: run the same command again to resume.
+
+    `depthgauge sweep --status results.db` shows the progress, also while the sweep runs.
+
+    `depthgauge sweep --store results.db --export rows.csv` writes the rows to a CSV file.
+
+    `depthgauge sweep grid.toml --store results.db --engine dask --scheduler tcp://10.0.0.1:8786` computes on a cluster.
+    Start it with `dask scheduler` on one machine and `dask worker tcp://10.0.0.1:8786 --nthreads 1` on the others.
+
+    **Format of a grid**
+
+    `task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each parameter: `method =
+    ["mean-field"]`, `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`. Tasks:
+    collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation, trained-depth.
+    """
     from depthgauge._io import check_outputs
     from depthgauge.sweeps.read import export_rows
-    from depthgauge.workflows.sweep import sweep_status
+    from depthgauge.workflows.sweep import sweep, sweep_status
 
     path = _store(grid, store, status, export)
     check_outputs({"--export": export}, {"GRID": grid, "--store": path}, overwrite=overwrite)
     if grid is not None:
-        _run(grid, path, engine, scheduler, jobs, retry_failed)
+        with progress_bar("computing") as step:
+            done = sweep(
+                grid, path, engine=engine, scheduler=scheduler, jobs=jobs, retry_failed=retry_failed, progress=step
+            )
+        note(str(done.summary))
     if export is not None:
         rows = export_rows(path, export, replace=overwrite)
         note(f"{counted(rows, 'row')} written to {export}")
@@ -82,16 +84,6 @@ def _store(grid: Path | None, store: Path | None, status: Path | None, export: P
     return path
 
 
-def _run(grid: Path, store: Path, engine: str, scheduler: str | None, jobs: int | None, retry_failed: bool) -> None:
-    from depthgauge.workflows.sweep import sweep
-
-    with progress_bar("computing") as step:
-        done = sweep(
-            grid, store, engine=engine, scheduler=scheduler, jobs=jobs, retry_failed=retry_failed, progress=step
-        )
-    note(str(done.summary))
-
-
 def _print_status(found: "SweepStatus", asked: bool) -> None:
     """Print the status: to standard output if it was asked for, to standard error after a run."""
     lines = [f"{found.store}: {found.count}; rows {found.rows_sha256[:16]}…"]
@@ -103,6 +95,3 @@ def _print_status(found: "SweepStatus", asked: bool) -> None:
         lines.append(f"  failed: {failure.error} (retry with --retry-failed)")
     for line in lines:
         typer.echo(line, err=not asked)
-
-
-command.__doc__ = (command.__doc__ or "") + "\n\n" + _EXAMPLES

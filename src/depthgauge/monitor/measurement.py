@@ -186,10 +186,8 @@ def update_shares(sizes: Sequence[tuple[Tensor, Tensor] | None], real: Tensor | 
 def layers_left(skip: Sequence[float], increase: float, costs: Callable[[frozenset[int]], Mapping[int, float]]) -> int:
     """Return how many layers are left when the cheapest one is removed again and again, at a cost within `increase`.
 
-    Args:
-        skip: the cost of removing each layer alone.
-        increase: the largest cost.
-        costs: maps the removed layers to the cost of removing each other layer as well.
+    `skip` has the cost of removing each layer alone, and `costs` maps the removed layers to the cost of removing each
+    other layer as well.
     """
     gone = frozenset[int]()
     while len(gone) < len(skip) - 1:

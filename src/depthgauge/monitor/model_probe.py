@@ -1,8 +1,8 @@
-"""Measure a transformers model on a probe batch, in one forward pass."""
+"""Measure a transformers model in one forward pass on a probe batch, a few sequences that stay the same."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,12 @@ from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
-from depthgauge.checkpoints.model_output import relative_distance
+from depthgauge.checkpoints.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
-from depthgauge.monitor.probe_batch import IGNORED, ProbeBatch, check_ids
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch
 from depthgauge.monitor.undisturbed import undisturbed
@@ -30,6 +29,96 @@ from depthgauge.results.monitor_record import MonitoredModel
 
 AGREE = 0.1
 """Largest relative difference between the states of the observed model and its own: rounding in half precision."""
+IGNORED = -100
+"""The label that transformers leaves out of the loss."""
+
+
+@dataclass(frozen=True)
+class ProbeBatch:
+    """The arguments of the model's forward pass.
+
+    - `inputs`: name → tensor, at least `input_ids`
+    - `real`: which tokens are no padding, `[batch, n]`
+    """
+
+    inputs: Mapping[str, Tensor]
+    real: Tensor
+
+    @property
+    def ids(self) -> Tensor:
+        """The token ids, `[batch, n]`."""
+        return self.inputs["input_ids"]
+
+    def to(self, device: torch.device) -> "ProbeBatch":
+        """Return the batch on a device."""
+        return ProbeBatch({name: value.to(device) for name, value in self.inputs.items()}, self.real.to(device))
+
+
+def make_batch(probe: Any, sequences: int, tokens: int) -> ProbeBatch:
+    """Cut a training batch to a few short sequences.
+
+    `probe` has the keyword arguments of the model's forward pass, with `input_ids`, as a data loader yields them; or it
+    is the token ids alone.
+    """
+    given = {"input_ids": probe} if isinstance(probe, Tensor) else probe
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"probe must be a batch of the model, a mapping with input_ids or a tensor of token ids, got "
+            f"{type(probe).__name__}; take one from the data loader"
+        )
+    ids = given.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.dtype not in (torch.int32, torch.int64) or 0 in ids.shape:
+        shown = "none" if not isinstance(ids, Tensor) else f"{ids.dtype} of shape {list(ids.shape)}"
+        raise InputError(f"probe must contain input_ids, whole numbers of shape [batch, tokens], got {shown}")
+    batch, n = ids.shape
+    if n < 2:
+        raise InputError(f"the sequences of the probe must have at least 2 tokens, got {n}; give longer ones")
+    inputs = {
+        name: _cut(value, batch, n, sequences, tokens).detach().clone()
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+    }
+    mask = inputs.get("attention_mask")
+    real = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+    if mask is not None and mask.shape == real.shape:
+        real = mask > 0
+        if bool((real.sum(dim=1) < 2).any()):
+            raise InputError(
+                f"a sequence of the probe has fewer than 2 tokens that are no padding among its first {tokens}; give a "
+                "probe with longer sequences that are padded on the right"
+            )
+    return ProbeBatch(inputs, real)
+
+
+def _cut(value: Tensor, batch: int, n: int, sequences: int, tokens: int) -> Tensor:
+    """Keep the first sequences and, in every dimension that has the length of a sequence, the first tokens."""
+    if value.ndim == 0 or value.shape[0] != batch:
+        return value
+    kept = value[:sequences]
+    for dim in range(1, kept.ndim):
+        if kept.shape[dim] == n:
+            kept = kept.narrow(dim, 0, min(n, tokens))
+    return kept
+
+
+def check_ids(batch: ProbeBatch, model: Any) -> None:
+    """Raise `InputError` if the model has no embedding for a token id of the probe, or no output for a label.
+
+    On a GPU, an index that is out of range cannot be caught: it ends the process.
+    """
+    tables = {"input_ids": model.get_input_embeddings(), "labels": model.get_output_embeddings()}
+    for name, table in tables.items():
+        given, weight = batch.inputs.get(name), getattr(table, "weight", None)
+        if given is None or weight is None or given.shape != batch.ids.shape:
+            continue
+        rows = int(weight.shape[0])
+        wrong = given[((given < 0) | (given >= rows)) & ((given != IGNORED) | (name == "input_ids"))]
+        if len(wrong):
+            part = "embedding" if name == "input_ids" else "output"
+            raise InputError(
+                f"{name} of the probe contain the token id {int(wrong[0])}, but the {part} of {type(model).__name__} "
+                f"has {rows} rows, for ids from 0 to {rows - 1}; use the tokenizer of this model"
+            )
 
 
 class ProbeStack(Stack):
@@ -44,13 +133,12 @@ class ProbeStack(Stack):
     def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
         model = self.checkpoint.model
         out = model(**self.batch.inputs, **self.keywords)
-        made = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
+        made: Tensor | None = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
         if made is None:
             raise InputError(
                 f"{type(model).__name__} returned no loss for the labels of the probe; give a probe without labels"
             )
-        found: Tensor = made
-        return found
+        return made
 
 
 @dataclass
@@ -89,8 +177,7 @@ class ModelProbe:
         with undisturbed(self.model):
             model = self.model if self.objective == "loss" else self.model.base_model  # without its head
             checkpoint = self._checkpoint = wrap(model, type(self.model).__name__, objective=self.objective)
-            takes = inspect.signature(checkpoint.model.forward).parameters
-            self._keywords = {"return_dict": True} | ({"use_cache": False} if "use_cache" in takes else {})
+            self._keywords = {"return_dict": True} | no_cache(checkpoint.model)
             if not len(Stack(checkpoint, Session())):
                 raise InputError(
                     f"{type(self.model).__name__} cannot be monitored: it does not keep its blocks in one list of "
@@ -114,13 +201,11 @@ class ModelProbe:
                     "give a transformer with attention in its layers"
                 )
         try:
-            rows = self.model.get_input_embeddings().weight.shape[0]
-        except (AttributeError, NotImplementedError):
-            rows = None
-        if rows is None:
+            _ = self.model.get_input_embeddings().weight
+        except (AttributeError, NotImplementedError) as error:
             raise InputError(
                 f"{name} cannot be monitored: it has no embedding of token ids; give a model that reads tokens"
-            )
+            ) from error
 
     @property
     def device(self) -> torch.device:
@@ -188,12 +273,9 @@ class ModelProbe:
         """Return the measures of one forward pass, and the pass; nothing is read from the device."""
         family, real = stack.checkpoint.family, self.batch.real if self.padded else None
         heads = RowWatch(real) if self.observed else None
-        if family is None:
-            base, sublayers = stack.full(self.batch.ids, watch=heads), None
-        else:
-            sublayers = SublayerScores(stack.blocks, family, _sizes)
-            with sublayers.listening():
-                base = stack.full(self.batch.ids, watch=heads)
+        sublayers = None if family is None else SublayerScores(stack.blocks, family, _sizes)
+        with nullcontext() if sublayers is None else sublayers.listening():
+            base = stack.full(self.batch.ids, watch=heads)
         layers = state_measures(base.states, real)
         if sublayers is not None:
             layers["attention_update"] = update_shares(_known(sublayers.attention), real)
@@ -247,7 +329,7 @@ def _checked_indices(model: nn.Module) -> Iterator[None]:
     with ExitStack() as hooks:
         for module in model.modules():
             if type(module) is nn.Embedding:
-                hooks.callback(module.register_forward_pre_hook(check).remove)
+                hooks.enter_context(module.register_forward_pre_hook(check))
         yield
 
 

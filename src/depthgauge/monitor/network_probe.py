@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from depthgauge.checkpoints.circuits import layer_sizes
-from depthgauge.checkpoints.interface import AttentionCall
+from depthgauge.checkpoints.interface import AttentionCall, attention_call
 from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
@@ -60,12 +60,8 @@ class NetworkProbe:
             by_head, layers["uniform_entropy"] = heads.measures()
             if weights:
                 eye = torch.eye(self.model.dim, dtype=x.dtype, device=x.device)
-                sizes = [
-                    layer_sizes(
-                        [(layer.query[None], layer.key[None], layer.value[None], eye.expand_as(layer.value)[None])]
-                    )
-                    for layer in self.model
-                ]
+                maps = [(layer.query, layer.key, layer.value, eye.expand_as(layer.value)) for layer in self.model]
+                sizes = [layer_sizes([(q[None], k[None], v[None], o[None])]) for q, k, v, o in maps]
                 layers |= {name: torch.cat([vars(size)[name] for size in sizes]) for name in vars(sizes[0])}
             lost: tuple[float, ...] = ()
             left = None
@@ -132,12 +128,6 @@ def make_inputs(network: SelfAttentionNetwork, probe: object, sequences: int, to
 def _call(trace: LayerTrace) -> AttentionCall:
     """Return the attention of a layer as a call, with the tokens as the values of all heads."""
     n, heads = trace.key.shape[-2], trace.key.shape[-3]
-    mask = None
-    if trace.causal:
-        visible = torch.ones(n, n, dtype=torch.bool, device=trace.key.device).tril()
-        hidden = torch.finfo(trace.key.dtype).min
-        mask = torch.zeros(n, n, dtype=trace.key.dtype, device=trace.key.device).masked_fill(~visible, hidden)[
-            None, None
-        ]
+    mask = torch.ones(1, 1, n, n, dtype=torch.bool, device=trace.key.device).tril() if trace.causal else None
     value = trace.attention_input.unsqueeze(1).expand(-1, heads, -1, -1)
-    return AttentionCall(trace.index, trace.query, trace.key, value, mask, trace.scale)
+    return attention_call(trace.query, trace.key, value, mask, trace.scale, None)

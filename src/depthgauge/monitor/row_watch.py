@@ -21,10 +21,9 @@ _MASKS = 2
 
 
 class RowWatch:
-    """A `Watch` that measures the heads of every layer; the results stay on the device.
+    """A `Watch` that measures the heads of every layer over the queries `rows`, by default all.
 
-    Args:
-        rows: the queries to count; by default all.
+    The results stay on the device.
     """
 
     def __init__(self, rows: Bool[Tensor, "batch n"] | None = None) -> None:

@@ -10,7 +10,7 @@ another part, even if a text repeats itself or two files are equal.
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +24,7 @@ from depthgauge.checkpoints.windows import surround
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import CalibrationRecord, SourceRecord
-from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts
-from depthgauge.surgery.distinct_windows import drop_repeated
+from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts, drop_repeated
 from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
 KINDS = ("text", "sampled", "built-in")
@@ -37,11 +36,7 @@ SAMPLING_ROUNDS = 8
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationPart(ArrayRecord):
-    """The windows of one part, in random order.
-
-    - `ids`: token ids, special tokens included
-    - `source`: index of each window's source
-    """
+    """The windows of one part, in random order: token ids with special tokens, and the index of each one's source."""
 
     ids: Int[Tensor, "windows n"]
     source: Int[Tensor, " windows"]
@@ -83,13 +78,8 @@ def prepare_calibration(
     - A model that cannot be sampled (an encoder) uses the texts alone, or the built-in text if there are none.
     - The certify part also has up to `BUILT_IN_WINDOWS` windows of the built-in text.
 
-    Args:
-        checkpoint: the dense model.
-        tokenizer: its tokenizer.
-        texts: the windows of the texts, already in three parts.
-        start: the special tokens around every window of a text, as decided; samples have those at the start.
-        progress: called while windows are sampled.
-        message: called with a sentence for each thing that differs from the request.
+    `start` has the special tokens around every window of a text, as decided; samples have those at the start. `message`
+    is called with a sentence for each thing that differs from the request.
 
     Raises:
         InputError: The model repeats itself, so that there are not enough different samples.
@@ -110,13 +100,12 @@ def prepare_calibration(
         *empty, bodies = texts.built_in.parts
         bodies = drop_repeated(bodies, seen, texts.compared)[:BUILT_IN_WINDOWS]
         if len(bodies):
-            built_in = texts.built_in
-            sources.append(CutSource(built_in.kind, built_in.name, built_in.digest, (*empty, bodies)))
+            sources.append(replace(texts.built_in, parts=(*empty, bodies)))
         else:
             message(f"the built-in text is left out: it has no window of {texts.window} tokens beyond the other texts")
     parts = []
     for index, name in enumerate(PARTS):
-        ids = torch.cat([_surrounded(source, index, texts.window, start) for source in sources])
+        ids = torch.cat([source.surrounded(index, texts.window, start) for source in sources])
         numbers = torch.cat([torch.full((len(one.parts[index]),), number) for number, one in enumerate(sources)])
         order = torch.randperm(len(ids), generator=torch.Generator().manual_seed(_derived_seed(request.seed, name)))
         parts.append(CalibrationPart(ids[order], numbers[order]))
@@ -146,14 +135,6 @@ def windows_digest(parts: Sequence[CalibrationPart]) -> str:
         total.update(part.ids.numpy().tobytes())
         total.update(part.source.numpy().tobytes())
     return total.hexdigest()
-
-
-def _surrounded(source: CutSource, part: int, window: int, start: Start) -> Int[Tensor, "windows n"]:
-    """Add the special tokens to the windows of a text; their ends make room. Samples have them already."""
-    bodies = source.parts[part]
-    if source.kind == "sampled":
-        return bodies
-    return surround(bodies[:, : window - len(start.before) - len(start.after)], start.before, start.after)
 
 
 def _samples(

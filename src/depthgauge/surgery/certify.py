@@ -1,16 +1,27 @@
-"""Measure the dense and the shrunk model on the certify windows, and bound the increase."""
+"""Measure the dense and the shrunk model on the certify windows, and bound from above how much the loss grows.
+
+The bound is computed from one number per certify window: the mean increase of the loss over the tokens of the window,
+in nats per token. It assumes that the windows are exchangeable with future windows (`ASSUMPTION`). It assumes no shape
+of the distribution: no normality and no variance.
+"""
 
 import copy
+import math
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from jaxtyping import Float
+from scipy import stats
 from torch import Tensor
 
 from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
+from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     GuaranteeRecord,
@@ -19,11 +30,14 @@ from depthgauge.results.shrink_record import (
     ShrinkRecord,
     TestedSize,
     TextRecord,
-)
+)  # fmt: skip
 from depthgauge.surgery.calibration import Calibration
 from depthgauge.surgery.extract import cast
-from depthgauge.surgery.guarantee import ASSUMPTION, quantile_guarantee
 
+ASSUMPTION = (
+    "This holds for text like the certify windows: it assumes that these windows and future windows are exchangeable."
+)
+"""Shown wherever a guarantee appears."""
 SHARE = 0.95
 """Share of windows that the quantile guarantee covers."""
 
@@ -38,24 +52,16 @@ def as_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 class Certifier:
-    """The certify windows, and the dense model on them.
+    """The certify windows `ids`, and the dense model on them.
 
     - `losses`: the dense model's losses; 0 for an encoder
     - `states`: the dense model's final states; None for a causal language model
+    - `confidence`: the probability that a guarantee is true
     """
 
     def __init__(
         self, dense: Any, calibration: Calibration, confidence: float, *, loss: bool, progress: Step = silent
     ) -> None:
-        """Measure the dense model.
-
-        Args:
-            dense: the dense model, with its original weights.
-            calibration: the windows.
-            confidence: the probability that a guarantee is true.
-            loss: whether the model is a causal language model.
-            progress: called before every batch.
-        """
         self.calibration, self.confidence, self.loss, self.progress = calibration, confidence, loss, progress
         self.dtype, self.states = dense.dtype, None
         self.ids = calibration.certify.ids
@@ -97,9 +103,7 @@ class Certifier:
     def uncertified(self, limit: float | None, tested: tuple[TestedSize, ...]) -> dict[str, Any]:
         """Return the fields `loss`, `texts` and `guarantee` of a record before a shrunk model is measured.
 
-        Args:
-            limit: the limit that sizes were tested against, or None.
-            tested: the sizes that were tested.
+        Sizes were `tested` against the `limit`, if there is one.
         """
         dense = float(self.losses[self._guaranteed].mean())
         windows = int(self._guaranteed.sum())
@@ -122,10 +126,6 @@ class Certifier:
         Where sizes were tested against a limit, the certify windows chose the size. Testing in a fixed sequence then
         proves the limit and nothing smaller, so that limit is reported. A run that follows the plan of such a run has
         the same windows, so its bound is corrected for the sizes that may have been tested.
-
-        Args:
-            record: the record, with the fields of `uncertified`.
-            losses: the losses of the shrunk model.
         """
         guarantee = record.guarantee
         assert guarantee is not None
@@ -144,9 +144,9 @@ class Certifier:
         """Return the increase on every source of text, with 95 % intervals."""
         found = []
         for index, source in enumerate(self.calibration.record.sources):
-            chosen = self.calibration.certify.source == index
             if not source.certify:
                 continue
+            chosen = self.calibration.certify.source == index
             before, after = self.losses[chosen], losses[chosen]
             interval = mean_interval((after - before).tolist())
             found.append(
@@ -162,3 +162,77 @@ class Certifier:
                 )
             )
         return tuple(found)
+
+
+def quantile_guarantee(
+    increases: Sequence[float] | Float[np.ndarray, "..."], share: float = 0.95, confidence: float = 0.95, looks: int = 1
+) -> QuantileRecord:
+    """Bound the `share`-quantile of the increases from above by an order statistic.
+
+    The bound is the k-th smallest of the m increases, x_(k), with the smallest k such that
+
+        P[Binomial(m, share) ≥ k] ≤ (1 − confidence)/looks.
+
+    Let q be the smallest number with P[x ≤ q] ≥ share. Then P[x < q] ≤ share, and the bound fails exactly if
+    x_(k) < q, so if at least k increases are below q. This has probability at most P[Binomial(m, share) ≥ k]. Ties need
+    no special treatment. If the windows have chosen one of several models, the probability that the bound of any of
+    them fails is at most the sum of their error probabilities (Bonferroni).
+
+    Args:
+        increases: x_1 … x_m, one increase per certify window.
+        share: share of windows that the bound must cover, between 0 and 1.
+        confidence: probability that the bound is true, between 0 and 1.
+        looks: how many models were measured on these windows before this one was chosen.
+
+    Returns:
+        The bound. Its `increase` is None if m < `windows_needed(share, confidence)`.
+
+    Raises:
+        InputError: an increase is not finite, or `share` or `confidence` is not between 0 and 1.
+    """
+    x = np.sort(_checked(increases))
+    tail = _tail(share, confidence) / looks
+    m = len(x)
+    enough = _binomial_tail(np.arange(1, m + 1), m, share) <= tail  # one entry per k
+    increase = float(x[np.argmax(enough)]) if enough.any() else None
+    return QuantileRecord(increase=increase, share=share, confidence=confidence, windows=m)
+
+
+def windows_needed(share: float = 0.95, confidence: float = 0.95) -> int:
+    """Return the smallest number of windows with a quantile bound: the smallest m with shareᵐ ≤ 1 − confidence.
+
+    >>> windows_needed(0.95, 0.95)
+    59
+    """
+    tail = _tail(share, confidence)
+    m = max(1, math.floor(math.log(tail) / math.log(share)) - 1)
+    while _binomial_tail(m, m, share) > tail:
+        m += 1
+    return m
+
+
+def _binomial_tail(k: int | np.ndarray, m: int, share: float) -> Any:
+    """Return P[Binomial(m, share) ≥ k], rounded up."""
+    return np.minimum(1, stats.binom.sf(np.asarray(k) - 1, m, share) * (1 + 1e-12))
+
+
+def _tail(share: float, confidence: float) -> float:
+    """Return 1 − confidence, after checking both numbers."""
+    meanings = {
+        "share": (share, "the share of windows that the bound covers"),
+        "confidence": (confidence, "the probability that the guarantee is true"),
+    }
+    for name, (value, meaning) in meanings.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value < 1:
+            raise InputError(f"{name} must be a number between 0 and 1, got {value!r}; it is {meaning}")
+    return 1 - confidence
+
+
+def _checked(increases: Sequence[float] | Float[np.ndarray, "..."]) -> Float[np.ndarray, " m"]:
+    x = np.asarray(increases, dtype=np.float64)
+    if x.ndim != 1:
+        raise InputError(f"increases must be a list of numbers, one per window, got an array of shape {x.shape}")
+    if not np.isfinite(x).all():
+        index = int(np.argmin(np.isfinite(x)))
+        raise InputError(f"increases must be finite numbers, got {x[index]} for window {index}")
+    return x

@@ -5,27 +5,32 @@ get their special tokens afterwards. If the BOS token is added, the last token o
 Windows are then compared without their last token, so that they are different in both cases.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start
 from depthgauge.checkpoints.text_files import TextFile
-from depthgauge.checkpoints.windows import body_length, tokenize_text
+from depthgauge.checkpoints.windows import TokenizedText, body_length, surround, tokenize_text
 from depthgauge.errors import InputError
-from depthgauge.surgery.distinct_windows import distinct_windows
 
 PARTS = ("fit", "select", "certify")
 SHOWN_WINDOWS = 24
 """The most sampled windows in the certify part where the guarantee is about the user's text."""
 SHOWN_SHARE = 5
 """One sampled window for this many certify windows of text, at most `SHOWN_WINDOWS`."""
+LEAST_BODY = 8
+"""The shortest window, without special tokens, that is recommended or used for a short text."""
+_REREADS = (1, 4, 16)
+"""How much of a large text is read while its windows repeat, as multiples of what is needed."""
 _MEASURED_SHARE = 4
 """One part of this many of the built-in text decides about the BOS token where there is no other text."""
 
@@ -53,8 +58,7 @@ class CalibrationSizes:
 class CalibrationRequest:
     """Which windows a shrink needs.
 
-    - `texts`: the user's texts
-    - `sizes`: windows in each part
+    - `texts`, `sizes`: the user's texts, and the number of windows in each part
     - `sampled`: share of sampled windows, from 0 to 1; not used for a model that cannot be sampled
     - `window`: n, tokens per window, special tokens included
     - `context`: the longest window the model accepts, or None if unknown
@@ -141,6 +145,13 @@ class CutSource(ArrayRecord):
     digest: str
     parts: tuple[Int[Tensor, "_ length"], ...]
 
+    def surrounded(self, part: int, window: int, start: Start) -> Int[Tensor, "windows n"]:
+        """Return a part with special tokens; the ends of the windows make room. Samples have them already."""
+        if self.kind == "sampled":
+            return self.parts[part]
+        bodies = self.parts[part][:, : window - len(start.before) - len(start.after)]
+        return surround(bodies, start.before, start.after)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CutTexts(ArrayRecord):
@@ -178,10 +189,6 @@ class CutTexts(ArrayRecord):
 def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     """Read the user's texts, or the built-in text for an encoder that has no other, and cut them into windows.
 
-    Args:
-        tokenizer: the model's tokenizer.
-        request: which windows are needed.
-
     Raises:
         InputError: A text cannot be read or is too short for three parts, or the window does not fit the model.
     """
@@ -190,24 +197,16 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     texts = (TextFile(),) if alone else request.texts
     sizes = [request.sizes] if alone else [request.of_text(index) for index in range(len(request.texts))]
     seen: set[bytes] = set()
-    drawn = distinct_windows(
-        tokenizer,
-        texts,
-        [one.total for one in sizes],
-        length=length,
-        around=request.around,
-        spare=request.spare,
-        seed=request.seed,
-        seen=seen,
-        may_shorten=alone,
-    )
+    drawn = distinct_windows(tokenizer, request, texts, [one.total for one in sizes], length, seen, may_shorten=alone)
     if drawn:
         length = drawn[0][1].shape[1]
     sources = tuple(
         CutSource("built-in" if alone else "text", text.source, text.digest, tuple(one.cut(bodies)))
         for (text, bodies), one in zip(drawn, sizes, strict=True)
     )
-    measured = _first_of_each([source.parts[0] for source in sources])
+    fits = [source.parts[0] for source in sources]
+    turns = (part[turn] for turn in range(MEASURED_WINDOWS) for part in fits if turn < len(part))
+    measured = tuple(islice(turns, MEASURED_WINDOWS))  # one of each text in turn
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
     if request.spare and not measured:
@@ -220,7 +219,101 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)
 
 
-def _first_of_each(parts: Sequence[Int[Tensor, "_ length"]]) -> tuple[Int[Tensor, " length"], ...]:
-    """Return up to `MEASURED_WINDOWS` windows, one of each text in turn."""
-    turns = (part[turn] for turn in range(MEASURED_WINDOWS) for part in parts if turn < len(part))
-    return tuple(window for _, window in zip(range(MEASURED_WINDOWS), turns, strict=False))
+def distinct_windows(
+    tokenizer: Any,
+    request: CalibrationRequest,
+    texts: Sequence[TextFile],
+    needed: Sequence[int],
+    length: int,
+    seen: set[bytes],
+    may_shorten: bool,
+) -> list[tuple[TokenizedText, Int[Tensor, "windows length"]]]:
+    """Draw disjoint windows from each text such that no content occurs twice, in one text or in two.
+
+    Each text gives `needed` windows of `length` tokens, without special tokens. The contents in `seen` may not be used;
+    those of all windows of the texts are added. With `may_shorten`, a text that is too short gives the longest windows
+    of which it has enough.
+
+    Returns:
+        Each text with its windows, in random order and without special tokens.
+
+    Raises:
+        InputError: A text is too short; the message gives the longest window that would work.
+    """
+    spare, seed = request.spare, request.seed
+    found = [
+        _read(tokenizer, text, count, length, seed, seen, spare) for text, count in zip(texts, needed, strict=True)
+    ]
+    fresh = _fresh(found, length, set(seen), spare)
+    short = [index for index, (bodies, count) in enumerate(zip(fresh, needed, strict=True)) if len(bodies) < count]
+    if short:
+        longest = _longest(found, needed, length, seen, spare)
+        if longest is None or not may_shorten:
+            index = short[0]
+            raise _too_short(found[index], len(fresh[index]), needed[index], length, request.around, longest)
+        length = longest
+    fresh = _fresh(found, length, seen, spare)
+    chosen = [
+        bodies[torch.randperm(len(bodies), generator=torch.Generator().manual_seed(seed))[:count]]
+        for bodies, count in zip(fresh, needed, strict=True)
+    ]
+    return list(zip(found, chosen, strict=True))
+
+
+def drop_repeated(windows: Int[Tensor, "windows n"], seen: set[bytes], compared: int) -> Int[Tensor, "kept n"]:
+    """Return the windows whose content is not in `seen`, each content once, in order; add them to `seen`.
+
+    The content of a window are its first `compared` tokens.
+    """
+    kept = []
+    for index, row in enumerate(windows[:, :compared].contiguous().numpy()):
+        content = hashlib.sha256(row.tobytes()).digest()
+        if content not in seen:
+            seen.add(content)
+            kept.append(index)
+    return windows[kept]
+
+
+def _read(
+    tokenizer: Any, text: TextFile, needed: int, length: int, seed: int, seen: set[bytes], spare: int
+) -> TokenizedText:
+    """Tokenize a text; if the windows of a large text repeat, read more of it."""
+    for factor in _REREADS:
+        found = tokenize_text(tokenizer, text, wanted=factor * needed, length=length, seed=seed)
+        if found.complete or len(drop_repeated(found.bodies(length), set(seen), length - spare)) >= needed:
+            break
+    return found
+
+
+def _fresh(texts: Sequence[TokenizedText], length: int, seen: set[bytes], spare: int) -> list[Tensor]:
+    """Return the windows of each text that occur neither in `seen` nor before in the texts."""
+    return [drop_repeated(text.bodies(length), seen, length - spare) for text in texts]
+
+
+def _longest(
+    texts: Sequence[TokenizedText], needed: Sequence[int], length: int, seen: set[bytes], spare: int
+) -> int | None:
+    """Return the greatest length below `length` at which every text has enough windows, or None if there is none.
+
+    Where windows do not repeat, ⌊tokens/needed⌋ is the answer. Where they repeat, shorter lengths are tried in steps of
+    at most 2 %.
+    """
+    trial = min(length - 1, *(text.tokens // count for text, count in zip(texts, needed, strict=True)))
+    while trial >= LEAST_BODY:
+        fresh = _fresh(texts, trial, set(seen), spare)
+        if all(len(bodies) >= count for bodies, count in zip(fresh, needed, strict=True)):
+            return trial
+        trial -= max(1, trial // 50)
+    return None
+
+
+def _too_short(
+    text: TokenizedText, windows: int, needed: int, length: int, around: int, longest: int | None
+) -> InputError:
+    tokens = counted(text.tokens, "token")
+    read = f"{text.source} has {tokens}" if text.complete else f"{tokens} of {text.source}"
+    advice = "use a longer text" if longest is None else f"use a longer text or --window {longest + around}"
+    return InputError(
+        f"{read}, enough for {counted(windows, 'window')} of {length + around} tokens that do not repeat; {needed} are "
+        f"needed for the three parts (fit, select, certify), at least {needed * length} tokens; {advice}"
+    )

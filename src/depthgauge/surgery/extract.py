@@ -2,30 +2,40 @@
 
 Layer j of the new model computes the same function as layer `kept[j]` of the checkpoint, and everything outside the
 blocks is equal. The new model is an ordinary transformers model of the same class. It shares no memory with the
-checkpoint.
+checkpoint. Everything that a configuration says about single layers follows: the number of layers, lists with one entry
+per layer, and rules that compute such a list from the index.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.source import Source, weight_files
-from depthgauge.surgery.shrunk_config import require_layers, shrunk_config
+from depthgauge.checkpoints.source import stored_tensors
+from depthgauge.errors import InputError
+
+PER_LAYER = (
+    "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta",
+    "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
+)  # fmt: skip
+"""Keys of configurations that hold one entry per layer; the list may be longer than the number of layers."""
+_PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
+"""Keys that generate `layer_types` from the layer index. The explicit list replaces them."""
+_OWN_TO_A_FILE = ("quantization_config", "transformers_version", "_name_or_path")
+"""Keys that describe the file that was loaded, not the model."""
 
 
 def require_supported(checkpoint: Checkpoint) -> None:
     """Raise unless blocks can be removed from a checkpoint such that stock transformers loads the result.
-
-    Args:
-        checkpoint: the model.
 
     Raises:
         CheckpointError: the family is not in `FAMILIES`, the model contains a text model (as Gemma 3 with images does),
@@ -66,16 +76,9 @@ def require_supported(checkpoint: Checkpoint) -> None:
 
 @torch.no_grad()
 def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
-    """Return a new transformers model that consists of some blocks of a checkpoint.
+    """Return a new transformers model, in evaluation mode, that consists of the blocks `kept` of a checkpoint.
 
     The dtype and the device of every tensor are kept. Tensors that are shared, such as tied embeddings, stay shared.
-
-    Args:
-        checkpoint: the model; it is not changed.
-        kept: the blocks to keep, from 0, in increasing order.
-
-    Returns:
-        A model of the same class, in evaluation mode.
 
     Raises:
         CheckpointError: the model is not supported; see `require_supported`.
@@ -93,7 +96,8 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
     fresh.eval()
     if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
-    blocks = path_of(model, find_blocks(model, checkpoint.layers)[0]).rpartition(".")[0]
+    first = find_blocks(model, checkpoint.layers)[0]
+    blocks = next(name for name, module in model.named_modules() if module is first).rpartition(".")[0]
     _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)})
     _keep_scales(fresh, config, kept)
     if getattr(model, "generation_config", None) is not None:
@@ -113,12 +117,6 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
         if name in saved and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     return model
-
-
-def path_of(model: nn.Module, wanted: nn.Module) -> str:
-    """Return the path of a module inside a model, such as `model.layers.0`."""
-    found: str = next(name for name, module in model.named_modules() if module is wanted)
-    return found
 
 
 def _quantization(config: Any) -> str | None:
@@ -143,29 +141,13 @@ def _has_random_pooler(checkpoint: Checkpoint) -> bool:
     source = checkpoint.source
     if getattr(checkpoint.measured, "pooler", None) is None or source is None or source.gguf is not None:
         return False
-    return not any("pooler" in name for name in _stored_names(source))
-
-
-def _stored_names(source: Source) -> Iterator[str]:
-    """Yield the names of the tensors in the weight files of a directory."""
-    from safetensors import safe_open
-
-    if source.pickled:
-        for path in weight_files(source):
-            yield from torch.load(path, map_location="meta", weights_only=True)
-        return
-    for path in weight_files(source):
-        with safe_open(path, framework="pt") as handle:
-            yield from handle.keys()
+    return not any("pooler" in name for name, _, _ in stored_tensors(source))
 
 
 def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]) -> None:
-    """Give every parameter and buffer of `fresh` the value it has in `model`.
+    """Give every parameter and buffer of `fresh`, which is on the device `meta`, the value it has in `model`.
 
-    Args:
-        model: the model to copy from.
-        fresh: a model on the device `meta`.
-        renamed: prefixes of names in `fresh` → the prefix in `model`; all other names are equal.
+    `renamed` maps prefixes of names in `fresh` to those in `model`; all other names are equal.
     """
     shared: dict[int, nn.Parameter] = {}
     for path, module in fresh.named_modules():
@@ -236,14 +218,9 @@ def _distribute(model: Any, fresh: Any, blocks: str, kept: Sequence[int]) -> Non
 
 
 def _places(devices: Mapping[str, Any], blocks: str, kept: Sequence[int]) -> dict[str, Any]:
-    """Return where the modules of the new model go.
+    """Return where the modules of the new model go, given where those of the old one are.
 
-    Modules that were offloaded to disk are offloaded to the CPU.
-
-    Args:
-        devices: path of a module → its device, in the old model.
-        blocks: path of the list of blocks.
-        kept: the blocks that are kept.
+    Modules that were offloaded to disk are offloaded to the CPU. `blocks` is the path of the list of blocks.
     """
     new_index = {str(old): str(new) for new, old in enumerate(kept)}
     placed: dict[str, Any] = {}
@@ -256,3 +233,58 @@ def _places(devices: Mapping[str, Any], blocks: str, kept: Sequence[int]) -> dic
             path = ".".join([blocks, new_index[old], *([rest] if rest else [])])
         placed[path] = "cpu" if device == "disk" else device
     return placed
+
+
+def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
+    """Return the configuration of the model that consists of the layers `kept`, in increasing order, of another one.
+
+    - The number of layers becomes `len(kept)`, and lists with one entry per layer keep the entries of `kept`.
+    - `max_window_layers` m becomes #{i in kept: i < m}. In Qwen models layer i has a sliding window if i ≥ m and
+      `layer_types` is missing; both rules now give each layer its former attention.
+    - `quantization_config` is removed: the weights of the new model are not quantized.
+
+    A configuration that is saved and loaded again gives the same layers, because all lists are explicit.
+
+    Raises:
+        InputError: `kept` is empty, not increasing, or names a layer that does not exist.
+    """
+    layers = int(config.num_hidden_layers)
+    kept = require_layers(kept, layers)
+    values: dict[str, Any] = config.to_dict()
+    for key in (*_OWN_TO_A_FILE, *_PATTERNS):
+        values.pop(key, None)
+    for key, value in values.items():
+        if _is_per_layer(key, value, layers):
+            values[key] = [value[layer] for layer in kept]
+    # GPT-2, for example, stores `num_hidden_layers` as `n_layer`.
+    values[getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    if isinstance(values.get("max_window_layers"), int):
+        values["max_window_layers"] = sum(layer < values["max_window_layers"] for layer in kept)
+    with quiet():
+        return type(config).from_dict(values)
+
+
+def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:
+    """Return `kept` as a tuple; raise unless it is a non-empty increasing sequence of layers from 0 to `layers` − 1."""
+    chosen = tuple(int(layer) for layer in kept)
+    if not chosen:
+        raise InputError(f"at least one of {counted(layers, 'layer')} must be kept, got none; remove fewer layers")
+    if any(after <= before for before, after in pairwise(chosen)):
+        raise InputError(f"the layers to keep must be in increasing order without repetition, got {list(chosen)}")
+    if chosen[0] < 0 or chosen[-1] >= layers:
+        raise InputError(f"the layers to keep must be from 0 to {layers - 1}, got {list(chosen)}")
+    return chosen
+
+
+def _is_per_layer(key: str, value: object, layers: int) -> bool:
+    """Return whether a value holds one entry per layer.
+
+    Besides the keys in `PER_LAYER` this is any list whose name speaks of layers and whose length is the number of
+    layers, unless it is a list of layer indices, such as [0, 4, 8].
+    """
+    if not isinstance(value, list | tuple) or len(value) < layers:
+        return False
+    if key in PER_LAYER:
+        return True
+    indices = all(type(entry) is int for entry in value) and all(before < after for before, after in pairwise(value))
+    return "layer" in key and len(value) == layers and not (indices and layers > 1)

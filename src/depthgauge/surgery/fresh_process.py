@@ -22,11 +22,7 @@ class WithoutDepthgauge:
 
 
 def main(exchange: Path) -> None:
-    """Answer the request in a directory.
-
-    Args:
-        exchange: contains `request.json` and `windows.safetensors`; receives `result.json` and `outputs.safetensors`.
-    """
+    """Read `request.json` and `windows.safetensors` in a directory; write `result.json` and `outputs.safetensors`."""
     request = json.loads((exchange / "request.json").read_text("utf-8"))
     sys.meta_path.insert(0, WithoutDepthgauge())
     sys.path.extend(path for path in request["path"] if path not in sys.path)

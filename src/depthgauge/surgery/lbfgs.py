@@ -28,14 +28,8 @@ def minimize(
     """Minimize a smooth function f ≥ 0; its value never increases.
 
     Iteration: x ← x − s H ∇f(x), where H is the L-BFGS matrix built on the preconditioner P ≈ (∇²f)⁻¹ and s ≤ 1 is the
-    first step length that decreases f. The first step has H = P.
-
-    Args:
-        evaluate: returns f(x) and ∇f(x).
-        precondition: multiplies a vector by P.
-        start: the first x.
-        iterations: most iterations.
-        tolerance: stop when an iteration decreases f by less than this share of f.
+    first step length that decreases f. The first step has H = P. The iteration stops when a step decreases f by less
+    than the share `tolerance` of f.
 
     Returns:
         The last x, and f at every x in order; nothing is evaluated if `iterations` is 0.

@@ -42,21 +42,17 @@ def sample_windows(
 
     A window is `before`, one token drawn uniformly from `starts`, and the model's own continuation. It does not end at
     an EOS token: the model continues after it. The padding token is never drawn, unless it is also a BOS or EOS token.
+    The same seed gives the same windows on the same device.
 
     Args:
         checkpoint: the dense model.
         windows: number of windows.
         window: n, tokens per window, `before` included.
         before: token ids at the start of every window, usually the BOS token; may be empty.
-        seed: the same seed gives the same windows on the same device.
-        starts: token ids from which the first token after `before` is drawn; by default all that the model's
-            configuration does not name as special tokens.
-        batch: the most windows that are decoded together; by default `MOST_ROWS`, halved until they fit into
-            `MEMORY_SHARE` of the free memory.
+        seed: chooses all random numbers.
+        starts: token ids; by default all that the model's configuration does not name as special tokens.
+        batch: the most windows that are decoded together; by default as many as fit into memory (`_fitting_rows`).
         progress: called after every decoded position.
-
-    Returns:
-        Token ids, on the CPU.
 
     Raises:
         CheckpointError: The model has no KV cache, or its logits are not finite.
@@ -86,15 +82,10 @@ def sample_windows(
 
 
 def ordinary_tokens(checkpoint: Checkpoint, tokenizer: Any) -> list[int]:
-    """Return the token ids that the tokenizer can produce from text: those that are not special tokens.
-
-    Args:
-        checkpoint: the model; its vocabulary is often padded beyond the tokenizer's.
-        tokenizer: its tokenizer.
-    """
+    """Return the token ids that the tokenizer can produce from text: those that are not special tokens."""
     special = set(tokenizer.all_special_ids)
     special |= {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-    known = min(int(checkpoint.config.vocab_size), len(tokenizer))
+    known = min(int(checkpoint.config.vocab_size), len(tokenizer))  # the model's is often padded
     return [index for index in _ordinary(checkpoint, known) if index not in special]
 
 
@@ -149,15 +140,10 @@ def draw(
     uniform: Float[Tensor, " rows"],
     allowed: Int[Tensor, " tokens"] | None = None,
 ) -> tuple[Int[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """Draw one token per row from softmax(logits) by inversion: min {v : p(0) + … + p(v) > u}.
+    """Draw one token per row from softmax(logits) by inversion: min {v : p(0) + … + p(v) > u} for u in [0, 1).
 
-    Args:
-        logits: one row per distribution; they are converted to float32.
-        uniform: u, one number in [0, 1) per row.
-        allowed: token ids that may be drawn, in increasing order, on the device of the logits; None means all.
-
-    Returns:
-        The tokens, and whether the probabilities of each row are finite. Both are on the device of the logits.
+    Only the token ids `allowed`, in increasing order, are drawn; None means all. The second result says whether the
+    probabilities of each row are finite.
     """
     if allowed is not None:
         logits = logits[:, allowed]
@@ -201,16 +187,11 @@ def _fitting_rows(checkpoint: Checkpoint, window: int, vocabulary: int) -> int:
     """
     config, width = checkpoint.config, next(checkpoint.model.parameters()).dtype.itemsize
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // checkpoint.heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or checkpoint.heads
-    cache = 2 * checkpoint.layers * kv_heads * head_dim * window * width
+    cache = 2 * checkpoint.layers * checkpoint.kv_heads * head_dim * window * width
     logits = vocabulary * (2 * width + 2 * 4 + 2 * 8)  # logits, float32 probabilities and their float64 sums, twice
     devices = {parameter.device for parameter in checkpoint.model.parameters() if parameter.device.type != "meta"}
-    free = min(_free(device) for device in devices | {checkpoint.device})
+    free = min(free_memory(device) for device in devices | {checkpoint.device})
     rows = MOST_ROWS
     while rows > 1 and rows * (cache + logits) > MEMORY_SHARE * free:
         rows //= 2
     return rows
-
-
-def _free(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else free_memory()

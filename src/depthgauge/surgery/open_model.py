@@ -19,7 +19,7 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
@@ -27,9 +27,8 @@ from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
-from depthgauge.surgery.effort import effort_of
 from depthgauge.surgery.extract import require_supported
-from depthgauge.surgery.stored_weights import file_digests, stored_dtype
+from depthgauge.surgery.student import effort_of
 
 SAMPLED = 0.5
 """Share of calibration windows that are sampled from the model, where there is a text."""
@@ -66,13 +65,8 @@ def open_model(
 ) -> OpenedModel:
     """Load a model, after checking everything that can be checked without its weights.
 
-    Args:
-        model: a transformers model that is already in memory; not used if there is a source.
-        source: the checkpoint on disk; None for a model in memory.
-        settings: the options.
-        tokenizer: the tokenizer of a model in memory.
-        plan: the plan that will be followed; its digests must match.
-        message: called with sentences such as the BOS decision.
+    Without a `source`, which is a checkpoint on disk, `model` is in memory, and `tokenizer` belongs to it. The digests
+    of a plan that will be followed must match. `message` is called with sentences such as the BOS decision.
     """
     # A new process imports the libraries again and loads the model. The CPU time of this process so far stands for the
     # imports; it is limited by the time of opening, because a long-running process has spent it on other work.
@@ -85,13 +79,7 @@ def open_model(
             tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name
         )
     else:
-        placement = Placement(
-            dtype=settings.dtype,
-            device=settings.device,
-            device_map=settings.device_map,
-            trust_remote_code=settings.trust_remote_code,
-            ignore_unused=settings.ignore_unused,
-        )
+        placement = Placement.of(settings)
         config = load_config(source, placement)
         tokenizer = load_tokenizer(source, placement)
         texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", str(source.path))

@@ -6,10 +6,10 @@ regression towards the old weights. Every token is used, the first one included:
 than the others, and an update that ignores it destroys the model. With w_t = 1/‖T_t‖² all tokens count alike.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,12 @@ class Change:
     parameters: tuple[nn.Parameter, ...]
     before: tuple[Tensor, ...]
     deltas: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, updates: Sequence[tuple[nn.Parameter, Tensor]]) -> Self:
+        """Return the change that adds to each parameter its δ."""
+        parameters, deltas = zip(*updates, strict=True)
+        return cls(parameters, tuple(parameter.detach().clone() for parameter in parameters), deltas)
 
     @torch.no_grad()
     def apply(self, step: float) -> None:
@@ -54,26 +60,34 @@ def refit(
 ) -> Change:
     """Return the ridge update of linear maps whose outputs are added to the residual stream.
 
+    With several maps, the effect of the earlier on the inputs of the later ones is neglected.
+
     Args:
         runner: the model's blocks.
         layer: the block.
-        maps: the maps to change together; with several, the effect of the earlier on the inputs of the later ones is
-            neglected.
+        maps: the maps to change together.
         states: inputs of the block, from the shrunk model.
         targets: T, the dense model's states at the matching depth.
         ridge: λ, relative to the mean square of the features.
     """
     gram = cross = torch.zeros((), dtype=torch.float64)
-    with torch.no_grad(), _inputs_of(maps) as inputs:
+    inputs: dict[nn.Module, Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs[module] = args[0]
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for module in maps:
+            hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):
-            inputs.clear()
             output = runner.block(layer, part)
             target = targets[start : start + len(part)].to(output.device).double()
             features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1).double()
             errors = (target - output.double()).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
             gram, cross = gram + weighted.T @ features, cross + errors.T @ weighted
-    return _change(maps, _ridge_solution(gram, cross, ridge))
+    columns = torch.split(_ridge_solution(gram, cross, ridge), [shape_of(module)[0] for module in maps], dim=1)
+    return Change.of([one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)])
 
 
 def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], ridge: float) -> Float[Tensor, "d p"]:
@@ -90,22 +104,6 @@ def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], rid
     return torch.cholesky_solve(cross.T, factor).T
 
 
-@contextmanager
-def _inputs_of(maps: Sequence[nn.Module]) -> Iterator[dict[nn.Module, Tensor]]:
-    """Record the inputs of modules."""
-    found: dict[nn.Module, Tensor] = {}
-
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-        found[module] = args[0]
-
-    handles = [module.register_forward_pre_hook(before) for module in maps]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def with_bias(module: Any, inputs: Tensor) -> Tensor:
     """Append the constant feature 1 to the inputs of a map if the map has a bias."""
     if module.bias is None:
@@ -120,22 +118,7 @@ def shape_of(module: Any) -> tuple[int, int]:
 
 
 def updates_of(module: Any, update: Float[Tensor, "d p"]) -> list[tuple[nn.Parameter, Tensor]]:
-    """Return the parameters of a linear map, each with its change.
-
-    Args:
-        module: the map.
-        update: the change of its weight, with one more column for the bias if it has one.
-    """
-    if module.bias is not None:
-        update, bias = update[:, :-1], update[:, -1]
-    weight = update if isinstance(module, nn.Linear) else update.T  # GPT-2's Conv1D stores [in, out]
-    return [(module.weight, weight), *([] if module.bias is None else [(module.bias, bias)])]
-
-
-def _change(maps: Sequence[Any], update: Float[Tensor, "d p"]) -> Change:
-    """Distribute the columns of an update over the weights and biases of the maps."""
-    parts = zip(maps, torch.split(update, [shape_of(module)[0] for module in maps], dim=1), strict=True)
-    updates = [one for module, part in parts for one in updates_of(module, part)]
-    parameters = tuple(parameter for parameter, _ in updates)
-    before = tuple(parameter.detach().clone() for parameter in parameters)
-    return Change(parameters, before, tuple(delta for _, delta in updates))
+    """Return the parameters of a linear map, each with its change; a bias has the last column of the update."""
+    weight = update if module.bias is None else update[:, :-1]
+    weight = weight if isinstance(module, nn.Linear) else weight.T  # GPT-2's Conv1D stores [in, out]
+    return [(module.weight, weight), *([] if module.bias is None else [(module.bias, update[:, -1])])]

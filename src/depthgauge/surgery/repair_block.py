@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.surgery.repair import Change, output_maps, refit, shape_of
-from depthgauge.surgery.repair_normed import follows_norm, normed_maps, refit_normed
+from depthgauge.surgery.repair_normed import normed_maps, refit_normed
 
 RIDGE = 0.05
 """Smallest λ, relative to the mean squares of the features. On SmolLM2, 0.01 and 0.001 were worse on unseen text."""
@@ -25,17 +25,15 @@ def repair_block(
     joint: bool,
     iterations: int = 12,
 ) -> Change:
-    """Return `refit_block` with the usual ridge as one change, for a line search along it."""
+    """Return `refit_block` as one change, for a line search along it.
+
+    The ridge is λ = max(0.05, 1.2 · features/tokens): few tokens need a larger penalty.
+    """
     family = runner.checkpoint.family
     assert family is not None
-    width = shape_of(runner.blocks[layer].get_submodule(family.down))[0]
-    ridge = usual_ridge(width, states.shape[0] * states.shape[1])
+    features = shape_of(runner.blocks[layer].get_submodule(family.down))[0]
+    ridge = max(RIDGE, RIDGE_PER_RATIO * features / (states.shape[0] * states.shape[1]))
     return combined(refit_block(runner, layer, states, targets, ridge, joint=joint, iterations=iterations))
-
-
-def usual_ridge(features: int, tokens: int) -> float:
-    """Return λ = max(0.05, 1.2 · features/tokens): few tokens need a larger penalty."""
-    return max(RIDGE, RIDGE_PER_RATIO * features / tokens)
 
 
 def refit_block(
@@ -57,22 +55,15 @@ def refit_block(
 
     The parameters are the same afterwards as before. Apply the changes in order, and undo them in reverse order.
 
-    Args:
-        runner: the model's blocks.
-        layer: the block.
-        states: inputs of the block, from the shrunk model.
-        targets: T, the dense model's states at the matching depth.
-        ridge: λ, relative to the mean square of the features.
-        joint: refit the output projection of attention too, not only the last map of the MLP.
-        iterations: most steps where a norm follows; 4 give most of the improvement.
+    The arguments are those of `repair.refit`. With `joint`, the output projection of attention is refitted too, not
+    only the last map of the MLP. `iterations` limits the steps where a norm follows; 4 give most of the improvement.
     """
     family = runner.checkpoint.family
     assert family is not None
     block = runner.blocks[layer]
-    if follows_norm(family):
+    if family.mlp_norm is not None:
         pairs = normed_maps(block, family)
-        maps = pairs if joint else pairs[1:]
-        return [refit_normed(runner, layer, states, targets, ridge, iterations, maps=maps)]
+        return [refit_normed(runner, layer, states, targets, ridge, iterations, maps=pairs if joint else pairs[1:])]
     both = output_maps(block, family)
     first = refit(runner, layer, both if joint else both[1:], states, targets, ridge)
     if not joint or family.order == "parallel":
@@ -85,11 +76,7 @@ def refit_block(
 
 
 def combined(changes: Sequence[Change]) -> Change:
-    """Return one change with the effect of several at step length 1, for a line search along all of them.
-
-    Args:
-        changes: changes in the order in which they are applied; each starts where the one before it ends.
-    """
+    """Return one change with the effect of several at step length 1; each starts where the one before it ends."""
     before: dict[torch.nn.Parameter, Tensor] = {}
     deltas: dict[torch.nn.Parameter, Tensor] = {}
     for change in changes:

@@ -19,7 +19,7 @@ All sums run over batches, so memory does not grow with the number of tokens.
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,19 +40,13 @@ _TINY = 1e-300
 
 @dataclass(frozen=True, eq=False)
 class NormedMap:
-    """A linear map and the norm that follows it.
+    """A linear map v = W u + b, and the norm that follows it, with output (γ ⊙ n) + β for the normalized input n.
 
-    - `map`: v = W u + b
-    - `norm`: its output is (γ ⊙ n) + β, where n is the normalized input; None if no norm follows
+    `norm` is None if no norm follows.
     """
 
     map: nn.Module
     norm: nn.Module | None
-
-
-def follows_norm(family: Family) -> bool:
-    """Return whether a norm follows the last map of the MLP, so that its refit is not a linear problem."""
-    return family.mlp_norm is not None
 
 
 def normed_maps(block: nn.Module, family: Family) -> tuple[NormedMap, NormedMap]:
@@ -75,39 +69,23 @@ def refit_normed(
     ridge: float,
     iterations: int = 12,
     *,
-    maps: Sequence[NormedMap] | None = None,
+    maps: Sequence[NormedMap],
 ) -> Change:
-    """Return the update of maps and of the norms that follow them.
+    """Return the update of the weights and biases of maps, and of the gains and shifts of the norms that follow them.
 
-    The fit F of the update is never larger than that of the present parameters, which are not changed.
-
-    Args:
-        runner: the model's blocks.
-        layer: the block.
-        states: inputs of the block, from the shrunk model.
-        targets: T, the dense model's states at the matching depth.
-        ridge: λ, relative to the mean square of the features.
-        iterations: most steps; the iteration stops when a step decreases F by less than 0.1 %.
-        maps: the maps of this block to change together, in the order in which the block computes them; by default the
-            last map of the MLP.
-
-    Returns:
-        The change of the weights and biases of the maps and of the gains and shifts of the norms.
+    The fit F of the update is never larger than that of the present parameters, which are not changed. The arguments
+    are those of `repair.refit`; `maps` are in the order in which the block computes them. At most `iterations` steps
+    are made. The iteration stops when a step decreases F by less than 0.1 %.
     """
-    block = runner.blocks[layer]
-    if maps is None:
-        family = runner.checkpoint.family
-        assert family is not None
-        maps = normed_maps(block, family)[1:]
     fit = _Fit(runner, layer, [_Part(one) for one in maps], states, targets)
-    with _frozen(block):
+    with _frozen(runner.blocks[layer]):
         fit.measure(ridge)
         try:
             alone = iterations // 4 if len(maps) > 1 else 0
-            found, _ = minimize(fit.evaluate, fit.precondition_last, fit.zero(), alone)
+            found, _ = minimize(fit.evaluate, fit.precondition_last, fit.zero, alone)
             found, _ = minimize(fit.evaluate, fit.precondition, found, iterations - alone)
         finally:
-            fit.change(fit.zero()).apply(0.0)
+            fit.before.apply(0.0)
     return fit.change(found)
 
 
@@ -162,14 +140,11 @@ class _Part:
             self.seen |= {"h": args[0].detach(), "z": out}
 
         self.seen = {}
-        handles = [self.map.register_forward_hook(after_map)]
-        if self.norm is not None:
-            handles.append(self.norm.register_forward_hook(after_norm))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(self.map.register_forward_hook(after_map))
+            if self.norm is not None:
+                hooks.enter_context(self.norm.register_forward_hook(after_norm))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def watched_outputs(self) -> list[Tensor]:
         """Return v and, if there is a norm, its output."""
@@ -193,12 +168,10 @@ class _Part:
         return torch.stack([n, torch.ones_like(n)][: len(self.gains)])
 
     def add_curvature(self, weights: Float[Tensor, " tokens"], probes: Sequence[Tensor]) -> None:
-        """Add one batch to the Gram matrices.
+        """Add one batch with the weights w_t to the Gram matrices.
 
-        Args:
-            weights: w_t.
-            probes: Jᵀ ξ for random signs ξ, for J the derivative in each of the watched outputs. The expectation of its
-                square is the diagonal of JᵀJ.
+        `probes` are Jᵀ ξ for random signs ξ and the derivative J in each of the watched outputs. The expectation of
+        their squares is the diagonal of JᵀJ.
         """
         squares = probes[0].flatten(0, -2).double().square()
         u = self.map_features()
@@ -255,21 +228,17 @@ class _Fit:
         targets: Float[Tensor, "windows n d"],
     ) -> None:
         self.runner, self.layer, self.parts, self.states, self.targets = runner, layer, parts, states, targets
-        pairs = [one for part in parts for one in part.updates(torch.zeros(part.size))]
-        self.parameters = tuple(parameter for parameter, _ in pairs)
-        self.before = tuple(parameter.detach().clone() for parameter in self.parameters)
+        size, device = sum(part.size for part in parts), parts[0].map.weight.device
+        self.zero = torch.zeros(size, dtype=torch.float64, device=device)
+        self.before = Change.of(self._updates(self.zero))
 
-    def zero(self) -> Float[Tensor, " size"]:
-        """Return δ = 0."""
-        size = sum(part.size for part in self.parts)
-        return torch.zeros(size, dtype=torch.float64, device=self.parameters[0].device)
+    def _updates(self, delta: Float[Tensor, " size"]) -> list[tuple[nn.Parameter, Tensor]]:
+        shares = zip(self.parts, self._shares(delta), strict=True)
+        return [one for part, share in shares for one in part.updates(share)]
 
     def change(self, delta: Float[Tensor, " size"]) -> Change:
         """Return the change of the parameters from θ₀ to θ₀ + δ."""
-        shares = zip(self.parts, self._shares(delta), strict=True)
-        return Change(
-            self.parameters, self.before, tuple(one for part, share in shares for _, one in part.updates(share))
-        )
+        return replace(self.before, deltas=tuple(one for _, one in self._updates(delta)))
 
     def measure(self, ridge: float) -> None:
         """Compute the approximate Gauss–Newton matrix at δ = 0, with the same random signs in every run."""

@@ -4,8 +4,7 @@ The search is greedy: the best candidates are compared after repair. Then single
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,23 +12,39 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
-from depthgauge.surgery.peer_choices import PEERS
 from depthgauge.surgery.repair import Change
 from depthgauge.surgery.repair_block import repair_block
-from depthgauge.surgery.student import Student
+from depthgauge.surgery.student import DenseStates, Student
 
 OURS = "depthgauge"
 SEARCH_ITERATIONS = 4
 """Most steps of a repair during the search, in families where it is not a linear problem."""
 
 
-@dataclass(frozen=True, eq=False)
-class Removal:
-    """One removal, and the repair of the block before it; None if that is not repaired."""
+def by_influence(dense: DenseStates, count: int) -> tuple[int, ...]:
+    """Return the `count` blocks with the smallest block influence (ShortGPT)."""
+    influence = [block_influence(dense.at(k), dense.at(k + 1)) for k in range(dense.layers)]
+    return tuple(sorted(sorted(range(dense.layers), key=influence.__getitem__)[:count]))
 
-    step: SearchStep
-    change: Change | None = None
+
+def by_angle(dense: DenseStates, count: int) -> tuple[int, ...]:
+    """Return the `count` adjacent blocks with the smallest angular distance between X_ℓ and X_{ℓ+count} (UIDL)."""
+    starts = range(dense.layers - count + 1)
+    first = min(starts, key=lambda k: angular_distance(dense.at(k), dense.at(k + count)))
+    return tuple(range(first, first + count))
+
+
+PEERS: Mapping[str, Callable[[DenseStates, int], tuple[int, ...]]] = {
+    "block influence (ShortGPT)": by_influence,
+    "angular distance (UIDL)": by_angle,
+}
+"""Published methods that choose blocks to remove from the dense model's states alone."""
+
+
+Removal = tuple[SearchStep, Change | None]
+"""One removal, and the repair of the block before it; None if that is not repaired."""
 
 
 class Shrinker(Student):
@@ -57,7 +72,7 @@ class Shrinker(Student):
         windows, every = self.effort.ranking, len(self.fit.ids)
         inputs, targets = self.fit.at(0)[:windows], self.fit.at(2)[:windows]  # as if the second block were removed
         started = time.perf_counter()
-        repair_block(self.runner, 0, inputs, targets, joint=False, iterations=SEARCH_ITERATIONS)
+        self._quick_repair(0, inputs, targets)
         return (time.perf_counter() - started) * every / len(inputs)
 
     def token_seconds(self) -> float:
@@ -71,12 +86,7 @@ class Shrinker(Student):
         return time.perf_counter() - started
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Remove blocks one by one.
-
-        Args:
-            count: how many blocks to remove in total.
-            limit: stop after the first removal that increases the objective by more than this.
-        """
+        """Remove blocks one by one, up to `count`, or until one increases the objective by more than `limit`."""
         while len(self.steps) < count:
             self._remove_one()
             if limit is not None and self.steps[-1].objective - self.dense > limit:
@@ -90,15 +100,15 @@ class Shrinker(Student):
         """Remove one more block; a removal of an interrupted run is repeated without comparing candidates."""
         known: list[dict[str, Any]] = self.journal.get("search", [])
         done = len(self.steps)
-        removal = self._repeated(SearchStep(**known[done])) if done < len(known) else self._best()
-        place = self.kept.index(removal.step.layer)
-        if removal.change is not None:
-            self.apply(removal.change, removal.step.step)
+        step, change = self._repeated(SearchStep(**known[done])) if done < len(known) else self._best()
+        place = self.kept.index(step.layer)
+        if change is not None:
+            self.apply(change, step.step)
         del self.kept[place], self._states[place]
-        self._scores.pop(removal.step.layer, None)
+        self._scores.pop(step.layer, None)
         for index in range(max(place - 1, 0), len(self.kept)):
             self._states[index + 1] = self.runner.through([self.kept[index]], self._states[index])
-        self.steps += (removal.step,)
+        self.steps += (step,)
         if len(self.steps) > len(known):
             # One write for both: a resumed run must rank the candidates as this one does.
             self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
@@ -120,36 +130,41 @@ class Shrinker(Student):
         for done, layer in enumerate(finalists):
             self.progress(done, len(finalists), f"{turn}, repair before block {layer}")
             found.append(self._compared(layer, inputs))
-        return min(found, key=lambda removal: removal.step.objective)
+        return min(found, key=lambda removal: removal[0].objective)
 
     def _compared(self, layer: int, inputs: dict[int, Tensor]) -> Removal:
         """Measure the removal of a block on all selection windows, without and with repair of the block before it."""
         place = self.kept.index(layer)
         later = self.kept[place + 1 :]
         unrepaired = self.objective_after(later, self._states[place])
-        best, change = (unrepaired, 0.0), None
+        objective, length, change = unrepaired, 0.0, None
         if place > 0 and self.repairs:
             change = self._change(place, inputs[place - 1])
-            for length in self.effort.steps:
-                change.apply(length)
-                value = self.objective_after([self.kept[place - 1], *later], self._states[place - 1])
-                best = min(best, (value, length))
-            change.apply(0.0)
-        objective, length = best
+            layers, states = [self.kept[place - 1], *later], self._states[place - 1]
+            objective, length = self._best_step(change, layers, states, unrepaired)
         step = SearchStep(layer=layer, step=length, unrepaired=unrepaired, objective=objective)
-        return Removal(step, change if length else None)
+        return step, change if length else None
+
+    def _best_step(self, change: Change, layers: Sequence[int], states: Tensor, without: float) -> tuple[float, float]:
+        """Return the smallest objective after these layers, `without` the change or with it, and its step length."""
+        best = (without, 0.0)
+        for length in self.effort.steps:
+            change.apply(length)
+            best = min(best, (self.objective_after(layers, states), length))
+        change.apply(0.0)
+        return best
 
     def _repeated(self, step: SearchStep) -> Removal:
         """Return the removal that an interrupted run chose."""
         place = self.kept.index(step.layer)
-        return Removal(step, self._change(place, self._fit_inputs([place - 1])[place - 1]) if step.step else None)
+        return step, self._change(place, self._fit_inputs([place - 1])[place - 1]) if step.step else None
 
     def _change(self, place: int, states: Float[Tensor, "windows n d"]) -> Change:
         """Fit the block before kept[place] to the dense states after kept[place]."""
-        target = self.fit.at(self.following(self.kept[place]))
-        return repair_block(
-            self.runner, self.kept[place - 1], states, target, joint=False, iterations=SEARCH_ITERATIONS
-        )
+        return self._quick_repair(self.kept[place - 1], states, self.fit.at(self.following(self.kept[place])))
+
+    def _quick_repair(self, layer: int, states: Tensor, targets: Tensor) -> Change:
+        return repair_block(self.runner, layer, states, targets, joint=False, iterations=SEARCH_ITERATIONS)
 
     def _fit_inputs(self, places: Sequence[int]) -> dict[int, Tensor]:
         """Return the inputs of some kept blocks on the fit windows, in one pass over the student."""
@@ -207,9 +222,7 @@ class Shrinker(Student):
         gaps = [layer for layer in self.kept if self.following(layer) != layer + 1]
         for layer in self.kept:
             if self.repairs and layer in gaps:
-                target = self.fit.at(self.following(layer))
-                change = repair_block(self.runner, layer, fit, target, joint=False, iterations=SEARCH_ITERATIONS)
-                self.apply(change, 1.0)
+                self.apply(self._quick_repair(layer, fit, self.fit.at(self.following(layer))), 1.0)
             select = self.runner.through([layer], select)
             if gaps and layer < gaps[-1]:
                 fit = self.runner.through([layer], fit)
@@ -239,14 +252,10 @@ class Shrinker(Student):
         for place, layer in enumerate(self.kept):
             self.progress(place, len(self.kept), f"repair of block {layer}")
             change = repair_block(self.runner, layer, fit, self.fit.at(self.following(layer)), joint=True)
-            best = (value, 0.0)
             if place < len(known):
-                best = (known[place]["objective"], known[place]["step"])
+                value, length = known[place]["objective"], known[place]["step"]
             else:
-                for length in self.effort.steps:
-                    change.apply(length)
-                    best = min(best, (self.objective_after(self.kept[place:], select), length))
-            value, length = best
+                value, length = self._best_step(change, self.kept[place:], select, value)
             self.apply(change, length)
             steps.append(RepairStep(layer=layer, step=length, objective=value))
             if place >= len(known):
@@ -257,12 +266,8 @@ class Shrinker(Student):
     def curve(self, removed: Sequence[int], final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
 
-        Our own points are those of the search, and the finished model; the peers' choices are measured without repair
-        at three sizes.
-
-        Args:
-            removed: the blocks that were removed in the end.
-            final: the objective of the finished model.
+        Our own points are those of the search, and the finished model without the blocks `removed`, whose objective is
+        `final`. The peers' choices are measured without repair at three sizes.
         """
         self.restore()
         ours = [step.objective for step in self.steps][: len(removed) - 1]

@@ -3,7 +3,6 @@
 import inspect
 import statistics
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,25 +11,21 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
-from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
+
+REPEATS, NEW_TOKENS = 5, 16
+"""How often each model is measured, and the tokens that each repetition generates, by default."""
 
 
 @torch.no_grad()
 def compare_speed(
-    before: Any, after: Any, ids: Int[Tensor, "1 n"], *, repeats: int = 5, new_tokens: int = 16
+    before: Any, after: Any, ids: Int[Tensor, "1 n"], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
 ) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Measure prefill and decode of two models in turns: before, after, before, after, …
 
-    Alternating keeps a slow phase of the machine from counting against one of the models. One repetition of each model
-    is run first and not counted. The times are medians.
-
-    Args:
-        before: a transformers model.
-        after: another one, on the same device.
-        ids: token ids of one window; shortened if the models' context has no room for `new_tokens` after it.
-        repeats: how often each model is measured.
-        new_tokens: tokens to generate after the window; ignored for models that do not generate.
+    Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians over
+    `repeats` repetitions; one more comes first and is not counted. The window `ids` is shortened if the models' context
+    has no room for `new_tokens` after it. Models that do not generate make no new tokens.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
@@ -43,14 +38,12 @@ def compare_speed(
         new_tokens = min(new_tokens, context - 1)
         ids = ids[:, : context - new_tokens]
     turns = [[_run(checkpoint, ids, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
-    runs = list(zip(*turns[1:], strict=True))
-    prefill = [statistics.median(run.prefill for run in found) for found in runs]
-    decode = [statistics.median(run.decode for run in found) for found in runs] if new_tokens else [None, None]
-    memory = [
-        _weights(checkpoint.model) + max(run.memory for run in found)
-        for checkpoint, found in zip(checkpoints, runs, strict=True)
-    ]
-    what = f"{counted(ids.shape[1], 'token')}, then {counted(new_tokens, 'new token')}, on {_device_name(device)}"
+    runs = [list(zip(*found, strict=True)) for found in zip(*turns[1:], strict=True)]  # of each model
+    prefill = [statistics.median(times) for times, _, _ in runs]
+    decode = [statistics.median(times) for _, times, _ in runs] if new_tokens else [None, None]
+    memory = [_weights(one.model) + max(found[2]) for one, found in zip(checkpoints, runs, strict=True)]
+    place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+    what = f"{counted(ids.shape[1], 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
     record = SpeedRecord(
         prefill=prefill[0] / prefill[1],
         decode=None if decode[0] is None or decode[1] is None else decode[0] / decode[1],
@@ -67,26 +60,13 @@ def compare_speed(
     return record, BeforeAfter(before=memory[0], after=memory[1]), kind
 
 
-def weight_bytes(source: Source) -> int:
-    """Return the size of the weight files of a checkpoint on disk."""
-    return sum(path.stat().st_size for path in weight_files(source))
-
-
-@dataclass(frozen=True)
-class TimedRun:
-    """Seconds for the window, seconds per generated token (0 if there are none), and bytes beyond the weights."""
-
-    prefill: float
-    decode: float
-    memory: int
-
-
-def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> TimedRun:
+def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tuple[float, float, int]:
+    """Return seconds for the window, seconds per generated token (0 without any), and bytes beyond the weights."""
     model, device = checkpoint.model, checkpoint.device
     takes = inspect.signature(model.forward).parameters
-    keywords: dict[str, Any] = {"use_cache": new_tokens > 0} if "use_cache" in takes else {}
-    if "logits_to_keep" in takes:
-        keywords["logits_to_keep"] = 1  # as in generation: the prompt needs no logits but the last
+    # As in generation: the prompt needs no logits but the last.
+    wanted: dict[str, Any] = {"use_cache": new_tokens > 0, "logits_to_keep": 1}
+    keywords = {name: value for name, value in wanted.items() if name in takes}
     ids = ids.to(device)
     held = 0
     if device.type == "cuda":
@@ -101,7 +81,7 @@ def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> Ti
         token = out.logits[:, -1:].argmax(dim=-1)
         out = model(input_ids=token, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
-    return TimedRun(prefill, (_now(device) - started) / max(1, new_tokens), _peak(device, held, cache))
+    return prefill, (_now(device) - started) / max(1, new_tokens), _peak(device, held, cache)
 
 
 def _weights(model: Any) -> int:
@@ -123,7 +103,3 @@ def _peak(device: torch.device, held: int, cache: Any) -> int:
     layers = getattr(cache, "layers", ())
     tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

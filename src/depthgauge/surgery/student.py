@@ -1,6 +1,12 @@
-"""The shrunk model while it is being made: the dense model with some blocks left out and some weights changed."""
+"""The shrunk model while it is being made: the dense model with some blocks left out and some weights changed.
 
-from collections.abc import Iterable, Sequence
+The dense model's states on the calibration windows are kept on the GPU, in memory or on disk, whichever has room.
+"""
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -9,13 +15,134 @@ from torch import Tensor, nn
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.layers import BlockRunner
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import Checkpoint, free_memory
+from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
 from depthgauge.progress import Step, silent
-from depthgauge.surgery.effort import Effort
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
-from depthgauge.surgery.objective import Objective
 from depthgauge.surgery.repair import Change
-from depthgauge.surgery.states import DenseStates
+
+_SHARE = 0.35
+"""The share of free memory that the states of one set of windows may take."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Numbers of windows and candidates.
+
+    - `fit`, `select`, `certify`: windows of each part
+    - `ranking`: selection windows on which all candidates are ranked
+    - `breadth`: candidates that are ranked at each removal after the first
+    - `finalists`: candidates that are compared after repair, on all selection windows
+    - `swaps`: exchanges of a removed and a kept block that are tried at the end
+    - `steps`: step lengths of the repair that are compared, besides 0
+    - `window`: tokens per window, unless the model's context is shorter
+    """
+
+    fit: int
+    select: int
+    certify: int
+    ranking: int
+    breadth: int
+    finalists: int
+    swaps: int
+    steps: tuple[float, ...]
+    window: int = 512
+
+
+EFFORT: Mapping[str, Effort] = {
+    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,), window=256),
+    "default": Effort(320, 48, 120, 12, 12, 3, 8, (1.0, 0.5)),
+    "high": Effort(640, 64, 240, 32, 10**6, 6, 48, (1.0, 0.7, 0.4)),
+}
+
+
+def effort_of(settings: ShrinkOptions) -> Effort:
+    """Return the effort, with enough certify windows for the requested confidence."""
+    effort = EFFORT[settings.effort]
+    return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
+
+
+class DenseStates:
+    """Token ids `ids`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
+
+    With `all_layers=False`, only the first and the last are kept.
+    """
+
+    def __init__(
+        self, runner: BlockRunner, ids: Int[Tensor, "windows n"], *, all_layers: bool = True, progress: Step = silent
+    ) -> None:
+        self.ids, self.layers = ids, len(runner)
+        first = runner.embed(ids)
+        self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
+        self._room = self._memory(first, len(self._kept), runner.device)
+        self._room[0].copy_(first)
+        current = self._room[0]
+        for layer in range(self.layers):
+            progress(layer, self.layers, f"dense model, layer {layer}")
+            place = self._room[layer + 1 if all_layers else 1]
+            place.copy_(runner.through([layer], current))
+            current = place
+
+    def at(self, layer: int) -> Float[Tensor, "windows n d"]:
+        """Return X_ℓ."""
+        return self._room[self._kept.index(layer)]
+
+    @property
+    def final(self) -> Float[Tensor, "windows n d"]:
+        """X_L, the states after the last block."""
+        return self._room[-1]
+
+    def _memory(self, state: Tensor, count: int, device: torch.device) -> Tensor:
+        """Return memory for `count` states: on the GPU, in main memory, or in a temporary file."""
+        shape, needed = (count, *state.shape), count * state.numel() * state.itemsize
+        for place in (*([device] if device.type == "cuda" else []), torch.device("cpu")):
+            if needed < _SHARE * free_memory(place):
+                return torch.empty(shape, dtype=state.dtype, device=place)
+        self._folder = tempfile.TemporaryDirectory(prefix="depthgauge-")
+        path = Path(self._folder.name) / "states"
+        flat = torch.from_file(str(path), shared=True, size=count * state.numel(), dtype=state.dtype)
+        return flat.reshape(shape)
+
+
+class Objective:
+    """The objective on fixed windows, one number per window; smaller is better.
+
+    - a causal language model: the mean over tokens of −log p(next token), in nats
+    - other models: ‖output − dense output‖F / ‖dense output‖F of the final states
+
+    `dense` has X_L, the states of the dense model after its last block.
+    """
+
+    def __init__(self, runner: BlockRunner, ids: Int[Tensor, "windows n"], dense: Float[Tensor, "windows n d"]) -> None:
+        self.runner, self.ids, self.dense = runner, ids, dense
+        self.is_loss = runner.checkpoint.objective == "loss"
+
+    @torch.no_grad()
+    def __call__(self, states: Float[Tensor, "windows n d"], windows: slice = slice(None)) -> Float[Tensor, " windows"]:
+        """Return the objective of every window, given the states after the last block on these windows."""
+        ids, dense, found = self.ids[windows], self.dense[windows], []
+        for start, part in self.runner.batches(states):
+            these = slice(start, start + len(part))
+            found.append(self._measure(self.runner.output(part), ids[these], dense[these]))
+        return torch.cat(found)
+
+    @torch.no_grad()
+    def of_model(self, model: Any) -> float:
+        """Return the mean objective of a complete transformers model on the same windows."""
+        parts = zip(*(torch.split(one, self.runner.batch) for one in (self.ids, self.dense)), strict=True)
+        found = [
+            self._measure(model_output(model, ids.to(self.runner.device), self.is_loss), ids, dense)
+            for ids, dense in parts
+        ]
+        return float(torch.cat(found).mean())
+
+    def _measure(self, output: Tensor, ids: Tensor, dense: Tensor) -> Float[Tensor, " batch"]:
+        if self.is_loss:
+            return token_losses(output, ids).double().mean(dim=1).cpu()
+        reference = self.runner.output(dense.to(self.runner.device, output.dtype))
+        return relative_distance(output, reference).cpu()
 
 
 class Student:
@@ -28,6 +155,8 @@ class Student:
     - `runner`: the model's blocks
     - `fit`, `select`: the dense model on the windows that repairs are fitted on and choices are compared on
     - `objective`: the objective on the selection windows; `dense` is its value for the dense model
+    - `effort`, `repairs`: how much work to do, and whether weights may change
+    - `journal`: the finished steps of an interrupted run
     """
 
     def __init__(
@@ -41,17 +170,6 @@ class Student:
         journal: Journal | None = None,
         progress: Step = silent,
     ) -> None:
-        """Run the dense model on the calibration windows.
-
-        Args:
-            checkpoint: the model.
-            fit: token ids of the windows that repairs are fitted on.
-            select: token ids of the windows that candidates and step lengths are compared on, in random order.
-            effort: how much work to do.
-            repair: whether weights may change.
-            journal: finished steps of an interrupted run.
-            progress: called as the work advances.
-        """
         require_supported(checkpoint)
         self.checkpoint, self.effort, self.repairs = checkpoint, effort, repair
         self.journal, self.progress = journal or Journal(), progress

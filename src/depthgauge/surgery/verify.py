@@ -54,11 +54,11 @@ def verify_reload(
         ids: windows of token ids.
         model: the model in memory, which was written to `out`.
         device: the device of the fresh process; `auto` distributes the model over all devices.
-        dense: for encoders, the final states of the source model, from which `losses` are computed.
+        dense: for encoders, the final states of the source model, from which the losses are computed.
         compared: number of windows whose outputs are compared; the losses of all windows are computed.
         new_tokens: number of tokens to generate; 0 skips the comparison.
-        compute: load the model in this dtype instead of the stored one and compare with a copy of `model` in it; half
-            precision is slow on many CPUs, and a wider dtype holds the same weights exactly.
+        compute: the dtype in which both models compute, by default the stored one. Half precision is slow on many
+            CPUs, and a wider dtype holds the same weights exactly.
 
     Returns:
         What the process found, and the losses of the reloaded model per window: nats per token, or for an encoder the
@@ -144,8 +144,7 @@ def _run(
 def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> None:
     """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory."""
     model = checkpoint.model
-    facts = {"class": type(model).__name__, "layers": checkpoint.layers}
-    for what, here in facts.items():
+    for what, here in {"class": type(model).__name__, "layers": checkpoint.layers}.items():
         if found[what] != here:
             raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
 

@@ -5,6 +5,7 @@ renamed. A process that is killed before the rename leaves a hidden directory `.
 `remove_unfinished` deletes.
 """
 
+import glob
 import json
 import os
 import re
@@ -45,13 +46,10 @@ _TEXTS = (
 
 
 def check_output_directory(out: str | Path, source: Source | None, overwrite: bool, needed: int = 0) -> None:
-    """Check that a model can be written to a directory, before any long work.
+    """Check that a model of `needed` bytes, 0 if unknown, can be written to a directory, before any long work.
 
-    Args:
-        out: the directory to create.
-        source: the checkpoint that is read, which the output may not replace; None for a model from memory.
-        overwrite: allow a directory that exists; see `refuse_other_files` for those that are never replaced.
-        needed: the size of the output in bytes; 0 if unknown.
+    The output may not replace the checkpoint `source` that is read. With `overwrite`, the directory may exist; see
+    `refuse_other_files` for those that are never replaced.
 
     Raises:
         InputError: the output exists, is not a directory, or overlaps with the checkpoint; its parent does not exist.
@@ -91,9 +89,7 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
 def refuse_other_files(folder: Path, out: str | Path) -> None:
     """Raise unless a directory is empty, or a checkpoint all of whose files have names that checkpoints use.
 
-    Args:
-        folder: the directory.
-        out: what the user calls it.
+    Errors call it `out`.
     """
     files = [path for path in folder.rglob("*") if not path.is_dir() or path.is_symlink()]
     advice = "--overwrite replaces checkpoints only; give another --out"
@@ -147,13 +143,8 @@ def written_model(
     Weights are written as safetensors files. The tokenizer, the chat template, the generation configuration and the
     licence of a directory are copied unchanged. For a GGUF file or a model from memory they are saved from memory.
 
-    Args:
-        model: a transformers model.
-        source: the checkpoint the model comes from, or None.
-        tokenizer: the loaded tokenizer, or None; used if `source` has no tokenizer files.
-        out: the directory to create.
-        overwrite: replace a checkpoint that exists.
-        max_shard: the largest size of one weight file.
+    The tokenizer is used if `source`, the checkpoint that the model comes from, has no tokenizer files. With
+    `overwrite`, a checkpoint that exists is replaced. `max_shard` is the largest size of one weight file.
 
     Raises:
         InputError: `out` cannot be used; see `check_output_directory`.
@@ -167,8 +158,10 @@ def written_model(
         with quiet(), _plain_generation_config(model):
             model.save_pretrained(temporary, max_shard_size=max_shard)
         _write_generation_config(model, source, temporary)
-        folder = source.folder if source is not None and source.gguf is None else None
-        copied = _copy_companions(folder, temporary) if folder is not None else False
+        copied = 0
+        if source is not None and source.gguf is None:
+            _copy(source.folder, temporary, (*_COMPANIONS, *map(glob.escape, _modules(source.folder))))
+            copied = _copy(source.folder, temporary, _TOKENIZER)
         if tokenizer is not None and not copied:
             with quiet():
                 tokenizer.save_pretrained(temporary)
@@ -217,14 +210,13 @@ def _plain_generation_config(model: Any) -> Iterator[None]:
     models have. `_write_generation_config` writes the configuration as it is.
     """
     own = getattr(model, "generation_config", None)
-    if own is None:
-        yield
-        return
-    model.generation_config = transformers().GenerationConfig()
+    if own is not None:
+        model.generation_config = transformers().GenerationConfig()
     try:
         yield
     finally:
-        model.generation_config = own
+        if own is not None:
+            model.generation_config = own
 
 
 def _write_generation_config(model: Any, source: Source | None, folder: Path) -> None:
@@ -246,19 +238,6 @@ def _copy(source: Path, folder: Path, patterns: tuple[str, ...]) -> int:
         else:
             shutil.copyfile(path, folder / path.name)
     return len(found)
-
-
-def _copy_companions(source: Path, folder: Path) -> bool:
-    """Copy the tokenizer, licences, and the modules that follow the transformer in a sentence-transformers model.
-
-    Returns:
-        Whether there was a tokenizer.
-    """
-    _copy(source, folder, _COMPANIONS)
-    for module in _modules(source):
-        if (source / module).is_dir():
-            shutil.copytree(source / module, folder / module, copy_function=shutil.copyfile)
-    return _copy(source, folder, _TOKENIZER) > 0
 
 
 def _synchronize(folder: Path) -> None:

@@ -48,17 +48,10 @@ def collapse_file(
     seed: int = 0,
     progress: Step = silent,
 ) -> Collapsed:
-    """Collapse the network in a file and certify the surrogate.
+    """Collapse the network in a file by one of `METHODS`, and certify the surrogate.
 
-    Args:
-        path: the network file.
-        method: `identity`, `last-layer`, `parallel`, `mean-field`, `corrected` or `fitted`.
-        radius: certify every input with |entries| up to this (default 1, unless `ball` is given).
-        ball: certify every input whose tokens have at most this Euclidean length instead.
-        tokens: certify inputs of this many tokens; None certifies any number.
-        effort: `default`, or `high` for sharper bounds that take longer.
-        seed: seed of the attack and of `fitted`.
-        progress: called as the work advances.
+    The certificate is about every input with |entries| up to `radius`, by default 1, or with tokens of Euclidean length
+    up to `ball`. With `tokens=None` it holds for any number of tokens. The seed is that of the attack and of `fitted`.
     """
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)

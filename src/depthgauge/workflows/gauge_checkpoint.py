@@ -34,7 +34,7 @@ from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
-from depthgauge.checkpoints.source import Source, find, weight_files
+from depthgauge.checkpoints.source import find, weight_files, weights_digest
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
@@ -67,7 +67,6 @@ from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.results.verdicts import checkpoint_verdict
-from depthgauge.surgery.stored_weights import weights_digest
 from depthgauge.workflows.target import Target
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
@@ -84,13 +83,8 @@ def gauge_checkpoint(
 ) -> tuple[GaugeSettings, CheckpointSubject]:
     """Gauge a directory, a GGUF file or a model in memory. Every option and file is checked before weights are read.
 
-    Args:
-        target: a checkpoint.
-        options: what to measure, and on which text.
-        tokenizer: the tokenizer of a model in memory.
-        journal: keeps every finished step; the steps of an interrupted run are not measured again.
-        progress: called as the work advances.
-        message: called with sentences such as the expected duration.
+    The journal keeps every finished step; the steps of an interrupted run are not measured again. `message` is called
+    with sentences such as the expected duration.
 
     Returns:
         The options with their defaults filled in, and the subject.
@@ -103,10 +97,7 @@ def gauge_checkpoint(
     kinds = chosen_kinds(asked.what_if)
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     seed = require_seed(asked.seed or 0)
-    placement = Placement(
-        asked.dtype, asked.device, asked.device_map, bool(asked.trust_remote_code), bool(asked.ignore_unused)
-    )
-    source = None
+    placement, source = Placement.of(asked), None
     if target.model is None:
         assert target.path is not None
         source = find(target.path, bool(asked.allow_pickle))
@@ -148,7 +139,10 @@ def gauge_checkpoint(
     settings = GaugeSettings(
         **{**options.given(), **filled, "target": target.name, "in_memory": target.model is not None}
     )
-    files = weights_digest(target.model) if source is None else _files(source)
+    # Names and sizes of the weight files show that a checkpoint was replaced between two runs.
+    files = (
+        weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
+    )
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
@@ -173,11 +167,6 @@ def gauge_checkpoint(
         found = measure_windows(checkpoint, windows, possible, journal, progress, message)
         text = windows.record(decided.bos, decided.reason)
         return settings, subject_record(checkpoint, weights, notes, text, found, possible)
-
-
-def _files(source: Source) -> list[list[Any]]:
-    """Return names and sizes of the weight files, to notice that a checkpoint was replaced between two runs."""
-    return [[path.name, path.stat().st_size] for path in weight_files(source)]
 
 
 def _unknown(checkpoint: Checkpoint) -> str:
@@ -309,13 +298,8 @@ def subject_record(
 ) -> CheckpointSubject:
     """Combine what was found window by window into the record of one checkpoint.
 
-    Args:
-        checkpoint: the model.
-        weights: circuit sizes by layer and head; empty where the family is not known.
-        notes: what could not be measured, and why.
-        text: the text that was read, if any.
-        found: what `measure_windows` returned.
-        kinds: the what-ifs that were measured.
+    `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
+    `measure_windows` for the what-ifs `kinds`.
     """
     L, observed = checkpoint.layers, [window["observed"] for window in found]
     what_ifs = {

@@ -15,7 +15,8 @@ from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.source import Source, find
+from depthgauge.checkpoints.load import parameter_count
+from depthgauge.checkpoints.source import Source, find, weight_bytes, weights_digest
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
@@ -24,12 +25,11 @@ from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_s
 from depthgauge.results.shrink_record import BeforeAfter, CurvePoint, PlanRecord, ShrinkRecord, TestedSize, read_plan
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.certify import Certifier, as_dtype
-from depthgauge.surgery.effort import effort_of
 from depthgauge.surgery.open_model import OpenedModel, open_model
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
-from depthgauge.surgery.speed import compare_speed, weight_bytes
-from depthgauge.surgery.stored_weights import weights_digest
+from depthgauge.surgery.speed import compare_speed
+from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.workflows.shrink_estimate import time_left
@@ -145,10 +145,10 @@ def shrink(
             if resume:
                 remove_unfinished(out)
         opened = open_model(model, source, settings, tokenizer, followed, message)
-        calibration = _calibrate(model, opened, settings, followed, journal, progress, message)
+        calibration, shrinker = _calibrate(model, opened, settings, followed, journal, progress, message)
         limit = settings.max_increase if followed is None else None  # a plan has its size
         dense, is_loss = opened.checkpoint.model, opened.checkpoint.objective == "loss"
-        with _shrinker(opened, calibration, settings, journal, progress) as shrinker:
+        with shrinker:
             message(time_left(shrinker, opened, calibration, settings, followed, writes=out is not None))
             certifier = Certifier(dense, calibration, settings.confidence, loss=is_loss, progress=progress)
             shrunk: ShrunkModel | None
@@ -160,18 +160,15 @@ def shrink(
                 shrunk, tested = largest_within(shrinker, certifier, limit, settings, opened.stored)
             curve = () if shrunk is None else shrinker.curve(shrunk.removed, shrunk.objective)
         found = followed or _plan(opened, calibration, settings, shrinker, () if shrunk is None else shrunk.removed)
-        record = _describe(opened, found, certifier, limit, tested, started)
-        if shrunk is not None:
-            progress(0, 1, "speed of both models")
-            record = _describe_model(record, opened, shrunk, curve, calibration)
-            if out is None:
-                record = certifier.certified(record, certifier.measure(shrunk.model))
-            else:
-                record = write_shrunk(
-                    shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
-                    overwrite=overwrite_out, journal=journal,
-                )  # fmt: skip
-                message(f"model written to {out}")
+        record = _describe(opened, found, certifier, limit, tested, shrunk, curve, started)
+        if shrunk is not None and out is None:
+            record = certifier.certified(record, certifier.measure(shrunk.model))
+        elif shrunk is not None and out is not None:
+            record = write_shrunk(
+                shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
+                overwrite=overwrite_out, journal=journal,
+            )  # fmt: skip
+            message(f"model written to {out}")
         if report is not None:
             journal.write(report, page_of(record), overwrite)
             message(f"page written to {report}")
@@ -213,8 +210,8 @@ def plan_shrink(
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         opened = open_model(model, _find_source(model, settings), settings, tokenizer, None, message)
-        calibration = _calibrate(model, opened, settings, None, journal, progress, message)
-        with _shrinker(opened, calibration, settings, journal, progress) as shrinker:
+        calibration, shrinker = _calibrate(model, opened, settings, None, journal, progress, message)
+        with shrinker:
             message(time_left(shrinker, opened, calibration, settings, None, stops=True))
             removed = _search(shrinker, settings)
         found = _plan(opened, calibration, settings, shrinker, removed)
@@ -272,8 +269,8 @@ def _calibrate(
     journal: Journal,
     progress: Step,
     message: Callable[[str], None],
-) -> Calibration:
-    """Describe the run in its journal, and prepare the calibration windows."""
+) -> tuple[Calibration, Shrinker]:
+    """Describe the run in its journal, prepare the calibration windows, and run the dense model on them."""
     about = {
         "version": __version__,
         "model": str(model) if isinstance(model, str | Path) else opened.checkpoint.name,
@@ -292,21 +289,9 @@ def _calibrate(
     journal.describe("digest of the calibration windows", digest)
     if followed is not None and followed.calibration.sha256 != digest:
         message("the calibration windows differ from those of the plan (another text, device or version)")
-    return calibration
-
-
-def _shrinker(
-    opened: OpenedModel, calibration: Calibration, settings: ShrinkOptions, journal: Journal, progress: Step
-) -> Shrinker:
-    """Run the dense model on the calibration windows."""
-    return Shrinker(
-        opened.checkpoint,
-        calibration.fit.ids,
-        calibration.select.ids,
-        effort=effort_of(settings),
-        repair=not settings.no_repair,
-        journal=journal,
-        progress=progress,
+    fit, select, repair = calibration.fit.ids, calibration.select.ids, not settings.no_repair
+    return calibration, Shrinker(
+        opened.checkpoint, fit, select, effort=effort_of(settings), repair=repair, journal=journal, progress=progress
     )
 
 
@@ -318,13 +303,8 @@ def _search(shrinker: Shrinker, settings: ShrinkOptions) -> tuple[int, ...]:
 
 
 def _plan(
-    opened: OpenedModel,
-    calibration: Calibration,
-    settings: ShrinkOptions,
-    shrinker: Shrinker,
-    removed: tuple[int, ...],
+    opened: OpenedModel, calibration: Calibration, settings: ShrinkOptions, shrinker: Shrinker, removed: tuple[int, ...]
 ) -> PlanRecord:
-    """Describe the plan."""
     checkpoint = opened.checkpoint
     return PlanRecord(
         version=__version__,
@@ -346,26 +326,33 @@ def _describe(
     certifier: Certifier,
     limit: float | None,
     tested: tuple[TestedSize, ...],
+    shrunk: ShrunkModel | None,
+    curve: tuple[CurvePoint, ...],
     started: float,
 ) -> ShrinkRecord:
-    """Describe a run without its shrunk model; there is none if no size stays within the limit."""
+    """Describe a run before its losses are known; measures the speed of both models.
+
+    There is no shrunk model if no size stays within the limit.
+    """
     checkpoint = opened.checkpoint
-    return ShrinkRecord(
+    made = shrunk or ShrunkModel(None, (), (), None, 0.0)
+    after = None if shrunk is None else parameter_count(shrunk.model)
+    record = ShrinkRecord(
         version=__version__,
         name=checkpoint.name,
         objective=checkpoint.objective,
         layers_before=checkpoint.layers,
-        layers_after=checkpoint.layers,
-        removed=(),
-        repaired=False,
+        layers_after=checkpoint.layers - len(made.removed),
+        removed=made.removed,
+        repaired=made.repaired,
         **certifier.uncertified(limit, tested),
         speed=None,
-        parameters=BeforeAfter(before=_parameters(checkpoint.model), after=None),
+        parameters=BeforeAfter(before=parameter_count(checkpoint.model), after=after),
         bytes=BeforeAfter(before=None if checkpoint.source is None else weight_bytes(checkpoint.source), after=None),
         memory=None,
-        curve=(),
-        repair=(),
-        heal=None,
+        curve=curve,
+        repair=made.repair,
+        heal=made.heal,
         reload=None,
         plan=plan,
         notes=(),
@@ -376,39 +363,16 @@ def _describe(
             "transformers": str(transformers().__version__),
             "machine": platform.machine(),
         },
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         out=None,
     )
-
-
-def _describe_model(
-    record: ShrinkRecord,
-    opened: OpenedModel,
-    shrunk: ShrunkModel,
-    curve: tuple[CurvePoint, ...],
-    calibration: Calibration,
-) -> ShrinkRecord:
-    """Add the shrunk model to the description of its run; measures the speed of both models."""
-    started, dense = time.perf_counter(), opened.checkpoint.model
-    speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), calibration.certify.ids[:1])
-    return msgspec.structs.replace(
-        record,
-        layers_after=record.layers_before - len(shrunk.removed),
-        removed=shrunk.removed,
-        repaired=shrunk.repaired,
-        speed=speed,
-        parameters=BeforeAfter(before=record.parameters.before, after=_parameters(shrunk.model)),
-        memory=memory,
-        curve=curve,
-        repair=shrunk.repair,
-        heal=shrunk.heal,
-        notes=(*_notes(record, opened, shrunk), f"memory: {kind}"),
-        seconds=record.seconds + time.perf_counter() - started,
-    )
-
-
-def _parameters(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+    changes: dict[str, Any] = {}
+    if shrunk is not None:
+        certifier.progress(0, 1, "speed of both models")
+        dense = checkpoint.model
+        speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
+        changes = {"speed": speed, "memory": memory, "notes": (*_notes(record, opened, shrunk), f"memory: {kind}")}
+    return msgspec.structs.replace(record, **changes, seconds=time.perf_counter() - started)
 
 
 def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:

@@ -6,26 +6,25 @@ from depthgauge._format import duration
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.calibration import Calibration
-from depthgauge.surgery.effort import Effort
-from depthgauge.surgery.heal import heal_batch
 from depthgauge.surgery.open_model import OpenedModel
-from depthgauge.surgery.peer_choices import PEERS
-from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrinker import PEERS, Shrinker
+from depthgauge.surgery.shrunk_model import heal_batch
+from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
+from depthgauge.surgery.student import Effort
 
 JOINT = 3.0
 """About how long the repair of a block takes at the end, in durations of one during the search: it refits twice as many
 maps, in two stages or in three times as many iterations."""
-_SPEED_RUNS, _NEW_TOKENS = 12, 16
-"""Runs of the two models, and tokens that each run generates, when their speed is compared."""
+_SPEED_RUNS = 2 * (REPEATS + 1)
+"""Runs of the two models when their speed is compared."""
 
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Measured seconds.
+    """Measured seconds of parts of the work.
 
-    - `window`: a forward pass of one window
+    - `window`, `token`: a forward pass of one window, and of one token; the latter is 0 for models that do not generate
     - `repair`: one repair of a block during the search; 0 without repair
-    - `token`: a forward pass of one token; 0 for models that do not generate
     - `fresh`: starting a process that imports transformers and loads the model
     """
 
@@ -42,10 +41,8 @@ class ShrinkJob:
     - `effort`, `layers`: how much work each step is
     - `count`: blocks to remove; with a limit on the loss, a guess
     - `certify`: number of certify windows
-    - `is_planned`: whether a plan says which blocks to remove
-    - `sizes`: how many models are made and measured
-    - `healed`: windows on which each of them is trained
-    - `stops`: whether the run stops after the search
+    - `is_planned`, `stops`: whether a plan says which blocks to remove, and whether the run stops after the search
+    - `sizes`, `healed`: how many models are made and measured, and the windows on which each of them is trained
     - `writes`: whether the model is written and verified in a fresh process
     """
 
@@ -72,14 +69,7 @@ def time_left(
 ) -> str:
     """Return a sentence about how long the rest takes, which is measured on a few windows.
 
-    Args:
-        shrinker: the dense model, which has run on the calibration windows.
-        opened: how long it took to load.
-        calibration: the windows.
-        settings: the options.
-        followed: the plan that is followed.
-        stops: the run stops after the search.
-        writes: the model will be written.
+    The run may follow a plan, stop after the search, or write the model.
     """
     layers, is_limited = len(shrinker.runner), followed is None and settings.max_increase is not None
     count = max(2, layers // 3)
@@ -141,7 +131,7 @@ def _model(job: ShrinkJob, costs: PartCosts) -> float:
 def _end(job: ShrinkJob, costs: PartCosts) -> float:
     """The dense model on the certify windows, the curve, the comparison of speed, and the fresh process."""
     windows = job.certify + 6 * job.effort.select + _SPEED_RUNS
-    seconds = windows * costs.window + _SPEED_RUNS * _NEW_TOKENS * costs.token
+    seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
     if job.writes:
-        seconds += costs.fresh + 2 * _NEW_TOKENS * costs.token
+        seconds += costs.fresh + 2 * NEW_TOKENS * costs.token
     return seconds

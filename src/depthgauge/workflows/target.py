@@ -53,10 +53,7 @@ def is_transformers_model(value: object) -> bool:
 def resolve_target(target: Any) -> Target:
     """Decide what a target is. This is the only place that decides it.
 
-    Directories and `.gguf` files are checkpoints; every other path is a network file.
-
-    Args:
-        target: a network, a transformers model, a path, or None for the built-in pair.
+    Directories and `.gguf` files are checkpoints; every other path is a network file. None is the built-in pair.
 
     Raises:
         InputError: it is something else, or the name of a model on a hub.
