@@ -20,12 +20,8 @@ from depthgauge.errors import InputError, OutputError, require_path
 def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
     """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
 
-    If anything fails, the temporary file is deleted and `path` is left as it was.
-
-    Args:
-        path: the file to write; see the module docstring for links and special files.
-        write: writes the content to the path it is given.
-        replace: whether a file that exists may be replaced; another process may have created it during the work.
+    If anything fails, the temporary file is deleted and `path` is left as it was. With `replace=False`, a file that
+    exists is an error; another process may have created it during the work.
     """
     target = _target(path)
     special = is_special(target)
@@ -84,17 +80,9 @@ def check_outputs(
 ) -> None:
     """Check that all outputs of a command can be written, before any long work.
 
-    Args:
-        outputs: option → path of each output; None is an output that was not requested.
-        inputs: option → path of each input, which no output may replace. No file in a directory of inputs may be
-            replaced either.
-        overwrite: allow outputs that exist.
-        is_own: returns whether the run that is resumed has written a file; such a file may be replaced.
-
-    Raises:
-        InputError: two outputs, or an input and an output, are the same file; an output exists or is a directory; its
-            folder does not exist.
-        OutputError: an output cannot be written.
+    `outputs` and `inputs` map each option to its path, or to None if it was not given. No output may replace an input
+    or a file in a directory of inputs. An output that exists is an error unless `overwrite` is set or the run that is
+    resumed has written it (`is_own`).
     """
     seen = {_identity(path): option for option, path in inputs.items() if path is not None}
     for option, path in outputs.items():
@@ -116,11 +104,7 @@ def check_outputs(
 
 
 def require_folder(path: str | Path) -> None:
-    """Check that `path` can name a file and that its folder exists; create nothing.
-
-    Raises:
-        InputError: the folder does not exist, or `path` is a directory or a name that the file system cannot hold.
-    """
+    """Raise InputError unless `path` can name a file and its folder exists; create nothing."""
     try:
         _target(path)
     except OutputError as error:

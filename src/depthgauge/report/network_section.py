@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, number, short
+from depthgauge._format import DASH, counted, number, ranges, short
 from depthgauge.report.charts import MEASURED, PROVED, Chart, Figure, figure, hovering, label, log_axis, on_log, single
-from depthgauge.report.layer_charts import Measure
-from depthgauge.report.markup import Cell, Table, percent, printable, runs, span
-from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
+from depthgauge.report.markup import Cell, Table, percent, printable, span
+from depthgauge.report.page_parts import Measure, PagePart, head_part, present, residual_part
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Sandwich
 from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
@@ -179,8 +178,8 @@ def depth_part(subject: NetworkSubject) -> PagePart:
             row.layers,
             row.error,
             row.method if row.layers < layers else f"fewer: {row.status}" if row.status else row.method,
-            runs(row.kept),
-            "; ".join(runs(run) for run in row.folded) or "none",
+            ranges(sorted(row.kept)),
+            "; ".join(ranges(sorted(run)) for run in row.folded) or "none",
         )
         for row in subject.depth
     )

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge._format import counted
-from depthgauge.errors import InputError, require_count, require_options, require_positive, require_seed, unknown_name
-from depthgauge.results.record import Record
+from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
@@ -18,80 +18,54 @@ ABOUT_FILES = ("dtype", "device", "device_map", "trust_remote_code", "allow_pick
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
-def _option(help: str, panel: str | None = None) -> Meta:
-    return Meta(description=help, extra={"only": panel})
+_ANY, _SIZE, _TEXT, _MODEL = (Meta(extra={"only": only}) for only in (None, SIZE, TEXT, MODEL))
 
 
 class ShrinkOptions(Record, frozen=True, kw_only=True):
-    """What `shrink` is asked to do.
+    """What `shrink` is asked to do. `depthgauge shrink --help` shows the same text.
+
+    In Python, `remove` may also be a whole number, or a number between 0 and 1: `0.25` is `25%`.
 
     Attributes:
-        remove: how many blocks to remove: a number such as `7`, or a share of all blocks such as `25%`, rounded down,
-            at least 1. In Python also a whole number, or a number between 0 and 1 as a share: `0.25` is `25%`.
-        max_increase: remove as many blocks as possible while the guaranteed increase of the loss stays within this.
-        confidence: confidence of the guarantee.
-        effort: `quick`, `default` or `high`: more calibration windows and a wider search cost more time.
-        no_repair: remove blocks without changing any weights.
-        heal: after the repair, train this many steps towards the dense model's predictions.
-        text: text files to calibrate on; `data.jsonl:field` reads a field of a JSONL file (default field: `text`, or
-            `messages` for chats). Without a text, text sampled from the model itself is used.
-        as_is: read the text files as plain text, even if they are JSONL, JSON, CSV or HTML.
-        sampled: share of the calibration windows that are sampled from the model itself (default 0.5; without a text,
-            all of them are).
-        window: tokens per window (default 512, with effort `quick` 256, or the model's context if that is shorter).
-        bos: start every window with the BOS token: `yes`, `no` or `auto`.
-        seed: seed of everything random.
-        dtype: number type; `auto` is float32 on a CPU, and the checkpoint's own on a GPU.
-        device: device (default: a GPU if there is one).
-        device_map: spread the model over devices, as in transformers; for example `auto`.
-        trust_remote_code: run Python code that comes with the checkpoint.
-        allow_pickle: read weights from `pytorch_model*.bin` files, with `torch.load(weights_only=True)`.
-        ignore_unused: accept weights that no module of the model takes.
+        remove: How many blocks to remove: a number, 7, or a share, 25%, rounded down, at least 1.
+        max_increase: Remove as many blocks as the guarantee allows: the loss grows by at most this (nats/token).
+        confidence: Confidence of the guarantee  [default: 0.95].
+        effort: quick, default or high: more calibration windows, a wider search, more time.
+        no_repair: Remove blocks without changing any weights.
+        heal: After the repair, train this many steps towards the dense model's predictions.
+        text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
+            model].
+        as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
+        sampled: Share of calibration windows sampled from the model  [default: 0.5].
+        window: Tokens per window  [default: 512, with --effort quick 256].
+        bos: Start every window with the BOS token: yes, no, or auto  [default].
+        seed: Seed of everything random  [default: 0].
+        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
+        device: Device  [default: a GPU if there is one].
+        device_map: Spread the model over devices, as transformers does: auto.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
+        ignore_unused: Accept weights that no module of the model takes.
     """
 
-    remove: Annotated[
-        str | None,
-        _option("How many blocks to remove: a number, 7, or a share, 25%, rounded down, at least 1.", SIZE),
-    ] = None
-    max_increase: Annotated[
-        float | None,
-        _option("Remove as many blocks as the guarantee allows: the loss grows by at most this (nats/token).", SIZE),
-    ] = None
-    confidence: Annotated[float, _option("Confidence of the guarantee  [default: 0.95].", SIZE)] = 0.95
-    effort: Annotated[str, _option("quick, default or high: more calibration windows, a wider search, more time.")] = (
-        "default"
-    )
-    no_repair: Annotated[bool, _option("Remove blocks without changing any weights.")] = False
-    heal: Annotated[
-        int | None, _option("After the repair, train this many steps towards the dense model's predictions.")
-    ] = None
-    text: Annotated[
-        tuple[str, ...],
-        _option(
-            "Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the "
-            "model].",
-            TEXT,
-        ),
-    ] = ()
-    as_is: Annotated[bool, _option("Read --text as plain text, even if it is JSON, CSV or HTML.", TEXT)] = False
-    sampled: Annotated[
-        float | None, _option("Share of calibration windows sampled from the model  [default: 0.5].", TEXT)
-    ] = None
-    window: Annotated[int | None, _option("Tokens per window  [default: 512, with --effort quick 256].", TEXT)] = None
-    bos: Annotated[str, _option("Start every window with the BOS token: yes, no, or auto  [default].", TEXT)] = "auto"
-    seed: Annotated[int, _option("Seed of everything random  [default: 0].")] = 0
-    dtype: Annotated[
-        str, _option("Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].", MODEL)
-    ] = "auto"
-    device: Annotated[str | None, _option("Device  [default: a GPU if there is one].", MODEL)] = None
-    device_map: Annotated[str | None, _option("Spread the model over devices, as transformers does: auto.", MODEL)] = (
-        None
-    )
-    trust_remote_code: Annotated[bool, _option("Run Python code that comes with the checkpoint.", MODEL)] = False
-    allow_pickle: Annotated[
-        bool, _option("Read pickled weights (pytorch_model*.bin), without running code in them.", MODEL)
-    ] = False
-    ignore_unused: Annotated[bool, _option("Accept weights that no module of the model takes.", MODEL)] = False
+    remove: Annotated[str | None, _SIZE] = None
+    max_increase: Annotated[float | None, _SIZE] = None
+    confidence: Annotated[float, _SIZE] = 0.95
+    effort: Annotated[str, _ANY] = "default"
+    no_repair: Annotated[bool, _ANY] = False
+    heal: Annotated[int | None, _ANY] = None
+    text: Annotated[tuple[str, ...], _TEXT] = ()
+    as_is: Annotated[bool, _TEXT] = False
+    sampled: Annotated[float | None, _TEXT] = None
+    window: Annotated[int | None, _TEXT] = None
+    bos: Annotated[str, _TEXT] = "auto"
+    seed: Annotated[int, _ANY] = 0
+    dtype: Annotated[str, _MODEL] = "auto"
+    device: Annotated[str | None, _MODEL] = None
+    device_map: Annotated[str | None, _MODEL] = None
+    trust_remote_code: Annotated[bool, _MODEL] = False
+    allow_pickle: Annotated[bool, _MODEL] = False
+    ignore_unused: Annotated[bool, _MODEL] = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
@@ -124,12 +98,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         require_seed(self.seed)
 
     def check_model(self, decoder: bool, name: str) -> None:
-        """Raise for options that do not apply to the kind of model.
-
-        Args:
-            decoder: whether the model is a causal language model.
-            name: its name.
-        """
+        """Raise for options that do not apply to the model `name`; a decoder is a causal language model."""
         if not decoder and self.max_increase is not None:
             raise InputError(
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
@@ -142,11 +111,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             )
 
     def count(self, layers: int, name: str) -> int:
-        """Return the number of blocks that `remove` stands for.
-
-        Args:
-            layers: number of blocks of the model.
-            name: its name.
+        """Return the number of blocks that `remove` stands for in the model `name` with this many layers.
 
         >>> ShrinkOptions(remove="25%").count(30, "model"), ShrinkOptions(remove="10%").count(4, "model")
         (7, 1)
@@ -172,27 +137,16 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:
     """Combine an options record with single options given by keyword; check the types of both.
 
-    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1.
-
-    Raises:
-        InputError: names an option that does not exist or whose type does not fit.
+    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1. None keeps
+    the option of the record.
     """
-    require_options(options, ShrinkOptions, "shrink")
     known = ShrinkOptions.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise unknown_name("option of shrink", name, known)
-    plain = {**(options.given() if options else {}), **{k: v for k, v in fields.items() if v is not None}}
-    if "text" in plain:
-        text = plain["text"]
-        plain["text"] = [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
-    if "remove" in plain:
-        plain["remove"] = _remove_text(plain["remove"])
-    try:
-        return msgspec.convert(plain, ShrinkOptions)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see ShrinkOptions") from error
+    given = {name: value for name, value in fields.items() if value is not None or name not in known}
+    return combine_options(ShrinkOptions, "shrink", options, given, {"remove": _remove_text, "text": _text_list})
+
+
+def _text_list(text: Any) -> list[str]:
+    return [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
 
 
 def _remove_text(remove: Any) -> Any:

@@ -290,28 +290,10 @@ PLAN_ADVICE = "give a file that `depthgauge shrink --plan-only FILE` or `depthga
 SHRINK_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge shrink --out DIR` wrote"
 
 
-def read_shrink(path: str | Path) -> ShrinkRecord:
-    """Read `depthgauge.json` of a shrunk model, or a document that `depthgauge shrink --json` printed.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ResultError: the file cannot be read or is not such a document; the message names the place.
-    """
-    return check_shrink(load_document(path, SHRINK_ADVICE), str(path))
-
-
 def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_ADVICE) -> ShrinkRecord:
     """Return a parsed result document as a record; keys that the schema does not know are ignored.
 
-    Args:
-        document: what `json.loads` returned, or `ShrinkRecord.to_json()`.
-        name: what to call the document in an error.
-        advice: what to do about a document that does not fit; ends the error message.
-
-    Raises:
-        ResultError: the document does not fit the schema; the message names the place.
+    A ResultError calls the document `name`, names the place that does not fit, and ends with `advice`.
     """
     check_schema(document, SHRINK_SCHEMA, name, advice)
     filled = {key: _with_defaults(value) if key == "plan" else value for key, value in document.items()}
@@ -332,14 +314,7 @@ def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_A
 
 
 def read_plan(path: str | Path) -> PlanRecord:
-    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ResultError: the file cannot be read or is neither of the two; the message names the place.
-    """
+    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan
