@@ -30,13 +30,9 @@ BATCHED = (3, 8)
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """Options of the search.
+    """Options of the search, as in `certify`.
 
-    Attributes:
-        starts: number of random starting points per pattern of multiplicities; None chooses 4 to 32 by network size.
-        steps: gradient steps from each starting point.
-        seed: seed of the random numbers; the result is deterministic given the seed.
-        device: where the search runs, for example "cuda"; None stays on the network's device.
+    `starts` counts the random starting points per pattern of multiplicities. None stays on the network's device.
     """
 
     starts: int | None = None
@@ -144,22 +140,14 @@ def affordable_starts(network: SelfAttentionNetwork, steps: int, budget: float =
     return max(4, min(32, int(budget / per_start))) if per_start else 32
 
 
-def attack(
-    comparison: Comparison,
-    options: AttackOptions = DEFAULT_OPTIONS,
-    hints: Hints = NO_HINTS,
-) -> Candidate:
+def attack(comparison: Comparison, options: AttackOptions = DEFAULT_OPTIONS, hints: Hints = NO_HINTS) -> Candidate:
     """Return the input of the set with the largest max|S(X) − S'(X)| that was found.
 
     The search starts from random corners of the set and from the points that `hints` suggests.
     """
-    best: Candidate | None = None
-    for points, counts, values in search(comparison, options, hints):
-        winner = int(values.argmax())
-        if best is None or float(values[winner]) > best.value:
-            best = Candidate(points[winner], counts, float(values[winner]))
-    assert best is not None
-    return best
+    paths = search(comparison, options, hints)
+    best = (Candidate(points[values.argmax()], counts, float(values.amax())) for points, counts, values in paths)
+    return max(best, key=lambda candidate: candidate.value)
 
 
 def search(
@@ -177,7 +165,10 @@ def search(
     pair = prepare(network, target), prepare(surrogate, target)
     patterns = _patterns(comparison.tokens, network.causal)
     drawn = [_starts(comparison, counts, starts, hints, generator).to(network.dtype) for counts in patterns]
-    for group in _groups([len(counts) for counts in patterns]):
+    groups: dict[int, list[int]] = {}  # the patterns that are searched in one batch, by the largest number of tokens
+    for index, counts in enumerate(patterns):
+        groups.setdefault(next((most for most in BATCHED if len(counts) <= most), len(counts)), []).append(index)
+    for group in groups.values():
         x, counts = _padded([drawn[index] for index in group], [patterns[index] for index in group])
         points, values = climb(pair, comparison.inputs, x.to(target), counts.to(target), options.steps)
         first = 0
@@ -185,14 +176,6 @@ def search(
             these = slice(first, first + len(drawn[index]))
             yield points[these, : len(patterns[index])].cpu(), patterns[index], values[these].cpu()
             first = these.stop
-
-
-def _groups(sizes: list[int]) -> list[list[int]]:
-    """Return the patterns that are searched in one batch, given their numbers of tokens."""
-    groups: dict[int, list[int]] = {}
-    for index, size in enumerate(sizes):
-        groups.setdefault(next((most for most in BATCHED if size <= most), size), []).append(index)
-    return list(groups.values())
 
 
 def _padded(
@@ -214,9 +197,9 @@ def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
     for shares in SHARES:
         counts = [round(share * others) for share in shares]
         counts[0] += others - sum(counts)
-        counts = [count for count in counts if count > 0]
-        if [1, *counts] not in patterns:
-            patterns.append([1, *counts])
+        pattern = [1, *(count for count in counts if count > 0)]
+        if pattern not in patterns:
+            patterns.append(pattern)
     if tokens is None or tokens <= 16:
         patterns.append([1] * (tokens or 4))
     return [torch.tensor(counts) for counts in patterns]

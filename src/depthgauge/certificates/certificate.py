@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge._frames import html_table
+from depthgauge._frames import html_facts
 from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
-from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
 from depthgauge.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
 from depthgauge.linalg.threads import threads_for
@@ -126,7 +126,7 @@ class Certificate(UpperBound):
             "tokens": "any number" if self.tokens is None else str(self.tokens),
             "method": " + ".join(self.methods),
         }
-        return html_table("sup |S(X) − S'(X)|", [{"quantity": name, "value": value} for name, value in facts.items()])
+        return html_facts("sup |S(X) − S'(X)|", facts)
 
 
 def certify(

@@ -56,12 +56,6 @@ def fit(
 
     Training starts from the best closed form, and every round ends with a new attack. The result is the candidate,
     the start included, with the smallest largest error on all inputs that any attack has found.
-
-    Args:
-        network: S.
-        inputs: the set of inputs.
-        seed: seed of the attacks and of the training.
-        progress: called as `progress(done, total, label)` after each round.
     """
     names = [name for name in CLOSED_FORMS if refusal(network, name) is None]
     forms = {name: closed_form(network, name) for name in names}

@@ -109,12 +109,7 @@ class Layer(nn.Module):
         return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
 
     def attend(
-        self,
-        x: Float[Tensor, "*batch n d"],
-        attention: AttentionFunction,
-        *,
-        is_causal: bool,
-        scale: float,
+        self, x: Float[Tensor, "*batch n d"], attention: AttentionFunction, *, is_causal: bool, scale: float
     ) -> Float[Tensor, "*batch n d"]:
         """Return Σ_h P_h X V_h.
 

@@ -72,12 +72,7 @@ def section(subject: Subject, settings: GaugeSettings) -> Section:
 
 
 def render(result: GaugeRecord | ShrinkRecord | MonitorRecord, plotly: str) -> str:
-    """Return the page of a result.
-
-    Args:
-        result: the result.
-        plotly: the source code of plotly.js.
-    """
+    """Return the page of a result, with `plotly`, the source code of plotly.js, inside."""
     page = page_of(result)
     library, script = _for_script(plotly), _for_script(_asset("page.js"))
     data = {

@@ -28,12 +28,8 @@ _COLORS = ("@blue", "@purple", "@green", "@faint")
 """Colours of the other methods, in the order of the record; ours has the colour of what is measured."""
 
 _SAME, _REPAIRED, _REMOVED = 0, 1, 2
-_STATES = {
-    _SAME: ("kept, unchanged", "@shade-1"),
-    _REPAIRED: ("kept, repaired", "@blue"),
-    _REMOVED: ("removed", "@vermilion"),
-}
-"""State of a block → name and colour."""
+_STATES = (("kept, unchanged", "@shade-1"), ("kept, repaired", "@blue"), ("removed", "@vermilion"))
+"""The name and the colour of each state of a block."""
 
 
 def stack_part(record: ShrinkRecord) -> PagePart | None:
@@ -56,7 +52,7 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
         "type": "heatmap", "x": names, "y": ["before", "after"], "z": [states, after],
         **hovering([before_text, after_text]), "hoverongaps": False, "xgap": 2, "ygap": 10,
         "zmin": 0, "zmax": 2, "showscale": False,
-        "colorscale": [[(state + end) / 3, color] for state, (_, color) in _STATES.items() for end in (0, 1)],
+        "colorscale": [[(state + end) / 3, color] for state, (_, color) in enumerate(_STATES) for end in (0, 1)],
     }  # fmt: skip
     shown = {state for state in (*states, *after) if state is not None}
     legend = [_legend(*_STATES[state]) for state in sorted(shown)]
@@ -309,15 +305,9 @@ def guarantee_part(record: ShrinkRecord) -> PagePart:
     known = [0.0, guarantee.limit or 0.0, *bounds]
     low, high = min(known), max(known)
     margin = min(0.1 * (high / 2 - low / 2), sys.float_info.max - max(high, -low))
-    drawn = figure(
-        bars,
-        legend,
-        x=names_axis("layers removed", names),
-        y={"title": "bound", "range": [low - margin if low else 0.0, high + margin or 1.0]},
-        top=32,
-        bargap=0.4,
-        shapes=[] if guarantee.limit is None else [line],
-    )
+    y = {"title": "bound", "range": [low - margin if low else 0.0, high + margin or 1.0]}
+    shapes = [] if guarantee.limit is None else [line]
+    drawn = figure(bars, legend, x=names_axis("layers removed", names), y=y, top=32, bargap=0.4, shapes=shapes)
     passed = [size.removed for size in guarantee.tested if size.passed]
     found = f"{counted(max(passed), 'layer')} removed is the largest size that passed" if passed else "no size passed"
     alt = f"Bar chart of the bound by number of removed layers. The limit is {number(guarantee.limit)}; {found}."

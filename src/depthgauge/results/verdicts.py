@@ -3,13 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from depthgauge._format import counted, number
-from depthgauge.results.checkpoint_subject import (
-    LEAST_WINDOWS,
-    CheckpointSubject,
-    Interval,
-    RegimeDistance,
-    ScoreTrust,
-)
+from depthgauge.results.checkpoint_subject import LEAST_WINDOWS, CheckpointSubject, Interval, RegimeDistance, ScoreTrust
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
 

@@ -86,9 +86,8 @@ class Store:
                 write_atomically(path, _make)
         mode = "rw" if os.access(path, os.W_OK) else "ro"
         with _translated_errors(path):
-            connection = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=30
-            )
+            place = f"{path.absolute().as_uri()}?mode={mode}"
+            connection = sqlite3.connect(place, uri=True, isolation_level=None, timeout=30)
             try:
                 _prepare(connection, path)
             except BaseException:

@@ -14,7 +14,7 @@ from depthgauge.depth.effective import effective_depth
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.linalg.norms import composite_norm, max_norm
-from depthgauge.measures.weights import weight_sizes
+from depthgauge.measures.heads import weight_sizes
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import DISTRIBUTIONS, random_network
