@@ -208,10 +208,10 @@ def check_request(
     require_network(surrogate, "surrogate")
     if (radius is None) == (ball is None):
         raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
-    if radius is not None:
+    if ball is None:
+        assert radius is not None
         inputs = InputSet("box", require_radius(radius))
     else:
-        assert ball is not None
         inputs = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
     if tokens is not None:
         require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
@@ -220,8 +220,8 @@ def check_request(
     if network.dim != surrogate.dim:
         raise InputError(f"the network has width {network.dim}, the surrogate {surrogate.dim}; they must be equal")
     for name in ("skip", "causal"):
-        if getattr(network, name) != getattr(surrogate, name):
-            mine, theirs = getattr(network, name), getattr(surrogate, name)
+        mine, theirs = getattr(network, name), getattr(surrogate, name)
+        if mine != theirs:
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if inputs.kind == "ball" and not network.skip:
         raise InputError("ball applies to networks with skip connections, and this one has none; use radius instead")

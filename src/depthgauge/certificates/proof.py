@@ -46,15 +46,10 @@ class JointBound:
 class ExpansionProof:
     """An upper bound on |S − S'| per output coordinate, and what proves it.
 
-    Attributes:
-        bounds: the layer bounds of S; several proofs may share them.
-        other: the layer bounds of S'.
-        linear: the bound on 1·mean(X)·(Z_{0:L} − Z'_{0:L'}).
-        plain: the bound with every head bounded separately, +∞ where there is none.
-        joint: the bound with all heads bounded together, if it was computed.
-        head_parts: for each layer of S, the plain bound on the contribution of each of its heads alone.
-        matched: the sign norms of heads that occur in both networks, with the scalings that prove them.
-        notes: remarks for the user.
+    `bounds` and `other` are the layer bounds of S, which several proofs may share, and of S'. `linear` bounds
+    1·mean(X)·(Z_{0:L} − Z'_{0:L'}). `plain` bounds every head separately, +∞ where there is no bound; `joint` bounds
+    all heads together. `head_parts` has the plain bound of each head of S alone, per layer. `matched` has the sign
+    norms of heads that occur in both networks, with the scalings that prove them.
     """
 
     bounds: BoxBounds | BallBounds

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge._frames import html_facts
-from depthgauge.certificates.attack import AttackOptions, Hints, attack
+from depthgauge.certificates.attack import AttackOptions, Hints, attack, multiset_attention
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
-from depthgauge.certificates.multiset import multiset_attention
 from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up

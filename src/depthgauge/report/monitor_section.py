@@ -50,8 +50,7 @@ def known_quantities(probes: Sequence[Probe]) -> list[str]:
 def step_maps(record: MonitorRecord) -> Chart | None:
     """Return one heat map per quantity: layers from top to bottom, steps from left to right, the loss below."""
     probes = shown_probes(record)
-    known = known_quantities(probes)
-    if not known:
+    if not (known := known_quantities(probes)):
         return None
     layers = max(len(probe.layers) for probe in probes)
     views = tuple(_step_map(record, probes, layers, QUANTITIES[name]) for name in known)
@@ -151,7 +150,8 @@ def depth_chart(record: MonitorRecord) -> Chart | None:
 
 def monitor_page(record: MonitorRecord) -> Page:
     """Return the page of the log of a monitor."""
-    section = Section(record.name, capital(monitor_verdict(record)), monitor_facts(record), monitor_parts(record))
+    parts = present(alarm_part(record), map_part(record), depth_part(record), notes_part(record))
+    section = Section(record.name, capital(monitor_verdict(record)), monitor_facts(record), parts)
     return Page(
         version=record.run.version,
         heading="How does depth change in training?",
@@ -188,18 +188,11 @@ def monitor_facts(record: MonitorRecord) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-def monitor_parts(record: MonitorRecord) -> tuple[PagePart, ...]:
-    """Return all parts of the section, in order."""
-    return present(alarm_part(record), map_part(record), depth_part(record), notes_part(record))
-
-
 def alarm_part(record: MonitorRecord) -> PagePart:
     """Return the alarms in sentences and as a table; of many alarms, the first of each kind in sentences."""
     if not record.alarms:
         return PagePart("alarms", "Alarms", "No alarm was raised.")
-    first: dict[str, Alarm] = {}
-    for alarm in record.alarms:
-        first.setdefault(alarm.name, alarm)
+    first = {alarm.name: alarm for alarm in reversed(record.alarms)}
     rows = tuple((a.step, a.name, a.layer, a.value, a.threshold, a.message) for a in record.alarms)
     table = Table("Alarms", ("step", "alarm", "layer", "value", "threshold", "message"), rows)
     names = [name for name in ALARM_LABELS if name in first]
@@ -210,8 +203,7 @@ def alarm_part(record: MonitorRecord) -> PagePart:
 
 def map_part(record: MonitorRecord) -> PagePart | None:
     """Return the heat maps with the table of all quantities by step and layer."""
-    chart = step_maps(record)
-    if chart is None:
+    if (chart := step_maps(record)) is None:
         return None
     probes = shown_probes(record)
     known = known_quantities(probes)
@@ -230,8 +222,7 @@ def map_part(record: MonitorRecord) -> PagePart | None:
 
 def depth_part(record: MonitorRecord) -> PagePart | None:
     """Return the measured effective depth over the steps."""
-    chart = depth_chart(record)
-    if chart is None:
+    if (chart := depth_chart(record)) is None:
         return None
     increase = record.run.settings.options.depth
     table = Table(

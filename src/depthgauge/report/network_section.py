@@ -50,13 +50,10 @@ def network_parts(subject: NetworkSubject) -> tuple[PagePart, ...]:
 
 def share_measures(collapse: Sequence[Sandwich]) -> tuple[Measure, ...]:
     """Return the share of each head in every proved bound, as views of the heat map."""
-    measures = []
-    for row in collapse:
-        if row.upper is not None and any(any(heads) for heads in row.share):
-            method = printable(row.method)
-            note = f"The share of each head in the proved bound on {method}; all shares add up to 1."
-            measures.append(Measure(f"share of the bound, {method}", note, row.share, percent, "Proved"))
-    return tuple(measures)
+    note = "The share of each head in the proved bound on {}; all shares add up to 1."
+    shown = [row for row in collapse if row.upper is not None and any(any(heads) for heads in row.share)]
+    named = [(printable(row.method), row.share) for row in shown]
+    return tuple(Measure(f"share of the bound, {m}", note.format(m), share, percent, "Proved") for m, share in named)
 
 
 def sandwich_part(subject: NetworkSubject) -> PagePart | None:

@@ -195,8 +195,7 @@ def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> PagePart | No
 
 def residual_part(subject: Subject) -> PagePart | None:
     """Return the residual curve: how much the tokens still differ after each layer."""
-    chart = residual_curve(subject)
-    if chart is None:
+    if (chart := residual_curve(subject)) is None:
         return None
     pairs = [(center, norm) for center in CENTERS for norm in NORMS]
     columns = ("after layer", *(f"{center}, {NORMS[norm]}" for center, norm in pairs))

@@ -40,14 +40,13 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     gone = set(record.removed)
     kept = [layer for layer in range(record.layers_before) if layer not in gone]
     states = [_REMOVED if layer in gone else _state(layer, steps) for layer in range(record.layers_before)]
-    after: list[int | None] = [_state(layer, steps) for layer in kept]
-    after += [None] * len(gone)
+    after = [*(_state(layer, steps) for layer in kept), *[None] * len(gone)]
     before_text = [f"layer {layer}<br><b>{_STATES[state][0]}</b>" for layer, state in enumerate(states)]
     after_text = [
         f"layer {k} of the smaller model<br>layer {layer} of the source<br><b>{_STATES[_state(layer, steps)][0]}</b>"
         for k, layer in enumerate(kept)
     ] + ["no layer here"] * len(gone)
-    names = [str(layer) for layer in range(record.layers_before)]
+    names = list(map(str, range(record.layers_before)))
     trace = {
         "type": "heatmap", "x": names, "y": ["before", "after"], "z": [states, after],
         **hovering([before_text, after_text]), "hoverongaps": False, "xgap": 2, "ygap": 10,

@@ -69,8 +69,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in msgspec.structs.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value is not None and value != default}
+        default = {field.name: field.default for field in msgspec.structs.fields(self)}
+        return {name: getattr(self, name) for name in default if getattr(self, name) not in (None, default[name])}
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
@@ -85,10 +85,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
                 "say how much to remove: a number or a share with --remove, or a limit with --max-increase"
             )
         if not 0.5 <= self.confidence <= 0.9999:
-            raise InputError(
-                f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; it is the probability that "
-                "the guarantee is true"
-            )
+            meaning = "it is the probability that the guarantee is true"
+            raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
         if self.heal is not None:
             require_count("heal", self.heal, "the number of training steps after the repair")
             if self.no_repair:

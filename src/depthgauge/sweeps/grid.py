@@ -11,8 +11,7 @@ from typing import Any
 
 from depthgauge.errors import InputError, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, canonical_json
-from depthgauge.sweeps.parameters import check_parameters
-from depthgauge.sweeps.task import Task
+from depthgauge.sweeps.parameters import Task, check_parameters
 
 KEYS = ("task", "repetitions", "parameters")
 MOST_CELLS = 1_000_000

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -197,14 +197,11 @@ class Store:
 
 def _make(path: Path) -> None:
     """Create an empty store."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:  # closing merges the log into the file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(f"BEGIN; {_SCHEMA} COMMIT")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {FORMAT}")
-    finally:
-        connection.close()  # merges the write-ahead log into the file
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:

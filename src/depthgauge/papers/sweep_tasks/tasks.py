@@ -28,8 +28,19 @@ from depthgauge.papers.sweep_tasks.training_task import complete as complete_tra
 from depthgauge.papers.sweep_tasks.training_task import trained_depth
 from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.parameters import SEED, Parameter, choice, count, flag, number, or_word, positive, text
-from depthgauge.sweeps.task import Task, Values
+from depthgauge.sweeps.parameters import (
+    SEED,
+    Parameter,
+    Task,
+    Values,
+    choice,
+    count,
+    flag,
+    number,
+    or_word,
+    positive,
+    text,
+)
 
 _NETWORK = {
     "eta": Parameter(positive("η, the largest |weight|")),
