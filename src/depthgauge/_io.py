@@ -84,7 +84,7 @@ def check_outputs(
     or a file in a directory of inputs. An output that exists is an error unless `overwrite` is set or the run that is
     resumed has written it (`is_own`).
     """
-    seen = {_identity(path): option for option, path in inputs.items() if path is not None}
+    seen = {os.path.realpath(path): option for option, path in inputs.items() if path is not None}
     for option, path in outputs.items():
         if path is None:
             continue
@@ -92,11 +92,12 @@ def check_outputs(
         target = _target(path)
         if is_special(target):
             continue
-        other = seen.setdefault(_identity(path), option)
+        place = Path(os.path.realpath(path))
+        other = seen.setdefault(str(place), option)
         if other != option:
             raise InputError(f"{option} and {other} are the same file, {path}; give another {option}")
         for name, given in inputs.items():
-            if given is not None and target.exists() and Path(_identity(given)) in Path(_identity(path)).parents:
+            if given is not None and target.exists() and Path(os.path.realpath(given)) in place.parents:
                 raise InputError(f"{path} is a file of {name} {given}, which is only read; give another {option}")
         if target.exists() and not overwrite and not is_own(path):
             raise InputError(f"{path} exists; use --overwrite to replace it, or give another {option}")
@@ -134,10 +135,6 @@ def is_special(path: str | Path) -> bool:
     """Return whether a path is a device or a named pipe."""
     path = Path(path)
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _identity(path: str | Path) -> str:
-    return os.path.realpath(path)
 
 
 def _check_writable(path: str | Path, target: Path) -> None:

@@ -114,9 +114,8 @@ def require_count(name: str, value: int, meaning: str, least: int = 1) -> int:
 def require_seed(seed: int) -> int:
     """Return `seed` if it is a whole number from 0 to 2⁶³ − 1; raise `InputError` otherwise."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
-        raise InputError(
-            f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; it starts the random number generator"
-        )
+        meaning = "it starts the random number generator"
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; {meaning}")
     return int(seed)
 
 

@@ -97,17 +97,11 @@ class Certificate(UpperBound):
         return {
             "set": self.inputs.kind,
             "radius": self.inputs.radius,
-            "tokens": self.tokens,
-            "effort": self.effort,
-            "upper": self.upper,
-            "lower": self.lower,
-            "ratio": self.ratio,
+            **{name: getattr(self, name) for name in ("tokens", "effort", "upper", "lower", "ratio")},
             "methods": list(self.methods),
             "notes": list(self.notes),
             "share": [list(heads) for heads in self.share],
-            "lost_at": self.lost_at,
-            "seconds": self.seconds,
-            "attack_seconds": self.attack_seconds,
+            **{name: getattr(self, name) for name in ("lost_at", "seconds", "attack_seconds")},
         }
 
     def __repr__(self) -> str:

@@ -41,9 +41,7 @@ class InputSet:
 
     def steepest(self, gradient: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the direction of steepest ascent: sign vectors for a box, unit vectors for a ball."""
-        if self.kind == "box":
-            return gradient.sign()
-        return F.normalize(gradient, dim=-1, eps=1e-300)
+        return gradient.sign() if self.kind == "box" else F.normalize(gradient, dim=-1, eps=1e-300)
 
     def extreme(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the token t of the set that maximises ⟨t, direction⟩: a corner of the box or a point of the sphere."""

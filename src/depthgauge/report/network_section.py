@@ -123,7 +123,10 @@ def sandwich_chart(collapse: Sequence[Sandwich], printed: PrintedTheorem) -> Cha
             "range": [len(collapse) - 0.5, -0.5], "ticklabelstandoff": 6,
         },
         left=12, right=16, top=36,
-        annotations=[_remark(row.method, words) for row, words in remarks],
+        annotations=[{
+            "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": label(row.method), "text": words,
+            "showarrow": False, "font": {"color": "@faint", "size": 12}, "bgcolor": "@raised", "borderpad": 2,
+        } for row, words in remarks],
         shapes=[_printed_line(bound or 0.0, printed.printed_applies)] if printed_shown else [],
     )  # fmt: skip
     best = min((row for row in bounded if row.upper is not None), key=lambda row: row.upper or 0.0, default=None)
@@ -142,13 +145,6 @@ def _markers(bounded: Sequence[Sandwich], key: str, name: str, marker: Figure) -
         "type": "scatter", "mode": "markers", "name": name, "marker": marker,
         "x": [value for _, value in shown], "y": [label(row.method) for row, _ in shown],
         **hovering([f"{label(row.method)}<br>{name} <b>{number(value)}</b>" for row, value in shown]),
-    }  # fmt: skip
-
-
-def _remark(method: str, words: str) -> Figure:
-    return {
-        "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": label(method), "text": words,
-        "showarrow": False, "font": {"color": "@faint", "size": 12}, "bgcolor": "@raised", "borderpad": 2,
     }  # fmt: skip
 
 

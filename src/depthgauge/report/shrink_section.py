@@ -256,14 +256,11 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
     calibration = plan.calibration
     for part, meaning in (("fit", "fit the repair"), ("select", "select the plan"), ("certify", "certify")):
         counts = {source.name: getattr(source, part) for source in calibration.sources if getattr(source, part)}
-        total = counted(sum(counts.values()), "window")
-        facts.append((f"to {meaning}", total + f" of {calibration.window} tokens"))
+        facts.append((f"to {meaning}", f"{counted(sum(counts.values()), 'window')} of {calibration.window} tokens"))
     if calibration.bos is not None:
         facts.append(("BOS token", f"{'added' if calibration.bos else 'not added'}: {calibration.bos_reason}"))
-    facts.append(("effort, seed", f"{settings.effort}, {settings.seed}"))
-    facts.append(("duration", duration(record.seconds)))
-    facts.append(("written to", record.out or "nothing was written"))
-    return tuple(facts)
+    effort = ("effort, seed", f"{settings.effort}, {settings.seed}")
+    return (*facts, effort, ("duration", duration(record.seconds)), ("written to", record.out or "nothing was written"))
 
 
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:

@@ -315,8 +315,7 @@ def read_plan(path: str | Path) -> PlanRecord:
 
 def _with_defaults(plan: Any) -> Any:
     """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
-    settings = plan.get("settings") if isinstance(plan, dict) else None
-    if not isinstance(settings, dict):
+    if not isinstance(plan, dict) or not isinstance(settings := plan.get("settings"), dict):
         return plan
     return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
 

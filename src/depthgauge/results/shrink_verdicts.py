@@ -157,11 +157,9 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
 def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed."""
     guarantee = record.guarantee
-    if guarantee is None or limit_failed(guarantee):
+    if guarantee is None or limit_failed(guarantee) or guarantee.quantile.increase is None:
         return ()
     quantile = guarantee.quantile
-    if quantile.increase is None:
-        return ()
     tested = "" if guarantee.limit is None else "; this is the limit, tested from gentle to harsh sizes"
     bound = (
         f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of windows of "

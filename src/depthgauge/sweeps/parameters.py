@@ -102,9 +102,9 @@ def check_parameters(task: str, known: Mapping[str, Parameter], given: Mapping[s
     for name in given:
         if name not in known:
             raise InputError(f"unknown parameter {name!r}; {listed}")
-    missing = [name for name in required if name not in given]
-    if missing:
-        raise InputError(f"the parameter {missing[0]!r} is missing; {listed}")
+    for name in required:
+        if name not in given:
+            raise InputError(f"the parameter {name!r} is missing; {listed}")
     return {
         name: parameter.check(name, given[name]) if name in given else parameter.default
         for name, parameter in known.items()

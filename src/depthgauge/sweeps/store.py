@@ -164,10 +164,8 @@ class Store:
 
     def grids(self) -> list[tuple[str, dict[str, Any], Count]]:
         """Return the name, document and progress of every grid in the store."""
-        found = []
-        for grid, name, document in self._read("SELECT grid, name, document FROM grids ORDER BY rowid"):
-            found.append((name, json.loads(document), self.count(grid)))
-        return found
+        found = self._read("SELECT grid, name, document FROM grids ORDER BY rowid")
+        return [(name, json.loads(document), self.count(grid)) for grid, name, document in found]
 
     def count(self, grid: str | None = None) -> Count:
         """Count the cells of one grid, or of all grids together (a cell in two grids counts once)."""
