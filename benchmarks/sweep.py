@@ -21,10 +21,9 @@ from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.parameters import SEED
+from depthgauge.sweeps.parameters import SEED, Task
 from depthgauge.sweeps.read import read_status
 from depthgauge.sweeps.run import run_grid
-from depthgauge.sweeps.task import Task
 
 EMPTY_CELLS = 2000
 MOST_MILLISECONDS, LEAST_SCALING = 2.0, 1.7

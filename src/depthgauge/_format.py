@@ -31,8 +31,7 @@ def one_line(text: object, most: int = 200) -> str:
     >>> one_line("a  long\\n text", 6), one_line(KeyError())
     ('a lon…', 'KeyError')
     """
-    line = " ".join(str(text).split()) or type(text).__name__
-    return line if len(line) <= most else f"{line[: most - 1]}…"
+    return short(" ".join(str(text).split()) or type(text).__name__, most)
 
 
 def counted(count: int, noun: str) -> str:
@@ -89,7 +88,7 @@ def contiguous(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return increasing numbers as text with runs joined.
+    """Return increasing numbers as text, with consecutive ones joined.
 
     >>> ranges([0, 1, 2, 5]), ranges([])
     ('0–2, 5', 'none')

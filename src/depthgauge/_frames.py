@@ -9,11 +9,7 @@ from depthgauge.errors import missing_extra
 
 
 def frame(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a `pandas.DataFrame` with one row per mapping.
-
-    Raises:
-        MissingPackageError: pandas is not installed.
-    """
+    """Return a `pandas.DataFrame` with one row per mapping; raise MissingPackageError if pandas is not installed."""
     try:
         import pandas
     except ImportError as error:
@@ -30,6 +26,11 @@ def html_table(caption: str, rows: Sequence[Mapping[str, Any]]) -> str:
     head = "".join(f"<th>{escape(str(name))}</th>" for name in (rows[0] if rows else {}))
     body = "".join(f"<tr>{''.join(f'<td>{_cell(value)}</td>' for value in row.values())}</tr>" for row in rows)
     return f"<table><caption>{escape(caption)}</caption><tr>{head}</tr>{body}</table>"
+
+
+def html_facts(caption: str, facts: Mapping[str, str], columns: tuple[str, str] = ("quantity", "value")) -> str:
+    """Return an HTML table with one row per fact."""
+    return html_table(caption, [dict(zip(columns, fact, strict=True)) for fact in facts.items()])
 
 
 def _cell(value: Any) -> str:

@@ -20,12 +20,8 @@ from depthgauge.errors import InputError, OutputError, require_path
 def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
     """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
 
-    If anything fails, the temporary file is deleted and `path` is left as it was.
-
-    Args:
-        path: the file to write; see the module docstring for links and special files.
-        write: writes the content to the path it is given.
-        replace: whether a file that exists may be replaced; another process may have created it during the work.
+    If anything fails, the temporary file is deleted and `path` is left as it was. With `replace=False`, a file that
+    exists is an error; another process may have created it during the work.
     """
     target = _target(path)
     special = is_special(target)
@@ -84,19 +80,11 @@ def check_outputs(
 ) -> None:
     """Check that all outputs of a command can be written, before any long work.
 
-    Args:
-        outputs: option → path of each output; None is an output that was not requested.
-        inputs: option → path of each input, which no output may replace. No file in a directory of inputs may be
-            replaced either.
-        overwrite: allow outputs that exist.
-        is_own: returns whether the run that is resumed has written a file; such a file may be replaced.
-
-    Raises:
-        InputError: two outputs, or an input and an output, are the same file; an output exists or is a directory; its
-            folder does not exist.
-        OutputError: an output cannot be written.
+    `outputs` and `inputs` map each option to its path, or to None if it was not given. No output may replace an input
+    or a file in a directory of inputs. An output that exists is an error unless `overwrite` is set or the run that is
+    resumed has written it (`is_own`).
     """
-    seen = {_identity(path): option for option, path in inputs.items() if path is not None}
+    seen = {os.path.realpath(path): option for option, path in inputs.items() if path is not None}
     for option, path in outputs.items():
         if path is None:
             continue
@@ -104,11 +92,12 @@ def check_outputs(
         target = _target(path)
         if is_special(target):
             continue
-        other = seen.setdefault(_identity(path), option)
+        place = Path(os.path.realpath(path))
+        other = seen.setdefault(str(place), option)
         if other != option:
             raise InputError(f"{option} and {other} are the same file, {path}; give another {option}")
         for name, given in inputs.items():
-            if given is not None and target.exists() and Path(_identity(given)) in Path(_identity(path)).parents:
+            if given is not None and target.exists() and Path(os.path.realpath(given)) in place.parents:
                 raise InputError(f"{path} is a file of {name} {given}, which is only read; give another {option}")
         if target.exists() and not overwrite and not is_own(path):
             raise InputError(f"{path} exists; use --overwrite to replace it, or give another {option}")
@@ -116,11 +105,7 @@ def check_outputs(
 
 
 def require_folder(path: str | Path) -> None:
-    """Check that `path` can name a file and that its folder exists; create nothing.
-
-    Raises:
-        InputError: the folder does not exist, or `path` is a directory or a name that the file system cannot hold.
-    """
+    """Raise InputError unless `path` can name a file and its folder exists; create nothing."""
     try:
         _target(path)
     except OutputError as error:
@@ -150,10 +135,6 @@ def is_special(path: str | Path) -> bool:
     """Return whether a path is a device or a named pipe."""
     path = Path(path)
     return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _identity(path: str | Path) -> str:
-    return os.path.realpath(path)
 
 
 def _check_writable(path: str | Path, target: Path) -> None:

@@ -42,17 +42,11 @@ class Journal:
     """Entries by name and the files that were written, saved after every change in the folder `OUT.partial`.
 
     `with Journal(out) as journal` locks the output. When the block ends, the folder is deleted; if it ends with an
-    error, the entries are kept for `resume`. Without `out`, everything stays in memory.
+    error, the entries are kept for `resume`. Without `out`, or if it is a device, everything stays in memory.
 
-    Args:
-        out: the output of the run; None or a device keeps the journal in memory.
-        resume: continue an interrupted run if there is one.
-        overwrite: start again where an interrupted run has left its journal.
-        message: called with a sentence if there is nothing to resume.
-
-    Raises:
-        InputError: another process writes the same output, an interrupted run would be lost, or the folder has files
-            of somebody else.
+    `resume` continues an interrupted run if there is one; `message` is called with a sentence if there is none.
+    `overwrite` starts again where an interrupted run has left its journal. An InputError says that another process
+    writes the same output, that an interrupted run would be lost, or that the folder has files of somebody else.
     """
 
     def __init__(

@@ -17,23 +17,17 @@ def names_of(stub: Path) -> dict[str, str]:
 
 
 def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], list[str]]:
-    """Return `__getattr__` and `__all__` of a package with a stub.
-
-    Args:
-        package: Name of the package, `__name__`.
-        file: Path of its `__init__.py`, `__file__`.
-    """
+    """Return `__getattr__` and `__all__` of a package with a stub; `file` is the path of its `__init__.py`."""
     modules = names_of(Path(file).with_suffix(".pyi"))
 
     def find(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = import_module(f"{package}.{name}") if modules[name] == package else _attribute(modules[name], name)
+        if modules[name] == package:
+            found: Any = import_module(f"{package}.{name}")
+        else:
+            found = getattr(import_module(modules[name]), name)
         vars(import_module(package))[name] = found  # the next access does not come here
         return found
 
     return find, sorted(modules)
-
-
-def _attribute(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)

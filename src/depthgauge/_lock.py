@@ -26,27 +26,15 @@ class Holder:
     host: str
     since: str
 
-    @classmethod
-    def me(cls) -> "Holder":
-        """Describe this process, starting now."""
-        return cls(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
-
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
 
 @contextmanager
 def file_lock(path: Path, what: str, hint: str = "") -> Iterator[None]:
-    """Hold a lock file; create its folder if that is missing.
+    """Hold the lock file `path`, which is deleted when the lock is released; create its folder if that is missing.
 
-    Args:
-        path: the lock file. It is deleted when the lock is released.
-        what: what the lock protects, for error messages.
-        hint: what else to do while another process holds the lock, appended to the error message.
-
-    Raises:
-        InputError: another process holds the lock (the message names it), or the file at `path` is not a lock.
-        OutputError: the lock file cannot be created.
+    An error names `what` the lock protects and the process that holds it, and ends with `hint`.
     """
     try:
         handle = _acquire(path, what, hint)
@@ -55,7 +43,8 @@ def file_lock(path: Path, what: str, hint: str = "") -> Iterator[None]:
     try:
         with suppress(OSError):  # if the disk is full, the run itself reports it
             os.truncate(handle, 0)
-            os.pwrite(handle, json.dumps(asdict(Holder.me())).encode(), 0)
+            holder = Holder(os.getpid(), socket.gethostname(), datetime.now(UTC).isoformat(timespec="seconds"))
+            os.pwrite(handle, json.dumps(asdict(holder)).encode(), 0)
         yield
     finally:
         with suppress(OSError):

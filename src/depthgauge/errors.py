@@ -19,10 +19,7 @@ class DepthgaugeError(Exception):
 
 
 class InputError(DepthgaugeError, ValueError):
-    """An argument, option or file cannot be used.
-
-    The message says what was given, what was expected and what to do.
-    """
+    """An argument, option or file cannot be used. The message says what was given, what was expected, what to do."""
 
     exit_code: ClassVar[int] = 2
 
@@ -46,10 +43,7 @@ class InterruptedRunError(DepthgaugeError):
 
 
 class OutputError(DepthgaugeError):
-    """A result could not be written.
-
-    `result` is what `gauge` would have returned, if that is known.
-    """
+    """A result could not be written. `result` is what `gauge` would have returned, if that is known."""
 
     result: Any = None
 
@@ -84,15 +78,7 @@ def unknown_name(what: str, given: object, known: Iterable[str]) -> InputError:
 
 
 def require_type(name: str, value: object, kind: type | tuple[type, ...], expected: str, hint: str = "") -> None:
-    """Raise `InputError` unless `value` has one of these types.
-
-    Args:
-        name: the name of the argument.
-        value: what was given.
-        kind: the type or types that can be used.
-        expected: what can be used, in words.
-        hint: what to do.
-    """
+    """Raise `InputError` unless the argument `name` has one of these types; `expected` names them in words."""
     if not isinstance(value, kind):
         given = "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
         raise InputError(f"{name} must be {expected}, got {given}{hint and f'; {hint}'}")
@@ -128,9 +114,8 @@ def require_count(name: str, value: int, meaning: str, least: int = 1) -> int:
 def require_seed(seed: int) -> int:
     """Return `seed` if it is a whole number from 0 to 2⁶³ − 1; raise `InputError` otherwise."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
-        raise InputError(
-            f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; it starts the random number generator"
-        )
+        meaning = "it starts the random number generator"
+        raise InputError(f"seed must be a whole number from 0 to 2^63 - 1, got {seed!r}; {meaning}")
     return int(seed)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from depthgauge import SelfAttentionNetwork, measure, random_network
 from depthgauge.errors import InputError, MissingPackageError
-from depthgauge.measures.heads import HeadMeasures, balance, entropy, measure_heads
+from depthgauge.measures.heads import HeadMeasures, WeightSizes, balance, entropy, measure_heads, weight_sizes
 from depthgauge.measures.residuals import residual_size, residual_sizes
-from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network import trace
 from depthgauge.network.layer import Layer
 from depthgauge.results.record import finite

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from depthgauge._format import number
-from depthgauge.report.layer_charts import head_map, residual_curve
 from depthgauge.report.network_section import depth_chart, sandwich_chart, share_measures
-from depthgauge.report.sections import section
+from depthgauge.report.page import section
+from depthgauge.report.page_parts import head_map, residual_curve
 from depthgauge.results.gauge_record import check_result, read_result
 
 STYLE = files("depthgauge.report").joinpath("page.css").read_text(encoding="utf-8")

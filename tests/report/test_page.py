@@ -15,8 +15,7 @@ import depthgauge as dg
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError, MissingPackageError, OutputError
 from depthgauge.report.markup import Table, printable
-from depthgauge.report.page import render, templates
-from depthgauge.report.sections import gauge_command, section
+from depthgauge.report.page import gauge_command, render, section, templates
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import check_result
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import depthgauge as dg
-from depthgauge.results.collapse_record import CollapseRecord
 from depthgauge.results.gauge_record import read_result
+from depthgauge.results.network_subject import CollapseRecord
 from depthgauge.results.record import read
 
 DATA = Path(__file__).parents[1] / "data" / "release-0.1"

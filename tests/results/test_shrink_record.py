@@ -22,9 +22,9 @@ from shrink_documents import (
 )
 
 from depthgauge.errors import InputError
-from depthgauge.results.record import ResultError
+from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_options import ShrinkOptions, make_shrink_options
-from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, check_shrink, read_plan, read_shrink
+from depthgauge.results.shrink_record import SHRINK_ADVICE, PlanRecord, ShrinkRecord, check_shrink, read_plan
 from depthgauge.results.shrink_verdicts import (
     guarantee_sentences,
     objective_label,
@@ -63,6 +63,10 @@ def reach(document: Any, way: list[Any]) -> Any:
     for step in way:
         document = document[step]
     return document
+
+
+def read_shrink(path: Path) -> ShrinkRecord:
+    return check_shrink(load_document(path, SHRINK_ADVICE), str(path))
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 
 from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.depth import fitted as fitted_module
+from depthgauge.depth import methods as fitted_module
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.network.files import load_network, save_network

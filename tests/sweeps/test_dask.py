@@ -15,10 +15,9 @@ from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps import engines
 from depthgauge.sweeps.engines import Dask, EngineError
 from depthgauge.sweeps.grid import Grid, read_grid
-from depthgauge.sweeps.parameters import SEED
+from depthgauge.sweeps.parameters import SEED, Task
 from depthgauge.sweeps.read import read_status
 from depthgauge.sweeps.run import run_grid
-from depthgauge.sweeps.task import Task
 
 dask = pytest.importorskip("dask", reason="the extra cluster is not installed")
 distributed = pytest.importorskip("distributed", reason="the extra cluster is not installed")

@@ -16,11 +16,10 @@ from depthgauge.sweeps import engines
 from depthgauge.sweeps.cells import Cell, CellOutcome
 from depthgauge.sweeps.engines import Dask, EngineError, Local, choose_engine
 from depthgauge.sweeps.grid import Grid, read_grid
-from depthgauge.sweeps.parameters import SEED, Parameter, count
+from depthgauge.sweeps.parameters import SEED, Parameter, Task, count
 from depthgauge.sweeps.read import export_rows, read_status
 from depthgauge.sweeps.run import run_grid
 from depthgauge.sweeps.store import Count
-from depthgauge.sweeps.task import Task
 
 
 def odd_ones_fail(cell: Cell) -> dict[str, int]:

@@ -13,9 +13,8 @@ from depthgauge.errors import InterruptedRunError, MissingPackageError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid
-from depthgauge.sweeps.parameters import SEED, Parameter, count
+from depthgauge.sweeps.parameters import SEED, Parameter, Task, count
 from depthgauge.sweeps.store import Count
-from depthgauge.sweeps.task import Task
 from depthgauge.workflows.sweep import sweep, sweep_status
 
 

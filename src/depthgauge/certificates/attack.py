@@ -1,12 +1,14 @@
 """Lower bounds: a search for inputs on which a network and its surrogate differ most.
 
-The search represents an input by a few distinct tokens with multiplicities (`multiset.py`): 1,024 tokens cost as much
-as five. It runs in floating point and returns a candidate; `evaluate.py` proves the value at that candidate.
+The search represents an input by a few distinct tokens with multiplicities: 1,024 tokens cost as much as five. Equal
+tokens stay equal in every layer of a network that is not causal, so only the distinct tokens are computed. The search
+runs in floating point and returns a candidate; `evaluate.py` proves the value at that candidate.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +17,8 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.multiset import Evaluate, prepare
 from depthgauge.errors import InputError, require_count
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.network.network import AttentionFunction, Layer, SelfAttentionNetwork
 
 MANY = 1024
 """Number of tokens beside the probe when the number of tokens is free."""
@@ -27,16 +28,15 @@ SHARES = ((0.5, 0.5), (0.789, 0.211), (0.4, 0.3, 0.2, 0.1), (1.0,))
 BATCHED = (3, 8)
 """Patterns of up to 3 distinct tokens are searched in one batch, and those of 4 to 8 in another."""
 
+Evaluate = Callable[[Float[Tensor, "starts r d"], Float[Tensor, "starts r"]], Float[Tensor, "starts r d"]]
+"""Maps distinct tokens and the logarithms of their multiplicities to S(X) at these tokens."""
+
 
 @dataclass(frozen=True)
 class AttackOptions:
-    """Options of the search.
+    """Options of the search, as in `certify`.
 
-    Attributes:
-        starts: number of random starting points per pattern of multiplicities; None chooses 4 to 32 by network size.
-        steps: gradient steps from each starting point.
-        seed: seed of the random numbers; the result is deterministic given the seed.
-        device: where the search runs, for example "cuda"; None stays on the network's device.
+    `starts` counts the random starting points per pattern of multiplicities. None stays on the network's device.
     """
 
     starts: int | None = None
@@ -49,10 +49,8 @@ class AttackOptions:
 class Hints(ArrayRecord):
     """Starting points suggested by the proof of the upper bound.
 
-    Attributes:
-        lead: tensors T_a of the leading term (docs/math.md §3.3); the search starts where they are large.
-        drift: Z_{0:L} − Z'_{0:L'}, the linear part of S − S' in mean(X); the search starts from the constant inputs
-            that maximise it.
+    The search starts where the tensors T_a of the leading term (docs/math.md §3.3) are large, and from the constant
+    inputs that maximise `drift`, Z_{0:L} − Z'_{0:L'}, the linear part of S − S' in mean(X).
     """
 
     lead: Float[Tensor, "a d d d"] | None = None
@@ -144,22 +142,14 @@ def affordable_starts(network: SelfAttentionNetwork, steps: int, budget: float =
     return max(4, min(32, int(budget / per_start))) if per_start else 32
 
 
-def attack(
-    comparison: Comparison,
-    options: AttackOptions = DEFAULT_OPTIONS,
-    hints: Hints = NO_HINTS,
-) -> Candidate:
+def attack(comparison: Comparison, options: AttackOptions = DEFAULT_OPTIONS, hints: Hints = NO_HINTS) -> Candidate:
     """Return the input of the set with the largest max|S(X) − S'(X)| that was found.
 
     The search starts from random corners of the set and from the points that `hints` suggests.
     """
-    best: Candidate | None = None
-    for points, counts, values in search(comparison, options, hints):
-        winner = int(values.argmax())
-        if best is None or float(values[winner]) > best.value:
-            best = Candidate(points[winner], counts, float(values[winner]))
-    assert best is not None
-    return best
+    paths = search(comparison, options, hints)
+    best = (Candidate(points[values.argmax()], counts, float(values.amax())) for points, counts, values in paths)
+    return max(best, key=lambda candidate: candidate.value)
 
 
 def search(
@@ -177,7 +167,10 @@ def search(
     pair = prepare(network, target), prepare(surrogate, target)
     patterns = _patterns(comparison.tokens, network.causal)
     drawn = [_starts(comparison, counts, starts, hints, generator).to(network.dtype) for counts in patterns]
-    for group in _groups([len(counts) for counts in patterns]):
+    groups: dict[int, list[int]] = {}  # the patterns that are searched in one batch, by the largest number of tokens
+    for index, counts in enumerate(patterns):
+        groups.setdefault(next((most for most in BATCHED if len(counts) <= most), len(counts)), []).append(index)
+    for group in groups.values():
         x, counts = _padded([drawn[index] for index in group], [patterns[index] for index in group])
         points, values = climb(pair, comparison.inputs, x.to(target), counts.to(target), options.steps)
         first = 0
@@ -185,14 +178,6 @@ def search(
             these = slice(first, first + len(drawn[index]))
             yield points[these, : len(patterns[index])].cpu(), patterns[index], values[these].cpu()
             first = these.stop
-
-
-def _groups(sizes: list[int]) -> list[list[int]]:
-    """Return the patterns that are searched in one batch, given their numbers of tokens."""
-    groups: dict[int, list[int]] = {}
-    for index, size in enumerate(sizes):
-        groups.setdefault(next((most for most in BATCHED if size <= most), size), []).append(index)
-    return list(groups.values())
 
 
 def _padded(
@@ -214,9 +199,9 @@ def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
     for shares in SHARES:
         counts = [round(share * others) for share in shares]
         counts[0] += others - sum(counts)
-        counts = [count for count in counts if count > 0]
-        if [1, *counts] not in patterns:
-            patterns.append([1, *counts])
+        pattern = [1, *(count for count in counts if count > 0)]
+        if pattern not in patterns:
+            patterns.append(pattern)
     if tokens is None or tokens <= 16:
         patterns.append([1] * (tokens or 4))
     return [torch.tensor(counts) for counts in patterns]
@@ -240,3 +225,62 @@ def _starts(
         alternating = torch.where(torch.arange(r - 1) % 2 == 0, 1.0, -1.0)[:, None]
         drawn.append(torch.cat([probe[:, None], inputs.extreme(z[:, None] * alternating)], dim=1))
     return torch.cat(drawn)
+
+
+def multiset_attention(counts: Float[Tensor, " r"]) -> AttentionFunction:
+    """Return softmax attention over distinct tokens with multiplicities: p_j ∝ counts_j · exp(s_j)."""
+    return partial(_attend, counts.log())
+
+
+def _attend(bias: Tensor, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+    scores = (query @ key.mT) * scale + bias
+    if is_causal:
+        scores = scores + _causal_mask(scores)
+    return torch.softmax(scores, dim=-1) @ value
+
+
+def _causal_mask(like: Tensor) -> Float[Tensor, "r r"]:
+    """Return −∞ where column j is later than row i, and 0 elsewhere."""
+    r = like.shape[-1]
+    return torch.full((r, r), -math.inf, dtype=like.dtype, device=like.device).triu(1)
+
+
+def difference(
+    network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, x: Float[Tensor, "*batch r d"], counts: Tensor
+) -> Float[Tensor, "*batch r d"]:
+    """Return S(X) − S'(X) at the distinct tokens x, where token j occurs counts_j times."""
+    attention = multiset_attention(counts.to(x.dtype))
+    gap: Tensor = network(x, attention) - surrogate(x, attention)
+    return gap
+
+
+def prepare(network: SelfAttentionNetwork, device: torch.device) -> Evaluate:
+    """Return a fast S(X) for batches of small inputs, each with its own multiplicities.
+
+    Multiplicity 0, whose logarithm is −∞, hides a token from all others.
+
+    The scores are x_i A_h x_jᵀ with A_h = scale · Q_h K_hᵀ, so X itself is the keys and the values of all heads: two
+    batched products per layer serve all heads. The weights have no gradients.
+    """
+    frozen = network.copy().requires_grad_(False).to(device)
+    if frozen.norm != "none" or any(2 * layer.key_dim < frozen.dim for layer in frozen):
+        return lambda x, bias: frozen(x, partial(_attend, bias[:, None, None, :]))
+    combined = [(frozen.scale * layer.query @ layer.key.mT).transpose(0, 1).flatten(1) for layer in frozen]
+    return partial(_run, frozen, list(zip(frozen, combined, strict=True)))
+
+
+def _run(network: SelfAttentionNetwork, layers: list[tuple[Layer, Tensor]], x: Tensor, bias: Tensor) -> Tensor:
+    """Compute S(X); each layer comes with its A of shape [d, H·d]."""
+    starts, r, d = x.shape
+    shown = bias[:, None, None, :]  # [starts, query token, head, key token]
+    if network.causal:
+        shown = shown + _causal_mask(bias)[:, None, :]
+    for layer, combined in layers:
+        scores = ((x @ combined).reshape(starts, -1, d) @ x.mT).reshape(starts, r, layer.heads, r)
+        weights = torch.softmax(scores + shown, dim=-1).reshape(starts, -1, r)
+        y = (weights @ x).reshape(starts, r, -1) @ layer.value.flatten(0, 1)
+        x = x + y if network.skip else y
+        if layer.mlp is not None:
+            z = layer.mlp(x, network.activation)
+            x = x + z if network.mlp_skip else z
+    return x

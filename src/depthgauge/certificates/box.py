@@ -51,13 +51,10 @@ class Norms:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LayerBounds(ArrayRecord):
-    """Bounds on the input X_k of one layer and on its heads.
+    """Bounds on the input X_k of one layer, as in the module docstring, and on its heads.
 
-    Attributes:
-        own: own_k of the module docstring; likewise `err`, `state` and `spread`.
-        theta: θ_h, the range of a row of scores of head h.
-        gap: G_h ≥ |(P_h − U) X_k|.
-        rest: |(P_h − U) X_k − Y W_h C|, the part of head h beyond the leading term, (3.3); None if not needed.
+    `theta` is θ_h, the range of a row of scores of head h, and `gap` is G_h ≥ |(P_h − U) X_k|. `rest` bounds
+    |(P_h − U) X_k − Y W_h C|, the part of head h beyond the leading term, (3.3); None if not needed.
     """
 
     own: Vector
@@ -103,12 +100,9 @@ class BoxBounds:
     def __init__(self, expansion: Expansion, radius: float, *, joint: bool, prefixes: bool = False) -> None:
         """Compute the bounds of all layers.
 
-        Args:
-            expansion: the exact expansion of the network.
-            radius: φ.
-            joint: also compute `rest` of every head, which a joint bound of the output needs.
-            prefixes: bound own_ℓ and err_ℓ jointly as well, and use the smaller of both bounds at every ℓ. This costs
-                two leading terms per layer and sharpens only `rest`, hence only the terms beyond the leading one.
+        `joint` also computes `rest` of every head, which a joint bound of the output needs. `prefixes` bounds own_ℓ and
+        err_ℓ jointly as well, and uses the smaller of both bounds at every ℓ. This costs two leading terms per layer
+        and sharpens only `rest`, hence only the terms beyond the leading one.
         """
         self.expansion, self.radius, self.prefixes = expansion, radius, prefixes
         self.joint = joint and expansion.skip

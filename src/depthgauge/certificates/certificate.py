@@ -10,12 +10,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge._frames import html_table
+from depthgauge._frames import html_facts
 from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
-from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.certificates.verify.check import verify
 from depthgauge.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
 from depthgauge.linalg.threads import threads_for
@@ -97,17 +97,11 @@ class Certificate(UpperBound):
         return {
             "set": self.inputs.kind,
             "radius": self.inputs.radius,
-            "tokens": self.tokens,
-            "effort": self.effort,
-            "upper": self.upper,
-            "lower": self.lower,
-            "ratio": self.ratio,
+            **{name: getattr(self, name) for name in ("tokens", "effort", "upper", "lower", "ratio")},
             "methods": list(self.methods),
             "notes": list(self.notes),
             "share": [list(heads) for heads in self.share],
-            "lost_at": self.lost_at,
-            "seconds": self.seconds,
-            "attack_seconds": self.attack_seconds,
+            **{name: getattr(self, name) for name in ("lost_at", "seconds", "attack_seconds")},
         }
 
     def __repr__(self) -> str:
@@ -126,7 +120,7 @@ class Certificate(UpperBound):
             "tokens": "any number" if self.tokens is None else str(self.tokens),
             "method": " + ".join(self.methods),
         }
-        return html_table("sup |S(X) − S'(X)|", [{"quantity": name, "value": value} for name, value in facts.items()])
+        return html_facts("sup |S(X) − S'(X)|", facts)
 
 
 def certify(
@@ -208,10 +202,10 @@ def check_request(
     require_network(surrogate, "surrogate")
     if (radius is None) == (ball is None):
         raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
-    if radius is not None:
+    if ball is None:
+        assert radius is not None
         inputs = InputSet("box", require_radius(radius))
     else:
-        assert ball is not None
         inputs = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
     if tokens is not None:
         require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
@@ -220,8 +214,8 @@ def check_request(
     if network.dim != surrogate.dim:
         raise InputError(f"the network has width {network.dim}, the surrogate {surrogate.dim}; they must be equal")
     for name in ("skip", "causal"):
-        if getattr(network, name) != getattr(surrogate, name):
-            mine, theirs = getattr(network, name), getattr(surrogate, name)
+        mine, theirs = getattr(network, name), getattr(surrogate, name)
+        if mine != theirs:
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if inputs.kind == "ball" and not network.skip:
         raise InputError("ball applies to networks with skip connections, and this one has none; use radius instead")

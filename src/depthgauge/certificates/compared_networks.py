@@ -13,12 +13,7 @@ from depthgauge.network.network import SelfAttentionNetwork
 
 @dataclass(frozen=True)
 class InputSet:
-    """A set of inputs X: the box |X_ic| ≤ radius, or the ball ‖x_i‖₂ ≤ radius for every token x_i.
-
-    Attributes:
-        kind: "box" or "ball".
-        radius: φ, the largest |entry|, or r, the largest Euclidean length of a token.
-    """
+    """A set of inputs X, of kind "box", |X_ic| ≤ φ, or "ball", ‖x_i‖₂ ≤ r for every token x_i; φ or r is `radius`."""
 
     kind: str
     radius: float
@@ -46,9 +41,7 @@ class InputSet:
 
     def steepest(self, gradient: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the direction of steepest ascent: sign vectors for a box, unit vectors for a ball."""
-        if self.kind == "box":
-            return gradient.sign()
-        return F.normalize(gradient, dim=-1, eps=1e-300)
+        return gradient.sign() if self.kind == "box" else F.normalize(gradient, dim=-1, eps=1e-300)
 
     def extreme(self, direction: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
         """Return the token t of the set that maximises ⟨t, direction⟩: a corner of the box or a point of the sphere."""
@@ -61,14 +54,7 @@ class InputSet:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """The quantity sup ‖S(X) − S'(X)‖max over a set of inputs.
-
-    Attributes:
-        network: S.
-        surrogate: S', of the same width d.
-        inputs: the set that X ranges over.
-        tokens: the number of rows of X, or None for any number.
-    """
+    """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set, with this many rows, or any number for None."""
 
     network: SelfAttentionNetwork
     surrogate: SelfAttentionNetwork

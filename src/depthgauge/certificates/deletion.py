@@ -30,27 +30,20 @@ STEEPEST = {"relu": 1.0, "gelu": 1.13}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Deletion:
-    """An upper bound on |S − S'| by deleting attention layer by layer.
+    """An upper bound on |S − S'| per output coordinate, by deleting attention layer by layer.
 
-    Attributes:
-        value: the bound per output coordinate.
-        head_parts: for each layer, the bound on the contribution of each of its heads alone.
-        norms: the sign norms used, with the scalings that prove them.
+    `head_parts` has, for each layer, the bound on the contribution of each of its heads alone.
     """
 
     value: Vector
     head_parts: PartsByLayer
     norms: Norms
+    methods = ("deletion",)
 
     @property
     def coordinate(self) -> int:
         """The output coordinate with the largest bound; NaN counts as infinite."""
         return int(self.value.nan_to_num(nan=math.inf).argmax())
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The names of the methods that give the bound."""
-        return ("deletion",)
 
     @property
     def lost_at(self) -> int:
@@ -198,10 +191,10 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
     """Return the layers whose attention is unchanged; the others must have zero values, and all MLPs must be equal."""
     if len(network) != len(surrogate):
         raise InputError(_UNRELATED)
-    kept = set()
     switches = ("scale", "skip", "causal", *(("activation", "mlp_skip") if _has_mlp(network) else ()))
     if any(getattr(network, name) != getattr(surrogate, name) for name in switches):
         raise InputError(_UNRELATED)
+    kept = set()
     for k, (mine, theirs) in enumerate(zip(network, surrogate, strict=True)):
         if not _same_mlp(mine, theirs):
             raise InputError(_UNRELATED)
@@ -219,12 +212,10 @@ _UNRELATED = (
 
 
 def _same_attention(mine: Layer, theirs: Layer) -> bool:
-    pairs = ((mine.query, theirs.query), (mine.key, theirs.key), (mine.value, theirs.value))
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    return all(torch.equal(getattr(mine, name), getattr(theirs, name)) for name in ("query", "key", "value"))
 
 
 def _same_mlp(mine: Layer, theirs: Layer) -> bool:
     if mine.mlp is None or theirs.mlp is None:
         return mine.mlp is theirs.mlp
-    pairs = zip(mine.mlp.parameters(), theirs.mlp.parameters(), strict=True)
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    return all(torch.equal(a, b) for a, b in zip(mine.mlp.parameters(), theirs.mlp.parameters(), strict=True))

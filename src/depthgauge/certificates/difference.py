@@ -79,14 +79,11 @@ class BoxDifference:
         X, Y = self.S.expansion, self.other.expansion
         drift = column_sums(X.drift(0, k) - Y.drift(0, other), self.S.radius)
         own, err = torch.zeros_like(drift), drift
-        for j in range(k):
-            gap = self._unmatched_gap(j, before=other)
-            own = add_up(own, weighted(gap, X.V[j]))
-            err = total(err, weighted(gap, X.V[j]), weighted(gap, X.carried(j, k)))
-        for j in range(other):
-            gap = self._unmatched_gap(j, before=k, of_other=True)
-            own = add_up(own, weighted(gap, Y.V[j]))
-            err = total(err, weighted(gap, Y.V[j]), weighted(gap, Y.carried(j, other)))
+        for expansion, end, before, of_other in ((X, k, other, False), (Y, other, k, True)):
+            for j in range(end):
+                gap = self._unmatched_gap(j, before, of_other=of_other)
+                own = add_up(own, weighted(gap, expansion.V[j]))
+                err = total(err, weighted(gap, expansion.V[j]), weighted(gap, expansion.carried(j, end)))
         for earlier in self.matches:
             if earlier.k < k and earlier.other < other:
                 V = X.V[earlier.k].at(earlier.heads)

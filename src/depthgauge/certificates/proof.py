@@ -1,18 +1,22 @@
-"""Upper bounds for networks with the exact expansion: the plain and the joint bound, and the record of the proof."""
+"""The proved side of a certificate: the plain and the joint bound of networks with the exact expansion."""
 
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.certificates.attack import Hints
+from depthgauge._format import number
+from depthgauge.certificates.attack import NO_HINTS, Hints
 from depthgauge.certificates.ball import BallBounds, column_lengths
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
 from depthgauge.certificates.compared_networks import Comparison, InputSet
+from depthgauge.certificates.deletion import Deletion, deletion_bound
 from depthgauge.certificates.difference import BoxDifference, JointParts
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.certificates.squares import Multipliers, sharpen
@@ -23,18 +27,13 @@ from depthgauge.surrogates.matching import match_heads
 
 WORTHWHILE = 0.03
 """The share of a bound beyond its leading and linear terms above which intermediate states are bounded jointly too."""
-ONE_TOKEN = "one token: attention is the identity"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class JointBound:
-    """The joint bound lead(T, Tᵐ) + beyond, and what proves it.
+    """The joint bound lead(T, Tᵐ) + beyond per output coordinate, +∞ where there is none, and what proves it.
 
-    Attributes:
-        value: the bound per output coordinate, +∞ where there is none.
-        parts: T, Tᵐ and `beyond`.
-        lead: the bound on the leading term with its scalings; None if T and Tᵐ have no terms.
-        multipliers: by coordinate, the multipliers of the sums of squares, where these were used.
+    `lead` is None if T and Tᵐ have no terms. `multipliers` are those of the sums of squares, by coordinate.
     """
 
     value: Vector
@@ -47,15 +46,10 @@ class JointBound:
 class ExpansionProof:
     """An upper bound on |S − S'| per output coordinate, and what proves it.
 
-    Attributes:
-        bounds: the layer bounds of S; several proofs may share them.
-        other: the layer bounds of S'.
-        linear: the bound on 1·mean(X)·(Z_{0:L} − Z'_{0:L'}).
-        plain: the bound with every head bounded separately, +∞ where there is none.
-        joint: the bound with all heads bounded together, if it was computed.
-        head_parts: for each layer of S, the plain bound on the contribution of each of its heads alone.
-        matched: the sign norms of heads that occur in both networks, with the scalings that prove them.
-        notes: remarks for the user.
+    `bounds` and `other` are the layer bounds of S, which several proofs may share, and of S'. `linear` bounds
+    1·mean(X)·(Z_{0:L} − Z'_{0:L'}). `plain` bounds every head separately, +∞ where there is no bound; `joint` bounds
+    all heads together. `head_parts` has the plain bound of each head of S alone, per layer. `matched` has the sign
+    norms of heads that occur in both networks, with the scalings that prove them.
     """
 
     bounds: BoxBounds | BallBounds
@@ -106,11 +100,6 @@ def box_proof(comparison: Comparison, effort: str, bounds: BoxBounds | None = No
 
     The bounds of the intermediate states are plain at first. If more than `WORTHWHILE` of the joint bound lies beyond
     its leading and linear terms, the proof is repeated with joint bounds of all states, and the smaller result is kept.
-
-    Args:
-        comparison: the two networks and the box.
-        effort: "default", or "high" to sharpen the leading term by sums of squares.
-        bounds: the layer bounds of the network from an earlier proof on the same box.
     """
     network, radius = comparison.network, comparison.inputs.radius
     joint = network.skip and network.dim <= JOINT_LIMIT and comparison.tokens != 1
@@ -159,12 +148,7 @@ def _box_proof(comparison: Comparison, effort: str, S: BoxBounds) -> ExpansionPr
 
 
 def ball_proof(comparison: Comparison, effort: str) -> ExpansionProof:
-    """Prove an upper bound for tokens of length at most r.
-
-    Args:
-        comparison: the two networks and the ball.
-        effort: "default", or "high" to sharpen the leading term by sums of squares.
-    """
+    """Prove an upper bound for tokens of length at most r."""
     network, surrogate, radius = comparison.network, comparison.surrogate, comparison.inputs.radius
     S, other = BallBounds(Expansion(network), radius), BallBounds(Expansion(surrogate), radius)
     mine, theirs = S.expansion, other.expansion
@@ -195,7 +179,7 @@ def _one_token(
         plain=_finite(linear),
         joint=None,
         head_parts=tuple(torch.zeros_like(part) for part in head_parts),
-        notes=(ONE_TOKEN,),
+        notes=("one token: attention is the identity",),
     )
 
 
@@ -229,9 +213,7 @@ def _ball_parts(comparison: Comparison, S: BallBounds, other: BallBounds, linear
     if len(surrogate) > 1:
         T, Tm = Rank1Sum.join(T, T_other.negated()), Rank1Sum.join(Tm, Tm_other.negated())
         return JointParts(T, Tm, total(linear, S.rest(), other.rest()))
-    offsets = [0]
-    for layer in network:
-        offsets.append(offsets[-1] + layer.heads)
+    offsets = [0, *accumulate(layer.heads for layer in network)]
     matches = match_heads(network, surrogate)
     taken = {offsets[m.k] + h for m in matches for h in m.heads}
     taken_other = {h for m in matches for h in m.others}
@@ -244,3 +226,61 @@ def _ball_parts(comparison: Comparison, S: BallBounds, other: BallBounds, linear
 def _finite(value: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
     """Replace NaN by +∞: a bound that is not a number is no bound."""
     return torch.where(value.isnan(), math.inf, value)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class UpperBound:
+    """A proved bound sup ‖S(X) − S'(X)‖max ≤ upper; `Certificate` describes the fields."""
+
+    upper: float | None
+    coordinate: int | None
+    methods: tuple[str, ...]
+    notes: tuple[str, ...]
+    share: tuple[tuple[float, ...], ...]
+    lost_at: int | None
+    seconds: float
+    proof: ExpansionProof | Deletion | None
+
+    def __repr__(self) -> str:
+        return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
+
+    def hints(self) -> Hints:
+        """Return starting points for the attack."""
+        return self.proof.hints() if isinstance(self.proof, ExpansionProof) else NO_HINTS
+
+
+def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = None) -> UpperBound:
+    """Prove an upper bound with the methods that apply to the two networks.
+
+    `effort` is "default" or "high"; `bounds` are the layer bounds of the network from an earlier proof on the same box.
+    """
+    begun = time.perf_counter()
+    is_box = comparison.inputs.kind == "box"
+    proof: ExpansionProof | Deletion
+    if comparison.expands:
+        proof = box_proof(comparison, effort, bounds) if is_box else ball_proof(comparison, effort)
+        notes = proof.notes
+    else:
+        # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers the ball.
+        proof = deletion_bound(comparison.network, comparison.surrogate, comparison.inputs.radius)
+        notes = () if is_box else ("tokens of bounded length were taken as a box of the same radius",)
+    coordinate = proof.coordinate
+    value = float(proof.value[coordinate])
+    finite = math.isfinite(value)
+    return UpperBound(
+        upper=value if finite else None,
+        coordinate=coordinate if finite else None,
+        methods=proof.methods,
+        notes=notes,
+        share=_shares([part[:, coordinate] for part in proof.head_parts]),
+        lost_at=None if finite else proof.lost_at,
+        seconds=time.perf_counter() - begun,
+        proof=proof,
+    )
+
+
+def _shares(parts: list[Tensor]) -> tuple[tuple[float, ...], ...]:
+    """Divide the parts by their sum; return zeros if the sum is zero or not finite."""
+    whole = float(sum(part.sum() for part in parts))
+    usable = math.isfinite(whole) and whole > 0
+    return tuple(tuple(float(value) / whole if usable else 0.0 for value in part) for part in parts)

@@ -91,26 +91,21 @@ def sharpen(
 ) -> tuple[Tensor, Multipliers]:
     """Compute B_a with the sum of squares in place of ‖T_a‖₂; return it with the multipliers that prove it.
 
-    The search starts from the scalings of `lead`, and from the α and ν of another coordinate if `start` is given.
+    The search starts from the scalings of `lead`, and from the α and ν of another coordinate if `start` is given, else
+    from typical values; ν is relative to the tensor's squared norm.
     """
     coordinate = torch.tensor([a])
     t, tm = T.slices(coordinate), Tm.slices(coordinate)
-    begin = _begin(t[0], lead.row_scale[a], lead.column_scale[a], start)
+    scales = lead.row_scale[a], lead.column_scale[a]
+    size = float(scale_tensor(t, scales[0][None], scales[1][None]).square().sum())
+    alpha, relative = (0.15, 0.07 / t.shape[-1]) if start is None else (start.alpha, start.relative_nu)
+    begin = Multipliers(alpha, relative * size, relative, *scales)
     used = optimise_multipliers(t[0], begin, STEPS, scalings=inputs.kind == "box")
     rows, columns = used.row_scale[None], used.column_scale[None]
     scaled = scale_tensor(t, rows, columns)[0]
     sigma = add_up(squared_norm_up(scaled, used.alpha, used.nu)[None], T.slack(coordinate, rows, columns))
     sigma_m = scaled_norm(Tm, tm, coordinate, columns, columns)
     return assemble(sigma, sigma_m, rows, columns, inputs.radius, inputs.kind)[0], used
-
-
-def _begin(
-    T: Float[Tensor, "d d d"], row_scale: Tensor, column_scale: Tensor, start: Multipliers | None
-) -> Multipliers:
-    """Return the initial α and ν: those of `start`, or typical values, relative to the tensor's squared norm."""
-    size = float(scale_tensor(T[None], row_scale[None], column_scale[None]).square().sum())
-    alpha, relative = (0.15, 0.07 / T.shape[-1]) if start is None else (start.alpha, start.relative_nu)
-    return Multipliers(alpha, relative * size, relative, row_scale, column_scale)
 
 
 def optimise_multipliers(

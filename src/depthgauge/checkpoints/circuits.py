@@ -18,7 +18,7 @@ from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family, Separate
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.linalg.norms import entry_sum_norm
-from depthgauge.measures.weights import weight_sizes
+from depthgauge.measures.heads import weight_sizes
 from depthgauge.network.network import Layer
 
 

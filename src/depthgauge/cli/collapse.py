@@ -9,7 +9,7 @@ from depthgauge._format import counted
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 
 if TYPE_CHECKING:
-    from depthgauge.results.collapse_record import CollapseRecord
+    from depthgauge.results.network_subject import CollapseRecord
 
 
 def command(

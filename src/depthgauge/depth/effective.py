@@ -3,7 +3,8 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -11,21 +12,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge._frames import html_table
-from depthgauge.certificates.attack import AttackOptions, Hints, attack
+from depthgauge._frames import html_facts
+from depthgauge.certificates.attack import AttackOptions, Hints, attack, multiset_attention
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
-from depthgauge.certificates.multiset import multiset_attention
-from depthgauge.certificates.upper import prove_upper
-from depthgauge.depth.foldings import cheapest_choices, runs_between
+from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up
 from depthgauge.linalg.threads import threads_for
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
+from depthgauge.results.network_subject import DepthRow
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, fold, refusal
 from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.matching import match_heads
@@ -88,7 +88,7 @@ class Depth:
             "error, proved" if self.certified else "error, measured": number(self.error),
             "tolerance": number(self.tolerance),
         }
-        return html_table("Effective depth", [{"quantity": name, "value": value} for name, value in facts.items()])
+        return html_facts("Effective depth", facts)
 
     @property
     def _layers_before(self) -> int:
@@ -96,17 +96,7 @@ class Depth:
 
     def to_json(self) -> dict[str, Any]:
         """Return the depth as it appears in the result JSON."""
-        return {
-            "tolerance": self.tolerance,
-            "certified": self.certified,
-            "layers": self.layers,
-            "kept": list(self.kept),
-            "folded": [list(run) for run in self.folded],
-            "error": self.error,
-            "method": self.method,
-            "status": self.status,
-            "tried": self.tried,
-        }
+        return DepthRow(**{name: getattr(self, name) for name in DepthRow.__struct_fields__}).to_json()
 
 
 Choice = tuple[int, ...] | str
@@ -118,38 +108,17 @@ def shallower(network: SelfAttentionNetwork, choice: Choice) -> SelfAttentionNet
     return closed_form(network, choice) if isinstance(choice, str) else fold(network, choice)
 
 
-def one_layer_methods(network: SelfAttentionNetwork) -> list[str]:
-    """Return the closed forms that apply to the network, the sharpest first."""
-    return [method for method in reversed(list(CLOSED_FORMS)) if refusal(network, method) is None]
-
-
 class FoldBounds:
-    """Upper bounds on |S − S'| for many shallower networks S'; the layer bounds of S are computed once."""
+    """Upper bounds on |S − S'| on the box of radius φ, for many shallower networks S'.
 
-    def __init__(
-        self,
-        network: SelfAttentionNetwork,
-        radius: float,
-        *,
-        starts: int | None = None,
-        steps: int = 40,
-        joint: bool = True,
-    ) -> None:
-        """Compute the layer bounds of the network.
+    The layer bounds of S are computed once. With `joint`, heads are bounded jointly where the network permits it;
+    otherwise one by one, which is faster and less sharp. `attack` has the `starts` and `steps` of certificates.
+    """
 
-        Args:
-            network: S.
-            radius: φ, the largest |entry| of an input.
-            starts: starting points of the attack in a certificate; None chooses 4 to 32 by network size.
-            steps: gradient steps of that attack.
-            joint: whether heads are bounded jointly where the network permits it; otherwise one by one, which is
-                faster and less sharp.
-        """
-        self.network, self.radius = network, radius
-        self.starts, self.steps = starts, steps
+    def __init__(self, network: SelfAttentionNetwork, radius: float, *, joint: bool = True, **attack: Any) -> None:
+        self.network, self.radius, self.attack = network, radius, attack
         self.joint = joint and network.skip and network.dim <= JOINT_LIMIT
         self.S = BoxBounds(Expansion(network), radius, joint=self.joint)
-        self._costs: list[float] | None = None
         self._known: dict[Choice, float] = {}
         self._certificates: dict[Choice, Certificate] = {}
 
@@ -167,13 +136,11 @@ class FoldBounds:
         hard = attack(comparison, AttackOptions(starts=8, steps=10), Hints(lead=lead))
         return measured_errors(self.network, hard.tokens, multiset_attention(hard.counts.to(hard.tokens.dtype)))
 
+    @cached_property
     def layer_costs(self) -> list[float]:
-        """Return, for each layer, its contribution to the plain bound on the error of folding all layers."""
-        if self._costs is None:
-            other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
-            parts = BoxDifference(self.S, other, []).plain().head_parts
-            self._costs = [float(part.sum(0).amax()) for part in parts]
-        return self._costs
+        """For each layer, its contribution to the plain bound on the error of folding all layers."""
+        other = BoxBounds(Expansion(fold(self.network, ())), self.radius, joint=False)
+        return [float(part.sum(0).amax()) for part in BoxDifference(self.S, other, []).plain().head_parts]
 
     def error(self, choice: Choice) -> float:
         """Return an upper bound on |S − S'| for one choice."""
@@ -181,35 +148,26 @@ class FoldBounds:
             if isinstance(choice, str):
                 self._known[choice] = self._one_layer(choice)
             else:
-                self._known[choice] = (
-                    0.0 if len(choice) == len(self.network) else self._bound(fold(self.network, choice))
-                )
+                self._known[choice] = 0.0 if len(choice) == len(self.network) else self._folded(choice)
         return self._known[choice]
 
     def _one_layer(self, method: str) -> float:
         """Return the upper bound of a closed form as its certificate has it."""
-        if method in self._certificates:
-            value = self._certificates[method].upper
-        else:
-            inputs = InputSet("box", self.radius)
-            comparison = Comparison(self.network, closed_form(self.network, method), inputs)
-            value = prove_upper(comparison, "default", self.S).upper
-        return math.inf if value is None else value
+        made: UpperBound | None = self._certificates.get(method)
+        if made is None:
+            comparison = Comparison(self.network, shallower(self.network, method), InputSet("box", self.radius))
+            made = prove_upper(comparison, "default", self.S)
+        return math.inf if made.upper is None else made.upper
 
     def certificate(self, choice: Choice) -> Certificate:
         """Return the full certificate of one choice."""
         if choice not in self._certificates:
-            self._certificates[choice] = certify(
-                self.network,
-                shallower(self.network, choice),
-                radius=self.radius,
-                bounds=self.S,
-                starts=self.starts,
-                steps=self.steps,
-            )
+            other = shallower(self.network, choice)
+            self._certificates[choice] = certify(self.network, other, radius=self.radius, bounds=self.S, **self.attack)
         return self._certificates[choice]
 
-    def _bound(self, folded: SelfAttentionNetwork) -> float:
+    def _folded(self, kept: tuple[int, ...]) -> float:
+        folded = fold(self.network, kept)
         other = BoxBounds(Expansion(folded), self.radius, joint=False)
         matches = match_heads(self.network, folded) if self.network.skip else []
         difference = BoxDifference(self.S, other, matches)
@@ -218,7 +176,7 @@ class FoldBounds:
             parts = difference.joint()
             lead = lead_bound(parts.T, parts.Tm, self.radius, steps=SEARCH_STEPS)
             value = torch.fmin(value, add_up(lead.value, parts.beyond))
-        return float(value.nan_to_num(nan=float("inf")).amax())
+        return float(value.nan_to_num(nan=math.inf).amax())
 
 
 def effective_depth(
@@ -257,12 +215,22 @@ def effective_depth(
         >>> effective_depth(network, tolerance=1e-2, radius=1.0).layers
         1
     """
-    check_depth_request(network, tolerance, radius, certified, x)
+    require_network(network)
+    require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
+    if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+        raise InputError(
+            "effective depth applies to networks that are not causal and have neither MLP nor LayerNorm; without "
+            "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"
+        )
     if certified:
-        assert radius is not None
+        if radius is None:
+            raise InputError("certified depth needs a radius; it is the largest |entry| an input may have")
+        require_radius(radius)
         with threads_for(network.dim):
             return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
-    assert x is not None
+    if x is None:
+        raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
+    network.check_input(x)
     return measured_depth(network, measured_errors(network, x), tolerance, progress=progress)
 
 
@@ -295,47 +263,23 @@ def proved_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silen
         least = 0.9 * bounds.seen(choice)
         return (least, True) if least > tolerance else (bounds.error(choice), False)
 
-    return _shallowest(bounds.network, error, bounds.layer_costs(), tolerance, True, progress)
-
-
-def check_depth_request(
-    network: SelfAttentionNetwork, tolerance: float, radius: float | None, certified: bool, x: Tensor | None
-) -> None:
-    """Check all arguments of `effective_depth` before any long computation."""
-    require_network(network)
-    require_positive("tolerance", tolerance, "the largest error you accept in an output entry")
-    if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
-        raise InputError(
-            "effective depth applies to networks that are not causal and have neither MLP nor LayerNorm; without "
-            "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"
-        )
-    if certified and radius is None:
-        raise InputError("certified depth needs a radius; it is the largest |entry| an input may have")
-    if certified:
-        assert radius is not None
-        require_radius(radius)
-    elif x is None:
-        raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
-    else:
-        network.check_input(x)
+    return _shallowest(bounds.network, error, bounds.layer_costs, tolerance, True, progress)
 
 
 def measured_errors(
     network: SelfAttentionNetwork, x: Float[Tensor, "*batch n d"], attention: AttentionFunction | None = None
 ) -> Callable[[Choice], float]:
     """Return the function that maps a choice to max|S(x) − S'(x)|; it computes each choice once."""
-    known: dict[Choice, float] = {}
     with torch.no_grad():
         truth = network(x, attention)
 
+    @cache
+    @torch.no_grad()
     def error(choice: Choice) -> float:
         if not isinstance(choice, str) and len(choice) == len(network):
             return 0.0
-        if choice not in known:
-            with torch.no_grad():
-                gap = (truth - shallower(network, choice)(x, attention)).abs().amax()
-            known[choice] = float(gap) if bool(gap.isfinite()) else float("inf")
-        return known[choice]
+        gap = (truth - shallower(network, choice)(x, attention)).abs().amax()
+        return float(gap) if bool(gap.isfinite()) else math.inf
 
     return error
 
@@ -350,20 +294,16 @@ def _shallowest(
 ) -> Depth:
     """Try choices in order of their depth and return the first within the tolerance.
 
-    Args:
-        network: S.
-        error: returns the error of a choice, and whether an input was found on which it exceeds the tolerance.
-        costs: the cost of replacing each layer alone, which orders the foldings.
-        tolerance: the largest error allowed.
-        certified: whether errors are proved.
-        progress: called as the work advances.
+    `error` returns the error of a choice, and whether an input was found on which it exceeds the tolerance. `costs` has
+    the cost of replacing each layer alone, which orders the foldings.
     """
     L = len(network)
+    one_layer = [method for method in reversed(list(CLOSED_FORMS)) if refusal(network, method) is None]
     tried = refuted = 0
     for layers in range(1, L):
         progress(layers - 1, L, counted(layers, "layer"))
-        folds: list[Choice] = [*cheapest_choices(costs, layers, 2**L if L <= FEW_LAYERS else CANDIDATES)]
-        choices = [*one_layer_methods(network), *folds] if layers == 1 else folds
+        folds = cheapest_choices(costs, layers, 2**L if L <= FEW_LAYERS else CANDIDATES)
+        choices: list[Choice] = [*(one_layer if layers == 1 else ()), *folds]
         for choice in choices:
             reached, exceeds = error(choice)
             tried, refuted = tried + 1, refuted + exceeds
@@ -388,3 +328,29 @@ def _shallowest(
         status = "proved" if L == 1 else "refuted" if refuted == tried else "undecided"
     every = tuple(range(L))
     return Depth(L, every, (), 0.0, tolerance, certified, network, "none", status, tried)
+
+
+def runs_between(depth: int, kept: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return the runs of consecutive layers that are not kept."""
+    runs = groupby(range(depth), key=lambda index: index in kept)
+    return tuple(tuple(run) for is_kept, run in runs if not is_kept)
+
+
+def cheapest_choices(costs: list[float], layers: int, most: int) -> list[tuple[int, ...]]:
+    """Return the `most` choices of kept layers with the smallest total cost of the replaced ones.
+
+    `costs` has the bound on the error of replacing each layer alone, and `layers` is the depth of the folding. Dynamic
+    programming over the layers. The bound is neither additive nor monotone in the replaced layers, so these choices
+    are candidates, whose errors are computed afterwards.
+    """
+    # best[number of layers so far, whether the last layer was replaced] = the `most` cheapest (cost, kept).
+    best: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {(0, False): [(0.0, ())]}
+    for index, cost in enumerate(costs):
+        following: dict[tuple[int, bool], list[tuple[float, tuple[int, ...]]]] = {}
+        for (used, open_run), entries in best.items():
+            for spent, kept in entries:
+                following.setdefault((used + 1, False), []).append((spent, (*kept, index)))
+                following.setdefault((used + (not open_run), True), []).append((spent + cost, kept))
+        best = {key: sorted(entries)[:most] for key, entries in following.items() if key[0] <= layers}
+    ends = [entry for (used, _), entries in best.items() if used == layers for entry in entries]
+    return [kept for _, kept in sorted(ends)[:most]]

@@ -1,7 +1,7 @@
 """Enclosures: midpoint–radius matrices, for results of either sign that pass through several operations."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,13 +53,9 @@ class Enclosure(ArrayRecord):
         """The enclosure of the transposes."""
         return Enclosure(self.mid.mT, self.rad.mT)
 
-    def move(self, rearrange: Callable[[Tensor], Tensor]) -> "Enclosure":
-        """Apply a function that only rearranges entries (reshape, permute, index, expand) to midpoints and radii."""
-        return Enclosure(rearrange(self.mid), rearrange(self.rad))
-
     def at(self, indices: Sequence[int]) -> "Enclosure":
         """Select entries of the first (batch) dimension."""
-        return self.move(lambda t: t[list(indices)])
+        return Enclosure(self.mid[list(indices)], self.rad[list(indices)])
 
     def upper(self) -> Tensor:
         """Return an entrywise upper bound on all members."""

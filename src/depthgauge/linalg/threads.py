@@ -16,11 +16,7 @@ SMALL = 128
 
 @contextmanager
 def threads_for(width: int) -> Iterator[None]:
-    """Run the block with one torch thread if matrices have at most `SMALL` columns, then restore the number.
-
-    Args:
-        width: the largest width of the matrices of the block.
-    """
+    """Run the block with one torch thread if its matrices have at most `SMALL` columns, then restore the number."""
     before = torch.get_num_threads()
     if width > SMALL or before == 1:
         yield

@@ -1,4 +1,4 @@
-"""Measures of attention heads: the distance of the attention from uniform, and the contraction of the tokens.
+"""Measures of attention heads: the distance from uniform attention, the contraction of the tokens, the weights.
 
 Scores are computed in blocks of rows, so no n×n matrix is stored.
 """
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.linalg.norms import column_norm, max_norm, residual
+from depthgauge.linalg.norms import column_norm, composite_norm, entry_sum_norm, max_norm, residual
 from depthgauge.linalg.softmax import contraction_bound, softm, total_variation
 from depthgauge.network.layer import Layer
 from depthgauge.network.trace import LayerTrace
@@ -69,13 +69,9 @@ class VisibleKeys:
         counted: Bool[Tensor, "#batch rows"] | None = None,
         masked: bool = True,
     ) -> "VisibleKeys":
-        """Describe the visible keys of a block.
+        """Describe the visible keys of a block of scores; the weights have at least single precision.
 
-        Args:
-            visible: whether a row can attend to a key.
-            dtype: the dtype of the scores; the weights have at least single precision.
-            counted: the rows that are not padding; None means all.
-            masked: False if all of `visible` is true.
+        `counted` are the rows that are not padding; None means all. `masked` is False if all of `visible` is true.
         """
         count = visible.sum(dim=-1)
         some = count.clamp(min=1).to(torch.promote_types(dtype, torch.float32))
@@ -86,13 +82,9 @@ class VisibleKeys:
 
 @dataclass(frozen=True)
 class RowMeasures:
-    """Measures of each row p of the attention matrices of every head.
+    """Measures of each row p of the attention matrices of every head, over the visible keys.
 
-    Attributes:
-        score_range: max − min of the visible scores.
-        tv: TV(p, uniform), with the uniform distribution over the visible keys.
-        first_mass: The attention on the first visible key.
-        entropy: −Σ_j p_j log p_j, in nats.
+    `score_range` is max − min of the scores, `tv` is TV(p, uniform), `first_mass` is the attention on the first key.
     """
 
     score_range: Float[Tensor, "*batch heads rows"]
@@ -136,28 +128,55 @@ def measure_heads(trace: LayerTrace, layer: Layer) -> HeadMeasures:
     """Compute all head measures of one layer, for states of shape [samples, n, d]."""
     x = trace.attention_input
     n, whole = x.shape[-2], torch.ones(1, x.shape[-2], dtype=torch.bool, device=x.device)
-    score_range, tv_max, tv_sum, entropy_sum, low, high = [], [], [], [], [], []
+    blocks = []
     for block in trace.score_blocks():
         visible = whole.expand(block.stop - block.start, n) if block.visible is None else block.visible
         p = softm(block.scores)
         rows = row_measures(block.scores, p, VisibleKeys.of(visible[None, None], p.dtype, masked=trace.causal))
         out = (p @ x.unsqueeze(-3)) @ layer.value
-        score_range.append(rows.score_range.amax(dim=-1))
-        tv_max.append(rows.tv.amax(dim=-1))
-        tv_sum.append(rows.tv.sum(dim=-1))
-        entropy_sum.append(rows.entropy.sum(dim=-1))
-        low.append(out.amin(dim=-2))
-        high.append(out.amax(dim=-2))
+        largest = (rows.score_range.amax(dim=-1), rows.tv.amax(dim=-1))
+        blocks.append((*largest, rows.tv.sum(dim=-1), rows.entropy.sum(dim=-1), out.amin(dim=-2), out.amax(dim=-2)))
+    parts = (torch.stack(part) for part in zip(*blocks, strict=True))
+    score_range, tv_max, tv_sum, entropy_sum, low, high = parts
     theta_balance = balance(trace, layer)
     # ‖Res‖max about the mid-range is half the largest column range.
-    widest = (torch.stack(high).amax(dim=0) - torch.stack(low).amin(dim=0)).amax(dim=-1)
+    widest = (high.amax(dim=0) - low.amin(dim=0)).amax(dim=-1)
     bound = contraction_bound(theta_balance, column_norm(layer.value))
     return HeadMeasures(
-        score_range=torch.stack(score_range).amax(dim=0),
+        score_range=score_range.amax(dim=0),
         balance=theta_balance,
-        tv_mean=torch.stack(tv_sum).sum(dim=0) / n,
-        tv_max=torch.stack(tv_max).amax(dim=0),
-        entropy=torch.stack(entropy_sum).sum(dim=0) / n,
+        tv_mean=tv_sum.sum(dim=0) / n,
+        tv_max=tv_max.amax(dim=0),
+        entropy=entropy_sum.sum(dim=0) / n,
         contraction=widest / 2 / max_norm(residual(x))[:, None],
         contraction_bound=torch.full_like(bound, float("nan")) if trace.causal else bound,
+    )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class WeightSizes(ArrayRecord):
+    """Norms of the weights of one layer, per head, as used in the theorems.
+
+    Attributes:
+        eta: η, the largest absolute entry of Q, K and V (paper A).
+        value_col: ‖V‖col, the largest factor by which the values can grow.
+        l1: max(‖Q‖₁, ‖K‖₁, ‖V‖₁), sums of all absolute entries (β in equation 1 of paper A).
+        dong_beta: ‖QKᵀ‖col · ‖V‖₁,∞, the product in the rate of Dong et al. (2021).
+    """
+
+    eta: Float[Tensor, " heads"]
+    value_col: Float[Tensor, " heads"]
+    l1: Float[Tensor, " heads"]
+    dong_beta: Float[Tensor, " heads"]
+
+
+def weight_sizes(layer: Layer) -> WeightSizes:
+    """Compute the sizes of the weights of one layer."""
+    weights = [w.detach() for w in (layer.query, layer.key, layer.value)]
+    query, key, value = weights
+    return WeightSizes(
+        eta=torch.stack([max_norm(w) for w in weights]).amax(dim=0),
+        value_col=column_norm(value),
+        l1=torch.stack([entry_sum_norm(w) for w in weights]).amax(dim=0),
+        dong_beta=column_norm(query @ key.mT) * composite_norm(value),
     )

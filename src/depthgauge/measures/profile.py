@@ -7,12 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge import _format
+from depthgauge._format import counted, number
 from depthgauge._frames import frame, html_table
 from depthgauge.errors import InputError
-from depthgauge.measures.heads import HeadMeasures, measure_heads
+from depthgauge.measures.heads import HeadMeasures, WeightSizes, measure_heads, weight_sizes
 from depthgauge.measures.residuals import Residuals, residual_record, residual_sizes
-from depthgauge.measures.weights import WeightSizes, weight_sizes
 from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
 from depthgauge.results.network_subject import NetworkHead, NetworkLayer, NetworkState
@@ -79,29 +78,25 @@ class Profile:
 
     def _repr_html_(self) -> str:
         ratios = self.residual_ratio().mean(dim=0)[1:].tolist()
-        rows = []
-        for index, (heads, ratio) in enumerate(zip(self.heads, ratios, strict=True)):
-            rows.append(
-                {
-                    "layer": index,
-                    "heads": heads.entropy.shape[1],
-                    "residual ratio after": finite(ratio),
-                    "largest score range": finite(heads.score_range.amax()),
-                    "mean entropy": finite(heads.entropy.mean()),
-                    "largest contraction": finite(heads.contraction.amax()),
-                }
-            )
+        rows = [
+            {
+                "layer": index,
+                "heads": heads.entropy.shape[1],
+                "residual ratio after": finite(ratio),
+                "largest score range": finite(heads.score_range.amax()),
+                "mean entropy": finite(heads.entropy.mean()),
+                "largest contraction": finite(heads.contraction.amax()),
+            }
+            for index, (heads, ratio) in enumerate(zip(self.heads, ratios, strict=True))
+        ]
         return html_table(f"Profile: {self._title()}", rows)
 
     def _title(self) -> str:
-        ratios = self.residual_ratio().mean(dim=0)
-        samples = self.residual_ratio().shape[0]
+        first, *_, last = self.residual_ratio().mean(dim=0).tolist()
         theta = max(float(heads.score_range.amax()) for heads in self.heads)
         return (
-            f"{len(self.heads)} layer{'s' if len(self.heads) > 1 else ''}, "
-            f"{samples} sample{'s' if samples > 1 else ''}, "
-            f"residual ratio {_format.number(float(ratios[0]))} → {_format.number(float(ratios[-1]))}, "
-            f"largest score range {_format.number(theta)}"
+            f"{counted(len(self.heads), 'layer')}, {counted(len(self.residual_ratio()), 'sample')}, residual ratio "
+            f"{number(first)} → {number(last)}, largest score range {number(theta)}"
         )
 
 

@@ -12,21 +12,13 @@ from depthgauge.linalg.norms import CENTERS, Center, composite_norm, frobenius_n
 from depthgauge.results.network_subject import Residual, ResidualNorms, ResidualSize
 from depthgauge.results.record import finite
 
-NORMS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "max": max_norm,
-    "frobenius": frobenius_norm,
-    "composite": composite_norm,
-}
+NORMS: Mapping[str, Callable[[Tensor], Tensor]]
+NORMS = {"max": max_norm, "frobenius": frobenius_norm, "composite": composite_norm}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SampleResiduals(ArrayRecord):
-    """The residual of a state in one norm, per sample.
-
-    Attributes:
-        value: ‖Res(X)‖.
-        ratio: ‖Res(X)‖/‖X‖. NaN if X = 0.
-    """
+    """The residual of a state in one norm, per sample: ‖Res(X)‖, and ‖Res(X)‖/‖X‖, which is NaN if X = 0."""
 
     value: Float[Tensor, " samples"]
     ratio: Float[Tensor, " samples"]
@@ -55,17 +47,10 @@ def residual_sizes(X: Float[Tensor, "samples n d"]) -> Residuals:
 
 def residual_record(state: Residuals) -> Residual:
     """Return the record of one state: mean and spread over the samples."""
-    centers: dict[str, Any] = {
-        center: ResidualNorms(
-            **{
-                norm: ResidualSize(
-                    value=finite(found.value.mean()),
-                    ratio=finite(found.ratio.mean()),
-                    ratio_std=finite(found.ratio.std(correction=0)),
-                )
-                for norm, found in norms.items()
-            }
-        )
-        for center, norms in state.items()
-    }
-    return Residual(**centers)
+
+    def size(of: SampleResiduals) -> ResidualSize:
+        spread = of.ratio.std(correction=0)
+        return ResidualSize(value=finite(of.value.mean()), ratio=finite(of.ratio.mean()), ratio_std=finite(spread))
+
+    sizes: Any = {center: {norm: size(of) for norm, of in norms.items()} for center, norms in state.items()}
+    return Residual(**{center: ResidualNorms(**norms) for center, norms in sizes.items()})

@@ -60,11 +60,11 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
             parts |= dict(zip(_NORM, (layer.norm_weight, layer.norm_bias), strict=True))
         for part, tensor in parts.items():
             assert tensor is not None
+            name = f"layers.{index}.{part}"
+            if not bool(tensor.isfinite().all()):
+                raise InputError(f"{name} holds NaN or infinity; a network file can hold finite weights only")
             # Copy each tensor: safetensors rejects tensors that share memory, and layers may share a matrix.
-            tensors[f"layers.{index}.{part}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise InputError(f"{name} holds NaN or infinity; a network file can hold finite weights only")
+            tensors[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
     try:
         provenance = json.dumps(network.provenance, sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:
@@ -165,9 +165,7 @@ def _check_container(path: Path) -> None:
 def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Read the keyword arguments of `SelfAttentionNetwork` from the metadata."""
     if metadata.get("format") != FORMAT:
-        raise NetworkFileError(
-            f"{path} has format={_quoted(metadata.get('format'))}, expected {FORMAT!r}; write it with save_network"
-        )
+        raise _unexpected(path, "format", metadata.get("format"), f"{FORMAT!r}; write it with save_network")
     if metadata.get("version") != VERSION:
         raise NetworkFileError(
             f"{path} has version={_quoted(metadata.get('version'))}, "
@@ -178,10 +176,8 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     except (KeyError, ValueError):
         scale = math.nan
     if not (math.isfinite(scale) and scale > 0):
-        raise NetworkFileError(
-            f"{path} has scale={_quoted(metadata.get('scale'))}, "
-            "expected a positive decimal number; it is β, the factor of the scores"
-        )
+        expected = "a positive decimal number; it is β, the factor of the scores"
+        raise _unexpected(path, "scale", metadata.get("scale"), expected)
     try:
         provenance = json.loads(metadata.get("provenance", "{}"))
     except (ValueError, RecursionError):
@@ -204,8 +200,12 @@ def _read_choice(path: Path, metadata: Mapping[str, str], key: str, known: tuple
     value = metadata.get(key, default)
     if value not in known:
         expected = " or ".join(map(repr, known)) if known == _FLAGS else f"one of {', '.join(known)}"
-        raise NetworkFileError(f"{path} has {key}={_quoted(value)}, expected {expected}")
+        raise _unexpected(path, key, value, expected)
     return value
+
+
+def _unexpected(path: Path, key: str, value: str | None, expected: str) -> NetworkFileError:
+    return NetworkFileError(f"{path} has {key}={_quoted(value)}, expected {expected}")
 
 
 def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]]:
@@ -249,14 +249,8 @@ def _layer(path: Path, index: int, parts: Mapping[str, Tensor], dtype: torch.dty
         if not bool(tensor.isfinite().all()):
             raise NetworkFileError(f"{path}: layers.{index}.{part} overflows {dtype}; load the network in float64")
     mlp = Mlp(*(converted[part] for part in _MLP)) if "mlp.in" in converted else None
-    return Layer(
-        converted["query"],
-        converted["key"],
-        converted["value"],
-        mlp=mlp,
-        norm_weight=converted.get("norm.weight"),
-        norm_bias=converted.get("norm.bias"),
-    )
+    query, key, value = (converted[part] for part in _ATTENTION)
+    return Layer(query, key, value, mlp, *(converted.get(part) for part in _NORM))
 
 
 def _quoted(value: str | None) -> str:

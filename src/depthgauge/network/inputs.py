@@ -17,13 +17,7 @@ LARGEST_INPUT = 2**30
 
 
 def uniform_inputs(
-    samples: int,
-    tokens: int,
-    dim: int,
-    *,
-    radius: float = 1.0,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float64,
+    samples: int, tokens: int, dim: int, *, radius: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Float[Tensor, "samples tokens dim"]:
     """Draw inputs uniformly from the box ‖X‖max ≤ φ; `radius` is φ. The same seed gives the same inputs."""
     require_count("samples", samples, "the number of inputs")

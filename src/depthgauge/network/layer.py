@@ -27,15 +27,9 @@ class AttentionFunction(Protocol):
 
 
 class Mlp(nn.Module):
-    """The MLP f(x) = act(x W_in + b_in) W_out + b_out, applied to each token."""
+    """The MLP f(x) = act(x W_in + b_in) W_out + b_out on each token; W_in is [d, m], W_out is [m, d]."""
 
-    def __init__(
-        self,
-        w_in: Tensor,  # [d, m]
-        b_in: Tensor,  # [m]
-        w_out: Tensor,  # [m, d]
-        b_out: Tensor,  # [d]
-    ) -> None:
+    def __init__(self, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> None:
         super().__init__()
         self.w_in, self.b_in = nn.Parameter(w_in), nn.Parameter(b_in)
         self.w_out, self.b_out = nn.Parameter(w_out), nn.Parameter(b_out)
@@ -109,12 +103,7 @@ class Layer(nn.Module):
         return together.reshape(*x.shape[:-1], self.heads, self.key_dim).transpose(-2, -3)
 
     def attend(
-        self,
-        x: Float[Tensor, "*batch n d"],
-        attention: AttentionFunction,
-        *,
-        is_causal: bool,
-        scale: float,
+        self, x: Float[Tensor, "*batch n d"], attention: AttentionFunction, *, is_causal: bool, scale: float
     ) -> Float[Tensor, "*batch n d"]:
         """Return Σ_h P_h X V_h.
 

@@ -222,6 +222,7 @@ class SelfAttentionNetwork(nn.Module):
 
     def describe(self) -> dict[str, Any]:
         """Return the shape and settings of the network, as in the result JSON."""
+        settings = ("scale", "skip", "causal", "activation", "norm", "mlp_skip")
         return {
             "name": self.name,
             "layers": len(self),
@@ -229,12 +230,7 @@ class SelfAttentionNetwork(nn.Module):
             "dim": self.dim,
             "key_dim": [layer.key_dim for layer in self],
             "mlp": [None if layer.mlp is None else int(layer.mlp.w_in.shape[1]) for layer in self],
-            "scale": self.scale,
-            "skip": self.skip,
-            "causal": self.causal,
-            "activation": self.activation,
-            "norm": self.norm,
-            "mlp_skip": self.mlp_skip,
+            **{name: getattr(self, name) for name in settings},
             "eta": self.eta,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
@@ -244,17 +240,16 @@ class SelfAttentionNetwork(nn.Module):
 
     def summary(self) -> str:
         """Return a one-line description."""
-        heads = sorted({layer.heads for layer in self})
-        head_text = str(heads[0]) if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
+        heads = [layer.heads for layer in self]
+        head_text = "–".join(map(str, sorted({min(heads), max(heads)})))
         switches = [
             "skip" if self.skip else "no skip",
             *(["causal"] if self.causal else []),
             *(["MLP"] if any(layer.mlp is not None for layer in self) else []),
             *([f"{self.norm}-norm"] if self.norm != "none" else []),
         ]
-        noun = "head" if heads[-1] == 1 else "heads"
         return (
-            f"{counted(len(self), 'layer')} × {head_text} {noun}, dim {self.dim}, "
+            f"{counted(len(self), 'layer')} × {head_text} {'head' if max(heads) == 1 else 'heads'}, dim {self.dim}, "
             f"largest weight η = {number(self.eta, 4)}, {', '.join(switches)}"
         )
 

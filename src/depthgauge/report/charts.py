@@ -97,16 +97,9 @@ def hovering(texts: Sequence[Any]) -> Figure:
 
 
 def figure(*traces: Figure, x: Figure, y: Figure, left: int = 60, right: int = 8, top: int = 24, **more: Any) -> Figure:
-    """Return a figure of plotly.
+    """Return a figure of plotly with two axes, whose `title` is a text, and margins in pixels; the legend is above.
 
-    Args:
-        traces: what is drawn.
-        x: the horizontal axis; `title` may be a text.
-        y: the vertical axis.
-        left: the left margin in pixels.
-        right: the right margin.
-        top: the margin above, which holds the legend.
-        more: other settings of the layout; further axes have names such as `yaxis2`.
+    `more` has other settings of the layout; further axes have names such as `yaxis2`.
     """
     axis = {
         "gridcolor": "@rule", "linecolor": "@rule-strong", "zerolinecolor": "@rule", "tickcolor": "@rule-strong",
@@ -167,15 +160,10 @@ def color_scale(values: Sequence[float], top: float) -> ColorScale:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The values of a heat map by row and column; None is a gap.
+    """The values z[row][column] of a heat map; None is a gap.
 
-    Attributes:
-        name: what is shown.
-        z: z[row][column].
-        columns: the names of the columns.
-        place: returns the words for a row and a column.
-        top: the natural maximum of the values, if there is one.
-        show: returns the text of a value.
+    `place` returns the words for a row and a column, `show` the text of a value. `top` is the natural maximum of the
+    values, if there is one.
     """
 
     name: str

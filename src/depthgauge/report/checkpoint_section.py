@@ -39,13 +39,7 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
 
 def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    return present(
-        what_if_part(subject),
-        trust_part(subject),
-        residual_part(subject),
-        head_part(subject),
-        notes_part(subject),
-    )
+    return present(*(make(subject) for make in (what_if_part, trust_part, residual_part, head_part, notes_part)))
 
 
 def what_if_part(subject: CheckpointSubject) -> PagePart | None:

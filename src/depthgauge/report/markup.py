@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 from depthgauge._format import DASH
@@ -37,30 +36,13 @@ def span(values: Sequence[int]) -> str:
     >>> span([2, 2]), span([2, 4, 3])
     ('2', '2–4')
     """
-    if not values:
-        return DASH
-    least, largest = min(values), max(values)
-    return str(least) if least == largest else f"{least}–{largest}"
-
-
-def runs(indices: Sequence[int]) -> str:
-    """Return indices with consecutive ones joined to ranges.
-
-    >>> runs([0, 1, 2, 5]), runs([])
-    ('0–2, 5', 'none')
-    """
-    # Within a run of consecutive indices, the index minus its rank is constant.
-    found = groupby(enumerate(sorted(indices)), key=lambda pair: pair[1] - pair[0])
-    return ", ".join(span([index for _, index in run]) for _, run in found) or "none"
+    return "–".join(str(value) for value in sorted({min(values), max(values)})) if values else DASH
 
 
 def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> str:
     """Return a command, every word quoted for a shell.
 
-    Args:
-        verb: the verb.
-        options: option → value; True is a flag, and a tuple is an option that is repeated.
-        target: the argument of the verb, if any.
+    In `options`, True is a flag, and a tuple is an option that is repeated. `target` is the argument of the verb.
 
     >>> command_line("gauge", {"tokens": 8}, "my net.st")
     "depthgauge gauge --tokens 8 'my net.st'"

@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, number, short
+from depthgauge._format import DASH, counted, number, ranges, short
 from depthgauge.report.charts import MEASURED, PROVED, Chart, Figure, figure, hovering, label, log_axis, on_log, single
-from depthgauge.report.layer_charts import Measure
-from depthgauge.report.markup import Cell, Table, percent, printable, runs, span
-from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
+from depthgauge.report.markup import Cell, Table, percent, printable, span
+from depthgauge.report.page_parts import Measure, PagePart, head_part, present, residual_part
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.network_subject import DepthRow, NetworkSubject, PrintedTheorem, Sandwich
 from depthgauge.results.verdicts import printed_bound_text, violates_printed_theorem
@@ -51,13 +50,10 @@ def network_parts(subject: NetworkSubject) -> tuple[PagePart, ...]:
 
 def share_measures(collapse: Sequence[Sandwich]) -> tuple[Measure, ...]:
     """Return the share of each head in every proved bound, as views of the heat map."""
-    measures = []
-    for row in collapse:
-        if row.upper is not None and any(any(heads) for heads in row.share):
-            method = printable(row.method)
-            note = f"The share of each head in the proved bound on {method}; all shares add up to 1."
-            measures.append(Measure(f"share of the bound, {method}", note, row.share, percent, "Proved"))
-    return tuple(measures)
+    note = "The share of each head in the proved bound on {}; all shares add up to 1."
+    shown = [row for row in collapse if row.upper is not None and any(any(heads) for heads in row.share)]
+    named = [(printable(row.method), row.share) for row in shown]
+    return tuple(Measure(f"share of the bound, {m}", note.format(m), share, percent, "Proved") for m, share in named)
 
 
 def sandwich_part(subject: NetworkSubject) -> PagePart | None:
@@ -127,7 +123,10 @@ def sandwich_chart(collapse: Sequence[Sandwich], printed: PrintedTheorem) -> Cha
             "range": [len(collapse) - 0.5, -0.5], "ticklabelstandoff": 6,
         },
         left=12, right=16, top=36,
-        annotations=[_remark(row.method, words) for row, words in remarks],
+        annotations=[{
+            "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": label(row.method), "text": words,
+            "showarrow": False, "font": {"color": "@faint", "size": 12}, "bgcolor": "@raised", "borderpad": 2,
+        } for row, words in remarks],
         shapes=[_printed_line(bound or 0.0, printed.printed_applies)] if printed_shown else [],
     )  # fmt: skip
     best = min((row for row in bounded if row.upper is not None), key=lambda row: row.upper or 0.0, default=None)
@@ -146,13 +145,6 @@ def _markers(bounded: Sequence[Sandwich], key: str, name: str, marker: Figure) -
         "type": "scatter", "mode": "markers", "name": name, "marker": marker,
         "x": [value for _, value in shown], "y": [label(row.method) for row, _ in shown],
         **hovering([f"{label(row.method)}<br>{name} <b>{number(value)}</b>" for row, value in shown]),
-    }  # fmt: skip
-
-
-def _remark(method: str, words: str) -> Figure:
-    return {
-        "xref": "paper", "x": 1, "xanchor": "right", "yref": "y", "y": label(method), "text": words,
-        "showarrow": False, "font": {"color": "@faint", "size": 12}, "bgcolor": "@raised", "borderpad": 2,
     }  # fmt: skip
 
 
@@ -179,8 +171,8 @@ def depth_part(subject: NetworkSubject) -> PagePart:
             row.layers,
             row.error,
             row.method if row.layers < layers else f"fewer: {row.status}" if row.status else row.method,
-            runs(row.kept),
-            "; ".join(runs(run) for run in row.folded) or "none",
+            ranges(sorted(row.kept)),
+            "; ".join(ranges(sorted(run)) for run in row.folded) or "none",
         )
         for row in subject.depth
     )

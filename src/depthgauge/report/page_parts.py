@@ -1,12 +1,126 @@
-"""The parts of a page section, and those that networks and checkpoints share."""
+"""The parts of a page section, and those that networks and checkpoints share: heat maps of the heads, the residual."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from depthgauge.report.charts import Chart
-from depthgauge.report.layer_charts import Measure, head_map, head_measures, residual_curve, residual_states
-from depthgauge.report.markup import Table
+from depthgauge._format import number
+from depthgauge.report.charts import Chart, HeatMap, View, figure, hovering, log_axis, names_axis
+from depthgauge.report.markup import Table, percent
+from depthgauge.results.checkpoint_subject import CheckpointLayer
 from depthgauge.results.gauge_record import Subject
 from depthgauge.results.labels import CENTERS, HEAD_MEASURES, NORMS
+from depthgauge.results.network_subject import NetworkLayer, NetworkSubject, Residual
+
+Layers = Sequence[NetworkLayer | CheckpointLayer]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The values of a heat map, per layer and head, with their name, explanation and format.
+
+    `top` is the natural maximum of the values, if there is one. The menu lists the measure under `group`.
+    """
+
+    name: str
+    note: str
+    rows: Sequence[Sequence[float | None]]
+    show: Callable[[float | None], str] = number
+    group: str = "Measured"
+    top: float = 0.0
+
+
+def head_measures(layers: Layers) -> list[str]:
+    """Return the names of the head measures that at least one head has, in the order of the labels."""
+    return [
+        name
+        for name in HEAD_MEASURES
+        if any(getattr(head, name, None) is not None for layer in layers for head in layer.heads)
+    ]
+
+
+def head_map(layers: Layers, more: Sequence[Measure] = ()) -> Chart | None:
+    """Return layer × head heat maps: one view per head measure, and the given ones after them."""
+    heads = max((len(layer.heads) for layer in layers), default=0)
+    if heads == 0:
+        return None
+    measures = [
+        Measure(
+            name=HEAD_MEASURES[name].label,
+            note=HEAD_MEASURES[name].sentence,
+            rows=[[getattr(head, name, None) for head in layer.heads] for layer in layers],
+            show=percent if name == "first_mass" else number,
+            top=HEAD_MEASURES[name].top,
+        )
+        for name in head_measures(layers)
+    ]
+    height = 116 + heads * max(16, min(44, 320 // heads))
+    views = tuple(heat_map(layers, heads, measure) for measure in [*measures, *more])
+    return Chart(views, height, "Measure") if views else None
+
+
+def heat_map(layers: Layers, heads: int, measure: Measure) -> View:
+    """Return one measure of every head, layers from left to right, with a gap where a layer has fewer heads."""
+    rows = [*measure.rows, *[[]] * len(layers)][: len(layers)]
+    z = [[row[h] if h < len(row) else None for row in rows] for h in range(heads)]
+
+    def place(h: int, ell: int, between: str) -> str:
+        return f"layer {layers[ell].index}{between}head {h}"
+
+    heat = HeatMap(measure.name, z, [str(layer.index) for layer in layers], place, measure.top, measure.show)
+    extremes = heat.extremes("No head has a value.")
+    alt = f"Heat map of {measure.name} by layer and head. {extremes}"
+    note = " ".join(filter(None, (measure.note, extremes, heat.scale.note)))
+    y = {"type": "category", "title": "head", "showgrid": False, "autorange": "reversed"}
+    drawn = figure(heat.trace(2), x=names_axis("layer", heat.columns), y=y, left=44, right=28, top=52)
+    return View(measure.name, note, alt, drawn, measure.group)
+
+
+def residual_states(subject: Subject) -> list[tuple[str, Residual]]:
+    """Return the states that have a residual: the input, named `in`, and the state after each layer."""
+    states = [("in", subject.input.residual), *((str(layer.index), layer.residual) for layer in subject.layers)]
+    return [(name, residual) for name, residual in states if residual is not None]
+
+
+def residual_curve(subject: Subject) -> Chart | None:
+    """Return ‖Res X‖/‖X‖ from the input to the output, in every norm, with one view per centre."""
+    states = residual_states(subject)
+    # For checkpoints the mean comes first: about the mid-range, one token with a huge entry dominates every state.
+    centers = CENTERS if isinstance(subject, NetworkSubject) else reversed(list(CENTERS))
+    return Chart(tuple(_residual_view(states, center) for center in centers), 330, "Centre") if states else None
+
+
+_STYLES = (("@blue", "circle", "solid"), ("@vermilion", "square", "dash"), ("@green", "diamond", "dot"))
+
+
+def _residual_view(states: Sequence[tuple[str, Residual]], center: str) -> View:
+    names, traces, ratios = [name for name, _ in states], list[dict[str, Any]](), list[float]()
+    for norm, (color, symbol, dash) in zip(NORMS, _STYLES, strict=True):
+        found = [residual[center][norm] for _, residual in states]
+        ratios += [size.ratio for size in found if size.ratio is not None and size.ratio > 0]
+        traces.append({
+            "type": "scatter", "mode": "lines+markers", "name": NORMS[norm], "x": names,
+            "y": [size.ratio for size in found],
+            "line": {"color": color, "width": 2, "dash": dash}, "marker": {"color": color, "symbol": symbol, "size": 7},
+            "error_y": {"type": "data", "array": [size.ratio_std or 0.0 for size in found], "width": 0,
+                        "thickness": 1.5, "color": color},
+            **hovering([
+                f"{'input' if name == 'in' else f'after layer {name}'}<br>{NORMS[norm]} "
+                f"<b>{number(size.ratio)}</b> ± {number(size.ratio_std, 2)}"
+                for name, size in zip(names, found, strict=True)
+            ]),
+        })  # fmt: skip
+    falls = bool(ratios) and min(ratios) < 0.1 * max(ratios)
+    flat = bool(ratios) and max(ratios) - min(ratios) < 0.25 * max(ratios)
+    scale = log_axis(ratios) if falls else {} if flat else {"rangemode": "tozero"}
+    y = {"title": "‖Res X‖ / ‖X‖", **scale}
+    first, last = (number(residual[center].max.ratio) for _, residual in (states[0], states[-1]))
+    alt = f"Line chart of the differences between tokens, by layer, in the largest entry: from {first} to {last}."
+    note = (
+        "The part of a state that differs between tokens: 0 if all tokens are equal. It exceeds 1 where the centre is "
+        "further from the tokens than the origin is, in that norm."
+    )
+    return View(CENTERS[center], note, alt, figure(*traces, x=names_axis("after layer", names), y=y, top=36))
 
 
 @dataclass(frozen=True)
@@ -81,8 +195,7 @@ def head_part(subject: Subject, more: tuple[Measure, ...] = ()) -> PagePart | No
 
 def residual_part(subject: Subject) -> PagePart | None:
     """Return the residual curve: how much the tokens still differ after each layer."""
-    chart = residual_curve(subject)
-    if chart is None:
+    if (chart := residual_curve(subject)) is None:
         return None
     pairs = [(center, norm) for center in CENTERS for norm in NORMS]
     columns = ("after layer", *(f"{center}, {NORMS[norm]}" for center, norm in pairs))

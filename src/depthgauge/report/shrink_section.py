@@ -1,23 +1,215 @@
 """The page of a shrunk checkpoint: what was removed, what it costs on each text, what is guaranteed, what it saves."""
 
 import sys
+from collections.abc import Sequence
 
-from depthgauge._format import DASH, counted, duration, number
-from depthgauge.report.charts import PROVED, figure, hovering, names_axis, single
-from depthgauge.report.markup import Table, capital, command_line, runs, settings_table
+from depthgauge._format import DASH, counted, duration, number, ranges, short
+from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering, label, names_axis, single
+from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present
-from depthgauge.report.shrink_charts import curve_part, repair_part, stack_part, text_part
-from depthgauge.results.shrink_record import ShrinkRecord
+from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
+    SHORT_TEXTS,
     guarantee_sentences,
     heal_sentence,
+    increase_text,
     limit_failed,
+    objective_label,
     reload_sentence,
     shrink_costs,
     shrink_verdict,
-    tested_words,
+    text_label,
     why_not_guaranteed,
 )
+
+_OURS = "depthgauge"
+"""The method of the curve that is this result."""
+_COLORS = ("@blue", "@purple", "@green", "@faint")
+"""Colours of the other methods, in the order of the record; ours has the colour of what is measured."""
+
+_SAME, _REPAIRED, _REMOVED = 0, 1, 2
+_STATES = (("kept, unchanged", "@shade-1"), ("kept, repaired", "@blue"), ("removed", "@vermilion"))
+"""The name and the colour of each state of a block."""
+
+
+def stack_part(record: ShrinkRecord) -> PagePart | None:
+    """Return the stack before and after, one cell per block."""
+    if not record.removed:
+        return None
+    steps = {step.layer: step.step for step in record.repair}
+    gone = set(record.removed)
+    kept = [layer for layer in range(record.layers_before) if layer not in gone]
+    states = [_REMOVED if layer in gone else _state(layer, steps) for layer in range(record.layers_before)]
+    after = [*(_state(layer, steps) for layer in kept), *[None] * len(gone)]
+    before_text = [f"layer {layer}<br><b>{_STATES[state][0]}</b>" for layer, state in enumerate(states)]
+    after_text = [
+        f"layer {k} of the smaller model<br>layer {layer} of the source<br><b>{_STATES[_state(layer, steps)][0]}</b>"
+        for k, layer in enumerate(kept)
+    ] + ["no layer here"] * len(gone)
+    names = list(map(str, range(record.layers_before)))
+    trace = {
+        "type": "heatmap", "x": names, "y": ["before", "after"], "z": [states, after],
+        **hovering([before_text, after_text]), "hoverongaps": False, "xgap": 2, "ygap": 10,
+        "zmin": 0, "zmax": 2, "showscale": False,
+        "colorscale": [[(state + end) / 3, color] for state, (_, color) in enumerate(_STATES) for end in (0, 1)],
+    }  # fmt: skip
+    shown = {state for state in (*states, *after) if state is not None}
+    legend = [_legend(*_STATES[state]) for state in sorted(shown)]
+    y = {"type": "category", "showgrid": False, "autorange": "reversed"}
+    drawn = figure(trace, *legend, x=names_axis("layer", names), y=y, left=56, right=16, top=40)
+    sizes = f"{counted(record.layers_before, 'layer')} before, {record.layers_after} after"
+    words = f"{sizes}; removed: {ranges(sorted(record.removed))}."
+    rows = tuple(
+        (layer, _STATES[state][0], kept.index(layer) if layer not in gone else None, steps.get(layer))
+        for layer, state in enumerate(states)
+    )
+    table = Table("Every layer", ("layer", "what happened", "new number", "repair step"), rows)
+    chart = single(f"The stack of layers before and after. {words}", 200, drawn)
+    caption = f"{words} Layers are counted from 0; the smaller model numbers its layers again."
+    return PagePart("stack", "What was removed", caption, chart, table)
+
+
+def _state(layer: int, steps: dict[int, float]) -> int:
+    return _REPAIRED if steps.get(layer) else _SAME
+
+
+def _legend(name: str, color: str) -> Figure:
+    """Return an entry of the legend for a colour of the heat map; it draws nothing."""
+    return {
+        "type": "scatter", "mode": "markers", "x": [None], "y": [None], "name": name, "hoverinfo": "skip",
+        "marker": {"color": color, "size": 11, "symbol": "square"}, "showlegend": True,
+    }  # fmt: skip
+
+
+def text_part(record: ShrinkRecord) -> PagePart | None:
+    """Return the increase on every kind of text with its interval."""
+    texts = record.texts
+    if not texts:
+        return None
+    known = [text for text in texts if text.increase is not None]
+    names = [label(short(_short_name(text, texts), 18)) for text in known]
+    trace = {
+        "type": "bar", "orientation": "h", "y": list(range(len(known))), "x": [text.increase for text in known],
+        "marker": {"color": MEASURED}, "showlegend": False,
+        "error_x": {
+            "type": "data", "symmetric": False, "width": 0, "thickness": 1.5, "color": "@ink",
+            "array": [_error_bar(text)[1] for text in known], "arrayminus": [_error_bar(text)[0] for text in known],
+        },
+        **hovering([
+            f"{label(text_label(text))}<br><b>{label(increase_text(text.increase, text.low, text.high))}</b>"
+            f"<br>{counted(text.windows, 'window')}"
+            for text in known
+        ]),
+    }  # fmt: skip
+    x = {"title": objective_label(record.objective).added, "rangemode": "tozero"}
+    y = {
+        "tickvals": list(range(len(known))), "ticktext": names, "autorange": "reversed", "showgrid": False,
+        "automargin": True,
+    }  # fmt: skip
+    drawn = figure(trace, x=x, y=y, left=16, right=16, top=16, bargap=0.45)
+    words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
+    caption = (
+        "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
+        "another kind can lose more."
+    )
+    table = Table(
+        f"{capital(objective_label(record.objective).title)}, by kind of text",
+        ("text", "windows", "before", "after", "increase", "low", "high"),
+        tuple((text_label(t), t.windows, t.dense, t.shrunk, t.increase, t.low, t.high) for t in texts),
+    )
+    alt = f"Bar chart of {objective_label(record.objective).added} by kind of text. {words}."
+    chart = single(alt, 96 + 56 * len(known), drawn) if known else None
+    return PagePart("texts", "What it costs on each text", caption, chart, table, half=True)
+
+
+def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
+    """Return a name that fits next to a chart: that of the file if there are several, else the kind of text."""
+    several = sum(1 for other in texts if other.kind == text.kind) > 1
+    return text.name.rpartition("/")[2] if several else SHORT_TEXTS.get(text.kind, text.kind)
+
+
+def _error_bar(text: TextRecord) -> tuple[float, float]:
+    """Return the lengths of the two halves of an error bar."""
+    if text.increase is None or text.low is None or text.high is None:
+        return 0.0, 0.0
+    below, above = text.increase - text.low, text.high - text.increase
+    return min(below, sys.float_info.max), min(above, sys.float_info.max)  # infinity is not JSON
+
+
+def curve_part(record: ShrinkRecord) -> PagePart | None:
+    """Return the increase against the number of removed layers, for this and the other ways to choose them."""
+    points = [point for point in record.curve if point.increase is not None]
+    if not points:
+        return None
+    methods = sorted(dict.fromkeys(point.method for point in points), key=lambda method: method != _OURS)
+    colors = iter(_COLORS * len(methods))
+    traces = [
+        _line(method, [p for p in points if p.method == method], MEASURED if method == _OURS else next(colors))
+        for method in methods
+    ]
+    most, added = max(point.removed for point in points), objective_label(record.objective).added
+    x = {"title": "layers removed", "dtick": max(1, -(-most // 10)), "showgrid": False}
+    last = [
+        f"{point.method}: {number(point.increase)}"
+        for point in sorted(points, key=lambda point: point.increase or 0.0)
+        if point.removed == most
+    ]
+    words = f"After {counted(most, 'layer')}: {'; '.join(last)}."
+    alt = f"Line chart of {added} by number of removed layers, one line per method. {words}"
+    table = Table(
+        "Increase by number of removed layers",
+        ("method", "layers removed", "increase"),
+        tuple((point.method, point.removed, point.increase) for point in record.curve),
+    )
+    caption = (
+        f"Measured on the selection windows, the other methods without repair. {words} The increases by text were "
+        "measured on other windows."
+    )
+    chart = single(alt, 380, figure(*traces, x=x, y={"title": added}, right=12, top=76))
+    return PagePart("curve", "Other ways to choose the layers", caption, chart, table, half=True)
+
+
+def _line(method: str, points: Sequence[CurvePoint], color: str) -> Figure:
+    ordered = sorted(points, key=lambda point: point.removed)
+    return {
+        "type": "scatter", "mode": "lines+markers", "name": label(short(method, 32)),
+        "x": [point.removed for point in ordered], "y": [point.increase for point in ordered],
+        "line": {"color": color, "width": 3 if method == _OURS else 1.5}, "showlegend": True,
+        "marker": {"color": color, "size": 7 if method == _OURS else 5}, **hovering([
+            f"{label(method)}<br>{counted(point.removed, 'layer')} removed<br><b>{number(point.increase)}</b>"
+            for point in ordered
+        ]),
+    }  # fmt: skip
+
+
+def repair_part(record: ShrinkRecord) -> PagePart | None:
+    """Return the step length of the repair of every kept layer."""
+    steps = record.repair
+    if not steps:
+        return None
+    texts = [
+        f"layer {step.layer}<br>step length <b>{number(step.step)}</b><br>objective {number(step.objective, 4)}"
+        for step in steps
+    ]
+    trace = {
+        "type": "bar", "x": list(range(len(steps))), "y": [step.step for step in steps], "showlegend": False,
+        "marker": {"color": "@blue"}, **hovering(texts),
+    }  # fmt: skip
+    named = list(range(0, len(steps), -(-len(steps) // 15)))
+    ticks = {"tickvals": named, "ticktext": [str(steps[k].layer) for k in named]}
+    x = {"title": "layer of the source", **ticks, "showgrid": False}
+    drawn = figure(trace, x=x, y={"title": "step length", "rangemode": "tozero"}, bargap=0.25)
+    changed = sum(1 for step in steps if step.step)
+    words = f"{changed} of {counted(len(steps), 'layer')} changed."
+    caption = (
+        f"{words} Each layer's output weights are fitted to the states of the source model. The selection windows "
+        "choose how far to go: 0 leaves the layer as it is, 1 takes the full fit."
+    )
+    rows = tuple((step.layer, step.step, step.objective) for step in steps)
+    table = Table("Repair, layer by layer", ("layer", "step length", "objective after it"), rows)
+    chart = single(f"Bar chart of the step length of the repair by layer. {words}", 300, drawn)
+    return PagePart("repair", "How each layer was repaired", caption, chart, table, half=True)
+
 
 SAVED = "model"
 """The directory that a page suggests for a model that was shrunk in memory."""
@@ -56,7 +248,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
         ("source", plan.model),
         ("family", plan.family),
         ("layers", f"{record.layers_before} → {record.layers_after}"),
-        ("removed layers", runs(record.removed)),
+        ("removed layers", ranges(sorted(record.removed))),
         ("weights", "repaired" if record.repaired else "unchanged"),
     ]
     if record.parameters.before is not None and record.parameters.after is not None:
@@ -64,14 +256,11 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
     calibration = plan.calibration
     for part, meaning in (("fit", "fit the repair"), ("select", "select the plan"), ("certify", "certify")):
         counts = {source.name: getattr(source, part) for source in calibration.sources if getattr(source, part)}
-        total = counted(sum(counts.values()), "window")
-        facts.append((f"to {meaning}", total + f" of {calibration.window} tokens"))
+        facts.append((f"to {meaning}", f"{counted(sum(counts.values()), 'window')} of {calibration.window} tokens"))
     if calibration.bos is not None:
         facts.append(("BOS token", f"{'added' if calibration.bos else 'not added'}: {calibration.bos_reason}"))
-    facts.append(("effort, seed", f"{settings.effort}, {settings.seed}"))
-    facts.append(("duration", duration(record.seconds)))
-    facts.append(("written to", record.out or "nothing was written"))
-    return tuple(facts)
+    effort = ("effort, seed", f"{settings.effort}, {settings.seed}")
+    return (*facts, effort, ("duration", duration(record.seconds)), ("written to", record.out or "nothing was written"))
 
 
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
@@ -96,7 +285,7 @@ def guarantee_part(record: ShrinkRecord) -> PagePart:
         "marker": {"color": [PROVED if size.passed else "@rule-strong" for size in guarantee.tested]},
         **hovering([
             f"{counted(size.removed, 'layer')} removed<br>bound <b>{number(size.bound)}</b><br>"
-            f"within the limit: {tested_words(size)}"
+            f"within the limit: {'yes' if size.passed else 'no'}"
             for size in guarantee.tested
         ]),
     }  # fmt: skip
@@ -112,22 +301,16 @@ def guarantee_part(record: ShrinkRecord) -> PagePart:
     known = [0.0, guarantee.limit or 0.0, *bounds]
     low, high = min(known), max(known)
     margin = min(0.1 * (high / 2 - low / 2), sys.float_info.max - max(high, -low))
-    drawn = figure(
-        bars,
-        legend,
-        x=names_axis("layers removed", names),
-        y={"title": "bound", "range": [low - margin if low else 0.0, high + margin or 1.0]},
-        top=32,
-        bargap=0.4,
-        shapes=[] if guarantee.limit is None else [line],
-    )
+    y = {"title": "bound", "range": [low - margin if low else 0.0, high + margin or 1.0]}
+    shapes = [] if guarantee.limit is None else [line]
+    drawn = figure(bars, legend, x=names_axis("layers removed", names), y=y, top=32, bargap=0.4, shapes=shapes)
     passed = [size.removed for size in guarantee.tested if size.passed]
     found = f"{counted(max(passed), 'layer')} removed is the largest size that passed" if passed else "no size passed"
     alt = f"Bar chart of the bound by number of removed layers. The limit is {number(guarantee.limit)}; {found}."
     table = Table(
         "Sizes tested against the limit",
         ("layers removed", "bound", "within the limit"),
-        tuple((size.removed, size.bound, tested_words(size)) for size in guarantee.tested),
+        tuple((size.removed, size.bound, "yes" if size.passed else "no") for size in guarantee.tested),
     )
     chart = single(alt, 300, drawn)
     return PagePart("guarantee", title, guarantee.assumption, chart, table, table_open=True, statements=statements)

@@ -49,11 +49,7 @@ def write_report(
 
 
 def page_of(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
-    """Return the page of a record.
-
-    Raises:
-        MissingPackageError: plotly or jinja2 is not installed.
-    """
+    """Return the page of a record."""
     return render(record, plotly_code())
 
 

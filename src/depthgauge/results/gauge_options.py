@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
-from depthgauge.errors import InputError, require_options, unknown_name
-from depthgauge.results.record import Record
+from depthgauge.errors import InputError
+from depthgauge.results.record import Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
-
 
 NETWORK_DEFAULTS: Mapping[str, Any] = {"samples": 4, "tokens": 128, "radius": 1.0, "seed": 0}
 CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
@@ -98,18 +96,4 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
     """Combine an options record with single options given by keyword; raise for unknown names and other types."""
-    require_options(options, GaugeOptions, "gauge")
-    known = GaugeOptions.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise unknown_name("option of gauge", name, known)
-    plain = {
-        name: str(value) if name in ("input", "text") else value
-        for name, value in {**(options.given() if options else {}), **fields}.items()
-        if value is not None
-    }
-    try:
-        return msgspec.convert(plain, GaugeOptions)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see GaugeOptions") from error
+    return combine_options(GaugeOptions, "gauge", options, fields, {"input": str, "text": str})

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from depthgauge._frames import frame, html_table
+from depthgauge._frames import frame, html_facts
 from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointSubject
 from depthgauge.results.gauge_options import GaugeSettings
@@ -34,9 +34,7 @@ class GaugeRecord(Record, frozen=True, kw_only=True):
         return f"{type(self).__name__}({'; '.join(f'{name}: {verdict}' for name, verdict in self.summary().items())})"
 
     def _repr_html_(self) -> str:
-        return html_table(
-            type(self).__name__, [{"subject": name, "verdict": verdict} for name, verdict in self.summary().items()]
-        )
+        return html_facts(type(self).__name__, self.summary(), ("subject", "verdict"))
 
     def to_frame(self, table: str = "layers") -> Any:
         """Return a `pandas.DataFrame` with one row per layer, or per head.
@@ -53,26 +51,14 @@ class GaugeRecord(Record, frozen=True, kw_only=True):
 
 
 def read_result(path: str | Path) -> GaugeRecord:
-    """Read and check a saved result.
-
-    Args:
-        path: the file that `gauge --out` or `GaugeResult.save` wrote.
-
-    Raises:
-        ResultError: the file cannot be read, is not a result, or has another schema; the message names the place.
-    """
+    """Read and check the file that `gauge --out` or `GaugeResult.save` wrote."""
     return check_result(load_document(path, ADVICE), str(path))
 
 
 def check_result(document: Any, name: str = "the result") -> GaugeRecord:
     """Return a parsed result document as a record; keys that the schema does not know are ignored.
 
-    Args:
-        document: what `json.loads` returned, or `GaugeRecord.to_json()`.
-        name: what to call the document in an error.
-
-    Raises:
-        ResultError: the document does not fit the schema; the message names the place.
+    A ResultError calls the document `name` and names the place that does not fit.
     """
     check_schema(document, SCHEMA, name, ADVICE)
     record = read(document, GaugeRecord, name, ADVICE)

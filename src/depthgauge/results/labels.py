@@ -45,9 +45,7 @@ SCORES: Mapping[str, Label] = {
         what_if="block",
     ),
     "attention_cosine": Label(
-        "attention cosine (LLM-Drop)",
-        "1 − mean cosine of the states before and after attention.",
-        what_if="attention",
+        "attention cosine (LLM-Drop)", "1 − mean cosine of the states before and after attention.", what_if="attention"
     ),
     "mlp_cosine": Label(
         "MLP cosine (LLM-Drop)", "1 − mean cosine of the states before and after the MLP.", what_if="mlp"
@@ -98,10 +96,7 @@ HEAD_MEASURES: Mapping[str, Label] = {
 }
 """Head measure → label, in the order in which measures are shown."""
 
-CENTERS: Mapping[str, str] = {
-    "midrange": "differences from the mid-range",
-    "mean": "differences from the mean token",
-}
+CENTERS: Mapping[str, str] = {"midrange": "differences from the mid-range", "mean": "differences from the mean token"}
 """Centre of the residual → label."""
 
 NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "composite": "√(column · row sum)"}

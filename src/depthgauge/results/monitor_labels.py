@@ -1,11 +1,11 @@
 """Names of the alarms and of the quantities of a monitored run, with the text that logs and pages show for them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from statistics import fmean as mean
 
-from depthgauge._format import counted, number
+from depthgauge._format import counted, number, ranges
 from depthgauge.results.monitor_record import MonitorRecord, ProbedLayer
 
 
@@ -38,28 +38,6 @@ ALARM_LABELS: Mapping[str, AlarmLabel] = {
 """Alarm name → label, in the order in which alarms are checked and shown."""
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One quantity of the page: a number per layer and step.
-
-    - `label`, `sentence`: the name and the definition
-    - `read`: reads the value from a layer's record; None reads the attribute with the name of the quantity
-    - `top`: the largest possible value where there is one
-    - `alarms`: the alarms that judge this quantity
-    """
-
-    label: str
-    sentence: str
-    read: Callable[[ProbedLayer], float | None] | None = None
-    top: float = 0.0
-    alarms: tuple[str, ...] = ()
-
-    def of(self, layer: ProbedLayer) -> float | None:
-        """Return the value of a layer."""
-        assert self.read is not None
-        return self.read(layer)
-
-
 def _head(name: str, combine: Callable[[Sequence[float]], float]) -> Callable[[ProbedLayer], float | None]:
     def of(layer: ProbedLayer) -> float | None:
         values = () if layer.heads is None else getattr(layer.heads, name)
@@ -77,92 +55,98 @@ def entropy_share(layer: ProbedLayer) -> float | None:
 
 largest_score_range = _head("score_range", max)
 
-_QUANTITIES: Mapping[str, Quantity] = {
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity of the page: a number per layer and step.
+
+    - `group`: the group under which the menu of the page lists it
+    - `label`, `sentence`: the name and the definition
+    - `of`: returns the value of a layer
+    - `top`: the largest possible value where there is one
+    - `alarms`: the alarms that judge this quantity
+    """
+
+    group: str
+    label: str
+    of: Callable[[ProbedLayer], float | None]
+    sentence: str
+    top: float = 0.0
+    alarms: tuple[str, ...] = ()
+
+
+_STREAM, _ATTENTION, _WEIGHTS, _WHAT_IFS = "Residual stream", "Attention", "Weights", "What-ifs"
+QUANTITIES: Mapping[str, Quantity] = {
     "direction_ratio": Quantity(
-        "direction ratio",
+        _STREAM, "direction ratio", attrgetter("direction_ratio"),
         "‖Res X‖F/‖X‖F of the state after the layer, with every token scaled to length 1 and Res X = X minus the mean "
-        "token: 0 if all tokens point in one direction.",
-        top=1.0,
-        alarms=("rank-collapse",),
+        "token: 0 if all tokens point in one direction.", 1.0, ("rank-collapse",),
     ),
     "residual_ratio": Quantity(
-        "residual ratio",
+        _STREAM, "residual ratio", attrgetter("residual_ratio"),
         "‖Res X‖F/‖X‖F of the state after the layer, with Res X = X minus the mean token: 0 if all tokens are equal.",
-        top=1.0,
+        1.0,
     ),
     "update": Quantity(
-        "update of the block",
-        "Size of what the layer changes divided by the size of its input, mean over tokens.",
-        alarms=("dead-layer",),
+        _STREAM, "update of the block", attrgetter("update"),
+        "Size of what the layer changes divided by the size of its input, mean over tokens.", alarms=("dead-layer",),
     ),
     "attention_update": Quantity(
-        "update of attention",
+        _STREAM, "update of attention", attrgetter("attention_update"),
         "Size of what attention adds divided by the size of the stream that it reads, mean over tokens.",
     ),
     "mlp_update": Quantity(
-        "update of the MLP",
+        _STREAM, "update of the MLP", attrgetter("mlp_update"),
         "Size of what the MLP adds divided by the size of the stream that it reads, mean over tokens.",
     ),
     "block_influence": Quantity(
-        "block influence (ShortGPT)",
+        _STREAM, "block influence (ShortGPT)", attrgetter("block_influence"),
         "1 − mean cosine of the states before and after the layer.",
     ),
     "score_range": Quantity(
-        "score range, largest head",
-        "The largest range (max − min) of a row of scores, over the heads of the layer.",
-        largest_score_range,
-        0.0,
-        ("score-explosion",),
+        _ATTENTION, "score range, largest head", largest_score_range,
+        "The largest range (max − min) of a row of scores, over the heads of the layer.", alarms=("score-explosion",),
     ),
     "entropy": Quantity(
-        "entropy, mean head",
+        _ATTENTION, "entropy, mean head", _head("entropy", mean),
         "Entropy of a row of attention in nats, mean over rows and heads.",
-        _head("entropy", mean),
     ),
     "entropy_share": Quantity(
-        "entropy as a share of uniform attention",
+        _ATTENTION, "entropy as a share of uniform attention", entropy_share,
         "Mean entropy of the heads divided by the entropy of uniform attention: 1 averages, 0 selects one token.",
-        entropy_share,
-        1.0,
-        ("entropy-collapse",),
+        1.0, ("entropy-collapse",),
     ),
     "least_entropy": Quantity(
-        "entropy, sharpest head",
+        _ATTENTION, "entropy, sharpest head", _head("entropy", min),
         "The smallest mean entropy of a head of the layer, in nats.",
-        _head("entropy", min),
     ),
     "tv_mean": Quantity(
-        "distance from averaging, mean head",
-        "Total variation distance between a row of attention and uniform attention, mean over rows and heads.",
-        _head("tv_mean", mean),
-        1.0,
+        _ATTENTION, "distance from averaging, mean head", _head("tv_mean", mean),
+        "Total variation distance between a row of attention and uniform attention, mean over rows and heads.", 1.0,
     ),
     "first_mass": Quantity(
-        "attention on the first token, mean head",
-        "Attention weight on the first visible token, mean over rows and heads.",
-        _head("first_mass", mean),
-        1.0,
+        _ATTENTION, "attention on the first token, mean head", _head("first_mass", mean),
+        "Attention weight on the first visible token, mean over rows and heads.", 1.0,
     ),
     "eta": Quantity(
-        "largest weight η",
+        _WEIGHTS, "largest weight η", attrgetter("eta"),
         "The largest |entry| of the query, key and value–output matrices of the layer's heads.",
     ),
     "qk_norm": Quantity(
-        "query–key circuit, largest head",
+        _WEIGHTS, "query–key circuit, largest head", attrgetter("qk_norm"),
         "The largest spectral norm of QKᵀ over the heads of the layer.",
     ),
     "ov_norm": Quantity(
-        "value–output circuit, largest head",
+        _WEIGHTS, "value–output circuit, largest head", attrgetter("ov_norm"),
         "The largest spectral norm of the value–output map over the heads of the layer.",
     ),
     "skip_loss": Quantity(
-        "cost of skipping the block",
+        _WHAT_IFS, "cost of skipping the block", attrgetter("skip_loss"),
         "Increase of the probe loss (of a model without a loss: relative change of the final states) if the layer "
         "returns its input.",
     ),
-}
-QUANTITIES = {name: replace(quantity, read=quantity.read or attrgetter(name)) for name, quantity in _QUANTITIES.items()}
-"""Quantity → label, in the order in which they are shown."""
+}  # fmt: skip
+"""Quantity → label, in the order in which they are shown, group by group."""
 
 
 def alarm_words(name: str, where: str, evidence: str) -> str:
@@ -176,10 +160,8 @@ def layer_ranges(layers: Sequence[int]) -> str:
     >>> layer_ranges([3]), layer_ranges([0, 1, 2, 5])
     ('layer 3', 'layers 0–2, 5')
     """
-    found = set(layers)
-    starts, ends = (sorted(layer for layer in found if layer + step not in found) for step in (-1, 1))
-    words = ", ".join(str(a) if a == b else f"{a}–{b}" for a, b in zip(starts, ends, strict=True))
-    return f"layer {words}" if len(found) == 1 else f"layers {words}"
+    found = sorted(set(layers))
+    return f"{'layer' if len(found) == 1 else 'layers'} {ranges(found)}"
 
 
 def monitor_verdict(record: MonitorRecord) -> str:
@@ -196,14 +178,3 @@ def monitor_verdict(record: MonitorRecord) -> str:
             where = layer_ranges([alarm.layer for alarm in found])
             parts.append(f"{name} at {where}, first at step {min(alarm.step for alarm in found)}")
     return "; ".join(parts if record.alarms else [*parts, "no alarm"])
-
-
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Residual stream": (
-        "direction_ratio", "residual_ratio", "update", "attention_update", "mlp_update", "block_influence",
-    ),
-    "Attention": ("score_range", "entropy", "entropy_share", "least_entropy", "tv_mean", "first_mass"),
-    "Weights": ("eta", "qk_norm", "ov_norm"),
-    "What-ifs": ("skip_loss",),
-}  # fmt: skip
-"""Group of quantities → their names, in the order of `QUANTITIES`."""

@@ -130,11 +130,7 @@ class MonitorRecord(Record, frozen=True, kw_only=True):
 
     def summary(self) -> Mapping[str, str]:
         """Return the name and the number of probes and alarms."""
-        return {
-            "name": repr(self.name),
-            "probes": str(len(self.probes)),
-            "alarms": counted(len(self.alarms), "alarm"),
-        }
+        return {"name": repr(self.name), "probes": str(len(self.probes)), "alarms": counted(len(self.alarms), "alarm")}
 
     def to_frame(self) -> Any:
         """Return a `pandas.DataFrame` with one row per probe and layer; measures of heads are lists.
@@ -170,11 +166,7 @@ def read_log(path: str | Path) -> MonitorRecord:
     run = read(document, MonitorRun, str(folder / RUN), MONITOR_ADVICE)
     probes, alarms = read_lines(folder / METRICS, Probe), read_lines(folder / ALARMS, Alarm)
     return MonitorRecord(
-        log=str(path),
-        name=folder.resolve().name,
-        run=run,
-        probes=kept(probes, probes),
-        alarms=kept(alarms, probes),
+        log=str(path), name=folder.resolve().name, run=run, probes=kept(probes, probes), alarms=kept(alarms, probes)
     )
 
 

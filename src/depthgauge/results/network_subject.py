@@ -27,8 +27,7 @@ class ResidualNorms(Record, frozen=True, kw_only=True):
     composite: ResidualSize
 
     def __getitem__(self, norm: str) -> ResidualSize:
-        size: ResidualSize = getattr(self, norm)
-        return size
+        return getattr(self, norm)  # type: ignore[no-any-return]
 
 
 class Residual(Record, frozen=True, kw_only=True):
@@ -38,8 +37,7 @@ class Residual(Record, frozen=True, kw_only=True):
     mean: ResidualNorms
 
     def __getitem__(self, center: str) -> ResidualNorms:
-        norms: ResidualNorms = getattr(self, center)
-        return norms
+        return getattr(self, center)  # type: ignore[no-any-return]
 
 
 class NetworkState(Record, frozen=True, kw_only=True):
@@ -129,9 +127,8 @@ class Sandwich(Record, frozen=True, kw_only=True):
 
     def summary(self) -> Mapping[str, str]:
         """Return the method and its bounds."""
-        if self.refused:
-            return {"method": repr(self.method), "refused": repr(self.refused)}
-        return {"method": repr(self.method), "lower": number(self.lower), "upper": number(self.upper)}
+        bounds = {"lower": number(self.lower), "upper": number(self.upper)}
+        return {"method": repr(self.method)} | ({"refused": repr(self.refused)} if self.refused else bounds)
 
 
 class DepthRow(Record, frozen=True, kw_only=True):
@@ -161,6 +158,42 @@ class PrintedTheorem(Record, frozen=True, kw_only=True):
     printed_log10: Measured
     printed_applies: bool
     printed_conditions: dict[str, bool] = msgspec.field(default_factory=dict)
+
+
+class CollapseRecord(Record, frozen=True, kw_only=True):
+    """The result of `depthgauge collapse`: one surrogate, the sandwich on its error, and Theorem D.1 of paper A.
+
+    The keys are those of `Sandwich` and `PrintedTheorem`, with `layers_before`.
+    """
+
+    method: str
+    layers_before: Count
+    layers_after: Count
+    set: str
+    radius: Measured
+    tokens: Count | None
+    effort: str
+    upper: Measured
+    lower: Measured
+    ratio: Measured
+    methods: tuple[str, ...]
+    notes: tuple[str, ...]
+    share: tuple[tuple[Measured, ...], ...]
+    lost_at: Count | None
+    seconds: Measured
+    attack_seconds: Measured
+    printed_bound: Measured
+    printed_log10: Measured
+    printed_applies: bool
+    printed_conditions: dict[str, bool]
+
+    def sandwich(self) -> Sandwich:
+        """Return the bounds alone."""
+        return Sandwich(**{name: getattr(self, name) for name in Sandwich.__struct_fields__ if name != "refused"})
+
+    def printed(self) -> PrintedTheorem:
+        """Return the printed theorem alone."""
+        return PrintedTheorem(**{name: getattr(self, name) for name in PrintedTheorem.__struct_fields__})
 
 
 class GaugedSubject(Record, frozen=True, kw_only=True):

@@ -9,15 +9,15 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, SupportsFloat, TypeVar
 
 import msgspec
 
 from depthgauge._format import number, short
-from depthgauge._frames import html_table
-from depthgauge.errors import InputError, require_path
+from depthgauge._frames import html_facts
+from depthgauge.errors import InputError, require_options, require_path, unknown_name
 
 Number = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 """A finite number."""
@@ -55,23 +55,43 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     def summary(self) -> Mapping[str, str]:
         """Return the few facts that `repr` and notebooks show, by name."""
-        shown = {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, str):
-                shown[name] = repr(value)
-            elif isinstance(value, int | float):
-                shown[name] = str(value) if isinstance(value, bool) else number(value)
-        return shown
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {
+            name: repr(value) if isinstance(value, str | bool) else number(value)
+            for name, value in values.items()
+            if isinstance(value, str | int | float)
+        }
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name}={value}" for name, value in self.summary().items())
         return f"{type(self).__name__}({facts})"
 
     def _repr_html_(self) -> str:
-        return html_table(
-            type(self).__name__, [{"field": name, "value": value} for name, value in self.summary().items()]
-        )
+        return html_facts(type(self).__name__, self.summary(), ("field", "value"))
+
+
+Options = TypeVar("Options", bound=Record)
+
+
+def combine_options(
+    kind: type[Options], verb: str, options: Any, fields: Mapping[str, Any], normal: Mapping[str, Callable[[Any], Any]]
+) -> Options:
+    """Return the options record of a verb, with single options given by keyword.
+
+    `normal` has the function that brings an option into its normal form, by name. An InputError names an option that
+    does not exist or whose type does not fit.
+    """
+    require_options(options, kind, verb)
+    for name in fields:
+        if name not in kind.__struct_fields__:
+            raise unknown_name(f"option of {verb}", name, kind.__struct_fields__)
+    given = {**(options.given() if options else {}), **fields}
+    plain = {name: normal.get(name, lambda same: same)(value) for name, value in given.items() if value is not None}
+    try:
+        return msgspec.convert(plain, kind)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see {kind.__name__}") from error
 
 
 def _as_lists(value: Any) -> Any:
@@ -84,26 +104,14 @@ def _as_lists(value: Any) -> Any:
 T = TypeVar("T")
 
 _EXPECTED = {
-    "array": "a list",
-    "object": "an object",
-    "str": "a string",
-    "int": "a whole number",
-    "float": "a number",
+    "array": "a list", "object": "an object", "str": "a string", "int": "a whole number", "float": "a number",
     "bool": "true or false",
-    "null": "null",
-}
+}  # fmt: skip
+"""The name of a type in messages of msgspec → the words of an error."""
 
 
 def load_document(path: str | Path, advice: str) -> Any:
-    """Return the JSON document in a file.
-
-    Args:
-        path: the file.
-        advice: what to do about a file that is not JSON; ends the error message.
-
-    Raises:
-        ResultError: the file cannot be read, or is not JSON; NaN and infinities are not JSON numbers.
-    """
+    """Return the JSON document in a file, or raise ResultError, which ends with `advice`; NaN is not a JSON number."""
     try:
         text = require_path("path", path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -121,16 +129,9 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
-    """Raise unless a parsed document is an object with the expected schema.
+    """Raise ResultError unless a parsed document is an object with the expected schema, such as `depthgauge.gauge/1`.
 
-    Args:
-        document: what `json.loads` returned.
-        expected: the schema, such as `depthgauge.gauge/1`.
-        name: what to call the document in an error, usually its path.
-        advice: what to do about a document of another kind; ends the error message.
-
-    Raises:
-        ResultError: says which schema was found and which was expected.
+    `name` is what the error calls the document, usually its path, and `advice` is the end of the error.
     """
     if not isinstance(document, dict):
         raise ResultError(
@@ -150,16 +151,9 @@ def check_schema(document: Any, expected: str, name: str, advice: str) -> None:
 
 
 def read(document: Any, kind: type[T], name: str, advice: str) -> T:
-    """Check a parsed JSON document against a record type and return the record.
+    """Return a parsed JSON document as a record; `name` and `advice` as in `check_schema`.
 
-    Args:
-        document: what `json.loads` returned.
-        kind: the record type.
-        name: what to call the document in an error, usually its path.
-        advice: what to do about a document that does not fit; ends the error message.
-
-    Raises:
-        ResultError: names the first place that does not fit, such as `subjects[0].layers[3].heads: expected a list`.
+    A ResultError names the first place that does not fit, such as `subjects[0].layers[3].heads: expected a list`.
     """
     try:
         return msgspec.convert(document, kind)
@@ -179,10 +173,6 @@ def _sentence(message: str) -> str:
     place = place.strip("`").removeprefix("$").removeprefix(".")
     if missing := re.fullmatch(r"Object missing required field `(.*)`", what):
         return f"{place}.{missing[1]}: is missing".removeprefix(".")
-    what = re.sub(r"`([^`]*)`", lambda found: _words(found[1]), what)
+    what = re.sub(r"`([^`]*)`", lambda found: " or ".join(_EXPECTED.get(t, t) for t in found[1].split(" | ")), what)
     what = what[:1].lower() + what[1:]
     return f"{place}: {what}" if place else what
-
-
-def _words(types: str) -> str:
-    return " or ".join(_EXPECTED.get(part.strip(), part.strip()) for part in types.split("|"))

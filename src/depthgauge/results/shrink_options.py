@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge._format import counted
-from depthgauge.errors import InputError, require_count, require_options, require_positive, require_seed, unknown_name
-from depthgauge.results.record import Record
+from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
@@ -69,8 +69,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, by name."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in msgspec.structs.fields(self)}
-        return {name: value for name, (value, default) in values.items() if value is not None and value != default}
+        default = {field.name: field.default for field in msgspec.structs.fields(self)}
+        return {name: getattr(self, name) for name in default if getattr(self, name) not in (None, default[name])}
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
@@ -85,10 +85,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
                 "say how much to remove: a number or a share with --remove, or a limit with --max-increase"
             )
         if not 0.5 <= self.confidence <= 0.9999:
-            raise InputError(
-                f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; it is the probability that "
-                "the guarantee is true"
-            )
+            meaning = "it is the probability that the guarantee is true"
+            raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
         if self.heal is not None:
             require_count("heal", self.heal, "the number of training steps after the repair")
             if self.no_repair:
@@ -98,12 +96,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         require_seed(self.seed)
 
     def check_model(self, decoder: bool, name: str) -> None:
-        """Raise for options that do not apply to the kind of model.
-
-        Args:
-            decoder: whether the model is a causal language model.
-            name: its name.
-        """
+        """Raise for options that do not apply to the model `name`; a decoder is a causal language model."""
         if not decoder and self.max_increase is not None:
             raise InputError(
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
@@ -116,11 +109,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             )
 
     def count(self, layers: int, name: str) -> int:
-        """Return the number of blocks that `remove` stands for.
-
-        Args:
-            layers: number of blocks of the model.
-            name: its name.
+        """Return the number of blocks that `remove` stands for in the model `name` with this many layers.
 
         >>> ShrinkOptions(remove="25%").count(30, "model"), ShrinkOptions(remove="10%").count(4, "model")
         (7, 1)
@@ -146,27 +135,16 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -> ShrinkOptions:
     """Combine an options record with single options given by keyword; check the types of both.
 
-    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1.
-
-    Raises:
-        InputError: names an option that does not exist or whose type does not fit.
+    A single text may be given as one path, and `remove` as a whole number or as a number between 0 and 1. None keeps
+    the option of the record.
     """
-    require_options(options, ShrinkOptions, "shrink")
     known = ShrinkOptions.__struct_fields__
-    for name in fields:
-        if name not in known:
-            raise unknown_name("option of shrink", name, known)
-    plain = {**(options.given() if options else {}), **{k: v for k, v in fields.items() if v is not None}}
-    if "text" in plain:
-        text = plain["text"]
-        plain["text"] = [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
-    if "remove" in plain:
-        plain["remove"] = _remove_text(plain["remove"])
-    try:
-        return msgspec.convert(plain, ShrinkOptions)
-    except msgspec.ValidationError as error:
-        what, _, place = str(error).partition(" - at ")
-        raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see ShrinkOptions") from error
+    given = {name: value for name, value in fields.items() if value is not None or name not in known}
+    return combine_options(ShrinkOptions, "shrink", options, given, {"remove": _remove_text, "text": _text_list})
+
+
+def _text_list(text: Any) -> list[str]:
+    return [str(path) for path in (text if isinstance(text, list | tuple) else [text])]
 
 
 def _remove_text(remove: Any) -> Any:

@@ -1,6 +1,6 @@
 """The result of `shrink` as records; `depthgauge.json` next to a shrunk model holds one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -290,95 +290,71 @@ PLAN_ADVICE = "give a file that `depthgauge shrink --plan-only FILE` or `depthga
 SHRINK_ADVICE = "give the `depthgauge.json` in the directory that `depthgauge shrink --out DIR` wrote"
 
 
-def read_shrink(path: str | Path) -> ShrinkRecord:
-    """Read `depthgauge.json` of a shrunk model, or a document that `depthgauge shrink --json` printed.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ResultError: the file cannot be read or is not such a document; the message names the place.
-    """
-    return check_shrink(load_document(path, SHRINK_ADVICE), str(path))
-
-
 def check_shrink(document: Any, name: str = "the result", advice: str = SHRINK_ADVICE) -> ShrinkRecord:
     """Return a parsed result document as a record; keys that the schema does not know are ignored.
 
-    Args:
-        document: what `json.loads` returned, or `ShrinkRecord.to_json()`.
-        name: what to call the document in an error.
-        advice: what to do about a document that does not fit; ends the error message.
-
-    Raises:
-        ResultError: the document does not fit the schema; the message names the place.
+    A ResultError calls the document `name`, names the place that does not fit, and ends with `advice`.
     """
     check_schema(document, SHRINK_SCHEMA, name, advice)
     filled = {key: _with_defaults(value) if key == "plan" else value for key, value in document.items()}
     record = read(filled, ShrinkRecord, name, advice)
-    _check_plan(record.plan, "plan.", name, advice)
-    if record.plan.layers != record.layers_before:
-        raise ResultError(
-            f"{name}: layers_before: {record.layers_before} is not plan.layers, {record.plan.layers}; {advice}"
-        )
-    _check_layers(record.removed, record.layers_before, "removed", name, advice)
-    if record.layers_after != record.layers_before - len(record.removed):
-        raise ResultError(
-            f"{name}: layers_after: {record.layers_after} is not {record.layers_before} less "
-            f"{counted(len(record.removed), 'removed layer')}; {advice}"
-        )
-    _check_steps(record.repair, record.layers_before, "repair", name, advice)
+    _refuse(_problems(record), name, advice)
     return record
 
 
 def read_plan(path: str | Path) -> PlanRecord:
-    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model.
-
-    Args:
-        path: the file.
-
-    Raises:
-        ResultError: the file cannot be read or is neither of the two; the message names the place.
-    """
+    """Read a plan: a file that `--plan-only` wrote, or the `depthgauge.json` of a shrunk model."""
     document, name = load_document(path, PLAN_ADVICE), str(path)
     if isinstance(document, dict) and document.get("schema") == SHRINK_SCHEMA:
         return check_shrink(document, name, PLAN_ADVICE).plan
     check_schema(document, PLAN_SCHEMA, name, PLAN_ADVICE)
     plan = read(_with_defaults(document), PlanRecord, name, PLAN_ADVICE)
-    _check_plan(plan, "", name, PLAN_ADVICE)
+    _refuse(_plan_problems(plan, ""), name, PLAN_ADVICE)
     return plan
 
 
 def _with_defaults(plan: Any) -> Any:
     """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
-    settings = plan.get("settings") if isinstance(plan, dict) else None
-    if not isinstance(settings, dict):
+    if not isinstance(plan, dict) or not isinstance(settings := plan.get("settings"), dict):
         return plan
     return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
 
 
-def _check_plan(plan: PlanRecord, place: str, name: str, advice: str) -> None:
+def _refuse(problems: Iterator[str], name: str, advice: str) -> None:
+    for problem in problems:
+        raise ResultError(f"{name}: {problem}; {advice}")
+
+
+def _problems(record: ShrinkRecord) -> Iterator[str]:
+    yield from _plan_problems(record.plan, "plan.")
+    before, after, removed = record.layers_before, record.layers_after, record.removed
+    if record.plan.layers != before:
+        yield f"layers_before: {before} is not plan.layers, {record.plan.layers}"
+    yield from _removed_problems(removed, before, "removed")
+    if after != before - len(removed):
+        yield f"layers_after: {after} is not {before} less {counted(len(removed), 'removed layer')}"
+    yield from _layer_problems({f"repair[{k}].layer": step.layer for k, step in enumerate(record.repair)}, before)
+
+
+def _plan_problems(plan: PlanRecord, place: str) -> Iterator[str]:
     if not 1 <= plan.layers <= MOST_LAYERS:
-        raise ResultError(f"{name}: {place}layers: expected from 1 to {MOST_LAYERS}, got {plan.layers}; {advice}")
-    _check_layers(plan.removed, plan.layers, f"{place}removed", name, advice)
-    _check_steps(plan.search, plan.layers, f"{place}search", name, advice)
+        yield f"{place}layers: expected from 1 to {MOST_LAYERS}, got {plan.layers}"
+    yield from _removed_problems(plan.removed, plan.layers, f"{place}removed")
+    found = {f"{place}search[{k}].layer": step.layer for k, step in enumerate(plan.search)}
+    yield from _layer_problems(found, plan.layers)
 
 
-def _check_layers(layers: tuple[int, ...], count: int, place: str, name: str, advice: str) -> None:
-    """Raise unless these are different layers of a model with `count` layers, and at least one layer is left."""
-    for k, layer in enumerate(layers):
-        _check_layer(layer, count, f"{place}[{k}]", name, advice)
-        if layer in layers[:k]:
-            raise ResultError(f"{name}: {place}[{k}]: layer {layer} occurs twice; {advice}")
-    if len(layers) >= count:
-        raise ResultError(f"{name}: {place}: all {counted(count, 'layer')} are removed; {advice}")
+def _removed_problems(removed: tuple[int, ...], count: int, place: str) -> Iterator[str]:
+    """Yield what is wrong unless these are different layers of a model, and at least one of its layers is left."""
+    for k, layer in enumerate(removed):
+        yield from _layer_problems({f"{place}[{k}]": layer}, count)
+        if layer in removed[:k]:
+            yield f"{place}[{k}]: layer {layer} occurs twice"
+    if len(removed) >= count:
+        yield f"{place}: all {counted(count, 'layer')} are removed"
 
 
-def _check_steps(steps: Sequence[SearchStep | RepairStep], count: int, place: str, name: str, advice: str) -> None:
-    for k, step in enumerate(steps):
-        _check_layer(step.layer, count, f"{place}[{k}].layer", name, advice)
-
-
-def _check_layer(layer: int, count: int, place: str, name: str, advice: str) -> None:
-    if layer >= count:
-        raise ResultError(f"{name}: {place}: expected a layer from 0 to {count - 1}, got {layer}; {advice}")
+def _layer_problems(layers: Mapping[str, int], count: int) -> Iterator[str]:
+    for place, layer in layers.items():
+        if layer >= count:
+            yield f"{place}: expected a layer from 0 to {count - 1}, got {layer}"

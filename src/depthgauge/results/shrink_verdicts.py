@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from depthgauge._format import DASH, counted, duration, number, size_text
+from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.shrink_record import (
     BeforeAfter,
     CalibrationRecord,
@@ -15,7 +15,6 @@ from depthgauge.results.shrink_record import (
     HealRecord,
     ReloadRecord,
     ShrinkRecord,
-    TestedSize,
     TextRecord,
 )
 
@@ -46,29 +45,17 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
         "loss", "loss, nats per token", "loss added, nats per token", "the loss grows by # nats per token"
     ),
     "states": ObjectiveLabel(
-        "change of the final states",
-        "relative change of the final states",
-        "relative change of states",
+        "change of the final states", "relative change of the final states", "relative change of states",
         "the final states change by # of their size",
     ),
-}
+}  # fmt: skip
 """Objective → label."""
 
-TEXTS: Mapping[str, str] = {
-    "text": "your text",
-    "sampled": "sampled from the model",
-    "built-in": "built-in text",
-}
+TEXTS = {"text": "your text", "sampled": "sampled from the model", "built-in": "built-in text"}
 """Kind of text → label."""
-
-ABOUT: Mapping[str, str] = {
-    "text": "your text",
-    "sampled": "text that the model writes itself",
-    "built-in": "the built-in text",
-}
+ABOUT = {"text": "your text", "sampled": "text that the model writes itself", "built-in": "the built-in text"}
 """Kind of text → what a guarantee about it says."""
-
-SHORT_TEXTS: Mapping[str, str] = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
+SHORT_TEXTS = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
 
 LARGEST_RATIO = 1e6
@@ -93,9 +80,8 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     guarantee = record.guarantee
     if guarantee is not None and limit_failed(guarantee):
         return limit_sentence(guarantee, record.objective)
-    kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} are kept"
-    if record.layers_after == 1:
-        kept = f"1 of {counted(record.layers_before, 'layer')} is kept"
+    verb = "is" if record.layers_after == 1 else "are"
+    kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} {verb} kept"
     measured = objective_label(record.objective).by(measured_increase(record))
     if guarantee is None or guarantee.quantile.increase is None:
         return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
@@ -171,11 +157,9 @@ def limit_sentence(guarantee: GuaranteeRecord, objective: str) -> str:
 def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     """Return the guarantee in sentences, the assumption last; empty if nothing is guaranteed."""
     guarantee = record.guarantee
-    if guarantee is None or limit_failed(guarantee):
+    if guarantee is None or limit_failed(guarantee) or guarantee.quantile.increase is None:
         return ()
     quantile = guarantee.quantile
-    if quantile.increase is None:
-        return ()
     tested = "" if guarantee.limit is None else "; this is the limit, tested from gentle to harsh sizes"
     bound = (
         f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of windows of "
@@ -186,17 +170,12 @@ def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     return (bound, guarantee.assumption)
 
 
-def tested_words(size: TestedSize) -> str:
-    """Return whether a size passed."""
-    return "yes" if size.passed else "no"
-
-
 def heal_sentence(heal: HealRecord) -> str:
     """Return what training after the repair did."""
-    then = "was kept" if heal.kept else "was discarded"
     return (
         f"healing: {counted(heal.steps, 'training step')} changed the objective on the selection windows from "
-        f"{number(heal.before, 4)} to {number(heal.after, 4)}; the result {then}"
+        f"{number(heal.before, 4)} to {number(heal.after, 4)}; the result "
+        f"was {'kept' if heal.kept else 'discarded'}"
     )
 
 
@@ -233,14 +212,8 @@ def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:
     full = " ".join("▓" if layer in gone else str(layer) for layer in range(layers))
     if len(full) <= width:
         return full
-    parts = []
-    for is_gone, run in groupby(range(layers), key=gone.__contains__):
-        block = list(run)
-        if is_gone:
-            parts.append("▓" * len(block))
-        else:
-            parts.append(str(block[0]) if len(block) == 1 else f"{block[0]}–{block[-1]}")
-    return " ".join(parts)
+    blocks = [(is_gone, list(run)) for is_gone, run in groupby(range(layers), key=gone.__contains__)]
+    return " ".join("▓" * len(block) if is_gone else ranges(block) for is_gone, block in blocks)
 
 
 def _share(value: float) -> str:

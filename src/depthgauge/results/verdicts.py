@@ -3,13 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from depthgauge._format import counted, number
-from depthgauge.results.checkpoint_subject import (
-    LEAST_WINDOWS,
-    CheckpointSubject,
-    Interval,
-    RegimeDistance,
-    ScoreTrust,
-)
+from depthgauge.results.checkpoint_subject import LEAST_WINDOWS, CheckpointSubject, Interval, RegimeDistance, ScoreTrust
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
 
@@ -63,12 +57,11 @@ def checkpoint_verdict(
         parts.append(f"skipping layer {least} costs least ({low} {unit}), layer {most} most ({high})")
     ranked = [(row.spearman, row.score) for row in trust if row.spearman is not None]
     if ranked:
-        correlation, score = max(ranked, key=lambda pair: pair[0])
+        best, score = max(ranked, key=lambda pair: pair[0])
         label = SCORES[score].label if score in SCORES else score
-        if correlation > 0:
-            parts.append(f"the best layer score is {label} (rank correlation {correlation:.2f})")
-        else:
-            parts.append(f"no layer score predicts the measured cost (rank correlations of at most {correlation:.2f})")
+        trusted = f"the best layer score is {label} (rank correlation {best:.2f})"
+        none = f"no layer score predicts the measured cost (rank correlations of at most {best:.2f})"
+        parts.append(trusted if best > 0 else none)
     if not parts and regime is not None:
         parts.append(
             f"the weights are about {regime.corrected_orders:.1f} orders of magnitude from the small-weight regime"

@@ -9,7 +9,6 @@ N_{k:ℓ} = A_k ⋯ A_{ℓ−1} and E_ℓ = Σ_h (P_ℓh − U) X_ℓ V_ℓh, a 
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.linalg.enclosures import Enclosure
@@ -31,7 +30,8 @@ class Expansion:
         self.W: list[Enclosure] = []
         self.V: list[Enclosure] = []
         for layer in network:
-            query, key, value = (_plain(w) for w in (layer.query, layer.key, layer.value))
+            weights = (layer.query, layer.key, layer.value)
+            query, key, value = (weight.detach().cpu().to(torch.float64) for weight in weights)
             self.W.append((Enclosure.exact(query) @ key.mT) * network.scale)
             self.V.append(Enclosure.exact(value))
         self._drift: dict[tuple[int, int], Enclosure] = {}
@@ -39,9 +39,7 @@ class Expansion:
 
     def equals(self, other: "Expansion") -> bool:
         """Whether both expansions have bitwise equal weights."""
-        mine, theirs = ([*e.W, *e.V] for e in (self, other))
-        same = len(mine) == len(theirs) and all(_same(a.mid, b.mid) for a, b in zip(mine, theirs, strict=True))
-        return same and self.skip == other.skip
+        return (self.skip, self.W, self.V) == (other.skip, other.W, other.V)
 
     @cached_property
     def V_sum(self) -> list[Enclosure]:
@@ -53,17 +51,13 @@ class Expansion:
 
         The recursion Z_{k:ℓ+1} = Z_{k:ℓ} + V_ℓ + Z_{k:ℓ} V_ℓ avoids the cancellation of subtracting the identity.
         """
-        if (k, end) not in self._drift:
-            self._drift[k, end] = self._build_drift(k, end)
+        if (k, end) not in self._drift and end == k:
+            eye = torch.eye(self.dim, dtype=torch.float64)
+            self._drift[k, end] = Enclosure.exact(torch.zeros_like(eye) if self.skip else eye)
+        elif (k, end) not in self._drift:
+            before, V = self.drift(k, end - 1), self.V_sum[end - 1]
+            self._drift[k, end] = before + V + before @ V if self.skip else before @ V
         return self._drift[k, end]
-
-    def _build_drift(self, k: int, end: int) -> Enclosure:
-        if end == k:
-            if self.skip:
-                return Enclosure.exact(torch.zeros(self.dim, self.dim, dtype=torch.float64))
-            return Enclosure.exact(torch.eye(self.dim, dtype=torch.float64))
-        before, V = self.drift(k, end - 1), self.V_sum[end - 1]
-        return before + V + before @ V if self.skip else before @ V
 
     def carried(self, k: int, end: int) -> Enclosure:
         """Return V_kh · Z_{k+1:ℓ} for all heads of layer k, the effect of mean((P_kh − U) X_k) on state ℓ."""
@@ -75,12 +69,3 @@ class Expansion:
         if k not in self._carried_out:
             self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
         return self._carried_out[k]
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal; NaN, from products that overflowed, equals NaN."""
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _plain(weight: Tensor) -> Tensor:
-    return weight.detach().cpu().to(torch.float64)

@@ -17,12 +17,6 @@ def canonical_json(document: Any) -> str:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 
-def derived_seed(*parts: str | int) -> int:
-    """Return a seed in [0, 2⁶³) determined by the parts: the first 63 bits of their SHA-256."""
-    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 @dataclass(frozen=True)
 class Cell:
     """One computation of a sweep: a task, a value for every parameter, and a repetition number.
@@ -40,17 +34,16 @@ class Cell:
     @cached_property
     def identity(self) -> str:
         """The SHA-256 of task, version, parameters and repetition; equal cells have equal identities."""
-        document = {
-            "task": self.task,
-            "version": self.version,
-            "parameters": dict(self.parameters),
-            "repetition": self.repetition,
-        }
+        document = {name: getattr(self, name) for name in ("task", "version", "repetition")}
+        document["parameters"] = dict(self.parameters)
         return hashlib.sha256(canonical_json(document).encode()).hexdigest()
 
     def seed(self, purpose: str) -> int:
-        """Return the seed for one use of random numbers (`"network"`, `"inputs"`, …), derived from the identity."""
-        return derived_seed(self.identity, purpose)
+        """Return the seed for one use of random numbers (`"network"`, `"inputs"`, …), in [0, 2⁶³).
+
+        It is the first 63 bits of the SHA-256 of the identity and the purpose.
+        """
+        return int.from_bytes(hashlib.sha256(f"{self.identity}|{purpose}".encode()).digest()[:8], "big") >> 1
 
 
 @dataclass(frozen=True)

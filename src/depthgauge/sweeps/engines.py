@@ -1,12 +1,13 @@
 """The engines that compute cells: processes on this machine, or a Dask cluster. Both give the same results."""
 
+import logging
 import os
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,13 +50,9 @@ def compute(cell: Cell) -> CellOutcome:
         try:
             result, error = cell.run(cell), None
         except Exception as stopped:
-            result, error = None, _one_line(stopped)
+            kind = "" if isinstance(stopped, DepthgaugeError) else f"{type(stopped).__name__}: "
+            result, error = None, kind + " ".join(str(stopped).split())
         return CellOutcome(cell.identity, result, error, time.perf_counter() - begun)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, DepthgaugeError) else f"{type(error).__name__}: {text}"
 
 
 def _initialise_worker(parent: int) -> None:
@@ -184,7 +181,10 @@ def connected(address: str) -> Iterator[Any]:
         from distributed import Client
     except ImportError as error:
         raise missing_extra("the engine dask", "cluster") from error
-    with _quiet("distributed"):
+    log = logging.getLogger("distributed")
+    with ExitStack() as restored:
+        restored.callback(log.setLevel, log.level)
+        log.setLevel(logging.CRITICAL)  # a lost worker is not an error, its cells are computed again
         _check_scheduler(address)
         client: Any = Client(address, timeout=CONNECT_SECONDS, set_as_default=False)  # type: ignore[no-untyped-call]
         with client:
@@ -194,7 +194,12 @@ def connected(address: str) -> Iterator[Any]:
                 raise InputError(
                     f"the Dask scheduler at {address} has no workers; start some with `dask worker {address}`"
                 ) from error
-            _check_workers(client)
+            for worker, found in client.run(_installed, on_error="return").items():
+                if found != __version__:
+                    raise InputError(
+                        f"the worker {worker} has depthgauge {found}, this machine has {__version__}; "
+                        "install the same depthgauge on every machine"
+                    )
             yield client
 
 
@@ -220,32 +225,8 @@ def _check_scheduler(address: str) -> None:
             ) from error
 
 
-def _check_workers(client: Any) -> None:
-    """Raise InputError unless every worker has this version of depthgauge."""
-    for worker, found in client.run(_installed, on_error="return").items():
-        if found != __version__:
-            raise InputError(
-                f"the worker {worker} has depthgauge {found}, this machine has {__version__}; "
-                "install the same depthgauge on every machine"
-            )
-
-
 def _installed() -> str:
     return __version__
-
-
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Suppress the log messages of a library: a lost worker is not an error, its cells are computed again."""
-    import logging
-
-    log = logging.getLogger(logger)
-    before = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(before)
 
 
 def _reporting_backend(client: Any) -> Any:
@@ -281,10 +262,8 @@ def choose_engine(name: str, scheduler: str | None = None, jobs: int | None = No
         raise unknown_name("engine", name, ENGINES)
     if name == "local":
         if scheduler is not None:
-            raise InputError(
-                f"--scheduler applies to the engine dask only, got {scheduler!r} with the engine local; "
-                "add --engine dask"
-            )
+            given = f"got {scheduler!r} with the engine local"
+            raise InputError(f"--scheduler applies to the engine dask only, {given}; add --engine dask")
         return Local(jobs)
     if scheduler is None:
         raise InputError("the engine dask needs --scheduler ADDRESS, for example tcp://127.0.0.1:8786")

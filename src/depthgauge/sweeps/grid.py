@@ -11,8 +11,7 @@ from typing import Any
 
 from depthgauge.errors import InputError, require_count, unknown_name
 from depthgauge.sweeps.cells import Cell, canonical_json
-from depthgauge.sweeps.parameters import check_parameters
-from depthgauge.sweeps.task import Task
+from depthgauge.sweeps.parameters import Task, check_parameters
 
 KEYS = ("task", "repetitions", "parameters")
 MOST_CELLS = 1_000_000
@@ -21,18 +20,10 @@ MOST_CELLS = 1_000_000
 
 @dataclass(frozen=True)
 class Grid:
-    """All combinations of the listed parameter values, each repeated.
+    """All combinations of the listed parameter values, each repeated with new random numbers.
 
-    The whole grid is checked when it is created.
-
-    Args:
-        task: The task of every cell.
-        parameters: A list of values for each parameter of the task; optional parameters may be left out.
-        repetitions: How often each combination is repeated, with new random numbers each time.
-        name: Shown in the status of a store; not part of the grid's identity.
-
-    Raises:
-        InputError: A parameter is unknown, a value is invalid, or two cells are equal.
+    The whole grid is checked when it is created. `parameters` has a list of values for each parameter of the task;
+    optional ones may be left out. `name` is shown in the status of a store; it is not part of the grid's identity.
     """
 
     task: Task
@@ -44,7 +35,12 @@ class Grid:
         require_count("repetitions", self.repetitions, "how often every setting is repeated")
         for name, values in self.parameters.items():
             _check_list(name, values)
-        _check_distinct(self._cells)
+        seen: set[str] = set()
+        for cell in self._cells:
+            if cell.identity in seen:
+                setting = canonical_json(dict(cell.parameters))
+                raise InputError(f"the grid contains the same cell twice: {setting}; remove the duplicate values")
+            seen.add(cell.identity)
 
     def document(self) -> dict[str, Any]:
         """Return the grid as the JSON document that a store keeps."""
@@ -80,15 +76,6 @@ def _check_list(name: str, values: Any) -> None:
         raise InputError(f"parameters.{name} must be a list, got {values!r}; write {name} = [{shown}]")
     if not values:
         raise InputError(f"parameters.{name} is an empty list; give at least one value, or omit the key")
-
-
-def _check_distinct(cells: list[Cell]) -> None:
-    seen: set[str] = set()
-    for cell in cells:
-        if cell.identity in seen:
-            setting = canonical_json(dict(cell.parameters))
-            raise InputError(f"the grid contains the same cell twice: {setting}; remove the duplicate values")
-        seen.add(cell.identity)
 
 
 def read_grid(path: str | Path, tasks: Mapping[str, Task]) -> Grid:

@@ -1,4 +1,8 @@
-"""Parameters of tasks: each value is checked before a sweep starts and stored in one normal form."""
+"""The tasks of a sweep and their parameters: each value is checked before a sweep starts and stored in one normal form.
+
+The version of a task is part of the identity of its cells. Increase it when the results of the task change, so that old
+rows are not reused.
+"""
 
 import math
 import numbers
@@ -7,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.sweeps.cells import Cell
 
 Check = Callable[[str, Any], Any]
 """Maps (parameter name, given value) to the value in normal form, or raises InputError."""
@@ -60,15 +65,18 @@ def choice(*names: str) -> Check:
     return check
 
 
-def flag(meaning: str) -> Check:
-    """Accept true or false."""
-
-    def check(name: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            raise InputError(f"{name} must be true or false, got {value!r}; it sets {meaning}")
+def _of_type(kind: type, words: str, meaning: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise InputError(f"{name} must be {words}, got {value!r}; it {meaning}")
         return value
 
     return check
+
+
+def flag(meaning: str) -> Check:
+    """Accept true or false."""
+    return _of_type(bool, "true or false", f"sets {meaning}")
 
 
 def or_word(word: str, check: Check) -> Check:
@@ -78,13 +86,7 @@ def or_word(word: str, check: Check) -> Check:
 
 def text(meaning: str) -> Check:
     """Accept any string; the task itself interprets it."""
-
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise InputError(f"{name} must be a string, got {value!r}; it is {meaning}")
-        return value
-
-    return check
+    return _of_type(str, "a string", f"is {meaning}")
 
 
 _WHOLE = count("the seed of the random numbers", least=0)
@@ -100,10 +102,27 @@ def check_parameters(task: str, known: Mapping[str, Parameter], given: Mapping[s
     for name in given:
         if name not in known:
             raise InputError(f"unknown parameter {name!r}; {listed}")
-    missing = [name for name in required if name not in given]
-    if missing:
-        raise InputError(f"the parameter {missing[0]!r} is missing; {listed}")
+    for name in required:
+        if name not in given:
+            raise InputError(f"the parameter {name!r} is missing; {listed}")
     return {
         name: parameter.check(name, given[name]) if name in given else parameter.default
         for name, parameter in known.items()
     }
+
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task: its name, version and parameters, and the function that computes a cell."""
+
+    name: str
+    version: int
+    parameters: Mapping[str, Parameter]
+    run: Callable[[Cell], Values]
+    complete: Callable[[Values], Values] = lambda parameters: parameters
+    """Checks the parameters against each other and fills in defaults that depend on other parameters."""
+    repeats_inside: bool = False
+    """Whether one cell computes all repetitions of its setting."""

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -86,9 +86,8 @@ class Store:
                 write_atomically(path, _make)
         mode = "rw" if os.access(path, os.W_OK) else "ro"
         with _translated_errors(path):
-            connection = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={mode}", uri=True, isolation_level=None, timeout=30
-            )
+            place = f"{path.absolute().as_uri()}?mode={mode}"
+            connection = sqlite3.connect(place, uri=True, isolation_level=None, timeout=30)
             try:
                 _prepare(connection, path)
             except BaseException:
@@ -165,10 +164,8 @@ class Store:
 
     def grids(self) -> list[tuple[str, dict[str, Any], Count]]:
         """Return the name, document and progress of every grid in the store."""
-        found = []
-        for grid, name, document in self._read("SELECT grid, name, document FROM grids ORDER BY rowid"):
-            found.append((name, json.loads(document), self.count(grid)))
-        return found
+        found = self._read("SELECT grid, name, document FROM grids ORDER BY rowid")
+        return [(name, json.loads(document), self.count(grid)) for grid, name, document in found]
 
     def count(self, grid: str | None = None) -> Count:
         """Count the cells of one grid, or of all grids together (a cell in two grids counts once)."""
@@ -198,14 +195,11 @@ class Store:
 
 def _make(path: Path) -> None:
     """Create an empty store."""
-    connection = sqlite3.connect(path, isolation_level=None)
-    try:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:  # closing merges the log into the file
         connection.execute("PRAGMA journal_mode = WAL")
         connection.executescript(f"BEGIN; {_SCHEMA} COMMIT")
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version = {FORMAT}")
-    finally:
-        connection.close()  # merges the write-ahead log into the file
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:

@@ -52,18 +52,21 @@ class SweepRows:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return each row as a flat dictionary: identity, task, parameters, results, and `error_text`."""
-        return [_flat(row) for row in self.rows]
+        head = ("identity", "task", "version", "repetition")
+        return [
+            {name: getattr(row.cell, name) for name in head}
+            | dict(row.cell.parameters)
+            | (row.result or {})
+            | {"error_text": row.error}
+            for row in self.rows
+        ]
 
     def to_csv(self) -> str:
         """Return the table as CSV; lists and booleans are written as JSON, and numbers round-trip."""
         return to_csv(self.to_json())
 
     def to_frame(self) -> Any:
-        """Return the table as a `pandas.DataFrame` with the columns of `to_json`.
-
-        Raises:
-            MissingPackageError: pandas is not installed.
-        """
+        """Return the table as a `pandas.DataFrame` with the columns of `to_json`."""
         return frame(self.to_json())
 
     def _repr_html_(self) -> str:
@@ -103,11 +106,7 @@ class SweepResult:
         }
 
     def to_frame(self) -> Any:
-        """Return the rows as a `pandas.DataFrame` with one column for each parameter and each result.
-
-        Raises:
-            MissingPackageError: pandas is not installed.
-        """
+        """Return the rows as a `pandas.DataFrame` with one column for each parameter and each result."""
         return self.rows.to_frame()
 
     def _repr_html_(self) -> str:
@@ -122,23 +121,6 @@ class GridProgress:
     document: Mapping[str, Any]
     count: Count
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the list `grids` in the status document."""
-        return {"name": self.name, **self.document, **asdict(self.count)}
-
-
-@dataclass(frozen=True)
-class FailedCell:
-    """A cell that failed: its task, its parameters, and the error."""
-
-    task: str
-    parameters: Mapping[str, Any]
-    error: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of the list `errors` in the status document."""
-        return {"task": self.task, "parameters": dict(self.parameters), "error": self.error}
-
 
 @dataclass(frozen=True, repr=False)
 class SweepStatus:
@@ -152,7 +134,8 @@ class SweepStatus:
     """Total computing time of all rows."""
     running: Holder | None
     grids: tuple[GridProgress, ...]
-    errors: tuple[FailedCell, ...]
+    errors: tuple[StoredRow, ...]
+    """The rows of the cells that failed."""
 
     def __repr__(self) -> str:
         running = f", running: {self.running}" if self.running is not None else ""
@@ -167,19 +150,16 @@ class SweepStatus:
             "rows_sha256": self.rows_sha256,
             "seconds": self.seconds,
             "running": None if self.running is None else asdict(self.running),
-            "grids": [grid.to_json() for grid in self.grids],
-            "errors": [failure.to_json() for failure in self.errors],
+            "grids": [{"name": grid.name, **grid.document, **asdict(grid.count)} for grid in self.grids],
+            "errors": [
+                {"task": row.cell.task, "parameters": dict(row.cell.parameters), "error": row.error}
+                for row in self.errors
+            ],
         }
 
     def _repr_html_(self) -> str:
         rows = [{"grid": grid.name, "task": grid.document.get("task"), **asdict(grid.count)} for grid in self.grids]
         return html_table(f"{self.store}: {self.count}", rows)
-
-
-def _flat(row: StoredRow) -> dict[str, Any]:
-    cell = row.cell
-    head = {"identity": cell.identity, "task": cell.task, "version": cell.version, "repetition": cell.repetition}
-    return head | dict(cell.parameters) | (row.result or {}) | {"error_text": row.error}
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:

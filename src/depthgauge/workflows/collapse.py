@@ -14,7 +14,7 @@ from depthgauge.errors import unknown_name
 from depthgauge.network.files import load_network, save_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.progress import Step, silent
-from depthgauge.results.collapse_record import CollapseRecord
+from depthgauge.results.network_subject import CollapseRecord
 from depthgauge.surrogates.closed_forms import METHODS
 
 

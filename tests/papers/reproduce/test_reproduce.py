@@ -20,8 +20,8 @@ from depthgauge.papers.separation.settings import Regression, build_setting
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Local
+from depthgauge.sweeps.parameters import Task
 from depthgauge.sweeps.read import read_status
-from depthgauge.sweeps.task import Task
 
 HERE = Local(1)
 reproduce = partial(draw.reproduce, engine=HERE)

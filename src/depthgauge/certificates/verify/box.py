@@ -99,7 +99,7 @@ class BoxLayers:
         theta = [(2 * t).upper() for t in sign_norms(record, f"{k}.theta", state, W, spread)]
         rest: list[Vector] = []
         if self.joint:
-            lin = [_stacked(w, self.X.drift(0, k) * w) for w in W]
+            lin = [arb_mat([*w.tolist(), *(self.X.drift(0, k) * w).tolist()]) for w in W]
             phi, phi2 = [self.radius] * self.X.dim, [self.radius] * (2 * self.X.dim)
             e1 = sign_norms(record, f"{k}.e1", err, W, spread)
             lin_spread = sign_norms(record, f"{k}.lin_spread", phi2, lin, spread)
@@ -160,7 +160,3 @@ class BoxLayers:
     def _sum(self, per_head: list[Vector], sizes: list[arb_mat]) -> Vector:
         """Bound Σ_h g_h|M_h|."""
         return add(zeros(self.X.dim), *(through(g, size) for g, size in zip(per_head, sizes, strict=True)))
-
-
-def _stacked(upper: arb_mat, lower: arb_mat) -> arb_mat:
-    return arb_mat([*upper.tolist(), *lower.tolist()])

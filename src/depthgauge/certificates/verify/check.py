@@ -14,8 +14,7 @@ from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
-from depthgauge.certificates.proof import ExpansionProof
-from depthgauge.certificates.upper import UpperBound
+from depthgauge.certificates.proof import ExpansionProof, UpperBound
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
 from depthgauge.certificates.verify.ball import BallLayers
 from depthgauge.certificates.verify.box import BoxLayers, unproved
@@ -28,18 +27,9 @@ from depthgauge.surrogates.matching import match_heads
 
 
 def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
-    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.upper` again.
+    """Prove sup ‖S(X) − S'(X)‖max ≤ `bound.upper` again; raise VerificationError, which names the step that failed.
 
-    Args:
-        comparison: the two networks and the set of inputs.
-        bound: the bound and the record of its first proof.
-        bits: the precision; a failure is tried once more with twice as many bits, so that it is not due to precision.
-
-    Returns:
-        True.
-
-    Raises:
-        VerificationError: the bound could not be proved; the message names the step that failed.
+    A failure is tried once more with twice as many bits, so that it is not due to precision.
     """
     require_count("bits", bits, "the precision of the interval arithmetic", least=64)
     if bound.upper is None or not math.isfinite(bound.upper):
@@ -67,10 +57,8 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
     X, Y = ArbExpansion(network), ArbExpansion(surrogate)
     if comparison.tokens == 1:
         _check(_linear(X, Y, radius, kind), upper)
-    elif kind == "box":
-        _check(_box_bound(comparison, proof, X, Y, upper), upper)
     else:
-        _check(_ball_bound(comparison, proof, X, Y, upper), upper)
+        _check((_box_bound if kind == "box" else _ball_bound)(comparison, proof, X, Y, upper), upper)
 
 
 def _linear(X: ArbExpansion, Y: ArbExpansion, radius: arb, kind: str) -> Vector:

@@ -28,11 +28,7 @@ class ArbDeletion:
     """The bound on |S − S'| where S' is S with the attention of some layers deleted, or with all heads in parallel."""
 
     def __init__(
-        self,
-        network: SelfAttentionNetwork,
-        surrogate: SelfAttentionNetwork,
-        record: dict[str, SignBound],
-        radius: arb,
+        self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, record: dict[str, SignBound], radius: arb
     ) -> None:
         self.network, self.surrogate, self.record, self.radius = network, surrogate, record, radius
         self.W = [scores(network, layer) for layer in network]

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from depthgauge.errors import DepthgaugeError
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.progress import Step, silent
-from depthgauge.sweeps.adopt_rows import adopt_rows
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.engines import Engine
 from depthgauge.sweeps.grid import Grid
+from depthgauge.sweeps.read import adopt_rows
 from depthgauge.sweeps.run import run_cells
 from depthgauge.sweeps.store import Store
 

@@ -14,7 +14,7 @@ from depthgauge.depth.effective import effective_depth
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.linalg.norms import composite_norm, max_norm
-from depthgauge.measures.weights import weight_sizes
+from depthgauge.measures.heads import weight_sizes
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import DISTRIBUTIONS, random_network
@@ -28,8 +28,19 @@ from depthgauge.papers.sweep_tasks.training_task import complete as complete_tra
 from depthgauge.papers.sweep_tasks.training_task import trained_depth
 from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
-from depthgauge.sweeps.parameters import SEED, Parameter, choice, count, flag, number, or_word, positive, text
-from depthgauge.sweeps.task import Task, Values
+from depthgauge.sweeps.parameters import (
+    SEED,
+    Parameter,
+    Task,
+    Values,
+    choice,
+    count,
+    flag,
+    number,
+    or_word,
+    positive,
+    text,
+)
 
 _NETWORK = {
     "eta": Parameter(positive("η, the largest |weight|")),

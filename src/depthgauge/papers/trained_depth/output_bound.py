@@ -17,7 +17,7 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.upper import UpperBound, prove_upper
+from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.errors import require_type
 from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
 from depthgauge.network.network import SelfAttentionNetwork
