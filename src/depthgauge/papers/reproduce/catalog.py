@@ -85,11 +85,11 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "A2", "Error of every one-layer surrogate against the weight size η, between lower bound and certificate.",
-            "collapse_figures:SurrogateErrors",
+            "surrogate_figures:SurrogateErrors",
         ),
         Figure(
             "A3", "Effective depth, certified and measured, over weight size, width and number of layers.",
-            "collapse_figures:DepthMap",
+            "surrogate_figures:DepthMap",
         ),
         Figure(
             "A4", "Whether rank or layers collapse, with and without skip connections, at small and large weights.",
