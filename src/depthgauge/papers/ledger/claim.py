@@ -1,13 +1,12 @@
 """What a claim is: one statement of the ledger and how it is checked."""
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from numpy.random import Generator as Random
 
-from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
+from depthgauge.papers.ledger.arithmetic import Value
 from depthgauge.papers.ledger.finding import Verdict, Witness
 
 Relation = Literal["<=", "<", "="]
@@ -15,10 +14,10 @@ Instance = Mapping[str, Any]
 """Named matrices, vectors and scalars: everything that the two sides depend on."""
 Size = Mapping[str, int]
 """Dimensions such as {"n": 2, "d": 3}."""
-Steps = Generator[tuple[str, Value], None, tuple[Value, Value]]
-"""A generator that yields named intermediate values and returns the two sides."""
-Evaluate = Callable[..., Steps]
-"""`evaluate(ar, **instance)` returns `Steps`. The two sides are numbers, or arrays that are compared entry by entry."""
+Evaluation = tuple[Mapping[str, Value], Value, Value]
+"""Named intermediate values, and the two sides: numbers, or arrays that are compared entry by entry."""
+Evaluate = Callable[..., Evaluation]
+"""`evaluate(ar, **instance)` computes the two sides at an instance."""
 Starts = Callable[[Size], Iterable[Instance]]
 
 
@@ -34,7 +33,6 @@ class Inequality:
         allowed: `allowed(ar, **instance)` returns whether an instance satisfies the hypotheses.
         starts: `starts(size)` returns structured instances, which are evaluated before random ones.
         relation: The relation between the two sides.
-        right_factor: A factor on the right side. A factor below 1 makes a false variant of a sharp inequality.
         condition: A condition that the text of the inequality includes, such as the indices it is about.
         fixed: The names of values that the search and the simplification leave unchanged (sizes, signs).
     """
@@ -47,30 +45,14 @@ class Inequality:
     allowed: Callable[..., bool] = lambda ar, **_: True
     starts: Starts = lambda size: ()
     relation: Relation = "<="
-    right_factor: Fraction = Fraction(1)
     condition: str = ""
     fixed: frozenset[str] = frozenset()
-
-    def shrunk(self, factor: Fraction) -> "Inequality":
-        """Return left ≤ factor · right, which is false for factor < 1 if the constant is sharp."""
-        return replace(self, right_factor=self.right_factor * factor)
 
     def text(self) -> str:
         """Return `left ≤ right`, or `left ≤ right for condition`."""
         sign = {"<=": "≤", "<": "<", "=": "="}[self.relation]
-        factor = "" if self.right_factor == 1 else f"{self.right_factor} · "
         condition = f" for {self.condition}" if self.condition else ""
-        return f"{self.left} {sign} {factor}{self.right}{condition}"
-
-    def evaluated(self, ar: Arithmetic, instance: Instance) -> tuple[tuple[tuple[str, Value], ...], Value, Value]:
-        """Return the intermediate values and the two sides at an instance."""
-        evaluation, steps = self.evaluate(ar, **instance), []
-        while True:
-            try:
-                steps.append(next(evaluation))
-            except StopIteration as end:
-                left, right = end.value
-                return tuple(steps), left, right * ar.number(self.right_factor)
+        return f"{self.left} {sign} {self.right}{condition}"
 
 
 @dataclass(frozen=True)

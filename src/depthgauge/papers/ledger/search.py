@@ -71,7 +71,7 @@ def _exact_ratio(inequality: Inequality, instance: Instance) -> float | None:
     if inequality.relation == "=":
         return 1.0
     with precise():
-        _, left, right = inequality.evaluated(EXACT, {name: to_exact(value) for name, value in instance.items()})
+        _, left, right = inequality.evaluate(EXACT, **{name: to_exact(value) for name, value in instance.items()})
         ratios = [to_float(x / y) for x, y in entries(left, right) if to_float(y) > 0]
     return max(ratios, default=None)
 
@@ -138,7 +138,7 @@ class _SearchAtSize:
         with np.errstate(all="ignore"):
             if not inequality.allowed(FLOATS, **instance):
                 return -1.0
-            _, left, right = inequality.evaluated(FLOATS, instance)
+            _, left, right = inequality.evaluate(FLOATS, **instance)
             value = ratio(left, right, inequality.relation)
         strict = inequality.relation == "<" and value >= 1 - _ROUNDING
         if value > 1 + _ROUNDING or strict:

@@ -33,14 +33,14 @@ class Refutation:
     instance: dict[str, Any]
     left: Value
     right: Value
-    steps: tuple[tuple[str, Value], ...]
+    steps: Mapping[str, Value]
     relation: Relation = "<="
 
     def witness(self) -> Witness:
         """Return the refutation as a record of plain data."""
         over = margin(self)
         ratio = None if math.isinf(over) else 1 + over
-        steps = tuple((name, show(value)) for name, value in self.steps)
+        steps = tuple((name, show(value)) for name, value in self.steps.items())
         instance = {name: plain(value) for name, value in self.instance.items()}
         return Witness(instance, show(self.left), show(self.right), ratio, steps)
 
@@ -52,7 +52,7 @@ def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
         try:
             if not inequality.allowed(EXACT, **exact):
                 return None
-            steps, left, right = inequality.evaluated(EXACT, exact)
+            steps, left, right = inequality.evaluate(EXACT, **exact)
         except (ZeroDivisionError, OverflowError):
             return None
         if not violated(left, right, inequality.relation):

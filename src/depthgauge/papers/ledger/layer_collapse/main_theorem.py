@@ -11,11 +11,16 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Instance, Observed, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Evaluation, Instance, Observed, Size
 from depthgauge.papers.ledger.formulas import attention, depth, layer, max_norm
 from depthgauge.papers.ledger.instances import matrix, searched
 from depthgauge.papers.ledger.layer_collapse.attention_layers import growth
 from depthgauge.papers.ledger.layer_collapse.small_weight_networks import epsilon, largest_weight
+
+_ATTENTION = (
+    "softmv_L(X_{L−1}), the last layer's attention in S",
+    "softmv_L(X), the last layer's attention on the input",
+)
 
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
@@ -26,26 +31,28 @@ def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tupl
 
 
 def _collapsed(displayed: bool) -> Evaluate:
-    def evaluate(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Evaluation:
         eta, phi, weights = largest_weight(ar, Q, K, V), max_norm(ar, X), (Q, K, V)
         before = depth(ar, X, weights, L - 1, H)
-        yield "η, the largest weight", eta
-        yield "φ₀ = ‖X‖∞", phi
-        yield "X_{L−1}, the input of the last layer of S", before
         if displayed:
             first, second = attention(ar, before, *weights), attention(ar, X, *weights)
-            yield "softmv_L(X_{L−1}), the last layer's attention in S", first
-            yield "softmv_L(X), the last layer's attention on the input", second
+            names = _ATTENTION
         else:
             first, second = layer(ar, before, *weights, heads=H), layer(ar, X, *weights, heads=H)
-            yield "S(X)", first
-            yield "S'(X), the last layer alone", second
+            names = "S(X)", "S'(X), the last layer alone"
         eps, delta, c, bound = _proof_bound(ar, eta, phi, H, L)
-        yield "ε_L = 2ηφ₀(1 + Hη)^L", eps
-        yield "δ = 2g(2Hε_L), g(ε) = 2(e^ε − 1)", delta
-        yield "C = 3η(ε_L² + 1)", c
-        yield "(C^L + … + C + 1)δ", bound
-        return max_norm(ar, first - second), bound
+        steps = {
+            "η, the largest weight": eta,
+            "φ₀ = ‖X‖∞": phi,
+            "X_{L−1}, the input of the last layer of S": before,
+            names[0]: first,
+            names[1]: second,
+            "ε_L = 2ηφ₀(1 + Hη)^L": eps,
+            "δ = 2g(2Hε_L), g(ε) = 2(e^ε − 1)": delta,
+            "C = 3η(ε_L² + 1)": c,
+            "(C^L + … + C + 1)δ": bound,
+        }
+        return steps, max_norm(ar, first - second), bound
 
     return evaluate
 

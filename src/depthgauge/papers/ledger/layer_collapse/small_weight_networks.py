@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Instance, Size, Starts, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Evaluation, Instance, Size, Starts
 from depthgauge.papers.ledger.formulas import attention, depth, max_norm, residual
 from depthgauge.papers.ledger.instances import drawing, searched
 
@@ -44,38 +44,30 @@ def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int,
 
 
 def _condition(part: int) -> Evaluate:
-    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Evaluation:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
-        yield "X_ℓ", X
-        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
+        steps = {"X_ℓ": X, "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ": eps}
         if part == 1:
-            yield "Res(X_ℓ)", residual(ar, X)
-            k = (ar.exp(ar.number(1)) - 1) * max_norm(ar, V)
-            yield "K = (e^θ − 1)‖W_v‖∞ with θ = 1", k
-            return k * max_norm(ar, residual(ar, X)), eps
+            R, k = residual(ar, X), (ar.exp(ar.number(1)) - 1) * max_norm(ar, V)
+            steps |= {"Res(X_ℓ)": R, "K = (e^θ − 1)‖W_v‖∞ with θ = 1": k}
+            return steps, k * max_norm(ar, R), eps
         if part == 2:
             added = H * attention(ar, X, Q, K, V)
-            yield "B − X_ℓ = Σ_i softmv_i(X_ℓ)", added
-            return max_norm(ar, added @ V), H * eps
-        yield "X_ℓ W_v", X @ V
-        return max_norm(ar, X @ V), ar.number(1)
+            return steps | {"B − X_ℓ = Σ_i softmv_i(X_ℓ)": added}, max_norm(ar, added @ V), H * eps
+        return steps | {"X_ℓ W_v": X @ V}, max_norm(ar, X @ V), ar.number(1)
 
     return evaluate
 
 
 def _lipschitz(restored: bool) -> Evaluate:
-    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Evaluation:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         eta, gap = largest_weight(ar, Q, K, V), max_norm(ar, X - Y)
-        yield "X_ℓ", X
-        yield "‖X_ℓ − Y‖∞", gap
-        yield "softmv(X_ℓ)", attention(ar, X, Q, K, V)
-        yield "softmv(Y)", attention(ar, Y, Q, K, V)
-        yield "η", eta
-        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
-        moved = max_norm(ar, attention(ar, X, Q, K, V) - attention(ar, Y, Q, K, V))
+        first, second = attention(ar, X, Q, K, V), attention(ar, Y, Q, K, V)
+        steps = {"X_ℓ": X, "‖X_ℓ − Y‖∞": gap, "softmv(X_ℓ)": first, "softmv(Y)": second, "η": eta}
+        steps |= {"ε_ℓ = 2ηφ₀(1 + Hη)^ℓ": eps}
         bound = 3 * eta * (eps**2 + 1)
-        return moved, bound * gap if restored else bound
+        return steps, max_norm(ar, first - second), bound * gap if restored else bound
 
     return evaluate
 
@@ -86,18 +78,15 @@ def _near(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: 
     return bool(max_norm(ar, X - Y) < 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0 and eps > 0)
 
 
-def _growing(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int) -> Steps:
+def _growing(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int) -> Evaluation:
     after = X + H * attention(ar, X, Q, K, V)
-    yield "X_{ℓ+1} = X_ℓ + Σ_i softmv_i(X_ℓ)", after
-    yield "η = ‖W_v‖∞", max_norm(ar, V)
-    return max_norm(ar, after), max_norm(ar, X) * (1 + H * max_norm(ar, V))
+    steps = {"X_{ℓ+1} = X_ℓ + Σ_i softmv_i(X_ℓ)": after, "η = ‖W_v‖∞": max_norm(ar, V)}
+    return steps, max_norm(ar, after), max_norm(ar, X) * (1 + H * max_norm(ar, V))
 
 
-def _grown(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
-    after = depth(ar, X0, (Q, K, V), ell, H)
-    yield "X_ℓ", after
-    yield "η = ‖W_v‖∞", max_norm(ar, V)
-    return max_norm(ar, after), max_norm(ar, X0) * (1 + H * max_norm(ar, V)) ** ell
+def _grown(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Evaluation:
+    after, eta = depth(ar, X0, (Q, K, V), ell, H), max_norm(ar, V)
+    return {"X_ℓ": after, "η = ‖W_v‖∞": eta}, max_norm(ar, after), max_norm(ar, X0) * (1 + H * eta) ** ell
 
 
 def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Instance]:

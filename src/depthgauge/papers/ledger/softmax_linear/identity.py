@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
+from depthgauge.papers.ledger.claim import Claim, Evaluation, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, all_parts, concatenated, data_set_inequality
 from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
@@ -131,14 +131,12 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
 def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[Value, Value]]) -> Inequality:
     """An inequality about b² + c² for b + c = 1, b and c at least 1/10."""
 
-    def evaluate(ar: Arithmetic, *, b: Value) -> Any:
-        c = 1 - b
-        yield "c = 1 − b", c
-        yield "(b + c)²", (b + c) * (b + c)
-        yield "2bc", 2 * b * c
-        yield "b² + c² = (b + c)² − 2bc", b * b + c * c
-        yield "the largest value of 1 − 2bc, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
-        return sides(ar, b * b + c * c)
+    def evaluate(ar: Arithmetic, *, b: Value) -> Evaluation:
+        c, largest = 1 - b, 1 - 2 * ar.number("1/10") * ar.number("9/10")
+        steps = {"c = 1 − b": c, "(b + c)²": (b + c) * (b + c), "2bc": 2 * b * c}
+        steps |= {"b² + c² = (b + c)² − 2bc": b * b + c * c}
+        steps |= {"the largest value of 1 − 2bc, at b = 1/10 and c = 9/10": largest}
+        return steps, *sides(ar, b * b + c * c)
 
     return Inequality(
         *text, evaluate, lambda random, size: {"b": float(random.uniform(0.1, 0.9))}, ({"scalars": 2},),

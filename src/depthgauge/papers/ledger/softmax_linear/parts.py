@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Relation, Size
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Evaluation, Inequality, Instance, Misprint, Relation, Size
 from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES, AttentionSetup, DenseAttention, Symbol
 
 Axis = Callable[[DenseAttention], Any]
@@ -185,13 +185,10 @@ def _evaluate(setup: AttentionSetup, formula: Symbol, sides: Sides, shown: str) 
     matrices = ("A₁/√(log n) = A₂/√(log n) = A₃/√(log n)",) if setup.family == "self" else ("A₁/log n", "A₂ = A₃")
     kept = {"u": ("u",), "f": ("u", "f"), "c": ("f", "c")}[shown]
 
-    def evaluate(ar: Arithmetic, **given: Value) -> Any:
+    def evaluate(ar: Arithmetic, **given: Value) -> Evaluation:
         att = DenseAttention(ar, setup, formula, **given)
-        yield "n", att.n
-        yield from zip(matrices, att.unscaled, strict=False)
-        for name in kept:
-            yield f"{name}_{setup.kind}", getattr(att, name)
-        return sides(att)
+        steps = {"n": att.n, **dict(zip(matrices, att.unscaled, strict=False))}
+        return steps | {f"{name}_{setup.kind}": getattr(att, name) for name in kept}, *sides(att)
 
     return evaluate
 

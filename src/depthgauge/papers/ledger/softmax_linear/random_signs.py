@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Size
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Instance, Observed, Size
 from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention
 from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
@@ -166,15 +166,14 @@ def _with_named_sides(found: Observed, left: str, right: str, remark: str) -> Ob
 def _displayed() -> Inequality:
     """Theorem D.17 displays the network of c_exp and then makes a statement about F_lin: compare the two."""
 
-    def evaluate(ar: Arithmetic, *, y: Value, **given: Value) -> Any:
-        results = []
+    def evaluate(ar: Arithmetic, *, y: Value, **given: Value) -> Evaluation:
+        steps, results = dict[str, Value](), []
         for kind in ("lin", "exp"):
             att = DenseAttention(ar, SETUPS[kind, 0], "a0", **given)
             over = att.c @ y - (att.c_parameter + ar.number("1/10")) * att.root
-            yield f"c_{kind}", att.c
-            yield f"⟨c_{kind}[j₀], y⟩ − τ", over
+            steps |= {f"c_{kind}": att.c, f"⟨c_{kind}[j₀], y⟩ − τ": over}
             results.append(((over + abs(over)) / 2).sum())
-        return results[0], results[1]
+        return steps, results[0], results[1]
 
     def starts(size: Size) -> Iterable[Instance]:
         for signs in product((1, -1), repeat=3):
