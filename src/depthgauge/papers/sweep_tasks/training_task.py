@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from depthgauge.network.network import NORMS
-from depthgauge.papers.trained_depth.bounded_training import TrainedModel, train_batch
+from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, TrainedModel
 from depthgauge.papers.trained_depth.experiment import DEFAULTS, UNBOUNDED, member_seeds, options_of, shape_of
 from depthgauge.papers.trained_depth.generated_tasks import GENERATED, find_task
 from depthgauge.papers.trained_depth.trained_records import examine
@@ -47,8 +47,8 @@ def trained_depth(cell: Cell) -> dict[str, Any]:
     """Train the models of a cell, and return their records; every value but `chance` is a list over repetitions."""
     p = cell.parameters
     eta, seeds = None if p["eta"] == UNBOUNDED else p["eta"], member_seeds(p["seed"], cell.repetition)
-    models = train_batch(find_task(p["problem"]), shape_of(p), [eta] * len(seeds), seeds, options_of(p))
-    return records_of(models, p)
+    trainer = BatchTrainer(find_task(p["problem"]), shape_of(p), [eta] * len(seeds), seeds, options_of(p))
+    return records_of(trainer.run(), p)
 
 
 def records_of(models: Sequence[TrainedModel], parameters: Mapping[str, Any]) -> dict[str, Any]:

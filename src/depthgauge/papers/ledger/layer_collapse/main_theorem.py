@@ -17,11 +17,6 @@ from depthgauge.papers.ledger.instances import matrix, searched
 from depthgauge.papers.ledger.layer_collapse.attention_layers import growth
 from depthgauge.papers.ledger.layer_collapse.small_weight_networks import epsilon, largest_weight
 
-_ATTENTION = (
-    "softmv_L(X_{L−1}), the last layer's attention in S",
-    "softmv_L(X), the last layer's attention on the input",
-)
-
 
 def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tuple[Value, Value, Value, Value]:
     """Return ε_L, δ, C and (C^L + … + 1)δ. The maxima over ℓ are attained at ℓ = L, since ε_ℓ ≤ ε_L."""
@@ -36,17 +31,17 @@ def _collapsed(displayed: bool) -> Evaluate:
         before = depth(ar, X, weights, L - 1, H)
         if displayed:
             first, second = attention(ar, before, *weights), attention(ar, X, *weights)
-            names = _ATTENTION
+            outputs = {"softmv_L(X_{L−1}), the last layer's attention in S": first}
+            outputs |= {"softmv_L(X), the last layer's attention on the input": second}
         else:
             first, second = layer(ar, before, *weights, heads=H), layer(ar, X, *weights, heads=H)
-            names = "S(X)", "S'(X), the last layer alone"
+            outputs = {"S(X)": first, "S'(X), the last layer alone": second}
         eps, delta, c, bound = _proof_bound(ar, eta, phi, H, L)
         steps = {
             "η, the largest weight": eta,
             "φ₀ = ‖X‖∞": phi,
             "X_{L−1}, the input of the last layer of S": before,
-            names[0]: first,
-            names[1]: second,
+            **outputs,
             "ε_L = 2ηφ₀(1 + Hη)^L": eps,
             "δ = 2g(2Hε_L), g(ε) = 2(e^ε − 1)": delta,
             "C = 3η(ε_L² + 1)": c,

@@ -119,7 +119,8 @@ def _lengths(printed: str) -> Inequality:
 
     return Inequality(
         "the length of y_l", "d, the length of c_exp[j₀]",
-        lambda ar, **size: ({"lengths": np.array([size[printed], size["d"]])}, size[printed], size["d"]), lambda random, size: dict(size),
+        lambda ar, **size: ({"lengths": np.array([size[printed], size["d"]])}, size[printed], size["d"]),
+        lambda random, size: dict(size),
         sizes(n=(2, 3), d=(1, 4)), relation="=", condition=f"y ∈ R^{{{printed}×m}}",
     )  # fmt: skip
 

@@ -11,13 +11,12 @@ from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
 from depthgauge.papers.ledger.claim import Claim, Evaluation, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, all_parts, concatenated, data_set_inequality
-from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
+from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, LAST
 
 SETUP = AttentionSetup("self", 1, "exp", product="identity", tie="squares", least=Fraction(1))
 HYPOTHESIS = "a₁ ≥ 1, b² + c² = 1, b and c ≥ 1/10, otherwise Definition D.1 (n = (d−2)t ≥ 2); QKᵀ = I_d"
 _READING = "Read with b² + c² = 1 in place of b + c = 1 of Definition D.1; the two contradict each other (see B.E.1)."
 _J3, _NOT_J3 = "j₀ = j₃", "j₀ ≠ j₃"
-_NEAR = ("1/n^(1 − b²)", lambda att: att.power(att.b * att.b - 1))
 
 
 def _near_power(att: DenseAttention) -> Value:
@@ -28,22 +27,14 @@ def _far_power(att: DenseAttention) -> Value:
     return att.power(att.c_parameter * att.c_parameter)
 
 
-_CLASS_BOUND = ("(t/n^(1 − b²)) b√(log n)", lambda att: att.t * _NEAR[1](att) * att.b * att.root)
 E_1 = Lemma(
     "E.1", SETUP, "a1",
     (
-        LemmaPart(
-            "1a", "u", _J3, "j₁ = j₃", "=", "n^({a}² + b² + c²)",
-            lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
-            printed={"bound": "n^((1 + {a})²)", "value": lambda att: att.power((1 + att.a) ** 2)},
-        ),
-        LemmaPart("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2), sharp=True),
-        LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
-        LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
-        LemmaPart(
-            "4b", "f", _NOT_J3, "j₁ in another class than j₀", "<=", "1/n", lambda att: att.fraction(1, att.n),
-            printed={"quantity": "u"},
-        ),
+        LemmaPart("1a", "u", _J3, "j₁ = j₃", "=", "n^({a}² + b² + c²)", printed={"bound": "n^((1 + {a})²)"}),
+        LemmaPart("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", sharp=True),
+        LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", "1/n^(1 − b²)"),
+        LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", "1/n^(1 − b²)", printed={"quantity": "u"}),
+        LemmaPart("4b", "f", _NOT_J3, "j₁ in another class than j₀", "<=", "1/n", printed={"quantity": "u"}),
     ),
     HYPOTHESIS, note=f"{_READING} Part 4 has u where its proof has f, and t−1 indices where there are t.",
 )  # fmt: skip
@@ -53,14 +44,11 @@ E_2 = Lemma(
     (
         HALF_FIRST,
         HALF_OWN,
-        LemmaPart("2b", "c", _J3, "i₀ in another class", "<=", *_CLASS_BOUND),
-        last_column("3", _J3),
-        LemmaPart(
-            "4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)",
-            lambda att: _NEAR[1](att) * att.a * att.root,
-        ),
-        LemmaPart("5", "c", _NOT_J3, "i₀ in a class", "<=", *_CLASS_BOUND),
-        last_column("6", _NOT_J3),
+        LemmaPart("2b", "c", _J3, "i₀ in another class", "<=", "(t/n^(1 − b²)) b√(log n)"),
+        LAST[0],
+        LemmaPart("4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)"),
+        LemmaPart("5", "c", _NOT_J3, "i₀ in a class", "<=", "(t/n^(1 − b²)) b√(log n)"),
+        LAST[1],
     ),
     f"as printed: Definition D.1 with QKᵀ all ones; as intended: {HYPOTHESIS}",
     printed={"product": "ones", "tie": "sum", "least": Fraction(7, 10)},
