@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from depthgauge.errors import OutputError
 from depthgauge.papers.figures.style import BLUE, ORDERED, VERMILION, save
-from depthgauge.papers.reproduce.separation_figures import PanelDrawing, Row, draw_panel, draw_sheet
+from depthgauge.papers.reproduce.separation_figures import PanelDrawing, Row, draw_sheet
 
 
 def curve(*columns: list[float | None]) -> list[Row]:
@@ -27,6 +27,10 @@ DRAWN_ONLY = curve([1, 2, 3], [None] * 3, *COLUMNS)
 
 def panel(*curves: list[Row]) -> PanelDrawing:
     return "B4f   varying $a_1$", "n=200, d=22", "$a_1$", False, {f"n = {i}": rows for i, rows in enumerate(curves)}
+
+
+def draw_panel(panel: PanelDrawing, models: str) -> Figure:
+    return draw_sheet("", [panel], 1, models)
 
 
 def visible(figure: Figure) -> list[matplotlib.axes.Axes]:

@@ -13,9 +13,8 @@ from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact
 from depthgauge.papers.ledger.claim import Inequality, Misprint
 from depthgauge.papers.ledger.formulas import attention, residual, softm
 from depthgauge.papers.ledger.instances import drawing, sizes
-from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.registry import registry
-from depthgauge.papers.ledger.search import ratio, search
+from depthgauge.papers.ledger.search import judge, ratio, search
 from depthgauge.papers.ledger.witness import cost, refute, show, simplest, violated
 
 SHARP = [claim.id for claim in registry().values() if claim.sharp]

@@ -65,16 +65,7 @@ class Misprint:
 
 @dataclass(frozen=True)
 class Observed:
-    """The result of a check.
-
-    Attributes:
-        verdict: `holds`, `fails`, `misprint` or `undecided`.
-        ratio: left/right: the largest one found where the statement holds, the witness's own where it does not; None
-            where the right side is zero or there is no such pair.
-        evaluations: The number of instances that were evaluated.
-        remarks: Sentences for the reader.
-        witness: A counterexample to the statement as printed.
-    """
+    """The result of a check. `Finding` explains the attributes."""
 
     verdict: Verdict
     ratio: float | None
@@ -85,11 +76,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Computation:
-    """A statement that `run` checks by a computation of its own instead of a search.
-
-    Examples are statements about probabilities, which are computed for a list of sizes, and statements with hidden
-    constants, which stay undecided.
-    """
+    """A statement that `run` checks without a search, such as a statement about probabilities."""
 
     run: Callable[[], Observed]
 
@@ -102,8 +89,6 @@ class Claim:
         id: Such as `A.4.1`, `B.D.2.3a` or `ours.residual-lipschitz`. The part before the first dot is the paper.
         where: The name of the statement in the paper.
         statement: The statement as one line of mathematics.
-        check: How the statement is checked.
-        hypothesis: The hypotheses, as text.
         corrected: The id of a corrected statement, or None.
         sharp: Whether the constant cannot be improved. The search then comes close to ratio 1.
         note: Further information for the reader, for instance about the transcription.

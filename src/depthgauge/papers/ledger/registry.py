@@ -10,8 +10,8 @@ from depthgauge.linalg.threads import SMALL, threads_for
 from depthgauge.papers.ledger.claim import Claim, Observed
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.papers.ledger.finding import Finding, Findings
-from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
+from depthgauge.papers.ledger.search import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.papers.ledger.story import explain
 from depthgauge.progress import Step, silent

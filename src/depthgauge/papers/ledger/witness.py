@@ -1,7 +1,7 @@
 """From a violation found in floats to a witness: an exactly verified counterexample with simple entries."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -63,12 +63,10 @@ def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
 
 def violated(left: Value, right: Value, relation: Relation) -> bool:
     """Return whether the relation fails for the exact values of at least one entry."""
-    test: Mapping[str, Callable[[Value, Value], bool]] = {
-        "<=": lambda x, y: x > y,
-        "<": lambda x, y: x >= y,
-        "=": lambda x, y: x > y or x < y,
-    }
-    return any(bool(test[relation](x, y)) for x, y in entries(left, right))
+    pairs = list(entries(left, right))
+    if relation == "<":
+        return any(bool(x >= y) for x, y in pairs)
+    return any(bool(x > y or (relation == "=" and x < y)) for x, y in pairs)
 
 
 def entries(left: Value, right: Value) -> Iterator[tuple[Value, Value]]:

@@ -10,21 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from depthgauge.papers.figures.style import (
-    BLUE,
-    DASHED,
-    DOTTED,
-    FAINT,
-    INK,
-    LAYER,
-    MARKERS,
-    ORDERED,
-    VERMILION,
-    Spread,
-    draw_spread,
-    figure_style,
-    legend_below,
-)
+from depthgauge.papers.figures import style
 from depthgauge.papers.reproduce.study import GridStudy, Results, per_layer
 from depthgauge.sweeps.grid import Grid
 
@@ -32,9 +18,9 @@ _DEEPEST, _TOP = -3000.0, 0.45
 """The vertical axis of A1."""
 _FLOOR = 1e-9
 """The lower end of the vertical axis of A4."""
-RankCurve = tuple[str, Spread, Sequence[float] | None, Sequence[float] | None]
+RankCurve = tuple[str, style.Spread, Sequence[float] | None, Sequence[float] | None]
 """A label, log₁₀ of the residual ratio by layer, and log₁₀ of the contraction bound and of the rate of Dong et al."""
-CollapsePanel = tuple[str, str, Spread, Spread, float]
+CollapsePanel = tuple[str, str, style.Spread, style.Spread, float]
 """The kind of network, the verdict, residual ratio, error of one layer, log₁₀ of the median ratio at the last layer."""
 
 
@@ -71,7 +57,7 @@ class RankByLayer(GridStudy):
                 None if skip else [median(layer) for layer in per_layer(rows, name)]
                 for name in ("log10_bound", "log10_dong")
             )
-            return f"η = {eta:g}", Spread.over(per_layer(rows, "log10_ratio")), bound, dong
+            return f"η = {eta:g}", style.Spread.over(per_layer(rows, "log10_ratio")), bound, dong
 
         panels = [("without skip connections", False), ("with skip connections", True)]
         return draw_rank([(name, [curve(eta, skip) for eta in self.ETAS]) for name, skip in panels])
@@ -79,38 +65,41 @@ class RankByLayer(GridStudy):
 
 def draw_rank(panels: Sequence[tuple[str, Sequence[RankCurve]]]) -> Figure:
     """Draw one panel for each kind of network, with a common vertical axis."""
-    with figure_style():
+    with style.figure_style():
         figure = Figure(figsize=(7.3, 3.4), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, wspace=0.04))
         grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
         for axes, (name, curves) in zip(grid[0], panels, strict=True):
             _draw_ranks(axes, name, curves)
         grid[0][0].set_ylabel("residual ratio  $\\|\\mathrm{Res}(X_\\ell)\\|_{\\max}/\\|X_\\ell\\|_{\\max}$")
         lines = [{**_line(i), "label": label} for i, (label, *_) in enumerate(panels[0][1])]
-        lines.append({"color": INK, "linestyle": DASHED, "linewidth": 1.1, "label": "contraction bound (corrected)"})
-        lines.append({"color": INK, "linestyle": DOTTED, "linewidth": 1.3, "label": "rate of Dong et al."})
-        legend_below(figure, lines, 6, 1.3)
+        lines.append(
+            {"color": style.INK, "linestyle": style.DASHED, "linewidth": 1.1, "label": "contraction bound (corrected)"}
+        )
+        lines.append({"color": style.INK, "linestyle": style.DOTTED, "linewidth": 1.3, "label": "rate of Dong et al."})
+        style.legend_below(figure, lines, 6, 1.3)
     return figure
 
 
 def _line(order: int) -> dict[str, Any]:
-    return {"color": ORDERED[order], "marker": MARKERS[order], "markersize": 3.6, "linewidth": 1.5}
+    return {"color": style.ORDERED[order], "marker": style.MARKERS[order], "markersize": 3.6, "linewidth": 1.5}
 
 
 def _draw_ranks(axes: Axes, name: str, curves: Sequence[RankCurve]) -> None:
     axes.set_yscale("symlog", linthresh=1.0, linscale=0.9)
     for order, (_, spread, *bounds) in enumerate(curves):
         layers = range(len(spread.middle))
-        draw_spread(axes, layers, spread, 0.18, **_line(order))
-        for bound, style, width in zip(bounds, (DASHED, DOTTED), (1.1, 1.3), strict=True):
+        style.draw_spread(axes, layers, spread, 0.18, **_line(order))
+        for bound, dashes, width in zip(bounds, (style.DASHED, style.DOTTED), (1.1, 1.3), strict=True):
             if bound is not None:
-                axes.plot(layers, _below_one(bound), color=ORDERED[order], linestyle=style, linewidth=width, zorder=3)
+                line = {"color": style.ORDERED[order], "linestyle": dashes, "linewidth": width}
+                axes.plot(layers, _below_one(bound), zorder=3, **line)
     axes.set_ylim(_DEEPEST, _TOP)
     axes.yaxis.set_major_locator(FixedLocator([-1000, -100, -10, -1, 0]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "1" if y == 0 else f"$10^{{{y:.0f}}}$"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel(LAYER)
-    axes.set_title(name, color=INK)
+    axes.set_xlabel(style.LAYER)
+    axes.set_title(name, color=style.INK)
 
 
 def _below_one(bound: Sequence[float]) -> list[float]:
@@ -152,8 +141,8 @@ class WhatCollapses(GridStudy):
         def panel(skip: bool, eta: float) -> CollapsePanel:
             rows = self.where(results, skip=skip, eta=eta)
             logs = per_layer(rows, "log10_ratio")
-            rank = Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
-            depth = Spread.over(per_layer(rows, "one_layer"))
+            rank = style.Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
+            depth = style.Spread.over(per_layer(rows, "one_layer"))
             small = {name for name, curve in (("rank", rank), ("layers", depth)) if curve.middle[-1] < self.COLLAPSED}
             verdict = "rank collapse" if "rank" in small else "layer collapse" if small else "no collapse"
             where = f"{'with' if skip else 'without'} skip connections, η = {eta:g}"
@@ -164,7 +153,7 @@ class WhatCollapses(GridStudy):
 
 def draw_collapse(panels: Sequence[Sequence[CollapsePanel]]) -> Figure:
     """Draw the panels in rows and columns, each with its verdict as heading."""
-    with figure_style():
+    with style.figure_style():
         figure = Figure(figsize=(5.6, 4.9), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, hspace=0.06))
         grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharex=True, sharey=True)
         for r, row in enumerate(panels):
@@ -173,29 +162,41 @@ def draw_collapse(panels: Sequence[Sequence[CollapsePanel]]) -> Figure:
                 if c == 0:
                     grid[r][c].set_ylabel("relative to $\\|X_\\ell\\|_{\\max}$")
                 if r == len(panels) - 1:
-                    grid[r][c].set_xlabel(LAYER)
-        rank = {"color": BLUE, "marker": "o", "markersize": 3.4, "linewidth": 1.5, "label": "rank: residual ratio"}
-        depth = {**rank, "color": VERMILION, "marker": "s", "markersize": 3.2, "label": "depth: error of one layer"}
-        legend_below(figure, [rank, depth], 2, 1.6)
+                    grid[r][c].set_xlabel(style.LAYER)
+        rank = {
+            "color": style.BLUE,
+            "marker": "o",
+            "markersize": 3.4,
+            "linewidth": 1.5,
+            "label": "rank: residual ratio",
+        }
+        depth = {
+            **rank,
+            "color": style.VERMILION,
+            "marker": "s",
+            "markersize": 3.2,
+            "label": "depth: error of one layer",
+        }
+        style.legend_below(figure, [rank, depth], 2, 1.6)
     return figure
 
 
 def _draw_two(axes: Axes, panel: CollapsePanel) -> None:
     where, verdict, rank, depth, last_log10 = panel
     axes.set_yscale("log")
-    for spread, first, colour, marker in ((rank, 0, BLUE, "o"), (depth, 1, VERMILION, "s")):
-        kept = Spread(*(values[first:] for values in spread))  # the input itself has no error of one layer
+    for spread, first, colour, marker in ((rank, 0, style.BLUE, "o"), (depth, 1, style.VERMILION, "s")):
+        kept = style.Spread(*(values[first:] for values in spread))  # the input itself has no error of one layer
         layers = range(first, len(spread.middle))
-        draw_spread(axes, layers, kept, 0.18, color=colour, marker=marker, markersize=3.2, linewidth=1.5)
+        style.draw_spread(axes, layers, kept, 0.18, color=colour, marker=marker, markersize=3.2, linewidth=1.5)
     axes.set_ylim(_FLOOR, 8)
     axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "1" if y == 1 else f"$10^{{{math.log10(y):.0f}}}$"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    axes.set_title(verdict, color=INK, fontweight="bold", pad=14)
-    axes.text(0, 1.03, where, transform=axes.transAxes, fontsize=7.5, color=FAINT, va="bottom")
+    axes.set_title(verdict, color=style.INK, fontweight="bold", pad=14)
+    axes.text(0, 1.03, where, transform=axes.transAxes, fontsize=7.5, color=style.FAINT, va="bottom")
     if rank.middle[-1] < _FLOOR:
         last = len(rank.middle) - 1
         digits = f"{round(-last_log10, -3):,.0f}".replace(",", "\u2009")
         value = f"$10^{{-{digits}}}$" if math.isfinite(last_log10) else "0"
-        axes.text(2.1, 3e-9, f"falls to {value} at layer {last}", fontsize=7.5, color=BLUE, va="bottom")
+        axes.text(2.1, 3e-9, f"falls to {value} at layer {last}", fontsize=7.5, color=style.BLUE, va="bottom")

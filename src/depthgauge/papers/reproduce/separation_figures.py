@@ -74,42 +74,24 @@ class SeparationStudy(CellStudy):
             exact_parts = result["exact_parts"] or [None] * len(CONDITIONS)
             low, high = found.interval
             curves[curve].append(
-                {
-                    "panel": panel.id,
-                    "variable": panel.variable,
-                    "value": value,
-                    **{name: parameters.get(name) for name in _PARAMETERS},
-                    "seed": self.seed,
-                    "models": found.models,
-                    "successes": found.successes,
-                    "ratio": found.ratio,
-                    "low": low,
-                    "high": high,
-                    "exact": result["exact"],
-                    **dict(zip(CONDITIONS, found.parts, strict=True)),
-                    **{f"exact_{name}": p for name, p in zip(CONDITIONS, exact_parts, strict=True)},
-                }
+                {"panel": panel.id, "variable": panel.variable, "value": value}
+                | {name: parameters.get(name) for name in _PARAMETERS}
+                | {"seed": self.seed, "models": found.models, "successes": found.successes}
+                | {"ratio": found.ratio, "low": low, "high": high, "exact": result["exact"]}
+                | dict(zip(CONDITIONS, found.parts, strict=True))
+                | {f"exact_{name}": p for name, p in zip(CONDITIONS, exact_parts, strict=True)}
             )
         return curves
 
     def settings(self) -> dict[str, Any]:
         """Return everything needed to compute the figure again."""
-        return {
-            "conditions": list(CONDITIONS),
-            "panels": [
-                {
-                    "id": panel.id,
-                    "title": panel.title,
-                    "variable": panel.variable,
-                    "values": list(panel.values),
-                    "curves": list(panel.curves),
-                    "models": self.models or panel.models,
-                    "fixed": _fixed(panel),
-                    "note": panel.note,
-                }
-                for panel in self.sheet.panels
-            ],
-        }
+        panels = [
+            {"id": panel.id, "title": panel.title, "variable": panel.variable, "values": list(panel.values)}
+            | {"curves": list(panel.curves), "models": self.models or panel.models}
+            | {"fixed": _fixed(panel), "note": panel.note}
+            for panel in self.sheet.panels
+        ]
+        return {"conditions": list(CONDITIONS), "panels": panels}
 
     def caption(self) -> str:
         """Return the caption: what the figure shows, the number of repetitions, and choices the paper leaves open."""
@@ -133,15 +115,13 @@ class SeparationStudy(CellStudy):
             label = _LABELS.get(panel.variable, _SYMBOLS[panel.variable])
             whole, curves = panel.variable in ("n", "d", "m", "g"), self._curves(panel, results)
             drawings.append((self._heading(panel), _fixed_line(panel), label, whole, curves))
-        if len(drawings) == 1:
-            return draw_panel(drawings[0], self._counts())
-        return draw_sheet(f"{self.id}   {self.title}", drawings, self.sheet.columns, self._counts())
+        title = f"{self.id}   {self.title}" if len(drawings) > 1 else ""
+        return draw_sheet(title, drawings, self.sheet.columns, self._counts())
 
     def _counts(self) -> str:
         return " or ".join(str(count) for count in sorted({self.models or panel.models for panel in self.sheet.panels}))
 
     def _heading(self, panel: Panel) -> str:
-        """Return the heading of a panel: its id, and its title or swept parameter."""
         if len(self.sheet.panels) == 1 or panel.title != self.title:
             return f"{panel.id}   {panel.title}"
         return f"{panel.id}   varying {_SYMBOLS[panel.variable]}"
@@ -171,26 +151,16 @@ def _fixed_line(panel: Panel) -> str:
 
 
 def _plain_text(line: str) -> str:
-    """Replace mathematics markup by plain text."""
     return line.replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")
 
 
-def draw_panel(panel: PanelDrawing, models: str) -> Figure:
-    """Draw one panel at the width of a column."""
-    return _draw("", [panel], 1, models, width=3.6, height=2.9)
-
-
 def draw_sheet(title: str, panels: Sequence[PanelDrawing], columns: int, models: str) -> Figure:
-    """Draw all panels of a figure in the layout of the paper."""
+    """Draw the panels in the layout of the paper, or one panel at the width of a column."""
     rows = -(-len(panels) // columns)
-    return _draw(title, panels, columns, models, width=7.3, height=(2.15 if columns > 2 else 2.6) * rows + 0.5)
-
-
-def _draw(title: str, panels: Sequence[PanelDrawing], columns: int, models: str, width: float, height: float) -> Figure:
-    rows = -(-len(panels) // columns)
+    size = (7.3, (2.15 if columns > 2 else 2.6) * rows + 0.5) if len(panels) > 1 else (3.6, 2.9)
     with figure_style():
         layout = ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, wspace=0.03, hspace=0.05)
-        figure = Figure(figsize=(width, height), layout=layout)
+        figure = Figure(figsize=size, layout=layout)
         grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
         for index, axes in enumerate(grid.flat):
             if index < len(panels):

@@ -118,7 +118,11 @@ def draw_orders(
         main.yaxis.set_major_locator(LogLocator(base=100, numticks=20))
         main.yaxis.set_minor_locator(NullLocator())
         low, high = ([edge[k] / printed[k] for k in holds] for edge in bands[method][:2])
-        _draw_strip(strip, [etas[k] for k in holds], low, high, FIVE[list(bands).index(method)])
+        colour, x = FIVE[list(bands).index(method)], [etas[k] for k in holds]
+        strip.fill_between(x, low, high, color=colour, alpha=0.3, linewidth=0)
+        strip.plot(x, low, color=colour, linewidth=1.5, marker="o", markersize=3)
+        strip.set_ylim(0.6, 1.5)
+        strip.set_ylabel("error / bound", fontsize=7)
         strip.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=DASHED, linewidth=1.2)
         text = f"{method}:\nabove 1, the\nprinted bound\nis violated"
         strip.annotate(text, (0.02, 0.5), xycoords="axes fraction", fontsize=7, va="center", color=INK)
@@ -133,14 +137,6 @@ def draw_orders(
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.5, columnspacing=1.2)
     return figure
-
-
-def _draw_strip(axes: Axes, x: Sequence[float], low: Sequence[float], high: Sequence[float], colour: str) -> None:
-    """Draw the two edges of a band divided by the printed bound, where the conditions of the bound hold."""
-    axes.fill_between(x, low, high, color=colour, alpha=0.3, linewidth=0)
-    axes.plot(x, low, color=colour, linewidth=1.5, marker="o", markersize=3)
-    axes.set_ylim(0.6, 1.5)
-    axes.set_ylabel("error / bound", fontsize=7)
 
 
 def _name_bands(axes: Axes, etas: Sequence[float], bands: Bands) -> None:

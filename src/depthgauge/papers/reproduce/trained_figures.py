@@ -13,22 +13,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
 
-from depthgauge.papers.figures.style import (
-    BLUE,
-    DASHED,
-    DOTTED,
-    ETA,
-    FAINT,
-    GREEN,
-    INK,
-    MARKERS,
-    ORDERED,
-    VERMILION,
-    Spread,
-    draw_spread,
-    figure_style,
-    legend_below,
-)
+from depthgauge.papers.figures import style
 from depthgauge.papers.reproduce.study import GridStudy, Results
 from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
 from depthgauge.papers.trained_depth.trained_records import WITHIN, TrainedRecord
@@ -49,19 +34,19 @@ _NAMES = {
     "parity": "parity (control)",
 }
 _SHADE = "#D9E7D2"
-_STYLES = tuple(zip((*ORDERED, FAINT), (*MARKERS, "v"), strict=True))
+_STYLES = tuple(zip((*style.ORDERED, style.FAINT), (*style.MARKERS, "v"), strict=True))
 """Colours and markers of the curves of T1 and T3."""
 _DEPTH_LINES: tuple[tuple[str, int, dict[str, Any]], ...] = tuple(
     (name, row, {"label": label, "color": colour, "marker": marker, "markersize": 3.2, "linewidth": 1.4})
     for name, row, label, colour, marker in (
-        ("certified_depth", 0, f"proved within {WITHIN:g} in probability", GREEN, "s"),
-        ("measured_depth", 0, f"measured within {WITHIN:g} in accuracy", INK, "^"),
-        ("at_bound", 1, "share of weights at the bound", VERMILION, "o"),
-        ("largest", 1, "largest |w| / η", BLUE, "D"),
+        ("certified_depth", 0, f"proved within {WITHIN:g} in probability", style.GREEN, "s"),
+        ("measured_depth", 0, f"measured within {WITHIN:g} in accuracy", style.INK, "^"),
+        ("at_bound", 1, "share of weights at the bound", style.VERMILION, "o"),
+        ("largest", 1, "largest |w| / η", style.BLUE, "D"),
     )
 )
 """The curves of T2: the result, the row of the panel, and the line."""
-EtaCurve = tuple[str, Spread, float | None, int, bool]
+EtaCurve = tuple[str, style.Spread, float | None, int, bool]
 """A label, the accuracy against η over models, its median without a weight bound or None, the index of the colour, and
 whether the line is dashed."""
 TaskPanel = tuple[str, Sequence[EtaCurve], float, float | None]
@@ -105,23 +90,15 @@ class TrainedStudy(GridStudy):
             p = cell.parameters
             fixed = {name: p[name] for name in ("heads", "dim", "key_dim", "norm", "mlp", "steps", "batch", "rate")}
             for index in range(cell.repetition):
-                rows.append(
-                    {
-                        "task": p["problem"],
-                        "layers": p["layers"],
-                        "eta": math.inf if p["eta"] == UNBOUNDED else p["eta"],
-                        "seed": index,
-                        "skip": p["skip"],
-                        "chance": result["chance"],
-                        **{name: result[name][index] for name in PER_MODEL},
-                        **fixed,
-                    }
-                )
+                eta = math.inf if p["eta"] == UNBOUNDED else p["eta"]
+                row = {"task": p["problem"], "layers": p["layers"], "eta": eta, "seed": index, "skip": p["skip"]}
+                found = {name: result[name][index] for name in PER_MODEL}
+                rows.append({**row, "chance": result["chance"], **found, **fixed})
         return rows
 
-    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> Spread:
+    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> style.Spread:
         """Return the spread of a result over the models, for each η."""
-        return Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
+        return style.Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
 
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
@@ -207,7 +184,7 @@ class TrainedDepths(TrainedStudy):
     def draw(self, results: Results) -> Figure:
         """Draw the depths in the first row and the use of the bound in the second, one column for each task."""
         plan, etas = self.plan, self.plan.etas
-        with figure_style():
+        with style.figure_style():
             figure = _figure(len(plan.problems), 4.4)
             grid = figure.subplots(2, len(plan.problems), squeeze=False, sharey="row")
             for c, problem in enumerate(plan.problems):
@@ -215,16 +192,16 @@ class TrainedDepths(TrainedStudy):
                     at = [self._values(results, name, eta=eta, problem=problem) for eta in etas]
                     if name == "largest":
                         at = [[value / eta for value in values] for eta, values in zip(etas, at, strict=True)]
-                    draw_spread(grid[row][c], etas, Spread.over(at), **line)
+                    style.draw_spread(grid[row][c], etas, style.Spread.over(at), **line)
                     _eta_axis(grid[row][c], etas)
                 grid[0][c].set_ylim(0, plan.deepest + 0.7)
                 grid[0][c].yaxis.set_major_locator(MultipleLocator(2))
                 grid[1][c].set_ylim(0, 1.06)
-                grid[0][c].set_title(_NAMES[problem], color=INK)
-                grid[1][c].set_xlabel(ETA)
+                grid[0][c].set_title(_NAMES[problem], color=style.INK)
+                grid[1][c].set_xlabel(style.ETA)
             grid[0][0].set_ylabel("layers needed")
             grid[1][0].set_ylabel("use of the weight bound")
-            legend_below(figure, [line for _, _, line in _DEPTH_LINES], 2, 1.6)
+            style.legend_below(figure, [line for _, _, line in _DEPTH_LINES], 2, 1.6)
         return figure
 
 
@@ -268,7 +245,7 @@ def _figure(columns: int, height: float) -> Figure:
 
 def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], note: str) -> Figure:
     """Draw accuracy against η, one panel for each task."""
-    with figure_style():
+    with style.figure_style():
         columns = max(map(len, rows))
         figure = _figure(columns, 2.0 * len(rows) + 0.75)
         grid = figure.subplots(len(rows), columns, squeeze=False, sharey=True)
@@ -281,14 +258,16 @@ def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], no
                 if c == 0:
                     grid[r][c].set_ylabel("accuracy")
                 if r == len(rows) - 1 or c >= len(rows[r + 1]):
-                    grid[r][c].set_xlabel(ETA)
+                    grid[r][c].set_xlabel(style.ETA)
         shaded = any(proved is not None for row in rows for *_, proved in row)
         curves = rows[0][0][1]
         lines = [{**_line(curve), "label": curve[0]} for curve in curves]
-        lines.append({"color": INK, "linestyle": DASHED, "linewidth": 0.8, "label": "chance"})
+        lines.append({"color": style.INK, "linestyle": style.DASHED, "linewidth": 0.8, "label": "chance"})
         if any(unbounded is not None for _, _, unbounded, _, _ in curves):
-            lines.append({"color": FAINT, "linestyle": DOTTED, "linewidth": 0.9, "label": "no weight bound"})
-        legend_below(figure, lines, 4, 1.3, Patch(color=_SHADE, label=note) if shaded else None)
+            lines.append(
+                {"color": style.FAINT, "linestyle": style.DOTTED, "linewidth": 0.9, "label": "no weight bound"}
+            )
+        style.legend_below(figure, lines, 4, 1.3, Patch(color=_SHADE, label=note) if shaded else None)
     return figure
 
 
@@ -296,15 +275,15 @@ def _draw_panel(axes: Axes, etas: Sequence[float], panel: TaskPanel) -> None:
     title, curves, chance, proved = panel
     if proved is not None:
         axes.axvspan(etas[0] / 1.35, proved, color=_SHADE, linewidth=0, zorder=0)
-    axes.axhline(chance, color=INK, linestyle=DASHED, linewidth=0.8, zorder=2)
+    axes.axhline(chance, color=style.INK, linestyle=style.DASHED, linewidth=0.8, zorder=2)
     for curve in curves:
         _, spread, unbounded, order, _ = curve
         if unbounded is not None:
-            axes.axhline(unbounded, color=_STYLES[order][0], linestyle=DOTTED, linewidth=0.9, zorder=1)
-        draw_spread(axes, etas, spread, **_line(curve))
+            axes.axhline(unbounded, color=_STYLES[order][0], linestyle=style.DOTTED, linewidth=0.9, zorder=1)
+        style.draw_spread(axes, etas, spread, **_line(curve))
     _eta_axis(axes, etas)
     axes.set_ylim(0, 1.03)
-    axes.set_title(title, color=INK)
+    axes.set_title(title, color=style.INK)
 
 
 def _eta_axis(axes: Axes, etas: Sequence[float]) -> None:
@@ -318,5 +297,5 @@ def _eta_axis(axes: Axes, etas: Sequence[float]) -> None:
 
 def _line(curve: EtaCurve) -> dict[str, Any]:
     *_, order, dashed = curve
-    style = {"linestyle": DASHED if dashed else "-", "markersize": 3.0, "linewidth": 1.3}
-    return {"color": _STYLES[order][0], "marker": _STYLES[order][1], **style}
+    line = {"linestyle": style.DASHED if dashed else "-", "markersize": 3.0, "linewidth": 1.3}
+    return {"color": _STYLES[order][0], "marker": _STYLES[order][1], **line}

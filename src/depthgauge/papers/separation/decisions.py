@@ -33,12 +33,9 @@ def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) 
     a row gives its own class at least the weight of any other class.
     """
     others = setting.classes - 1
-    first = np.array([-1.0, 1.0])[:, None, None, None]
-    last = np.array([-1.0, 1.0])[None, :, None, None]
-    own = np.array([-1.0, 1.0])[None, None, :, None]
-    plus = np.arange(setting.classes)
-    total = (2.0 * plus - others)[None, None, None, :]
-    turn = np.where(plus > 0, 1.0, -1.0)[None, None, None, :]
+    signs = np.array([-1.0, 1.0])
+    first, last, own, plus = np.ix_(signs, signs, signs, np.arange(float(setting.classes)))
+    total, turn = 2.0 * plus - others, np.where(plus > 0, 1.0, -1.0)
     tau = float(setting.threshold)
     positive = np.zeros((2, 2, 2, setting.classes), dtype=bool)
     for row in rows(setting, dataset):
@@ -49,14 +46,13 @@ def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) 
             clear = np.abs(margin) > _ROUNDING * size
         positive |= clear & (margin > 0)
         for index in np.argwhere(~clear & ~positive):
-            signs = _signs(index.tolist(), others)
-            positive[tuple(index)] = sign_of_sum(kind, setting.n, row.excess(signs, setting.threshold)) > 0
+            excess = row.excess(_signs(index.tolist(), others), setting.threshold)
+            positive[tuple(index)] = sign_of_sum(kind, setting.n, excess) > 0
     positive.setflags(write=False)
     return positive
 
 
 def _signs(index: list[int], others: int) -> Signs:
-    """Return the signs for an index of the table."""
     first, last, own, plus = index
     return Signs(2 * first - 1, 2 * own - 1, 2 * plus - others, 1 if plus > 0 else -1, 2 * last - 1)
 

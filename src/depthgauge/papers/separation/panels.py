@@ -77,7 +77,6 @@ _TOKEN_COUNTS, _WIDTHS, _SIZES = grid("200", "1000", "10"), grid("1", "80", "1")
 
 
 def _panels(figure: str, title: str, kind: str, sweeps: Sequence[Sweep], **fixed: Any) -> tuple[Panel, ...]:
-    """Return the panels (a), (b), … of a figure."""
     return tuple(
         Panel(f"{figure}{letter}", title, name, values, 100, _sweep(name, kind, **fixed, **own), note)
         for letter, (name, values, own, note) in zip("abcdef", sweeps, strict=False)

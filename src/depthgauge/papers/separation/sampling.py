@@ -57,7 +57,6 @@ def _plain(parameter: int | float | str) -> str:
 
 
 def _raw_words(setting: Setting, seed: int, first: int, models: int, per_model: int) -> UInt64[np.ndarray, "models k"]:
-    """Return `per_model` random words for each of the models first, …, first + models − 1."""
     counters = -(-per_model // _WORDS_PER_COUNTER)
     generator = np.random.Philox(key=stream_key(setting, seed), counter=first * counters)
     raw = generator.random_raw(models * counters * _WORDS_PER_COUNTER)

@@ -67,16 +67,9 @@ class SelfAttention(_CheckedSetting):
 
     The threshold is τ = (c + 0.1)·√(log n).
 
-    Attributes:
-        n: The number of tokens, a multiple of d − 2.
-        d: The width of a token.
-        m: The number of sign vectors, which is the width of the network.
-        a0: a for the data set D₀.
-        a1: a for the data set D₁.
-        b: The factor of the repeated identity.
-        c: The entries of the last column.
-        x: QKᵀ: `"identity"`, or `"ones"` for the matrix of ones.
-        attention: The attention kind that is compared with linear attention.
+    n is the number of tokens, d their width, m the number of sign vectors, which is the width of the network. a is `a0`
+    in D₀ and `a1` in D₁. `x` is QKᵀ: `"identity"`, or `"ones"` for the matrix of ones. `attention` is the kind that is
+    compared with linear attention.
     """
 
     n: int
@@ -212,7 +205,6 @@ def build_setting(kind: str, *, attention: str = "exp", **given: Any) -> Setting
 
 
 def _block_size(b: float | str, c: float) -> float:
-    """Return b as a number: 1 − c if tied."""
     if b == "tied":
         if not (isinstance(c, int | float) and math.isfinite(c) and 0 <= c <= 1):
             raise InputError(f"c must be between 0 and 1 when b is tied, got {c!r}; tied means b = 1 − c")

@@ -37,6 +37,5 @@ def _class_bits(setting: AttentionSetting) -> UInt64[np.ndarray, " w"]:
 
 
 def _count_ones(words: UInt64[np.ndarray, "models m w"]) -> Int[np.ndarray, "models m"]:
-    """Return the number of set bits of each sign vector."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     return np.asarray(_ONES_IN_OCTET[octets].sum(axis=-1, dtype=np.int64))

@@ -23,25 +23,16 @@ from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask
 Weights = dict[str, Tensor]
 EMBEDDING = 0.5
 """The bound on the entries of both embeddings, so that the entries of X are at most 1."""
-READOUT = 1.0
-"""The bound on the entries of the readout R."""
-_NORM = 1.0
-"""The bound on the weights and biases of LayerNorm."""
-_OWN_BOUND = {"token": EMBEDDING, "position": EMBEDDING, "readout": READOUT, "norm_weight": _NORM, "norm_bias": _NORM}
+_OWN_BOUND = {"token": EMBEDDING, "position": EMBEDDING, "readout": 1.0, "norm_weight": 1.0, "norm_bias": 1.0}
+"""The bounds on embeddings, readout R and LayerNorm; all other weights have the bound η."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a model.
+    """The shape of a model: L layers, H heads per layer, tokens of width d, queries and keys of width k.
 
-    Attributes:
-        layers: L.
-        heads: H, per layer.
-        dim: d, the width of a token.
-        key_dim: k, the width of queries and keys.
-        skip: whether the layers have skip connections, around the attention and around the MLP.
-        norm: `"none"`, `"pre"` or `"post"`, as in `SelfAttentionNetwork`.
-        mlp: the hidden width of the MLPs, or None for no MLP.
+    `skip` is whether there are skip connections, around the attention and around the MLP. `norm` is `"none"`, `"pre"`
+    or `"post"`, as in `SelfAttentionNetwork`. `mlp` is the hidden width of the MLPs, or None for no MLP.
     """
 
     layers: int
@@ -209,14 +200,7 @@ def _token_map(weights: Mapping[str, Tensor], index: int, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BoundedModel(ArrayRecord):
-    """One model: z = (S(X) R)_last with X = token + position.
-
-    Attributes:
-        network: S.
-        token: the token embeddings, [v, d].
-        position: the position embeddings, [n, d].
-        readout: R, [d, C].
-    """
+    """One model: z = (S(X) R)_last with X = token + position, S the network and R the readout."""
 
     network: SelfAttentionNetwork
     token: Float[Tensor, "v d"]

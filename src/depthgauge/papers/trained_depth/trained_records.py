@@ -61,10 +61,7 @@ class TrainedRecord:
 def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> TrainedRecord:
     """Measure a trained model on `test` sequences, and prove what can be proved about it.
 
-    Args:
-        trained: The model.
-        test: The number of test sequences.
-        depths: Whether to compute the certified and the measured depth, which take longest.
+    `depths` is whether to compute the certified and the measured depth, which take longest.
     """
     model = trained.model.exact()
     tokens, labels = held_out(trained.task, test)

@@ -33,13 +33,8 @@ def _mean_field(X: Value, V: Value, eye: Value) -> Value:
     return X + X.sum(axis=0, keepdims=True) / len(X) @ (_drift(V, 0, len(V), eye) - eye)
 
 
-def _eye(d: int) -> Value:
-    """The identity matrix with integer entries, which both arithmetics accept."""
-    return np.array([[int(i == j) for j in range(d)] for i in range(d)], dtype=object)
-
-
 def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
-    states, eye, L, n = _layers(ar, X, Q, K, V), _eye(X.shape[1]), len(V), len(X)
+    states, eye, L, n = _layers(ar, X, Q, K, V), np.eye(X.shape[1], dtype=object), len(V), len(X)
     right = _mean_field(X, V, eye)
     for k in range(L):
         heads = zip(Q[k], K[k], V[k], strict=True)
@@ -57,7 +52,7 @@ def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Val
     G = 2 tanh(θ/4) spread, own = Σ G|V|, common = Σ G|V(N − I)|.
     """
     L, H, d, _ = V.shape
-    eye, zero = _eye(d), np.array([0] * d, dtype=object)
+    eye, zero = np.eye(d, dtype=object), np.array([0] * d, dtype=object)
     gains: list[list[Value]] = []
     for ell in range(L + 1):
         own, common = zero, zero
@@ -77,14 +72,14 @@ def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Val
 
 def _certified(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     end = _layers(ar, X, Q, K, V)[-1]
-    one = _mean_field(X, V, _eye(X.shape[1]))
+    one = _mean_field(X, V, np.eye(X.shape[1], dtype=object))
     bound = ar.max(certificate(ar, max_norm(ar, X), Q, K, V))
     return {"S(X)": end, "S'(X)": one}, max_norm(ar, end - one), bound
 
 
 def _without_scores(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     end = _layers(ar, X, Q, K * 0, V)[-1]
-    return {"S(X)": end}, end, _mean_field(X, V, _eye(X.shape[1]))
+    return {"S(X)": end}, end, _mean_field(X, V, np.eye(X.shape[1], dtype=object))
 
 
 def _drawn(random: Random, size: Size) -> Instance:

@@ -4,7 +4,8 @@ The networks here have equal layers and equal heads. A counterexample among them
 about all networks.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,6 @@ def _small(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell:
 
 
 def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> tuple[Value, Value]:
-    """X_ℓ and ε_ℓ."""
     eta, phi = largest_weight(ar, Q, K, V), max_norm(ar, X0)
     return depth(ar, X0, (Q, K, V), ell, H), epsilon(ar, eta, phi, H, ell)
 
@@ -101,27 +101,23 @@ def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Ins
     return sample
 
 
-def _aligned(size: Size, entry: str, inputs: tuple[float, ...], etas: tuple[float, ...]) -> Iterator[dict[str, object]]:
+def _aligned(size: Size, entry: str, inputs: Sequence[float], etas: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Tokens φ·1 (and −φ·1 for n = 2) and every weight η, so that contributions add up instead of cancelling."""
     n, d = size["n"], size["d"]
     signs = np.ones((n, 1)) if n == 1 else np.array([[1.0], [-1.0]])
-    for phi in inputs:
-        for eta in etas:
-            weight = eta * np.ones((d, d))
-            yield {entry: phi * signs * np.ones(d), "Q": weight, "K": weight, "V": weight}
+    for phi, eta in itertools.product(inputs, etas):
+        weight = eta * np.ones((d, d))
+        yield {entry: phi * signs * np.ones(d), "Q": weight, "K": weight, "V": weight}
 
 
 def _starts_for_conditions(size: Size) -> Iterator[Instance]:
-    for start in _aligned(size, "X0", (0.125, 0.2, 0.24), (1.0, 0.5)):
-        yield {**start, "H": 1, "ell": 1}
+    return ({**start, "H": 1, "ell": 1} for start in _aligned(size, "X0", (0.125, 0.2, 0.24), (1.0, 0.5)))
 
 
-def _starts_for_growth(entry: str) -> Starts:
+def _starts_for_growth(entry: str, **counts: int) -> Starts:
     def starts(size: Size) -> Iterator[Instance]:
         for start in _aligned(size, entry, (1.0,), (1.0, 0.1)):
-            zero = np.zeros_like(start["Q"])
-            counts = {"H": 1} if entry == "X" else {"H": 1, "ell": 2}
-            yield {**start, "Q": zero, "K": zero, **counts}
+            yield {**start, "Q": 0 * start["Q"], "K": 0 * start["K"], "H": 1, **counts}
 
     return starts
 
@@ -129,8 +125,7 @@ def _starts_for_growth(entry: str) -> Starts:
 def _starts_for_lipschitz(size: Size) -> Iterator[Instance]:
     for start in _aligned(size, "X0", (4.0, 1.5, 1.0), (0.01, 0.1)):
         X = depth(FLOATS, start["X0"], (start["Q"], start["K"], start["V"]), 1, 1)
-        yield {**start, "Y": 0 * X, "H": 1, "ell": 1}
-        yield {**start, "Y": 0.75 * X, "H": 1, "ell": 1}
+        yield from ({**start, "Y": factor * X, "H": 1, "ell": 1} for factor in (0, 0.75))
 
 
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
@@ -138,7 +133,6 @@ _ONE = {"X0": "n d", **_WEIGHTS}
 
 
 def _condition_claim(part: int, sides: tuple[str, str], hypothesis: str, over: tuple[Size, ...], **more: Any) -> Claim:
-    """A part of Lemma C.2."""
     return searched(
         f"A.C.2.{part}", f"Lemma C.2 ({part})", sides, _condition(part), _drawn(_ONE, H=1, ell=1), over, hypothesis,
         "ours.layer-growth", allowed=_small, starts=_starts_for_conditions, note=_EQUAL, **more,
@@ -184,6 +178,6 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     searched(
         "A.D.8.2", "Lemma D.8 (2)", ("‖X_ℓ‖∞", "φ₀ (1 + Hη)^ℓ"), _grown, _drawn(_ONE, H=1, ell=2), _shapes(1, 1, 2),
-        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads", "ours.layer-growth", starts=_starts_for_growth("X0"), note=_EQUAL,
+        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads", "ours.layer-growth", starts=_starts_for_growth("X0", ell=2), note=_EQUAL,
     ),
 )  # fmt: skip

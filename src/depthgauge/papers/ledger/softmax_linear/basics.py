@@ -1,6 +1,7 @@
 """Hoeffding's bound, the definitions of the networks, and the tensor forms of the attention formulas."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 
@@ -22,10 +23,8 @@ def _hoeffding(ar: Arithmetic, *, low: Value, high: Value, p: Value, t: Value) -
     for up in itertools.product((True, False), repeat=len(p)):
         value = sum((h if u else lo for u, h, lo in zip(up, high, low, strict=True)), ar.number(0))
         if abs(value - mean) >= t:
-            weight = ar.number(1)
-            for u, q in zip(up, p, strict=True):
-                weight = weight * (q if u else 1 - q)
-            probability = probability + weight
+            weights = (q if u else 1 - q for u, q in zip(up, p, strict=True))
+            probability = probability + math.prod(weights, start=ar.number(1))
     widths = ((high - low) ** 2).sum()
     return {"E[X]": mean, "Σ (b_i − a_i)²": widths}, probability, 2 * ar.exp(-2 * t * t / widths)
 

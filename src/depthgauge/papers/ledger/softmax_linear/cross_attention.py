@@ -55,7 +55,6 @@ def _linear_u_and_f(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPa
 
 
 def _linear_c(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
-    """Lemmas F.11 and F.15."""
     return (
         LemmaPart("1", "c", _J2, _FIRST, "<=", "(1 + {a})/n", sharp=True, printed=row),
         LemmaPart("2", "c", _J2, _CLASS, "<=", "(1 + {a}) t/n", printed=row),

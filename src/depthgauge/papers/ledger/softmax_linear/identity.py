@@ -19,14 +19,6 @@ _READING = "Read with b² + c² = 1 in place of b + c = 1 of Definition D.1; the
 _J3, _NOT_J3 = "j₀ = j₃", "j₀ ≠ j₃"
 
 
-def _near_power(att: DenseAttention) -> Value:
-    return att.power(att.b * att.b + att.c_parameter * att.c_parameter)
-
-
-def _far_power(att: DenseAttention) -> Value:
-    return att.power(att.c_parameter * att.c_parameter)
-
-
 E_1 = Lemma(
     "E.1", SETUP, "a1",
     (
@@ -66,7 +58,8 @@ def _range(name: str, special: bool, text: str) -> Claim:
     def sides(att: DenseAttention) -> tuple[Value, Value]:
         rows = att.u[_rows(att, special)]
         found = np.ravel(rows[:, att.token != att.j3] if special else rows)
-        low, high = np.full(found.size, _far_power(att)), np.full(found.size, _near_power(att))
+        b, c = att.b * att.b, att.c_parameter * att.c_parameter
+        low, high = np.full(found.size, att.power(c)), np.full(found.size, att.power(b + c))
         return concatenated((low, found)), concatenated((found, high))
 
     where = f"{_row(special)} and " + ("j₁ ≠ j₃" if special else "any j₁")

@@ -180,9 +180,7 @@ def all_parts(lemma: Lemma, setup: AttentionSetup, condition: str = "") -> Inequ
 
 def _directions(part: LemmaPart, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
     left, right = np.broadcast_arrays(*map(np.asarray, part.sides(att)))
-    yield left, right
-    if part.relation == "=":
-        yield right, left
+    return ((left, right), (right, left)) if part.relation == "=" else ((left, right),)
 
 
 def concatenated(pieces: Iterable[Value]) -> Value:

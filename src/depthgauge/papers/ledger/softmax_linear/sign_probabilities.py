@@ -34,11 +34,9 @@ RowChoice = Literal["special", "other", "every"]
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of the data sets.
+    """Parameters of the data sets: a0, a1, and for self-attention b and c.
 
-    Attributes:
-        parameters: a0, a1, and for self-attention b and c.
-        build: Returns the setting with k classes of k tokens each, so n = k².
+    `build` returns the setting with k classes of k tokens each, so n = k².
     """
 
     parameters: dict[str, float]
@@ -124,18 +122,14 @@ class NetworkEvent:
 
     def failure_probability(self, setting: AttentionSetting) -> float:
         """Return the probability that the event does not occur, with m = ⌈8 log(n/δ)⌉."""
-        log_zero = math.log1p(-self._positive_probability(setting)) * width(setting.n)
+        positive = positive_probability(setting, self.dataset, parse_attention(self.kind))
+        log_zero = math.log1p(-positive) * width(setting.n)
         return math.exp(log_zero) if self.positive else -math.expm1(log_zero)
 
     def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
         """Return m and the probability for one sign vector."""
-        return (
-            ("m = ⌈8 log(n/δ)⌉", str(width(setting.n))),
-            ("the probability that one y makes F > 0", number(self._positive_probability(setting), 7)),
-        )
-
-    def _positive_probability(self, setting: AttentionSetting) -> float:
-        return positive_probability(setting, self.dataset, parse_attention(self.kind))
+        positive = number(positive_probability(setting, self.dataset, parse_attention(self.kind)), 7)
+        return ("m = ⌈8 log(n/δ)⌉", str(width(setting.n))), ("the probability that one y makes F > 0", positive)
 
 
 @dataclass(frozen=True)
