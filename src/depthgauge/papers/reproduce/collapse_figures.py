@@ -91,8 +91,8 @@ def _draw_ranks(axes: Axes, name: str, curves: Sequence[RankCurve]) -> None:
         style.draw_spread(axes, layers, spread, 0.18, **_line(order))
         for bound, dashes, width in zip(bounds, (style.DASHED, style.DOTTED), (1.1, 1.3), strict=True):
             if bound is not None:
-                line = {"color": style.ORDERED[order], "linestyle": dashes, "linewidth": width}
-                axes.plot(layers, _below_one(bound), zorder=3, **line)
+                (line,) = axes.plot(layers, _below_one(bound), color=style.ORDERED[order], zorder=3)
+                line.set(linestyle=dashes, linewidth=width)
     axes.set_ylim(_DEEPEST, _TOP)
     axes.yaxis.set_major_locator(FixedLocator([-1000, -100, -10, -1, 0]))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, linear_regression
 from typing import ClassVar
 
 import matplotlib
@@ -88,8 +88,7 @@ def fitted_slope(x: Sequence[float], y: Sequence[float], upto: float) -> float:
     2.0
     """
     points = [(math.log(a), math.log(b)) for a, b in zip(x, y, strict=True) if a <= upto and b > 0]
-    mean_x, mean_y = fmean(a for a, _ in points), fmean(b for _, b in points)
-    return sum((a - mean_x) * (b - mean_y) for a, b in points) / sum((a - mean_x) ** 2 for a, _ in points)
+    return linear_regression(*zip(*points, strict=True)).slope
 
 
 def draw_orders(

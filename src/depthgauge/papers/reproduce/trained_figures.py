@@ -1,7 +1,6 @@
 """Figures T1 to T3: does depth pay in models that are trained under a weight bound?"""
 
 import math
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median
@@ -71,13 +70,8 @@ class TrainedStudy(GridStudy):
         """Number of models at each setting."""
         return self.models or self.plan.seeds
 
-    @abstractmethod
-    def lists(self) -> list[Lists]:
-        """Return the grids as lists of values."""
-
-    def grids(self) -> list[Grid]:
-        """Return the grids of the figure."""
-        return [self._grid("trained-depth", **lists) for lists in self.lists()]
+    def _grids(self, lists: list[Lists]) -> list[Grid]:
+        return [self._grid("trained-depth", **one) for one in lists]
 
     def settings(self) -> dict[str, Any]:
         """Return everything needed to compute the figure again."""
@@ -129,9 +123,9 @@ class DepthPays(TrainedStudy):
         "layers changes no class probability by more than {self.within:g}."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the grids: every task, depth and η, and one wide layer."""
-        return self.plan.depth_grids()
+        return self._grids(self.plan.depth_grids())
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
@@ -176,10 +170,10 @@ class TrainedDepths(TrainedStudy):
         "medians over the models, bands the minimum to the maximum."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the cells of T1 with the deepest networks."""
         deepest = self.plan.depth_grids()[1]
-        return [{**deepest, "eta": list(self.plan.etas)}]
+        return self._grids([{**deepest, "eta": list(self.plan.etas)}])
 
     def draw(self, results: Results) -> Figure:
         """Draw the depths in the first row and the use of the bound in the second, one column for each task."""
@@ -216,9 +210,9 @@ class SkipOrNorm(TrainedStudy):
         "attention. {self.setup} Lines are medians over the models, bands the minimum to the maximum."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the grid of variants."""
-        return self.plan.variant_grids()
+        return self._grids(self.plan.variant_grids())
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""

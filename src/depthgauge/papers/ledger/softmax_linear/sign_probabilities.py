@@ -66,8 +66,6 @@ class RowEvent:
     """The event that ⟨c, σ⟩ satisfies a comparison for a row of c and a random sign vector σ.
 
     Attributes:
-        dataset: 0 or 1, for D₀ or D₁.
-        kind: `exp` or `lin`.
         which: The special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or every row.
         comparison: `reaches` is ⟨c, σ⟩ ≥ τ, `below` is ⟨c, σ⟩ < τ, `within` is |⟨c, σ⟩| < τ.
         threshold: τ, in units of √(log n) for self-attention; the setting's own threshold if None.
