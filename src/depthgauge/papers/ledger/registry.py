@@ -28,11 +28,7 @@ def registry() -> Mapping[str, Claim]:
 
 
 def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
-    """Return the claims of a paper, the claim with an id, or all claims. Letter case does not matter.
-
-    Raises:
-        InputError: If the paper or the id does not exist. The message names the nearest ids.
-    """
+    """Return the claims of a paper, the claim with an id, or all claims. Letter case does not matter."""
     known = registry()
     for name, given in (("paper", paper), ("id", id)):
         require_type(name, given, (str, NoneType), "a string such as A or A.4.1, or None")

@@ -42,9 +42,7 @@ def search(
 ) -> Observed:
     """Search for a counterexample to an inequality, smallest sizes first; `name` seeds the random numbers.
 
-    Returns:
-        `fails` with a witness, `holds` with the largest ratio found, or `undecided` if no instance that satisfies the
-        hypotheses was found.
+    The verdict is `undecided` if no instance that satisfies the hypotheses was found.
     """
     seen, best, where = 0, 0.0, None
     clean: list[Size] = []

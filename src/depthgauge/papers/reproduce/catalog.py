@@ -38,7 +38,6 @@ class Figure:
 
     id: str
     shows: str
-    """One sentence: what the figure shows."""
     study: str
     """`module:name` of a callable (id, models, seed) → `Study`, in this package."""
     panels: tuple[str, ...] = ()

@@ -104,8 +104,7 @@ def write_figure(study: Study, out: str | Path, where: Computing) -> Reproductio
     results = study.compute(where)
     stem = Path(out) / study.id
     rows = study.table(results)
-    documents = {".csv": to_csv(rows), ".json": _settings_text(study)}
-    documents[".txt"] = study.caption() + "\n"
+    documents = {".csv": to_csv(rows), ".json": _settings_text(study), ".txt": study.caption() + "\n"}
     written = [stem.with_name(study.id + suffix) for suffix in documents]
     for path, text in zip(written, documents.values(), strict=True):
         write_text(path, text)

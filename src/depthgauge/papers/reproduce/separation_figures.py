@@ -103,7 +103,7 @@ class SeparationStudy(CellStudy):
         ]
         for panel in self.sheet.panels:
             swept = _PLAIN_SYMBOLS.get(panel.variable, panel.variable)
-            fixed = _plain_text(_fixed_line(panel))
+            fixed = _fixed_line(panel).replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")
             note = f" {panel.note}" if panel.note else ""
             lines.append(f"{panel.id}: {panel.title}, varying {swept}; {fixed}.{note}")
         return "\n".join(lines)
@@ -148,10 +148,6 @@ def _fixed_line(panel: Panel) -> str:
             shown = f"{value[0]:g}…{value[1]:g}" if isinstance(value, list) else f"{value:g}"
             parts.append(f"{_SYMBOLS[name]}={shown}")
     return ", ".join(parts)
-
-
-def _plain_text(line: str) -> str:
-    return line.replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")
 
 
 def draw_sheet(title: str, panels: Sequence[PanelDrawing], columns: int, models: str) -> Figure:

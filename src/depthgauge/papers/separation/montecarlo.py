@@ -16,12 +16,9 @@ _ENTRIES_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts over randomly drawn models.
+    """Counts over randomly drawn models: those for which all four conditions hold, and those for which each holds.
 
-    Attributes:
-        models: The number of models.
-        successes: The number of models for which all four conditions hold.
-        conditions: The numbers of models with F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0 and F_lin(D₀) = 0.
+    The conditions are F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0 and F_lin(D₀) = 0, in this order.
     """
 
     models: int

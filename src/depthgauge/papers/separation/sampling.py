@@ -30,10 +30,7 @@ class AttentionDraws(ArrayRecord):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RegressionDraws(ArrayRecord):
-    """Models for regression: `uniform` for (D₀, D₁), the index `j` of D₁, and the bits of the sign vectors.
-
-    (Ax)ᵢ = log n·(1 + 0.4·uniformᵢ).
-    """
+    """Models for regression: (Ax)ᵢ = log n·(1 + 0.4·uniformᵢ), the index `j` of D₁, the bits of the sign vectors."""
 
     uniform: Float[np.ndarray, "models 2 n"]
     j: Int[np.ndarray, " models"]

@@ -86,15 +86,11 @@ class ModelShape:
 def bounds_of(shape: ModelShape, task: GeneratedTask, etas: Sequence[float | None], dtype: torch.dtype) -> Weights:
     """Return the bound on every weight: for each name a tensor of one bound per model, [B, 1, …].
 
-    Embeddings, readout and LayerNorm have fixed bounds. All other weights have the bound η of the model; None is no
-    bound. A bound is rounded down to `dtype`.
+    An η of None is no bound. A bound is rounded down to `dtype`.
     """
     own = torch.tensor([math.inf if eta is None else largest_not_above(eta, dtype) for eta in etas], dtype=dtype)
-    found = {}
-    for name, size in shape.sizes(task).items():
-        bound = torch.full_like(own, _OWN_BOUND[name]) if name in _OWN_BOUND else own
-        found[name] = bound.reshape(-1, *(1 for _ in size))
-    return found
+    fixed = {name: torch.full_like(own, bound) for name, bound in _OWN_BOUND.items()}
+    return {name: fixed.get(name, own).reshape(-1, *(1 for _ in size)) for name, size in shape.sizes(task).items()}
 
 
 def initial_weights(

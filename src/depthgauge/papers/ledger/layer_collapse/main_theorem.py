@@ -101,16 +101,12 @@ def _informal() -> Observed:
     return Observed("undecided", None, len(found), remarks)
 
 
-def _remark() -> Observed:
-    remarks = (
-        "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
-        "ours.mlp-deletion is a bound of this kind.",
-    )
-    return Observed("undecided", None, 0, remarks)
-
-
 _SETTING = "every weight has absolute value at most η, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
 _SAME = "All layers and heads of the witness have the same Q, K, V; the conditions hold with A = 1."
+_REMARKS = (
+    "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
+    "ours.mlp-deletion is a bound of this kind.",
+)
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -137,6 +133,6 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "A.D.2", "Remark D.2",
         "the proof generalises to layers with an MLP f, with the Lipschitz constant of f in the bound",
-        Computation(_remark), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
+        Computation(lambda: Observed("undecided", None, 0, _REMARKS)), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
     ),
 )  # fmt: skip

@@ -54,14 +54,8 @@ _HOEFFDING = searched(
 )  # fmt: skip
 
 
-def _network(f: Value, y: Value, tau: Value) -> Value:
-    """φ(Σ_j φ_τ(⟨f, y_j⟩)), φ_τ(z) = max(z − τ, 0)."""
-    over = f @ y - tau
-    return ((over + abs(over)) / 2).sum()
-
-
 def _named(left: str, kind: str) -> Inequality:
-    """Compare F_exp or F_lin with the formula that Definition 3.6 displays, which contains f_lin."""
+    """Compare F_exp or F_lin with the formula of Definition 3.6, which contains f_lin; φ_τ(z) = max(z − τ, 0)."""
 
     def evaluate(ar: Arithmetic, *, u: Value, y: Value, tau: Value) -> Evaluation:
         linear = u / u.sum()
@@ -70,7 +64,8 @@ def _named(left: str, kind: str) -> Inequality:
         for column in y.T:
             inner = sum((a * b for a, b in zip(linear, column, strict=True)), ar.number(0)) - tau
             displayed = displayed + (inner if inner > 0 else 0)
-        return {f"f_{kind}": f, "f_lin": linear}, _network(f, y, tau), displayed
+        over = f @ y - tau
+        return {f"f_{kind}": f, "f_lin": linear}, ((over + abs(over)) / 2).sum(), displayed
 
     def starts(size: Size) -> Iterable[Instance]:
         n, m = size["n"], size["m"]

@@ -17,6 +17,8 @@ SETUP = AttentionSetup("self", 1, "exp", product="identity", tie="squares", leas
 HYPOTHESIS = "a₁ ≥ 1, b² + c² = 1, b and c ≥ 1/10, otherwise Definition D.1 (n = (d−2)t ≥ 2); QKᵀ = I_d"
 _READING = "Read with b² + c² = 1 in place of b + c = 1 of Definition D.1; the two contradict each other (see B.E.1)."
 _J3, _NOT_J3 = "j₀ = j₃", "j₀ ≠ j₃"
+_ROW = {True: _J3, False: _NOT_J3}
+_LEVEL = {True: "u_exp[j₀, j₁] = n^(b² + c²)", False: "u_exp[j₀, j₁] = n^(c²)"}
 
 
 E_1 = Lemma(
@@ -62,7 +64,7 @@ def _range(name: str, special: bool, text: str) -> Claim:
         low, high = np.full(found.size, att.power(c)), np.full(found.size, att.power(b + c))
         return concatenated((low, found)), concatenated((found, high))
 
-    where = f"{_row(special)} and " + ("j₁ ≠ j₃" if special else "any j₁")
+    where = f"{_ROW[special]} and " + ("j₁ ≠ j₃" if special else "any j₁")
     check = data_set_inequality(SETUP, "a1", ("n^(c²), u_exp[j₀, j₁]", "u_exp[j₀, j₁], n^(b² + c²)"), sides)
     statement = f"for {where}: n^(c²) ≤ u_exp[j₀, j₁] ≤ n^(b² + c²)"
     return Claim(f"B.E.1.{name}", f"Lemma E.1, Part {text}", statement, check, HYPOTHESIS, sharp=True, note=_READING)
@@ -85,16 +87,8 @@ def _counted(special: bool, near: bool, number: str) -> Inequality:
         counted = (keys > between) if near else (keys < between)
         return counted.sum(axis=1).astype(int), _NUMBERS[number](att)
 
-    text = (f"the number of j₁ with {_level(near)}", number)
-    return data_set_inequality(SETUP, "a1", text, sides, relation="=", condition=_row(special))
-
-
-def _level(near: bool) -> str:
-    return "u_exp[j₀, j₁] = " + ("n^(b² + c²)" if near else "n^(c²)")
-
-
-def _row(special: bool) -> str:
-    return _J3 if special else _NOT_J3
+    text = (f"the number of j₁ with {_LEVEL[near]}", number)
+    return data_set_inequality(SETUP, "a1", text, sides, relation="=", condition=_ROW[special])
 
 
 def _count_claim(name: str, where: str, special: bool, near: bool, number: str, proved: str | None = None) -> Claim:
@@ -103,7 +97,7 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
     check, note = printed if proved is None else Misprint(printed, _counted(special, near, proved)), _READING
     if proved is not None:
         note += f" The proof of Part 4 counts {proved}, because j₀ belongs to its own class."
-    statement = f"for {_row(special)}: {number} indices j₁ have {_level(near)}"
+    statement = f"for {_ROW[special]}: {number} indices j₁ have {_LEVEL[near]}"
     return Claim(
         f"B.E.1.{name}", f"Lemma E.1, Part {where}", statement, check, HYPOTHESIS, sharp=proved is None, note=note
     )

@@ -134,9 +134,8 @@ def allowed_failure(event: SignEvent, n: int) -> float:
 def judge_event(event: SignEvent, cases: Sequence[Case]) -> Observed:
     """Judge the statement that an event occurs with high probability.
 
-    Returns:
-        `holds` if there is no violation from some n on in every case, `fails` if in some case the failure probability
-        is too large at the last n and does not decrease, else `undecided`.
+    It holds if there is no violation from some n on in every case. It fails if in some case the failure probability is
+    too large at the last n and does not decrease.
     """
     curves = [failure_curve(event, case) for case in cases]
     ordered = sorted(curves, key=lambda curve: curve.first is not None)
@@ -170,11 +169,7 @@ def _instance(event: SignEvent, case: Case, t: int) -> dict[str, Any]:
 
 
 def compare_readings(printed: Observed, intended: Observed, reading: str) -> Observed:
-    """Combine the results of the printed and the intended reading.
-
-    Returns:
-        `misprint` if the printed reading fails and the intended one holds, else the result of the printed reading.
-    """
+    """Return `misprint` if the printed reading fails and the intended one holds, else the result of the printed one."""
     if printed.verdict != "fails":
         return printed
     seen = printed.evaluations + intended.evaluations

@@ -86,11 +86,8 @@ class RowEvent:
         chosen = {"special": found[:1], "other": found[1:], "every": found}[self.which]
         return max(((self._row_failure(setting, row), row) for row in chosen), key=lambda pair: pair[0])
 
-    def _tau(self, setting: AttentionSetting) -> Fraction:
-        return self.threshold or setting.threshold
-
     def _row_failure(self, setting: AttentionSetting, row: OutputRow) -> float:
-        above = probability_at_least(setting, row, parse_attention(self.kind), self._tau(setting))
+        above = probability_at_least(setting, row, parse_attention(self.kind), self.threshold or setting.threshold)
         return {"reaches": 1 - above, "below": above, "within": 2 * above}[self.comparison]
 
     def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
@@ -106,7 +103,7 @@ class RowEvent:
         named += [("σ_d", last)] if isinstance(setting, SelfAttention) else []
         return (
             *((f"coefficient in ⟨c[j₀], σ⟩{unit} of {name}", value) for name, value in named),
-            (f"τ{unit}", f"{self._tau(setting)}"),
+            (f"τ{unit}", f"{self.threshold or setting.threshold}"),
         )
 
 
