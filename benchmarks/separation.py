@@ -22,7 +22,7 @@ import torch
 
 from depthgauge._io import write_text
 from depthgauge.papers.reproduce.draw import reproduce
-from depthgauge.papers.separation import structured
+from depthgauge.papers.separation import decisions
 from depthgauge.papers.separation.decisions import tables
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.panels import PAPER_PANELS, SHEETS
@@ -55,7 +55,7 @@ def dense(setting: AttentionSetting, models: int) -> np.ndarray:
 def ours(setting: AttentionSetting, models: int) -> np.ndarray:
     """Run the structured implementation with an empty cache: build the tables, draw the models, look up decisions."""
     tables.cache_clear()
-    return structured.conditions(setting, draw_attention(setting, 0, 0, models))
+    return decisions.conditions(setting, draw_attention(setting, 0, 0, models))
 
 
 def against_dense(setting: AttentionSetting) -> dict[str, Any]:

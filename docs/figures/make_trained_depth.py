@@ -19,12 +19,74 @@ import argparse
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, ExperimentPlan, ModelFamily, families, member_seeds
+from depthgauge.papers.trained_depth.bounded_training import BatchTrainer
+from depthgauge.papers.trained_depth.experiment import (
+    DEFAULTS,
+    FULL,
+    QUICK,
+    ExperimentPlan,
+    member_seeds,
+    options_of,
+    shape_of,
+)
+from depthgauge.papers.trained_depth.generated_tasks import find_task
 
 SEED = 0
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models that are trained at once: one task and shape, every η and seed.
+
+    Attributes:
+        parameters: the parameters of a cell, without `eta`.
+        etas: the values of η, in order; `"none"` is no bound.
+        seeds: the seeds, in order.
+    """
+
+    parameters: Mapping[str, Any]
+    etas: tuple[float | str, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the file that keeps the weights."""
+        p = self.parameters
+        skip = "skip" if p["skip"] else "noskip"
+        return f"{p['problem']}-L{p['layers']}-H{p['heads']}-d{p['dim']}-{skip}-{p['norm']}-mlp{p['mlp'] or 0}.pt"
+
+    def trainer(self, device: str = "cpu") -> BatchTrainer:
+        """Return the training run at its start: one model for each η and seed."""
+        pairs = [(None if isinstance(eta, str) else eta, seed) for eta in self.etas for seed in self.seeds]
+        etas, seeds = [eta for eta, _ in pairs], [seed for _, seed in pairs]
+        task, options = find_task(self.parameters["problem"]), options_of(self.parameters, device)
+        return BatchTrainer(task, shape_of(self.parameters), etas, seeds, options)
+
+    def train(self, folder: Path, device: str) -> list[float]:
+        """Train the models, keep their weights in `folder`, and return their accuracies."""
+        trainer = self.trainer(device)
+        return [model.accuracy for model in trainer.run(folder / self.name)]
+
+    def load(self, folder: Path) -> BatchTrainer:
+        """Return the run that `train` kept in `folder`, on the CPU."""
+        trainer = self.trainer()
+        trainer.resume(folder / self.name)
+        return trainer
+
+
+def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[ModelFamily]:
+    """Group the parameters of cells into batches, which share everything but `eta`; equal cells are trained once."""
+    groups: dict[tuple[tuple[str, Any], ...], list[float | str]] = {}
+    for cell in cells:
+        full = {**DEFAULTS, **cell}
+        full["key_dim"] = shape_of(full).key_dim
+        key = tuple((name, value) for name, value in sorted(full.items()) if name not in ("eta", "depths", "seed"))
+        groups.setdefault(key, []).append(full["eta"])
+    return [ModelFamily(dict(key), tuple(dict.fromkeys(etas)), tuple(seeds)) for key, etas in groups.items()]
 
 
 def parameters_of(plan: ExperimentPlan) -> Iterator[dict[str, Any]]:
@@ -88,7 +150,7 @@ def examined(folder: Path, seeds: int, parameters: Mapping[str, Any]) -> tuple[d
     """Return the result of a cell from the weights in `folder`, or None if its batch is not finished."""
     import torch
 
-    from depthgauge.papers.sweep_tasks.training_task import records_of
+    from depthgauge.papers.sweep_tasks.tasks import records_of
 
     torch.set_num_threads(1)
     begun = time.perf_counter()

@@ -1,6 +1,6 @@
 """The data sets and networks of paper B as dense matrices, batched over models: O(n²·d) operations per model.
 
-Tests and the benchmark compare `structured` and `exact` with it. It shares only the drawn models and `sign_of_sum`.
+Tests and the benchmark compare `decisions` and `exact` with it. It shares only the drawn models and `sign_of_sum`.
 """
 
 from dataclasses import dataclass

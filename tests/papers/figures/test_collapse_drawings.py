@@ -9,15 +9,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from depthgauge.papers.figures.depth_map import PhaseDiagram, draw_phases
-from depthgauge.papers.figures.layer_curves import CollapsePanel, RankCurve, draw_collapse, draw_rank
 from depthgauge.papers.figures.style import FIVE, Spread, save
-from depthgauge.papers.figures.surrogate_errors import Band, PrintedCurve, draw_orders
+from depthgauge.papers.reproduce.collapse_figures import CollapsePanel, RankCurve, draw_collapse, draw_rank
+from depthgauge.papers.reproduce.surrogate_figures import draw_orders, draw_phases
 
-FALLING = RankCurve(
-    "η = 0.01", Spread([0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0]), [0.0, -1.0, -9.0], [0, 2, 5]
-)
-FLAT = RankCurve("η = 1", Spread([0.0, -0.1, -0.1], [0.0, -0.2, -0.2], [0.0, 0.0, 0.0]), None, None)
+SPREAD, BOUND = Spread([0.0, -3.0, -20.0], [0.0, -4.0, -22.0], [0.0, -2.0, -18.0]), [0.0, -1.0, -9.0]
+FALLING: RankCurve = ("η = 0.01", SPREAD, BOUND, [0, 2, 5])
+FLAT: RankCurve = ("η = 1", Spread([0.0, -0.1, -0.1], [0.0, -0.2, -0.2], [0.0, 0.0, 0.0]), None, None)
 
 
 def rank() -> Figure:
@@ -29,8 +27,8 @@ def two_by_two() -> Figure:
         Spread([1, 1e-3, 1e-30], [1, 1e-4, 0], [1, 1e-2, 1e-29]),
         Spread([0, 0.9, 1], [0, 0.8, 1], [0, 1, 1.1]),
     )
-    up = CollapsePanel("without skips, η = 0.01", "rank collapse", fell, stayed, -1234.0)
-    down = CollapsePanel("with skips, η = 3", "no collapse", stayed, stayed, 0.0)
+    up: CollapsePanel = ("without skips, η = 0.01", "rank collapse", fell, stayed, -1234.0)
+    down: CollapsePanel = ("with skips, η = 3", "no collapse", stayed, stayed, 0.0)
     return draw_collapse([[up, down], [down, down]])
 
 
@@ -39,19 +37,18 @@ NAMES = ["identity", "last-layer", "parallel", "mean-field", "corrected"]
 
 
 def orders() -> Figure:
-    bands = [
-        Band(name, [3 * eta**k for eta in ETAS], [4 * eta**k for eta in ETAS], float(k))
+    bands = {
+        name: ([3 * eta**k for eta in ETAS], [4 * eta**k for eta in ETAS], float(k))
         for name, k in zip(NAMES, (1, 1, 2, 3, 4), strict=True)
-    ]
-    return draw_orders(ETAS, bands, PrintedCurve("last-layer", [2 * eta for eta in ETAS], [True, True, True, False]))
+    }
+    return draw_orders(ETAS, bands, "last-layer", [2 * eta for eta in ETAS], [True, True, True, False])
 
 
 def phases() -> Figure:
-    small = PhaseDiagram(ETAS, [2, 4], [6, 6], [[1, 1, 3.5, 6], [1, 2, 6, 6]])
-    tall = PhaseDiagram(ETAS, [2, 3, 4], [2, 3, 4], [[1, 1, 1, 2], [1, 1, 2, 3], [1, 1, 4, 4]])
-    return draw_phases(
-        ["certified", "measured"], [("width d", "L = 6", [small, small]), ("layers L", "d = 8", [tall, tall])]
-    )
+    small, tall = [[1, 1, 3.5, 6], [1, 2, 6, 6]], [[1, 1, 1, 2], [1, 1, 2, 3], [1, 1, 4, 4]]
+    upper = ("width d", "L = 6", [2, 4], [6, 6], [small, small])
+    lower = ("layers L", "d = 8", [2, 3, 4], [2, 3, 4], [tall, tall])
+    return draw_phases(ETAS, ["certified", "measured"], [upper, lower])
 
 
 ALL = {"A1": rank, "A2": orders, "A3": phases, "A4": two_by_two}
@@ -94,8 +91,8 @@ def lines(axes: object) -> list[np.ndarray]:
 def test_rank_shows_every_curve_and_hides_bounds_above_one() -> None:
     left, right = rank().axes
     shown = lines(left)
-    np.testing.assert_array_equal(shown[0], FALLING.spread.middle)
-    np.testing.assert_array_equal(shown[1], FALLING.bound)
+    np.testing.assert_array_equal(shown[0], SPREAD.middle)
+    np.testing.assert_array_equal(shown[1], BOUND)
     np.testing.assert_array_equal(
         shown[2], [0, math.nan, math.nan]
     )  # the rate of Dong et al. is above 1 from the first layer on

@@ -12,14 +12,25 @@ from matplotlib.figure import Figure
 
 from depthgauge.errors import OutputError
 from depthgauge.papers.figures.style import BLUE, ORDERED, VERMILION, save
-from depthgauge.papers.figures.success_ratio import Curve, PanelDrawing, draw_panel, draw_sheet
-
-CURVE = Curve("", [1, 2, 3], [0.1, 0.5, 0.9], [0.2, 0.4, 0.8], [0.05, 0.3, 0.7], [0.3, 0.6, 0.95])
-DRAWN_ONLY = Curve("", [1, 2, 3], None, [0.2, 0.4, 0.8], [0.05, 0.3, 0.7], [0.3, 0.6, 0.95])
+from depthgauge.papers.reproduce.separation_figures import PanelDrawing, Row, draw_sheet
 
 
-def panel(*curves: Curve) -> PanelDrawing:
-    return PanelDrawing("B4f   varying $a_1$", "n=200, d=22", "$a_1$", False, curves)
+def curve(*columns: list[float | None]) -> list[Row]:
+    names = ("value", "exact", "ratio", "low", "high")
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+COLUMNS = [0.2, 0.4, 0.8], [0.05, 0.3, 0.7], [0.3, 0.6, 0.95]
+CURVE = curve([1, 2, 3], [0.1, 0.5, 0.9], *COLUMNS)
+DRAWN_ONLY = curve([1, 2, 3], [None] * 3, *COLUMNS)
+
+
+def panel(*curves: list[Row]) -> PanelDrawing:
+    return "B4f   varying $a_1$", "n=200, d=22", "$a_1$", False, {f"n = {i}": rows for i, rows in enumerate(curves)}
+
+
+def draw_panel(panel: PanelDrawing, models: str) -> Figure:
+    return draw_sheet("", [panel], 1, models)
 
 
 def visible(figure: Figure) -> list[matplotlib.axes.Axes]:
@@ -37,10 +48,10 @@ def test_a_panel_shows_the_exact_curve_the_points_and_their_intervals() -> None:
     figure = draw_panel(panel(CURVE), "100")
     (axes,) = visible(figure)
     line, dots = axes.lines
-    np.testing.assert_array_equal(line.get_xydata(), np.column_stack([CURVE.x, CURVE.exact]))
-    np.testing.assert_array_equal(dots.get_xydata(), np.column_stack([CURVE.x, CURVE.ratio]))
+    np.testing.assert_array_equal(line.get_xydata(), [[row["value"], row["exact"]] for row in CURVE])
+    np.testing.assert_array_equal(dots.get_xydata(), [[row["value"], row["ratio"]] for row in CURVE])
     (bars,) = (c for c in axes.collections if isinstance(c, LineCollection))
-    expected = [[[x, lo], [x, hi]] for x, lo, hi in zip(CURVE.x, CURVE.low, CURVE.high, strict=True)]
+    expected = [[[row["value"], row["low"]], [row["value"], row["high"]]] for row in CURVE]
     np.testing.assert_array_equal(bars.get_segments(), expected)
     for text in ("B4f", "n=200, d=22", "$a_1$", "exact probability", "100 networks, 95 % interval"):
         assert text in words(figure)
@@ -65,8 +76,8 @@ def test_a_sheet_hides_unused_axes() -> None:
 
 
 def test_several_curves_differ_in_colour_and_marker() -> None:
-    curves = [Curve(f"n = {i}", [1, 2], [0, 1], [0, 1], [0, 0.9], [0.1, 1]) for i in range(4)]
-    (axes,) = visible(draw_panel(panel(*curves), "100"))
+    one = curve([1, 2], [0, 1], [0, 1], [0, 0.9], [0.1, 1])
+    (axes,) = visible(draw_panel(panel(one, one, one, one), "100"))
     styles = {(line.get_color(), line.get_marker()) for line in axes.lines if line.get_marker() != "None"}
     assert len(styles) == 4
     legend = axes.get_legend()
@@ -86,7 +97,8 @@ def test_colours_differ_in_lightness() -> None:
 
 
 def test_text_stays_inside_the_figure() -> None:
-    long = PanelDrawing("B4a   varying n", "d=12, m=15, $a_0$=0.01, $a_1$=1.2, b=0.2, c=0.8", "tokens n", True, [CURVE])
+    fixed = "d=12, m=15, $a_0$=0.01, $a_1$=1.2, b=0.2, c=0.8"
+    long: PanelDrawing = ("B4a   varying n", fixed, "tokens n", True, {"": CURVE})
     figure = draw_sheet("B4   Self-attention, X = I", [long] * 6, 3, "100")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()

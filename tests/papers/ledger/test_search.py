@@ -7,14 +7,14 @@ import pytest
 from flint import arb, fmpq
 from hypothesis import given
 from hypothesis import strategies as st
+from planted_claims import planted
 
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, precise, to_exact, to_float
 from depthgauge.papers.ledger.claim import Inequality, Misprint
 from depthgauge.papers.ledger.formulas import attention, residual, softm
 from depthgauge.papers.ledger.instances import drawing, sizes
-from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.registry import registry
-from depthgauge.papers.ledger.search import ratio, search
+from depthgauge.papers.ledger.search import judge, ratio, search
 from depthgauge.papers.ledger.witness import cost, refute, show, simplest, violated
 
 SHARP = [claim.id for claim in registry().values() if claim.sharp]
@@ -24,7 +24,7 @@ SHARP = [claim.id for claim in registry().values() if claim.sharp]
 def test_a_sharp_constant_shrunk_by_a_tenth_is_refuted(id):
     check = registry()[id].check
     inequality = check.proved if isinstance(check, Misprint) else check
-    found = search(inequality.shrunk(Fraction(9, 10)), f"{id}/planted")
+    found = search(planted(inequality), f"{id}/planted")
     assert found.verdict == "fails"
     assert found.witness.ratio > 1
 
@@ -38,8 +38,7 @@ def square(constant):
     """x ≤ constant·x² for x ≥ 1, which is true for constant = 1 and false for a smaller one."""
 
     def evaluate(ar, x):
-        yield "x²", x * x
-        return x, ar.number(constant) * x * x
+        return {"x²": x * x}, x, ar.number(constant) * x * x
 
     return Inequality(
         "x",
@@ -61,8 +60,7 @@ def test_the_simplest_witness_is_returned():
 
 def test_a_rounding_error_is_no_witness():
     def evaluate(ar, x):
-        yield "x", x
-        return (x + 1) - 1, x  # equal in exact arithmetic, may be larger in floats
+        return {"x": x}, (x + 1) - 1, x  # equal in exact arithmetic, may be larger in floats
 
     tiny = Inequality("(x + 1) − 1", "x", evaluate, lambda r, s: {"x": float(r.random()) * 1e-8}, ({},))
     seen = [FLOATS.number("1/3") * 10.0**-k for k in range(6, 12)]

@@ -10,15 +10,9 @@ from typing import Any
 import pytest
 
 from depthgauge.papers.reproduce import draw
-from depthgauge.papers.reproduce.collapse_figures import (
-    DepthMap,
-    RankByLayer,
-    SurrogateErrors,
-    WhatCollapses,
-    fitted_slope,
-    geometric_mean,
-)
+from depthgauge.papers.reproduce.collapse_figures import RankByLayer, WhatCollapses
 from depthgauge.papers.reproduce.study import Computing, GridStudy, per_layer
+from depthgauge.papers.reproduce.surrogate_figures import DepthMap, SurrogateErrors, fitted_slope, geometric_mean
 from depthgauge.sweeps.engines import Local
 
 reproduce = partial(draw.reproduce, engine=Local(1))

@@ -19,7 +19,7 @@ from depthgauge.papers.reproduce.draw import find_study, reproduce
 from depthgauge.papers.reproduce.study import Computing
 from depthgauge.papers.reproduce.trained_figures import DepthPays, TrainedStudy
 from depthgauge.papers.trained_depth import experiment
-from depthgauge.papers.trained_depth.experiment import FULL, QUICK, families, member_seeds
+from depthgauge.papers.trained_depth.experiment import FULL, QUICK, member_seeds
 from depthgauge.sweeps.engines import Local
 from depthgauge.sweeps.read import export_rows, read_rows
 
@@ -178,7 +178,7 @@ def test_the_batch_run_gives_the_rows_of_the_sweep(
 def test_families_share_everything_but_eta() -> None:
     made = script()
     cells = list(made.parameters_of(FULL))
-    found = families(cells, member_seeds(0, FULL.seeds))
+    found = made.families(cells, member_seeds(0, FULL.seeds))
     assert len({family.name for family in found}) == len(found)
     models = sum(len(family.etas) * len(family.seeds) for family in found)
     assert models >= 200

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depthgauge.errors import InputError
-from depthgauge.papers.separation import decisions, regression, structured
+from depthgauge.papers.separation import decisions, regression
 from depthgauge.papers.separation.decisions import decision_table
 from depthgauge.papers.separation.rows import rows
 from depthgauge.papers.separation.sampling import AttentionDraws, draw_attention, draw_regression, unpack
@@ -50,7 +50,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
             continue
         draws = draw_attention(setting, seed=1, first=0, models=8)
         expected = naive.conditions(setting, draws)
-        np.testing.assert_array_equal(structured.conditions(setting, draws), expected, err_msg=repr(setting))
+        np.testing.assert_array_equal(decisions.conditions(setting, draws), expected, err_msg=repr(setting))
         checked += 1
         seen += expected.sum(axis=0)
     # Each condition is often True and often False, and many decisions are within the rounding error.
@@ -71,7 +71,7 @@ def test_structured_is_naive_on_thousands_of_settings() -> None:
 )
 def test_structured_is_naive_at_the_papers_sizes(setting: AttentionSetting) -> None:
     draws = draw_attention(setting, seed=3, first=5, models=30)
-    np.testing.assert_array_equal(structured.conditions(setting, draws), naive.conditions(setting, draws))
+    np.testing.assert_array_equal(decisions.conditions(setting, draws), naive.conditions(setting, draws))
 
 
 @pytest.mark.parametrize("attention", ["exp", "lin", "poly:2", "poly:11"])

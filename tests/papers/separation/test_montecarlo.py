@@ -32,6 +32,8 @@ def test_results_do_not_depend_on_how_the_work_is_divided(setting: Setting, monk
     assert expected.conditions == tuple(whole.sum(axis=0))
     halves = estimate(setting, 25, seed=7), estimate(setting, 35, seed=7, first=25)
     assert sum(half.successes for half in halves) == expected.successes
+    counts = zip(*(half.conditions for half in halves), strict=True)
+    assert tuple(map(sum, counts)) == expected.conditions
     monkeypatch.setattr(montecarlo, "_ENTRIES_AT_ONCE", 5000)
     assert estimate(setting, 60, seed=7) == expected
 

@@ -16,9 +16,8 @@ from depthgauge.network.random_networks import random_network
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import CrossAttention
-from depthgauge.papers.sweep_tasks.fast_attention_task import plans_of
 from depthgauge.papers.sweep_tasks.rank_collapse import SplitState, log_contraction_bounds, split_states, split_step
-from depthgauge.papers.sweep_tasks.tasks import TASKS
+from depthgauge.papers.sweep_tasks.tasks import TASKS, plans_of
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import Grid
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from plain import plain_forward
 
 from depthgauge.errors import InputError
-from depthgauge.papers.trained_depth.batched_adamw import BatchedAdamW
 from depthgauge.papers.trained_depth.bounded_models import (
     ModelShape,
     bounds_of,
@@ -20,12 +19,12 @@ from depthgauge.papers.trained_depth.bounded_models import (
     take_model,
 )
 from depthgauge.papers.trained_depth.bounded_training import (
+    BatchedAdamW,
     BatchTrainer,
     TrainingOptions,
     gradients_of,
     held_out,
     rate_at,
-    train_batch,
     train_bounded,
 )
 from depthgauge.papers.trained_depth.generated_tasks import find_task, recall_task
@@ -199,18 +198,18 @@ def test_accuracy_is_that_of_the_returned_network() -> None:
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     shape = shape_of()
     options = replace(QUICK, save_every=5, dtype="float32")
-    whole = train_batch(TASK, shape, [0.2, None], [0, 1], options)
+    whole = BatchTrainer(TASK, shape, [0.2, None], [0, 1], options).run()
     path = tmp_path / "run.pt"
     first = BatchTrainer(TASK, shape, [0.2, None], [0, 1], options)
     for _ in range(5):
         first.advance()
     first.save(path)
-    resumed = train_batch(TASK, shape, [0.2, None], [0, 1], options, checkpoint=path)
+    resumed = BatchTrainer(TASK, shape, [0.2, None], [0, 1], options).run(path)
     for a, b in zip(whole, resumed, strict=True):
         for mine, theirs in zip(a.model.network.parameters(), b.model.network.parameters(), strict=True):
             assert torch.equal(mine, theirs)
         assert (a.accuracy, a.loss) == (b.accuracy, b.loss)
-    done = train_batch(TASK, shape, [0.2, None], [0, 1], options, checkpoint=path)  # nothing is left to do
+    done = BatchTrainer(TASK, shape, [0.2, None], [0, 1], options).run(path)  # nothing is left to do
     assert [model.loss for model in done] == [model.loss for model in whole]
 
 

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -55,8 +54,7 @@ _SETTINGS: Any = {  # Any: matplotlib types the keys as a Literal that differs b
 }
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """A quantity at every point of the horizontal axis: median, minimum and maximum over repetitions."""
 
     middle: Sequence[float]

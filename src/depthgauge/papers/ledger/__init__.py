@@ -2,5 +2,5 @@
 
 Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse". Paper B is
 "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention". A check takes the path `registry` →
-`judge` → `search` → `witness` → `finding`; `story` explains the result.
+`search` → `witness` → `finding`; `story` explains the result.
 """

@@ -10,8 +10,8 @@ from depthgauge.linalg.threads import SMALL, threads_for
 from depthgauge.papers.ledger.claim import Claim, Observed
 from depthgauge.papers.ledger.corrected import CLAIMS as CORRECTED
 from depthgauge.papers.ledger.finding import Finding, Findings
-from depthgauge.papers.ledger.judge import judge
 from depthgauge.papers.ledger.layer_collapse import CLAIMS as LAYER_COLLAPSE
+from depthgauge.papers.ledger.search import judge
 from depthgauge.papers.ledger.softmax_linear import CLAIMS as SOFTMAX_LINEAR
 from depthgauge.papers.ledger.story import explain
 from depthgauge.progress import Step, silent
@@ -28,11 +28,7 @@ def registry() -> Mapping[str, Claim]:
 
 
 def select(paper: str | None = None, id: str | None = None) -> list[Claim]:
-    """Return the claims of a paper, the claim with an id, or all claims. Letter case does not matter.
-
-    Raises:
-        InputError: If the paper or the id does not exist. The message names the nearest ids.
-    """
+    """Return the claims of a paper, the claim with an id, or all claims. Letter case does not matter."""
     known = registry()
     for name, given in (("paper", paper), ("id", id)):
         require_type(name, given, (str, NoneType), "a string such as A or A.4.1, or None")

@@ -1,4 +1,4 @@
-"""The search for a counterexample: structured starts, then random draws, then random ascent on left/right.
+"""The verdict on a claim, by a search for a counterexample: structured starts, random draws, ascent on left/right.
 
 The length of a search is a number of evaluations and its random numbers are seeded by name, so every run gives the same
 result; a deadline can only stop it early. A violation found in floats counts only after it is verified exactly.
@@ -7,14 +7,16 @@ result; a deadline can only stop it early. A violation found in floats counts on
 import time
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 from numpy.random import default_rng
 
+from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import EXACT, FLOATS, Value, precise, to_exact, to_float, to_floats
-from depthgauge.papers.ledger.claim import Inequality, Instance, Observed, Relation, Size
+from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Misprint, Observed, Relation, Size
 from depthgauge.papers.ledger.finding import Witness
 from depthgauge.papers.ledger.witness import entries, simplest
 
@@ -40,9 +42,7 @@ def search(
 ) -> Observed:
     """Search for a counterexample to an inequality, smallest sizes first; `name` seeds the random numbers.
 
-    Returns:
-        `fails` with a witness, `holds` with the largest ratio found, or `undecided` if no instance that satisfies the
-        hypotheses was found.
+    The verdict is `undecided` if no instance that satisfies the hypotheses was found.
     """
     seen, best, where = 0, 0.0, None
     clean: list[Size] = []
@@ -62,6 +62,40 @@ def search(
     return Observed("holds", _exact_ratio(inequality, where), seen, (f"Sizes searched: {_listed(clean)}.",))
 
 
+def judge(claim: Claim, evaluations: int = EVALUATIONS, deadline: float | None = None) -> Observed:
+    """Check one claim.
+
+    After `deadline` (a time of `time.monotonic`) no check is started and searches end as `undecided`. A study that has
+    started, and the verification of a counterexample that a search has found, run to their end.
+    """
+    if deadline is not None and time.monotonic() > deadline:
+        return Observed("undecided", None, 0, ("The time budget ran out before this check started.",))
+    try:
+        if isinstance(claim.check, Inequality):
+            return search(claim.check, claim.id, evaluations, deadline)
+        if isinstance(claim.check, Misprint):
+            return _judge_misprint(claim.check, claim.id, evaluations, deadline)
+        return claim.check.run()
+    except StoppedError:
+        return Observed("undecided", None, 0, ("The time budget ran out during the search.",))
+
+
+def _judge_misprint(check: Misprint, name: str, evaluations: int, deadline: float | None) -> Observed:
+    """Return `misprint` if the printed form fails and the proved form holds, else the verdict on the printed form."""
+    printed = search(check.printed, name, evaluations, deadline)
+    if printed.verdict != "fails":
+        return printed
+    proved = search(check.proved, f"{name}/proved", evaluations, deadline)
+    seen = printed.evaluations + proved.evaluations
+    form = f"The intended form is {check.proved.text()}"
+    if proved.verdict == "holds":
+        reached = "" if proved.ratio is None else f" (largest ratio seen {number(proved.ratio, 6)})"
+        remark = f"{form}; the search found no counterexample to it{reached}."
+        return replace(printed, verdict="misprint", evaluations=seen, remarks=(*printed.remarks, remark))
+    verdict = "fails too" if proved.verdict == "fails" else "is undecided"
+    return replace(printed, evaluations=seen, remarks=(*printed.remarks, f"{form}; it {verdict}."))
+
+
 def _listed(sizes: Sequence[Size]) -> str:
     return ", ".join("(" + ", ".join(f"{k} = {v}" for k, v in size.items()) + ")" for size in sizes)
 
@@ -71,7 +105,7 @@ def _exact_ratio(inequality: Inequality, instance: Instance) -> float | None:
     if inequality.relation == "=":
         return 1.0
     with precise():
-        _, left, right = inequality.evaluated(EXACT, {name: to_exact(value) for name, value in instance.items()})
+        _, left, right = inequality.evaluate(EXACT, **{name: to_exact(value) for name, value in instance.items()})
         ratios = [to_float(x / y) for x, y in entries(left, right) if to_float(y) > 0]
     return max(ratios, default=None)
 
@@ -94,8 +128,6 @@ def ratio(left: Value, right: Value, relation: Relation) -> float:
 
 
 class _SearchAtSize:
-    """The search at one size."""
-
     def __init__(
         self, inequality: Inequality, size: Size, random: Random, evaluations: int, deadline: float | None
     ) -> None:
@@ -138,7 +170,7 @@ class _SearchAtSize:
         with np.errstate(all="ignore"):
             if not inequality.allowed(FLOATS, **instance):
                 return -1.0
-            _, left, right = inequality.evaluated(FLOATS, instance)
+            _, left, right = inequality.evaluate(FLOATS, **instance)
             value = ratio(left, right, inequality.relation)
         strict = inequality.relation == "<" and value >= 1 - _ROUNDING
         if value > 1 + _ROUNDING or strict:

@@ -1,47 +1,42 @@
 """The explanation of a finding (its *story*), and the ledger as a Markdown page."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Misprint, Observed
 from depthgauge.papers.ledger.finding import PAPER_A, PAPER_B, Finding, Findings, Verdict, Witness
 
-HEADINGS = MappingProxyType({"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"})
-MEANING: Mapping[Verdict, str] = MappingProxyType(
-    {
-        "holds": "no counterexample found by this search (not a proof)",
-        "fails": "counterexample, verified exactly",
-        "misprint": "counterexample to the printed form, verified exactly; none found to the intended form",
-        "undecided": "hidden constants, or the time budget ran out",
-    }
-)
+HEADINGS = {"A": f"Paper A: {PAPER_A}", "B": f"Paper B: {PAPER_B}", "ours": "Our own statements"}
+MEANING: Mapping[Verdict, str] = {
+    "holds": "no counterexample found by this search (not a proof)",
+    "fails": "counterexample, verified exactly",
+    "misprint": "counterexample to the printed form, verified exactly; none found to the intended form",
+    "undecided": "hidden constants, or the time budget ran out",
+}
 """What a verdict of a search means."""
-STUDY_MEANING: Mapping[Verdict, str] = MappingProxyType(
-    {
-        "holds": "no violation in the cases computed (not a proof)",
-        "fails": "violated in the cases computed",
-        "misprint": "violated as printed, no violation as intended, in the cases computed",
-        "undecided": "not decided by the cases computed",
-    }
-)
+STUDY_MEANING: Mapping[Verdict, str] = {
+    "holds": "no violation in the cases computed (not a proof)",
+    "fails": "violated in the cases computed",
+    "misprint": "violated as printed, no violation as intended, in the cases computed",
+    "undecided": "not decided by the cases computed",
+}
 """What a verdict of a study means: probabilities or certificates were computed for finitely many cases."""
+_VIOLATION = {
+    "<=": "is larger than the right side",
+    "<": "is not smaller than the right side",
+    "=": "differs from the right side",
+}
 
 
 def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) -> str:
-    """Return the story of a finding: statement, hypotheses, witness with intermediate values, corrected statement.
-
-    Args:
-        claim: The statement.
-        observed: The result of its check.
-        corrected: The corrected statement, if there is one.
-    """
+    """Return the story of a finding: statement, hypotheses, witness with intermediate values, corrected statement."""
     meaning = (STUDY_MEANING if isinstance(claim.check, Computation) else MEANING)[observed.verdict]
     lines = [f"{claim.id} · {claim.where} · {observed.verdict}: {meaning}", ""]
     lines += [f"Statement   {claim.statement}", f"Hypothesis  {claim.hypothesis}"]
-    tested = _tested_form(claim)
-    if tested:
-        lines.append(f"Tested as   {tested}")
+    check = claim.check.printed if isinstance(claim.check, Misprint) else claim.check
+    tested = check if isinstance(check, Inequality) else None
+    if tested is not None:
+        lines.append(f"Tested as   {tested.text()}")
     if claim.note:
         lines.append(f"Note        {claim.note}")
     name = "left/right at the witness" if observed.witness is not None else "largest left/right found"
@@ -51,7 +46,7 @@ def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) ->
     lines += [f"            {sentence}" for sentence in observed.remarks]
     if observed.witness is not None:
         lines += ["", "Witness", *(f"  {line}" for line in observed.witness.lines())]
-        lines += ["", "Step by step", *_steps(claim, observed.witness)]
+        lines += ["", "Step by step", *_steps(tested, observed.witness)]
     if corrected is not None:
         lines += ["", f"Corrected statement: {corrected.id}: {corrected.statement}"]
         if corrected.hypothesis != "none":
@@ -59,25 +54,12 @@ def explain(claim: Claim, observed: Observed, corrected: Claim | None = None) ->
     return "\n".join(lines)
 
 
-def _tested_form(claim: Claim) -> str:
-    if isinstance(claim.check, Inequality):
-        return claim.check.text()
-    return claim.check.printed.text() if isinstance(claim.check, Misprint) else ""
-
-
-def _steps(claim: Claim, witness: Witness) -> Iterator[str]:
+def _steps(check: Inequality | None, witness: Witness) -> Iterator[str]:
     yield from (f"  {name} = {value}" for name, value in witness.steps)
-    check = claim.check.printed if isinstance(claim.check, Misprint) else claim.check
-    left, right = (f"{check.left} = ", f"{check.right} = ") if isinstance(check, Inequality) else ("", "")
-    relation = check.relation if isinstance(check, Inequality) else "<="
+    left, right = ("", "") if check is None else (f"{check.left} = ", f"{check.right} = ")
     yield f"  left   {left}{witness.left}"
     yield f"  right  {right}{witness.right}"
-    violation = {
-        "<=": "is larger than the right side",
-        "<": "is not smaller than the right side",
-        "=": "differs from the right side",
-    }
-    yield f"  The left side {violation[relation]}."
+    yield f"  The left side {_VIOLATION['<=' if check is None else check.relation]}."
 
 
 def page(findings: Sequence[Finding]) -> str:

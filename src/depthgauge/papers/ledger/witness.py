@@ -1,7 +1,7 @@
 """From a violation found in floats to a witness: an exactly verified counterexample with simple entries."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -33,14 +33,14 @@ class Refutation:
     instance: dict[str, Any]
     left: Value
     right: Value
-    steps: tuple[tuple[str, Value], ...]
+    steps: Mapping[str, Value]
     relation: Relation = "<="
 
     def witness(self) -> Witness:
         """Return the refutation as a record of plain data."""
         over = margin(self)
         ratio = None if math.isinf(over) else 1 + over
-        steps = tuple((name, show(value)) for name, value in self.steps)
+        steps = tuple((name, show(value)) for name, value in self.steps.items())
         instance = {name: plain(value) for name, value in self.instance.items()}
         return Witness(instance, show(self.left), show(self.right), ratio, steps)
 
@@ -52,7 +52,7 @@ def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
         try:
             if not inequality.allowed(EXACT, **exact):
                 return None
-            steps, left, right = inequality.evaluated(EXACT, exact)
+            steps, left, right = inequality.evaluate(EXACT, **exact)
         except (ZeroDivisionError, OverflowError):
             return None
         if not violated(left, right, inequality.relation):
@@ -63,12 +63,10 @@ def refute(inequality: Inequality, instance: Instance) -> Refutation | None:
 
 def violated(left: Value, right: Value, relation: Relation) -> bool:
     """Return whether the relation fails for the exact values of at least one entry."""
-    test: Mapping[str, Callable[[Value, Value], bool]] = {
-        "<=": lambda x, y: x > y,
-        "<": lambda x, y: x >= y,
-        "=": lambda x, y: x > y or x < y,
-    }
-    return any(bool(test[relation](x, y)) for x, y in entries(left, right))
+    pairs = list(entries(left, right))
+    if relation == "<":
+        return any(bool(x >= y) for x, y in pairs)
+    return any(bool(x > y or (relation == "=" and x < y)) for x, y in pairs)
 
 
 def entries(left: Value, right: Value) -> Iterator[tuple[Value, Value]]:

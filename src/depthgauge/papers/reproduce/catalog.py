@@ -16,22 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A package that a figure needs in addition to the core dependencies."""
+    """A package that a figure needs in addition to the core dependencies; without `package`, the extra `models`."""
 
     module: str
     label: str
     package: str | None = None
-    """The package to install, without its dependencies; None for the packages of the extra `models`."""
 
     @property
     def install(self) -> str:
         """The command that installs it."""
         return install_command("models") if self.package is None else f"pip install --no-deps {self.package}"
-
-    @property
-    def installed(self) -> bool:
-        """Whether the package can be imported."""
-        return find_spec(self.module) is not None
 
 
 TRANSFORMERS = Requirement("transformers", "the extra models")
@@ -44,7 +38,6 @@ class Figure:
 
     id: str
     shows: str
-    """One sentence: what the figure shows."""
     study: str
     """`module:name` of a callable (id, models, seed) → `Study`, in this package."""
     panels: tuple[str, ...] = ()
@@ -55,7 +48,7 @@ class Figure:
 
     def require(self) -> None:
         """Raise MissingPackageError naming every missing package and the commands that install them."""
-        missing = [need for need in self.needs if not need.installed]
+        missing = [need for need in self.needs if find_spec(need.module) is None]
         if missing:
             labels = " and ".join(need.label for need in missing)
             commands = " and ".join(f"`{need.install}`" for need in missing)
@@ -85,11 +78,11 @@ FIGURES: dict[str, Figure] = {
         ),
         Figure(
             "A2", "Error of every one-layer surrogate against the weight size η, between lower bound and certificate.",
-            "collapse_figures:SurrogateErrors",
+            "surrogate_figures:SurrogateErrors",
         ),
         Figure(
             "A3", "Effective depth, certified and measured, over weight size, width and number of layers.",
-            "collapse_figures:DepthMap",
+            "surrogate_figures:DepthMap",
         ),
         Figure(
             "A4", "Whether rank or layers collapse, with and without skip connections, at small and large weights.",

@@ -1,13 +1,27 @@
-"""Figures A1 to A4, layer collapse of random networks: their grids, captions, and the numbers that are drawn."""
+"""Figures A1 and A4, what collapses in random networks layer by layer: the grids, the captions and the drawings."""
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, median
+from statistics import median
 from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+from depthgauge.papers.figures import style
 from depthgauge.papers.reproduce.study import GridStudy, Results, per_layer
-from depthgauge.surrogates.closed_forms import CLOSED_FORMS
 from depthgauge.sweeps.grid import Grid
+
+_DEEPEST, _TOP = -3000.0, 0.45
+"""The vertical axis of A1."""
+_FLOOR = 1e-9
+"""The lower end of the vertical axis of A4."""
+RankCurve = tuple[str, style.Spread, Sequence[float] | None, Sequence[float] | None]
+"""A label, log₁₀ of the residual ratio by layer, and log₁₀ of the contraction bound and of the rate of Dong et al."""
+CollapsePanel = tuple[str, str, style.Spread, style.Spread, float]
+"""The kind of network, the verdict, residual ratio, error of one layer, log₁₀ of the median ratio at the last layer."""
 
 
 class RankByLayer(GridStudy):
@@ -34,141 +48,66 @@ class RankByLayer(GridStudy):
         """Return one grid: both kinds of network at every η."""
         return [self._grid("rank-collapse", eta=self.ETAS, skip=[False, True], **self.SHAPE)]
 
-    def draw(self, results: Results) -> Any:
+    def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import RankCurve, draw_rank
-        from depthgauge.papers.figures.style import Spread
 
         def curve(eta: float, skip: bool) -> RankCurve:
             rows = self.where(results, eta=eta, skip=skip)
-            return RankCurve(
-                label=f"η = {eta:g}",
-                spread=Spread.over(per_layer(rows, "log10_ratio")),
-                bound=None if skip else [median(layer) for layer in per_layer(rows, "log10_bound")],
-                dong=None if skip else [median(layer) for layer in per_layer(rows, "log10_dong")],
+            bound, dong = (
+                None if skip else [median(layer) for layer in per_layer(rows, name)]
+                for name in ("log10_bound", "log10_dong")
             )
+            return f"η = {eta:g}", style.Spread.over(per_layer(rows, "log10_ratio")), bound, dong
 
         panels = [("without skip connections", False), ("with skip connections", True)]
         return draw_rank([(name, [curve(eta, skip) for eta in self.ETAS]) for name, skip in panels])
 
 
-class SurrogateErrors(GridStudy):
-    """A2: the error of every one-layer surrogate against the size of the weights."""
-
-    title = "How fast the error of each one-layer surrogate falls as the weights shrink"
-    repetitions = 3
-    ETAS: ClassVar = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1]
-    ORDER: ClassVar = {"identity": 1, "last-layer": 1, "parallel": 2, "mean-field": 3, "corrected": 4}
-    """The proved order in η of the error of each method (docs/math.md, 3.7)."""
-    SHAPE: ClassVar = {"layers": 4, "heads": 1, "dim": 16}
-    FIT: ClassVar = 0.01
-    """Slopes are fitted to the weights up to this size."""
-
-    about = (
-        "Worst error sup‖S(X) − S'(X)‖max over all inputs with |entries| ≤ 1 and any number of "
-        "tokens, for random networks S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer "
-        "surrogates S'. The lower edge of a band is the largest error that an attack found (a proved lower bound), "
-        "the upper edge is the certified upper bound. Both are geometric means over "
-        "{self.repeats} repetitions (one network each, seed {self.seed}). Slopes are fitted to the lower edges up "
-        "to η = {self.FIT:g}. Dashed: the explicit bound (C^L + … + 1)δ in the proof of Theorem D.1 of paper A, "
-        "for the last-layer surrogate; dotted where the conditions of the proof do not hold. Bottom: the two edges "
-        "for the last-layer surrogate divided by that bound; a value above 1 contradicts it."
-    )
-
-    def grids(self) -> list[Grid]:
-        """Return one grid: every closed-form surrogate at every η."""
-        return [self._grid("certificate", method=list(CLOSED_FORMS), eta=self.ETAS, **self.SHAPE)]
-
-    def draw(self, results: Results) -> Any:
-        """Return the matplotlib figure."""
-        from depthgauge.papers.figures.surrogate_errors import Band, PrintedCurve, draw_orders
-
-        bands = []
-        for method in self.ORDER:
-            rows = [self.where(results, method=method, eta=eta) for eta in self.ETAS]
-            lower = [geometric_mean([r["lower"] for r in found]) for found in rows]
-            bands.append(
-                Band(
-                    label=method,
-                    lower=lower,
-                    upper=[geometric_mean([r["upper"] for r in found]) for found in rows],
-                    slope=fitted_slope(self.ETAS, lower, self.FIT),
-                )
-            )
-        last = [self.where(results, method="last-layer", eta=eta) for eta in self.ETAS]
-        printed = PrintedCurve(
-            method="last-layer",
-            values=[geometric_mean([r["printed"] for r in found]) for found in last],
-            applies=[all(r["printed_applies"] for r in found) for found in last],
+def draw_rank(panels: Sequence[tuple[str, Sequence[RankCurve]]]) -> Figure:
+    """Draw one panel for each kind of network, with a common vertical axis."""
+    with style.figure_style():
+        figure = Figure(figsize=(7.3, 3.4), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, wspace=0.04))
+        grid = figure.subplots(1, len(panels), squeeze=False, sharey=True)
+        for axes, (name, curves) in zip(grid[0], panels, strict=True):
+            _draw_ranks(axes, name, curves)
+        grid[0][0].set_ylabel("residual ratio  $\\|\\mathrm{Res}(X_\\ell)\\|_{\\max}/\\|X_\\ell\\|_{\\max}$")
+        lines = [{**_line(i), "label": label} for i, (label, *_) in enumerate(panels[0][1])]
+        lines.append(
+            {"color": style.INK, "linestyle": style.DASHED, "linewidth": 1.1, "label": "contraction bound (corrected)"}
         )
-        return draw_orders(self.ETAS, bands, printed)
+        lines.append({"color": style.INK, "linestyle": style.DOTTED, "linewidth": 1.3, "label": "rate of Dong et al."})
+        style.legend_below(figure, lines, 6, 1.3)
+    return figure
 
 
-def geometric_mean(values: Sequence[float | None]) -> float:
-    """Return exp of the mean of the logarithms; NaN if a value is missing or not positive."""
-    if not values or any(value is None or value <= 0 for value in values):
-        return math.nan
-    return math.exp(fmean(math.log(value) for value in values if value is not None))
+def _line(order: int) -> dict[str, Any]:
+    return {"color": style.ORDERED[order], "marker": style.MARKERS[order], "markersize": 3.6, "linewidth": 1.5}
 
 
-def fitted_slope(x: Sequence[float], y: Sequence[float], upto: float) -> float:
-    """Return the least-squares slope of log y against log x over the points with x ≤ upto and y > 0.
+def _draw_ranks(axes: Axes, name: str, curves: Sequence[RankCurve]) -> None:
+    axes.set_yscale("symlog", linthresh=1.0, linscale=0.9)
+    for order, (_, spread, *bounds) in enumerate(curves):
+        layers = range(len(spread.middle))
+        style.draw_spread(axes, layers, spread, 0.18, **_line(order))
+        for bound, dashes, width in zip(bounds, (style.DASHED, style.DOTTED), (1.1, 1.3), strict=True):
+            if bound is not None:
+                (line,) = axes.plot(layers, _below_one(bound), color=style.ORDERED[order], zorder=3)
+                line.set(linestyle=dashes, linewidth=width)
+    axes.set_ylim(_DEEPEST, _TOP)
+    axes.yaxis.set_major_locator(FixedLocator([-1000, -100, -10, -1, 0]))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "1" if y == 0 else f"$10^{{{y:.0f}}}$"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel(style.LAYER)
+    axes.set_title(name, color=style.INK)
 
-    >>> round(fitted_slope([1, 2, 4, 100], [5, 20, 80, 1], upto=10), 12)
-    2.0
-    """
-    points = [(math.log(a), math.log(b)) for a, b in zip(x, y, strict=True) if a <= upto and b > 0]
-    mean_x, mean_y = fmean(a for a, _ in points), fmean(b for _, b in points)
-    return sum((a - mean_x) * (b - mean_y) for a, b in points) / sum((a - mean_x) ** 2 for a, _ in points)
 
-
-class DepthMap(GridStudy):
-    """A3: effective depth over the size of the weights and the size of the network."""
-
-    title = "Where one layer is enough: effective depth, certified and measured"
-    repetitions = 3
-    ETAS: ClassVar = [0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5]
-    DIMS: ClassVar = [2, 4, 8, 16]
-    LAYERS: ClassVar = [2, 3, 4, 6, 8]
-    DIM, DEPTH, TOLERANCE = 8, 6, 0.01
-
-    about = (
-        "Smallest number of layers that reproduces the output of a network within "
-        "{self.TOLERANCE:g} in every entry, for random networks with skip connections (weights uniform in "
-        "[−η, η], H = 2). Top: over η and d with L = {self.DEPTH}. Bottom: over η and L with d = {self.DIM}. "
-        "Left: certified for every input with |entries| ≤ 1 and any number of tokens. Right: measured on 4 inputs "
-        "of 32 tokens uniform in [−1, 1]. Numbers are means over {self.repeats} repetitions (a new network and "
-        "inputs each, seed {self.seed}). The colour shows (depth − 1)/(L − 1)."
-    )
-
-    def grids(self) -> list[Grid]:
-        """Return two grids, over (η, d) and over (η, L); they share one line of cells."""
-        fixed = {"tolerance": self.TOLERANCE, "heads": 2, "tokens": 32}
-        return [
-            self._grid("effective-depth", dim=self.DIMS, layers=self.DEPTH, eta=self.ETAS, **fixed),
-            self._grid("effective-depth", dim=self.DIM, layers=self.LAYERS, eta=self.ETAS, **fixed),
-        ]
-
-    def draw(self, results: Results) -> Any:
-        """Return the matplotlib figure."""
-        from depthgauge.papers.figures.depth_map import PhaseDiagram, draw_phases
-
-        def diagram(kind: str, name: str, values: list[int], fixed: dict[str, int]) -> PhaseDiagram:
-            depths = [
-                [fmean(r[kind] for r in self.where(results, eta=eta, **{name: value}, **fixed)) for eta in self.ETAS]
-                for value in values
-            ]
-            layers = [fixed.get("layers", value) for value in values]
-            return PhaseDiagram(etas=self.ETAS, rows=values, layers=layers, depths=depths)
-
-        kinds = ["certified", "measured"]
-        return draw_phases(
-            ["certified for every input", "measured on 4 inputs"],
-            [
-                ("width d", f"L = {self.DEPTH}", [diagram(k, "dim", self.DIMS, {"layers": self.DEPTH}) for k in kinds]),
-                ("layers L", f"d = {self.DIM}", [diagram(k, "layers", self.LAYERS, {"dim": self.DIM}) for k in kinds]),
-            ],
-        )
+def _below_one(bound: Sequence[float]) -> list[float]:
+    """Replace a bound by NaN where it is above 1, except at the point just before it falls below 1."""
+    return [
+        value if value <= 0 or (k + 1 < len(bound) and bound[k + 1] <= 0 and value < _TOP) else math.nan
+        for k, value in enumerate(bound)
+    ]
 
 
 class WhatCollapses(GridStudy):
@@ -196,19 +135,68 @@ class WhatCollapses(GridStudy):
         """Return one grid: with and without skip connections, small and large weights."""
         return [self._grid("rank-collapse", skip=[True, False], eta=[self.SMALL, self.LARGE], **self.SHAPE)]
 
-    def draw(self, results: Results) -> Any:
+    def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.layer_curves import CollapsePanel, draw_collapse
-        from depthgauge.papers.figures.style import Spread
 
         def panel(skip: bool, eta: float) -> CollapsePanel:
             rows = self.where(results, skip=skip, eta=eta)
             logs = per_layer(rows, "log10_ratio")
-            rank = Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
-            depth = Spread.over(per_layer(rows, "one_layer"))
+            rank = style.Spread.over([[10.0 ** max(x, -300.0) for x in layer] for layer in logs])
+            depth = style.Spread.over(per_layer(rows, "one_layer"))
             small = {name for name, curve in (("rank", rank), ("layers", depth)) if curve.middle[-1] < self.COLLAPSED}
             verdict = "rank collapse" if "rank" in small else "layer collapse" if small else "no collapse"
             where = f"{'with' if skip else 'without'} skip connections, η = {eta:g}"
-            return CollapsePanel(where, verdict, rank, depth, last_log10=median(logs[-1]))
+            return where, verdict, rank, depth, median(logs[-1])
 
         return draw_collapse([[panel(skip, eta) for eta in (self.SMALL, self.LARGE)] for skip in (False, True)])
+
+
+def draw_collapse(panels: Sequence[Sequence[CollapsePanel]]) -> Figure:
+    """Draw the panels in rows and columns, each with its verdict as heading."""
+    with style.figure_style():
+        figure = Figure(figsize=(5.6, 4.9), layout=ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, hspace=0.06))
+        grid = figure.subplots(len(panels), len(panels[0]), squeeze=False, sharex=True, sharey=True)
+        for r, row in enumerate(panels):
+            for c, panel in enumerate(row):
+                _draw_two(grid[r][c], panel)
+                if c == 0:
+                    grid[r][c].set_ylabel("relative to $\\|X_\\ell\\|_{\\max}$")
+                if r == len(panels) - 1:
+                    grid[r][c].set_xlabel(style.LAYER)
+        rank = {
+            "color": style.BLUE,
+            "marker": "o",
+            "markersize": 3.4,
+            "linewidth": 1.5,
+            "label": "rank: residual ratio",
+        }
+        depth = {
+            **rank,
+            "color": style.VERMILION,
+            "marker": "s",
+            "markersize": 3.2,
+            "label": "depth: error of one layer",
+        }
+        style.legend_below(figure, [rank, depth], 2, 1.6)
+    return figure
+
+
+def _draw_two(axes: Axes, panel: CollapsePanel) -> None:
+    where, verdict, rank, depth, last_log10 = panel
+    axes.set_yscale("log")
+    for spread, first, colour, marker in ((rank, 0, style.BLUE, "o"), (depth, 1, style.VERMILION, "s")):
+        kept = style.Spread(*(values[first:] for values in spread))  # the input itself has no error of one layer
+        layers = range(first, len(spread.middle))
+        style.draw_spread(axes, layers, kept, 0.18, color=colour, marker=marker, markersize=3.2, linewidth=1.5)
+    axes.set_ylim(_FLOOR, 8)
+    axes.yaxis.set_major_locator(LogLocator(base=10, numticks=12))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: "1" if y == 1 else f"$10^{{{math.log10(y):.0f}}}$"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    axes.set_title(verdict, color=style.INK, fontweight="bold", pad=14)
+    axes.text(0, 1.03, where, transform=axes.transAxes, fontsize=7.5, color=style.FAINT, va="bottom")
+    if rank.middle[-1] < _FLOOR:
+        last = len(rank.middle) - 1
+        digits = f"{round(-last_log10, -3):,.0f}".replace(",", "\u2009")
+        value = f"$10^{{-{digits}}}$" if math.isfinite(last_log10) else "0"
+        axes.text(2.1, 3e-9, f"falls to {value} at layer {last}", fontsize=7.5, color=style.BLUE, va="bottom")

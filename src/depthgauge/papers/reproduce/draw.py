@@ -64,24 +64,10 @@ def reproduce(
 ) -> Reproduction:
     """Compute a figure and write ID.png, ID.svg, ID.csv, ID.json and ID.txt.
 
-    Args:
-        figure: Id of a figure or of a panel, such as `A2` or `B4a`.
-        out: Directory of the files; created if it does not exist.
-        models: Number of repetitions of every point; by default that of the figure.
-        seed: Seed of the random numbers; the same seed gives the same points.
-        store: File that keeps the rows; by default `figures.db` in `out`. Rows in it are not computed again.
-        engine: Engine that computes the rows; by default one process per core.
-        progress: Called as `progress(done, total, label)`.
-        overwrite: Replace the files of a figure that was made with other settings.
-        quick: Compute the small version of a figure that trains models.
-        rows: CSV file with rows of an earlier run, from `depthgauge sweep --export`; they are not computed again.
-
-    Returns:
-        The number of rows and the paths of the files.
-
-    Raises:
-        InputError: The id is unknown, or the folder of the store does not exist.
-        MissingPackageError: A package that the figure needs is not installed.
+    `figure` is the id of a figure or of a panel, such as `A2` or `B4a`. `store` is the file that keeps the rows, by
+    default `figures.db` in `out`, and `rows` is a CSV file of an earlier run, from `depthgauge sweep --export`; rows in
+    these files are not computed again. `overwrite` replaces the files of a figure that was made with other settings,
+    `quick` computes the small version of a figure that trains models.
     """
     study = find_study(figure, models, seed, quick)
     _check_files(study, Path(out), overwrite)
@@ -118,8 +104,7 @@ def write_figure(study: Study, out: str | Path, where: Computing) -> Reproductio
     results = study.compute(where)
     stem = Path(out) / study.id
     rows = study.table(results)
-    documents = {".csv": to_csv(rows), ".json": _settings_text(study)}
-    documents[".txt"] = study.caption() + "\n"
+    documents = {".csv": to_csv(rows), ".json": _settings_text(study), ".txt": study.caption() + "\n"}
     written = [stem.with_name(study.id + suffix) for suffix in documents]
     for path, text in zip(written, documents.values(), strict=True):
         write_text(path, text)

@@ -1,21 +1,23 @@
 """The figures of paper B: cells from the settings of a panel; table, drawing and caption from their rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, MultipleLocator, PercentFormatter
+
+from depthgauge.papers.figures.style import BLUE, FAINT, INK, MARKERS, ORDERED, VERMILION, figure_style
 from depthgauge.papers.reproduce.study import CellStudy, Results
-from depthgauge.papers.separation.exact import ExactProbabilities
 from depthgauge.papers.separation.montecarlo import Estimate
 from depthgauge.papers.separation.panels import Panel, Sheet, sheet
-from depthgauge.papers.separation.probability import Separation
 from depthgauge.papers.separation.settings import Setting
 from depthgauge.papers.sweep_tasks.tasks import TASKS
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.grid import make_cell
-
-if TYPE_CHECKING:
-    from depthgauge.papers.figures.success_ratio import PanelDrawing
 
 CONDITIONS = ("strong_d1_positive", "lin_d1_zero", "strong_d0_zero", "lin_d0_zero")
 """The four conditions of success, in order: F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0."""
@@ -26,43 +28,14 @@ _LABELS = {"n": "tokens n", "d": "embedding size d", "m": "width m", "g": "degre
 _PLAIN_SYMBOLS = {"a0": "a₀", "a1": "a₁", "g": "the degree g"}
 
 
-def _from_result(setting: Setting, models: int, seed: int, result: Mapping[str, Any]) -> Separation:
-    """Return the record for the result of a sweep cell."""
-    closed = None
-    if result["exact"] is not None:
-        closed = ExactProbabilities(result["exact"], tuple(result["exact_parts"]))
-    return Separation(setting, closed, Estimate(models, result["successes"], tuple(result["conditions"])), seed)
+_JOINED = (0, (2, 1.5))
+_SPARSE = 20
+"""Curves with at most this many points get larger markers."""
 
-
-@dataclass(frozen=True)
-class Point:
-    """A point of a figure: its panel, curve and swept value, and the probability of success there."""
-
-    panel: Panel
-    curve: str
-    value: float
-    found: Separation
-
-    def row(self) -> dict[str, Any]:
-        """Return the row of the CSV file; parameters that the kind does not have are None."""
-        setting = {"kind": self.found.setting.kind, **asdict(self.found.setting)}
-        document = self.found.to_json()
-        exact_parts = document["exact_parts"] or [None] * len(CONDITIONS)
-        return {
-            "panel": self.panel.id,
-            "variable": self.panel.variable,
-            "value": self.value,
-            **{name: setting.get(name) for name in _PARAMETERS},
-            "seed": self.found.seed,
-            "models": document["models"],
-            "successes": self.found.estimate.successes,
-            "ratio": document["ratio"],
-            "low": document["interval"][0],
-            "high": document["interval"][1],
-            "exact": document["exact"],
-            **dict(zip(CONDITIONS, document["parts"], strict=True)),
-            **{f"exact_{name}": p for name, p in zip(CONDITIONS, exact_parts, strict=True)},
-        }
+Row = Mapping[str, Any]
+"""A row of the CSV file. The drawing shows `value`, `exact`, `ratio`, `low` and `high`."""
+PanelDrawing = tuple[str, str, str, bool, Mapping[str, Sequence[Row]]]
+"""A title, the fixed parameters, the swept parameter, whether that takes integer values, and the rows by curve."""
 
 
 @dataclass(frozen=True)
@@ -87,38 +60,38 @@ class SeparationStudy(CellStudy):
         given = {"kind": setting.kind, **asdict(setting), "seed": self.seed}
         return make_cell(TASKS["separation"], given, self.models or panel.models)
 
-    def points(self, results: Results) -> list[Point]:
-        """Return every point of every panel."""
-        found = []
-        for panel in self.sheet.panels:
-            for curve, value, setting in panel.settings():
-                result = results[self._cell(panel, setting).identity]
-                seen = _from_result(setting, self.models or panel.models, self.seed, result)
-                found.append(Point(panel, curve, value, seen))
-        return found
-
     def table(self, results: Results) -> list[dict[str, Any]]:
         """Return the rows of the CSV file."""
-        return [point.row() for point in self.points(results)]
+        return [row for panel in self.sheet.panels for rows in self._curves(panel, results).values() for row in rows]
+
+    def _curves(self, panel: Panel, results: Results) -> dict[str, list[dict[str, Any]]]:
+        """Return the rows of a panel by curve; parameters that the kind does not have are None."""
+        curves: dict[str, list[dict[str, Any]]] = {name: [] for name in panel.curves}
+        for curve, value, setting in panel.settings():
+            result = results[self._cell(panel, setting).identity]
+            found = Estimate(self.models or panel.models, result["successes"], tuple(result["conditions"]))
+            parameters = {"kind": setting.kind, **asdict(setting)}
+            exact_parts = result["exact_parts"] or [None] * len(CONDITIONS)
+            low, high = found.interval
+            curves[curve].append(
+                {"panel": panel.id, "variable": panel.variable, "value": value}
+                | {name: parameters.get(name) for name in _PARAMETERS}
+                | {"seed": self.seed, "models": found.models, "successes": found.successes}
+                | {"ratio": found.ratio, "low": low, "high": high, "exact": result["exact"]}
+                | dict(zip(CONDITIONS, found.parts, strict=True))
+                | {f"exact_{name}": p for name, p in zip(CONDITIONS, exact_parts, strict=True)}
+            )
+        return curves
 
     def settings(self) -> dict[str, Any]:
         """Return everything needed to compute the figure again."""
-        return {
-            "conditions": list(CONDITIONS),
-            "panels": [
-                {
-                    "id": panel.id,
-                    "title": panel.title,
-                    "variable": panel.variable,
-                    "values": list(panel.values),
-                    "curves": list(panel.curves),
-                    "models": self.models or panel.models,
-                    "fixed": _fixed(panel),
-                    "note": panel.note,
-                }
-                for panel in self.sheet.panels
-            ],
-        }
+        panels = [
+            {"id": panel.id, "title": panel.title, "variable": panel.variable, "values": list(panel.values)}
+            | {"curves": list(panel.curves), "models": self.models or panel.models}
+            | {"fixed": _fixed(panel), "note": panel.note}
+            for panel in self.sheet.panels
+        ]
+        return {"conditions": list(CONDITIONS), "panels": panels}
 
     def caption(self) -> str:
         """Return the caption: what the figure shows, the number of repetitions, and choices the paper leaves open."""
@@ -130,26 +103,25 @@ class SeparationStudy(CellStudy):
         ]
         for panel in self.sheet.panels:
             swept = _PLAIN_SYMBOLS.get(panel.variable, panel.variable)
-            fixed = _plain_text(_fixed_line(panel))
+            fixed = _fixed_line(panel).replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")
             note = f" {panel.note}" if panel.note else ""
             lines.append(f"{panel.id}: {panel.title}, varying {swept}; {fixed}.{note}")
         return "\n".join(lines)
 
-    def draw(self, results: Results) -> Any:
+    def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure: one panel at column width, or several panels on a sheet."""
-        from depthgauge.papers.figures.success_ratio import draw_panel, draw_sheet
-
-        points, models = self.points(results), self._counts()
-        drawings = [_drawing(panel, points, self._heading(panel)) for panel in self.sheet.panels]
-        if len(drawings) == 1:
-            return draw_panel(drawings[0], models)
-        return draw_sheet(f"{self.id}   {self.title}", drawings, self.sheet.columns, models)
+        drawings = []
+        for panel in self.sheet.panels:
+            label = _LABELS.get(panel.variable, _SYMBOLS[panel.variable])
+            whole, curves = panel.variable in ("n", "d", "m", "g"), self._curves(panel, results)
+            drawings.append((self._heading(panel), _fixed_line(panel), label, whole, curves))
+        title = f"{self.id}   {self.title}" if len(drawings) > 1 else ""
+        return draw_sheet(title, drawings, self.sheet.columns, self._counts())
 
     def _counts(self) -> str:
         return " or ".join(str(count) for count in sorted({self.models or panel.models for panel in self.sheet.panels}))
 
     def _heading(self, panel: Panel) -> str:
-        """Return the heading of a panel: its id, and its title or swept parameter."""
         if len(self.sheet.panels) == 1 or panel.title != self.title:
             return f"{panel.id}   {panel.title}"
         return f"{panel.id}   varying {_SYMBOLS[panel.variable]}"
@@ -168,33 +140,6 @@ def _fixed(panel: Panel) -> dict[str, Any]:
     return fixed
 
 
-def _drawing(panel: Panel, points: Sequence[Point], title: str) -> "PanelDrawing":
-    from depthgauge.papers.figures.success_ratio import Curve, PanelDrawing
-
-    curves = []
-    for name in panel.curves:
-        found = [point for point in points if point.panel.id == panel.id and point.curve == name]
-        closed = [point.found.exact.success for point in found if point.found.exact is not None]
-        intervals = [point.found.estimate.interval for point in found]
-        curves.append(
-            Curve(
-                label=name,
-                x=[point.value for point in found],
-                exact=closed if len(closed) == len(found) else None,
-                ratio=[point.found.estimate.ratio for point in found],
-                low=[low for low, _ in intervals],
-                high=[high for _, high in intervals],
-            )
-        )
-    return PanelDrawing(
-        title=title,
-        fixed=_fixed_line(panel),
-        xlabel=_LABELS.get(panel.variable, _SYMBOLS[panel.variable]),
-        whole=panel.variable in ("n", "d", "m", "g"),
-        curves=curves,
-    )
-
-
 def _fixed_line(panel: Panel) -> str:
     """Return the fixed parameters on one line, for example `d=12, m=15`."""
     parts = []
@@ -205,6 +150,83 @@ def _fixed_line(panel: Panel) -> str:
     return ", ".join(parts)
 
 
-def _plain_text(line: str) -> str:
-    """Replace mathematics markup by plain text."""
-    return line.replace("$a_0$", "a₀").replace("$a_1$", "a₁").replace("=", " = ")
+def draw_sheet(title: str, panels: Sequence[PanelDrawing], columns: int, models: str) -> Figure:
+    """Draw the panels in the layout of the paper, or one panel at the width of a column."""
+    rows = -(-len(panels) // columns)
+    size = (7.3, (2.15 if columns > 2 else 2.6) * rows + 0.5) if len(panels) > 1 else (3.6, 2.9)
+    with figure_style():
+        layout = ConstrainedLayoutEngine(w_pad=0.05, h_pad=0.05, wspace=0.03, hspace=0.05)
+        figure = Figure(figsize=size, layout=layout)
+        grid = figure.subplots(rows, columns, squeeze=False, sharey=True)
+        for index, axes in enumerate(grid.flat):
+            if index < len(panels):
+                _draw_axes(axes, panels[index], left=index % columns == 0)
+            else:
+                axes.set_visible(False)
+        if title:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=10, fontweight="bold", color=INK)
+        _legend(figure, panels, models)
+    return figure
+
+
+def _draw_axes(axes: Axes, panel: PanelDrawing, left: bool) -> None:
+    title, parameters, xlabel, whole, curves = panel
+    several = len(curves) > 1
+    for index, rows in enumerate(curves.values()):
+        line, dots = (ORDERED[index], ORDERED[index]) if several else (BLUE, VERMILION)
+        marker = MARKERS[index] if several else "o"
+        x, exact, ratio, low, high = (
+            [row[name] for row in rows] for name in ("value", "exact", "ratio", "low", "high")
+        )
+        if _closed(rows):
+            axes.plot(x, exact, color=line, linewidth=1.5, zorder=3, solid_capstyle="round")
+        elif several:
+            axes.plot(x, ratio, color=line, linewidth=0.8, linestyle=_JOINED, zorder=2)
+        sparse = len(x) <= _SPARSE
+        width, alpha, order, size = (1.1, 0.8, 4, 3.4) if sparse else (0.7, 0.45, 2, 2)
+        axes.vlines(x, low, high, color=dots, linewidth=width, alpha=alpha, zorder=order)
+        axes.plot(x, ratio, marker, color=dots, markersize=size, markeredgewidth=0, zorder=5)
+    axes.set_ylim(-0.03, 1.03)
+    axes.yaxis.set_major_locator(MultipleLocator(0.25))
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %", decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=whole))
+    axes.margins(x=0.03)
+    axes.set_xlabel(xlabel)
+    if left:
+        axes.set_ylabel("success rate")
+    axes.set_title(title, pad=15, color=INK)
+    fixed = axes.text(0, 1.035, parameters, transform=axes.transAxes, fontsize=5.8, color=FAINT, va="bottom")
+    fixed.set_in_layout(False)
+    if several:
+        _label_curves(axes, curves)
+
+
+def _closed(rows: Sequence[Row]) -> bool:
+    """Return whether the probabilities of a curve have a closed form."""
+    return all(row["exact"] is not None for row in rows)
+
+
+def _label_curves(axes: Axes, names: Iterable[str]) -> None:
+    handles = [
+        Line2D([], [], color=ORDERED[i], marker=MARKERS[i], markersize=3.6, linewidth=1.3, label=name)
+        for i, name in enumerate(names)
+    ]
+    legend = axes.legend(handles=handles, loc="lower right", fontsize=6.5, handlelength=1.6, labelspacing=0.25)
+    legend.set_zorder(6)
+    legend.get_frame().set(facecolor="white", edgecolor="none", alpha=0.85)
+    legend.set_frame_on(True)
+
+
+def _legend(figure: Figure, panels: Sequence[PanelDrawing], models: str) -> None:
+    closed = [[_closed(rows) for rows in curves.values()] for *_, curves in panels]
+    several = any(len(curves) > 1 for curves in closed)
+    line, dots = (INK, INK) if several else (BLUE, VERMILION)
+    handles = []
+    if any(any(curves) for curves in closed):
+        handles.append(Line2D([], [], color=line, linewidth=1.5, label="exact probability"))
+    label = f"{models} networks, 95 % interval"
+    handles.append(Line2D([], [], color=dots, marker="o", linestyle="none", markersize=3.2, label=label))
+    if several and not all(all(curves) for curves in closed):
+        joined = "joins sampled rates (no closed form)"
+        handles.append(Line2D([], [], color=INK, linewidth=0.8, linestyle=_JOINED, label=joined))
+    figure.legend(handles=handles, loc="outside lower left", ncols=3, handletextpad=0.6, columnspacing=1.6)

@@ -1,12 +1,18 @@
 """Figures T1 to T3: does depth pay in models that are trained under a weight bound?"""
 
 import math
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, ClassVar
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Patch
+from matplotlib.ticker import FixedLocator, FuncFormatter, MultipleLocator, NullLocator
+
+from depthgauge.papers.figures import style
 from depthgauge.papers.reproduce.study import GridStudy, Results
 from depthgauge.papers.trained_depth.experiment import FULL, QUICK, UNBOUNDED, ExperimentPlan, Lists
 from depthgauge.papers.trained_depth.trained_records import WITHIN, TrainedRecord
@@ -26,6 +32,24 @@ _NAMES = {
     "majority": "majority (control)",
     "parity": "parity (control)",
 }
+_SHADE = "#D9E7D2"
+_STYLES = tuple(zip((*style.ORDERED, style.FAINT), (*style.MARKERS, "v"), strict=True))
+"""Colours and markers of the curves of T1 and T3."""
+_DEPTH_LINES: tuple[tuple[str, int, dict[str, Any]], ...] = tuple(
+    (name, row, {"label": label, "color": colour, "marker": marker, "markersize": 3.2, "linewidth": 1.4})
+    for name, row, label, colour, marker in (
+        ("certified_depth", 0, f"proved within {WITHIN:g} in probability", style.GREEN, "s"),
+        ("measured_depth", 0, f"measured within {WITHIN:g} in accuracy", style.INK, "^"),
+        ("at_bound", 1, "share of weights at the bound", style.VERMILION, "o"),
+        ("largest", 1, "largest |w| / η", style.BLUE, "D"),
+    )
+)
+"""The curves of T2: the result, the row of the panel, and the line."""
+EtaCurve = tuple[str, style.Spread, float | None, int, bool]
+"""A label, the accuracy against η over models, its median without a weight bound or None, the index of the colour, and
+whether the line is dashed."""
+TaskPanel = tuple[str, Sequence[EtaCurve], float, float | None]
+"""A title, the curves, the accuracy of a guess, and the largest η at which one layer is proved to suffice or None."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +70,8 @@ class TrainedStudy(GridStudy):
         """Number of models at each setting."""
         return self.models or self.plan.seeds
 
-    @abstractmethod
-    def lists(self) -> list[Lists]:
-        """Return the grids as lists of values."""
-
-    def grids(self) -> list[Grid]:
-        """Return the grids of the figure."""
-        return [self._grid("trained-depth", **lists) for lists in self.lists()]
+    def _grids(self, lists: list[Lists]) -> list[Grid]:
+        return [self._grid("trained-depth", **one) for one in lists]
 
     def settings(self) -> dict[str, Any]:
         """Return everything needed to compute the figure again."""
@@ -65,25 +84,15 @@ class TrainedStudy(GridStudy):
             p = cell.parameters
             fixed = {name: p[name] for name in ("heads", "dim", "key_dim", "norm", "mlp", "steps", "batch", "rate")}
             for index in range(cell.repetition):
-                rows.append(
-                    {
-                        "task": p["problem"],
-                        "layers": p["layers"],
-                        "eta": math.inf if p["eta"] == UNBOUNDED else p["eta"],
-                        "seed": index,
-                        "skip": p["skip"],
-                        "chance": result["chance"],
-                        **{name: result[name][index] for name in PER_MODEL},
-                        **fixed,
-                    }
-                )
+                eta = math.inf if p["eta"] == UNBOUNDED else p["eta"]
+                row = {"task": p["problem"], "layers": p["layers"], "eta": eta, "seed": index, "skip": p["skip"]}
+                found = {name: result[name][index] for name in PER_MODEL}
+                rows.append({**row, "chance": result["chance"], **found, **fixed})
         return rows
 
-    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> Any:
+    def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> style.Spread:
         """Return the spread of a result over the models, for each η."""
-        from depthgauge.papers.figures.style import Spread
-
-        return Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
+        return style.Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
 
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
@@ -114,34 +123,27 @@ class DepthPays(TrainedStudy):
         "layers changes no class probability by more than {self.within:g}."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the grids: every task, depth and η, and one wide layer."""
-        return self.plan.depth_grids()
+        return self._grids(self.plan.depth_grids())
 
-    def draw(self, results: Results) -> Any:
+    def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.accuracy_by_eta import draw_accuracy
-
         panels = [self._panel(results, problem) for problem in self.plan.problems]
         half = 3 if len(panels) > 4 else len(panels)
         rows = [panels[i : i + half] for i in range(0, len(panels), half)]
-        return draw_accuracy(rows, f"one layer proved within {WITHIN:g}")
+        return draw_accuracy(self.plan.etas, rows, f"one layer proved within {WITHIN:g}")
 
-    def _panel(self, results: Results, problem: str) -> Any:
-        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TaskPanel
-
-        plan, etas = self.plan, self.plan.etas
-        heads = int(plan.shape["heads"])
-        kinds = [(f"L = {layers}", layers, heads) for layers in plan.layers]
+    def _panel(self, results: Results, problem: str) -> TaskPanel:
+        plan, curves = self.plan, []
+        kinds = [(f"L = {layers}", layers, int(plan.shape["heads"])) for layers in plan.layers]
         kinds.append((f"L = 1, {plan.wide} heads", 1, plan.wide))
-        curves = []
         for order, (label, layers, width) in enumerate(kinds):
             at = {"problem": problem, "layers": layers, "heads": width}
-            free = self._values(results, "accuracy", eta=UNBOUNDED, **at)
-            found = self.curve(results, "accuracy", etas, **at)
-            curves.append(EtaCurve(label, found, unbounded=median(free), colour=order))
+            free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
+            curves.append((label, self.curve(results, "accuracy", plan.etas, **at), free, order, False))
         (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
-        return TaskPanel(_NAMES[problem], etas, curves, chance, self.proved_up_to(results, problem))
+        return _NAMES[problem], curves, chance, self.proved_up_to(results, problem)
 
     def proved_up_to(self, results: Results, problem: str) -> float | None:
         """Return the largest η up to which every deepest model is proved to be one layer within 0.01, or None."""
@@ -168,37 +170,33 @@ class TrainedDepths(TrainedStudy):
         "medians over the models, bands the minimum to the maximum."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the cells of T1 with the deepest networks."""
         deepest = self.plan.depth_grids()[1]
-        return [{**deepest, "eta": list(self.plan.etas)}]
+        return self._grids([{**deepest, "eta": list(self.plan.etas)}])
 
-    def draw(self, results: Results) -> Any:
-        """Return the matplotlib figure."""
-        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TrainedDepthPanel, draw_trained_depths
-        from depthgauge.papers.figures.style import Spread
-
-        def curve(name: str, label: str, problem: str) -> EtaCurve:
-            return EtaCurve(label, self.curve(results, name, self.plan.etas, problem=problem))
-
-        panels = []
-        for problem in self.plan.problems:
-            largest = [
-                [value / eta for value in self._values(results, "largest", eta=eta, problem=problem)]
-                for eta in self.plan.etas
-            ]
-            panels.append(
-                TrainedDepthPanel(
-                    title=_NAMES[problem],
-                    etas=self.plan.etas,
-                    certified=curve("certified_depth", f"proved within {WITHIN:g} in probability", problem),
-                    measured=curve("measured_depth", f"measured within {WITHIN:g} in accuracy", problem),
-                    at_bound=curve("at_bound", "share of weights at the bound", problem),
-                    largest=EtaCurve("largest |w| / η", Spread.over(largest)),
-                    layers=self.plan.deepest,
-                )
-            )
-        return draw_trained_depths(panels)
+    def draw(self, results: Results) -> Figure:
+        """Draw the depths in the first row and the use of the bound in the second, one column for each task."""
+        plan, etas = self.plan, self.plan.etas
+        with style.figure_style():
+            figure = _figure(len(plan.problems), 4.4)
+            grid = figure.subplots(2, len(plan.problems), squeeze=False, sharey="row")
+            for c, problem in enumerate(plan.problems):
+                for name, row, line in _DEPTH_LINES:
+                    at = [self._values(results, name, eta=eta, problem=problem) for eta in etas]
+                    if name == "largest":
+                        at = [[value / eta for value in values] for eta, values in zip(etas, at, strict=True)]
+                    style.draw_spread(grid[row][c], etas, style.Spread.over(at), **line)
+                    _eta_axis(grid[row][c], etas)
+                grid[0][c].set_ylim(0, plan.deepest + 0.7)
+                grid[0][c].yaxis.set_major_locator(MultipleLocator(2))
+                grid[1][c].set_ylim(0, 1.06)
+                grid[0][c].set_title(_NAMES[problem], color=style.INK)
+                grid[1][c].set_xlabel(style.ETA)
+            grid[0][0].set_ylabel("layers needed")
+            grid[1][0].set_ylabel("use of the weight bound")
+            style.legend_below(figure, [line for _, _, line in _DEPTH_LINES], 2, 1.6)
+        return figure
 
 
 class SkipOrNorm(TrainedStudy):
@@ -212,30 +210,86 @@ class SkipOrNorm(TrainedStudy):
         "attention. {self.setup} Lines are medians over the models, bands the minimum to the maximum."
     )
 
-    def lists(self) -> list[Lists]:
+    def grids(self) -> list[Grid]:
         """Return the grid of variants."""
-        return self.plan.variant_grids()
+        return self._grids(self.plan.variant_grids())
 
-    def draw(self, results: Results) -> Any:
+    def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""
-        from depthgauge.papers.figures.accuracy_by_eta import EtaCurve, TaskPanel, draw_accuracy
+        plan = self.plan
 
-        plan, rows = self.plan, []
-        for problem in plan.contrasted:
-            row = []
-            for skip, norm in ((True, "none"), (False, "none"), (True, "pre"), (False, "pre")):
-                at: Mapping[str, Any] = {"problem": problem, "skip": skip, "norm": norm}
-                curves = [
-                    EtaCurve(
-                        f"L = {layers}",
-                        self.curve(results, "accuracy", plan.few, layers=layers, **at),
-                        colour=order,
-                        dashed=layers == 1,
-                    )
-                    for order, layers in ((0, 1), (2, plan.contrast_layers))
-                ]
-                (chance,) = {found["chance"] for found in self.where(results, **at)}
-                kind = f"{'skip' if skip else 'no skip'}, {'LayerNorm' if norm == 'pre' else 'no LayerNorm'}"
-                row.append(TaskPanel(f"{_NAMES[problem]}\n{kind}", plan.few, curves, chance))
-            rows.append(row)
-        return draw_accuracy(rows, "")
+        def panel(problem: str, skip: bool, norm: str) -> TaskPanel:
+            at = {"problem": problem, "skip": skip, "norm": norm}
+            curves = []
+            for order, layers in ((0, 1), (2, plan.contrast_layers)):
+                found = self.curve(results, "accuracy", plan.few, layers=layers, **at)
+                curves.append((f"L = {layers}", found, None, order, layers == 1))
+            (chance,) = {found["chance"] for found in self.where(results, **at)}
+            kind = f"{'skip' if skip else 'no skip'}, {'LayerNorm' if norm == 'pre' else 'no LayerNorm'}"
+            return f"{_NAMES[problem]}\n{kind}", curves, chance, None
+
+        kinds = ((True, "none"), (False, "none"), (True, "pre"), (False, "pre"))
+        return draw_accuracy(plan.few, [[panel(problem, *kind) for kind in kinds] for problem in plan.contrasted], "")
+
+
+def _figure(columns: int, height: float) -> Figure:
+    layout = ConstrainedLayoutEngine(w_pad=0.04, h_pad=0.05, wspace=0.03)
+    return Figure(figsize=(2.05 * columns + 0.5, height), layout=layout)
+
+
+def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], note: str) -> Figure:
+    """Draw accuracy against η, one panel for each task."""
+    with style.figure_style():
+        columns = max(map(len, rows))
+        figure = _figure(columns, 2.0 * len(rows) + 0.75)
+        grid = figure.subplots(len(rows), columns, squeeze=False, sharey=True)
+        for r, row in enumerate(rows):
+            for c in range(columns):
+                if c >= len(row):
+                    grid[r][c].set_axis_off()
+                    continue
+                _draw_panel(grid[r][c], etas, row[c])
+                if c == 0:
+                    grid[r][c].set_ylabel("accuracy")
+                if r == len(rows) - 1 or c >= len(rows[r + 1]):
+                    grid[r][c].set_xlabel(style.ETA)
+        shaded = any(proved is not None for row in rows for *_, proved in row)
+        curves = rows[0][0][1]
+        lines = [{**_line(curve), "label": curve[0]} for curve in curves]
+        lines.append({"color": style.INK, "linestyle": style.DASHED, "linewidth": 0.8, "label": "chance"})
+        if any(unbounded is not None for _, _, unbounded, _, _ in curves):
+            lines.append(
+                {"color": style.FAINT, "linestyle": style.DOTTED, "linewidth": 0.9, "label": "no weight bound"}
+            )
+        style.legend_below(figure, lines, 4, 1.3, Patch(color=_SHADE, label=note) if shaded else None)
+    return figure
+
+
+def _draw_panel(axes: Axes, etas: Sequence[float], panel: TaskPanel) -> None:
+    title, curves, chance, proved = panel
+    if proved is not None:
+        axes.axvspan(etas[0] / 1.35, proved, color=_SHADE, linewidth=0, zorder=0)
+    axes.axhline(chance, color=style.INK, linestyle=style.DASHED, linewidth=0.8, zorder=2)
+    for curve in curves:
+        _, spread, unbounded, order, _ = curve
+        if unbounded is not None:
+            axes.axhline(unbounded, color=_STYLES[order][0], linestyle=style.DOTTED, linewidth=0.9, zorder=1)
+        style.draw_spread(axes, etas, spread, **_line(curve))
+    _eta_axis(axes, etas)
+    axes.set_ylim(0, 1.03)
+    axes.set_title(title, color=style.INK)
+
+
+def _eta_axis(axes: Axes, etas: Sequence[float]) -> None:
+    axes.set_xscale("log")
+    axes.set_xlim(etas[0] / 1.35, etas[-1] * 1.35)
+    decades = [10.0**k for k in range(-4, 3) if etas[0] / 1.35 <= 10.0**k <= etas[-1] * 1.35]
+    axes.xaxis.set_major_locator(FixedLocator(decades))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _line(curve: EtaCurve) -> dict[str, Any]:
+    *_, order, dashed = curve
+    line = {"linestyle": style.DASHED if dashed else "-", "markersize": 3.0, "linewidth": 1.3}
+    return {"color": _STYLES[order][0], "marker": _STYLES[order][1], **line}

@@ -1,17 +1,22 @@
-"""Decision tables: for each pattern of signs, whether some row of c exceeds the threshold. The tables are exact."""
+"""Decision tables: for each pattern of signs, whether some row of c exceeds the threshold. The tables are exact.
+
+With them self-attention and cross-attention take O(d·m) operations per model: count signs, then look up the decision.
+"""
 
 from functools import lru_cache
 
 import numpy as np
 from flint import ctx
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int, UInt64
 
 from depthgauge.papers.separation.rows import OutputRow, Signs, rows
+from depthgauge.papers.separation.sampling import AttentionDraws
 from depthgauge.papers.separation.score_maps import LIN, ScoreMap
 from depthgauge.papers.separation.settings import AttentionSetting, Dataset, strong
 from depthgauge.papers.separation.settle import sign_of_sum
 
 _PRECISION = 128
+_ONES_IN_OCTET = np.array([octet.bit_count() for octet in range(256)], dtype=np.uint8)
 _ROUNDING = 16 * 2.0**-52
 """The margin sums six products of factors with relative error 2⁻⁵²; its error is at most 16·2⁻⁵² Σ|terms|."""
 
@@ -33,12 +38,9 @@ def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) 
     a row gives its own class at least the weight of any other class.
     """
     others = setting.classes - 1
-    first = np.array([-1.0, 1.0])[:, None, None, None]
-    last = np.array([-1.0, 1.0])[None, :, None, None]
-    own = np.array([-1.0, 1.0])[None, None, :, None]
-    plus = np.arange(setting.classes)
-    total = (2.0 * plus - others)[None, None, None, :]
-    turn = np.where(plus > 0, 1.0, -1.0)[None, None, None, :]
+    signs = np.array([-1.0, 1.0])
+    first, last, own, plus = np.ix_(signs, signs, signs, np.arange(float(setting.classes)))
+    total, turn = 2.0 * plus - others, np.where(plus > 0, 1.0, -1.0)
     tau = float(setting.threshold)
     positive = np.zeros((2, 2, 2, setting.classes), dtype=bool)
     for row in rows(setting, dataset):
@@ -49,14 +51,13 @@ def decision_table(setting: AttentionSetting, dataset: Dataset, kind: ScoreMap) 
             clear = np.abs(margin) > _ROUNDING * size
         positive |= clear & (margin > 0)
         for index in np.argwhere(~clear & ~positive):
-            signs = _signs(index.tolist(), others)
-            positive[tuple(index)] = sign_of_sum(kind, setting.n, row.excess(signs, setting.threshold)) > 0
+            excess = row.excess(_signs(index.tolist(), others), setting.threshold)
+            positive[tuple(index)] = sign_of_sum(kind, setting.n, excess) > 0
     positive.setflags(write=False)
     return positive
 
 
 def _signs(index: list[int], others: int) -> Signs:
-    """Return the signs for an index of the table."""
     first, last, own, plus = index
     return Signs(2 * first - 1, 2 * own - 1, 2 * plus - others, 1 if plus > 0 else -1, 2 * last - 1)
 
@@ -65,3 +66,34 @@ def _rounded(row: OutputRow, kind: ScoreMap, n: int) -> Float[np.ndarray, " 5"]:
     """Return the coefficients of the row, each with relative error at most 2⁻⁵²."""
     with ctx.workprec(_PRECISION):
         return np.array([float(value.mid()) for value in row.coefficients(kind, n)])
+
+
+def conditions(setting: AttentionSetting, draws: AttentionDraws) -> Bool[np.ndarray, "models 4"]:
+    """Return whether F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0, F_lin(D₀) = 0; F uses the attention of the setting."""
+    words = draws.words
+    first = _bit(words, np.zeros(len(words), dtype=np.int64))
+    last = _bit(words, np.full(len(words), setting.d - 1)) if setting.kind == "self" else np.zeros_like(first)
+    plus = _count_ones(words & _class_bits(setting))
+    found = []
+    for table, dataset in zip(tables(setting), (1, 1, 0, 0), strict=True):
+        own = _bit(words, 1 + draws.j3[:, dataset] % setting.classes)
+        found.append(table[first, last, own, plus - own].any(axis=1))
+    return np.asarray(np.stack(found, axis=1) == [True, False, False, False])
+
+
+def _bit(words: UInt64[np.ndarray, "models m w"], position: Int[np.ndarray, " models"]) -> Int[np.ndarray, "models m"]:
+    """Return bit `position` of each sign vector of a model."""
+    chosen = np.take_along_axis(words, (position // 64)[:, None, None], axis=2)[:, :, 0]
+    return ((chosen >> (position % 64).astype(np.uint64)[:, None]) & np.uint64(1)).astype(np.int64)
+
+
+def _class_bits(setting: AttentionSetting) -> UInt64[np.ndarray, " w"]:
+    """Return a mask of the bits 1, …, K, which are the signs of the classes."""
+    mask = ((1 << setting.classes) - 1) << 1
+    words = -(-setting.d // 64)
+    return np.array([(mask >> (64 * i)) & (2**64 - 1) for i in range(words)], dtype=np.uint64)
+
+
+def _count_ones(words: UInt64[np.ndarray, "models m w"]) -> Int[np.ndarray, "models m"]:
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    return np.asarray(_ONES_IN_OCTET[octets].sum(axis=-1, dtype=np.int64))

@@ -9,7 +9,9 @@ independent, so conditionally on κ₁ = κ₀ or κ₁ ≠ κ₀, P(success) = 
 Both are sums over y₁, y_d, y_κ1, y_κ0 and the number p ~ Bin(r, ½) of + among the r remaining classes.
 """
 
+import itertools
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +19,6 @@ import numpy as np
 from flint import arb, ctx
 from jaxtyping import Int
 
-from depthgauge._records import ArrayRecord
 from depthgauge.papers.separation.decisions import Table, tables
 from depthgauge.papers.separation.settings import AttentionSetting
 
@@ -25,6 +26,7 @@ _PRECISION = 128
 _ENOUGH_BITS = 60
 
 Counts = Int[np.ndarray, " p"]
+PowerTerm = tuple[Counts, Counts, int, int, Fraction]
 
 
 @dataclass(frozen=True)
@@ -41,30 +43,26 @@ def exact(setting: AttentionSetting) -> ExactProbabilities:
     classes, m = setting.classes, setting.m
     violated = lin_1 | strong_0 | lin_0
     three_zeros, four_zeros = _count(~violated), _count(~violated & ~strong_1)
-    cases = [_Powers(three_zeros, four_zeros, signs=3, m=m, share=(1, classes))]
+    cases: list[PowerTerm] = [(three_zeros, four_zeros, 3, m, Fraction(1, classes))]
     if classes > 1:
-        cases.append(_Powers(*_different_classes(setting), signs=4, m=m, share=(classes - 1, classes)))
-    every = np.full(classes, 8)
-    nothing = np.zeros(classes, dtype=np.int64)
-    positive = _Powers(every, _count(~strong_1), signs=3, m=m)
-    zeros = [_Powers(_count(~table), nothing, signs=3, m=m) for table in (lin_1, strong_0, lin_0)]
-    p, q, r, s = (_value([part]) for part in (positive, *zeros))
-    return ExactProbabilities(_value(cases), (p, q, r, s))
+        cases.append((*_different_classes(setting), 4, m, Fraction(classes - 1, classes)))
+    every, nothing, one = np.full(classes, 8), np.zeros(classes, dtype=np.int64), Fraction(1)
+    positive = _value((every, _count(~strong_1), 3, m, one))
+    q, r, s = (_value((_count(~table), nothing, 3, m, one)) for table in (lin_1, strong_0, lin_0))
+    return ExactProbabilities(_value(*cases), (positive, q, r, s))
 
 
 def _different_classes(setting: AttentionSetting) -> tuple[Counts, Counts]:
     """Return the counts for κ₁ ≠ κ₀. Each data set has the class κ of the other among its other classes."""
     strong_1, lin_1, strong_0, lin_0 = tables(setting)
     remaining = setting.classes - 2
-    three_zeros = np.zeros(remaining + 1, dtype=np.int64)
-    four_zeros = np.zeros(remaining + 1, dtype=np.int64)
+    three_zeros, four_zeros = np.zeros((2, remaining + 1), dtype=np.int64)
     p = np.arange(remaining + 1)
-    for own_1 in (0, 1):
-        for own_0 in (0, 1):
-            plus_1, plus_0 = p + own_0, p + own_1
-            violated = lin_1[:, :, own_1, plus_1] | (strong_0 | lin_0)[:, :, own_0, plus_0]
-            three_zeros += (~violated).sum(axis=(0, 1))
-            four_zeros += (~violated & ~strong_1[:, :, own_1, plus_1]).sum(axis=(0, 1))
+    for own_1, own_0 in itertools.product((0, 1), repeat=2):
+        plus_1, plus_0 = p + own_0, p + own_1
+        violated = lin_1[:, :, own_1, plus_1] | (strong_0 | lin_0)[:, :, own_0, plus_0]
+        three_zeros += (~violated).sum(axis=(0, 1))
+        four_zeros += (~violated & ~strong_1[:, :, own_1, plus_1]).sum(axis=(0, 1))
     return three_zeros, four_zeros
 
 
@@ -73,41 +71,30 @@ def _count(table: Table) -> Counts:
     return np.asarray(table.sum(axis=(0, 1, 2)))
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Powers(ArrayRecord):
-    """The number share · (gᵐ − hᵐ), where g and h are given by counts of sign patterns for each p."""
+def _value(*cases: PowerTerm) -> float:
+    """Return Σ share·(gᵐ − hᵐ) as a float, computed with at least 60 correct bits.
 
-    three_zeros: Counts
-    four_zeros: Counts
-    signs: int
-    m: int
-    share: tuple[int, int] = (1, 1)
-
-    @property
-    def zero(self) -> bool:
-        return bool(np.array_equal(self.three_zeros, self.four_zeros))
-
-    def to_arb(self, precision: int) -> Any:
-        probabilities = _binomial(len(self.three_zeros) - 1, precision)
-        g, h = (
-            sum((int(k) * p for k, p in zip(counts, probabilities, strict=True) if k), arb(0)) / 2**self.signs
-            for counts in (self.three_zeros, self.four_zeros)
-        )
-        return (g**self.m - h**self.m) * self.share[0] / self.share[1]
-
-
-def _value(cases: list[_Powers]) -> float:
-    """Return the sum of the cases as a float, computed with at least 60 correct bits."""
-    nonzero = [case for case in cases if not case.zero]
-    if not nonzero:
-        return 0.0
+    A term has the counts for g and for h, the number of signs that they count, the exponent m and the share.
+    """
+    nonzero = [case for case in cases if not np.array_equal(case[0], case[1])]
     precision = _PRECISION
-    while True:
+    while nonzero:
         with ctx.workprec(precision):
-            total = sum((case.to_arb(precision) for case in nonzero), arb(0))
+            total = sum((_powers(precision, *case) for case in nonzero), arb(0))
             if total.rel_accuracy_bits() >= _ENOUGH_BITS:
                 return float(total.mid())
         precision *= 2
+    return 0.0
+
+
+def _powers(precision: int, three_zeros: Counts, four_zeros: Counts, signs: int, m: int, share: Fraction) -> Any:
+    """Return share·(gᵐ − hᵐ) as arb, where g and h are given by counts of sign patterns for each p."""
+    probabilities = _binomial(len(three_zeros) - 1, precision)
+    g, h = (
+        sum((int(k) * p for k, p in zip(counts, probabilities, strict=True) if k), arb(0)) / 2**signs
+        for counts in (three_zeros, four_zeros)
+    )
+    return (g**m - h**m) * share.numerator / share.denominator
 
 
 @lru_cache(maxsize=16)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from depthgauge.errors import InputError, require_count
-from depthgauge.papers.separation import regression, structured
+from depthgauge.papers.separation import decisions, regression
 from depthgauge.papers.separation.sampling import draw_attention, draw_regression
 from depthgauge.papers.separation.settings import Regression, Setting
 from depthgauge.progress import Step, silent
@@ -16,12 +16,9 @@ _ENTRIES_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Estimate:
-    """Counts over randomly drawn models.
+    """Counts over randomly drawn models: those for which all four conditions hold, and those for which each holds.
 
-    Attributes:
-        models: The number of models.
-        successes: The number of models for which all four conditions hold.
-        conditions: The numbers of models with F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0 and F_lin(D₀) = 0.
+    The conditions are F(D₁) > 0, F_lin(D₁) = 0, F(D₀) = 0 and F_lin(D₀) = 0, in this order.
     """
 
     models: int
@@ -77,7 +74,7 @@ def conditions(setting: Setting, seed: int, first: int, models: int) -> Bool[np.
     """Return the four conditions for each of the models first, …, first + models − 1."""
     if isinstance(setting, Regression):
         return regression.conditions(setting, draw_regression(setting, seed, first, models))
-    return structured.conditions(setting, draw_attention(setting, seed, first, models))
+    return decisions.conditions(setting, draw_attention(setting, seed, first, models))
 
 
 def _batch(setting: Setting) -> int:

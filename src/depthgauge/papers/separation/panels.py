@@ -4,7 +4,7 @@ Panels have the letters of the figure captions. The text of section 7.2 swaps (d
 `note` lists choices made here because the paper gives no value or contradicts itself.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -15,16 +15,10 @@ from depthgauge.papers.separation.settings import Setting, build_setting
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of a figure.
+    """One panel of a figure. `variable` is swept over `values`, and `models` networks are drawn per point.
 
-    Attributes:
-        id: The name of the panel, such as `B4a`.
-        title: The title.
-        variable: The swept parameter.
-        values: The values of the swept parameter.
-        models: The number of networks drawn per point.
-        curves: Curve name → function from the swept value to a setting. The name is "" if there is one curve.
-        note: Choices that the paper does not determine.
+    `curves` are functions from the swept value to a setting, by the name of the curve, which is "" if there is one
+    curve. `note` states choices that the paper does not determine.
     """
 
     id: str
@@ -52,6 +46,10 @@ class Sheet:
     columns: int
 
 
+Sweep = tuple[str, tuple[float, ...], dict[str, int], str]
+"""The swept parameter, its values, other parameters, and a note."""
+
+
 def grid(first: str, last: str, step: str) -> tuple[float, ...]:
     """Return first, first + step, … up to last, computed in exact decimals.
 
@@ -60,12 +58,8 @@ def grid(first: str, last: str, step: str) -> tuple[float, ...]:
     """
     start, stop, stride = Fraction(first), Fraction(last), Fraction(step)
     points = (stop - start) // stride + 1
-    return tuple(_number(start + k * stride) for k in range(points))
-
-
-def _number(value: Fraction) -> float:
-    """Return an int if the value is whole, a float otherwise."""
-    return int(value) if value.denominator == 1 else float(value)
+    values = (start + k * stride for k in range(points))
+    return tuple(int(value) if value.denominator == 1 else float(value) for value in values)
 
 
 def _sweep(variable: str, kind: str, **fixed: Any) -> dict[str, Callable[[Any], Setting]]:
@@ -79,39 +73,36 @@ _NOTE_D = "The paper gives d = 12, but n = 200 is not a multiple of d − 1 = 11
 _NOTE_ONES_D = "The values of d are those of the text; the axis in the paper ends near 35, before d = 66."
 
 
-def _self_panels(figure: str, x: str) -> tuple[Panel, ...]:
+_TOKEN_COUNTS, _WIDTHS, _SIZES = grid("200", "1000", "10"), grid("1", "80", "1"), grid("0.1", "3", "0.036")
+
+
+def _panels(figure: str, title: str, kind: str, sweeps: Sequence[Sweep], **fixed: Any) -> tuple[Panel, ...]:
+    return tuple(
+        Panel(f"{figure}{letter}", title, name, values, 100, _sweep(name, kind, **fixed, **own), note)
+        for letter, (name, values, own, note) in zip("abcdef", sweeps, strict=False)
+    )
+
+
+def _self_panels(figure: str, title: str, x: str) -> tuple[Panel, ...]:
     """Return panels (a) to (f) of Figure 4 or 5. The figures differ only in X."""
-    where = "X = I" if x == "identity" else "X = 1"
-    title = f"Self-attention, {where}"
-    sweeps: list[tuple[str, tuple[float, ...], dict[str, int], str]] = [
-        ("n", grid("200", "1000", "10"), {"d": 12}, ""),
+    sweeps: list[Sweep] = [
+        ("n", _TOKEN_COUNTS, {"d": 12}, ""),
         ("d", (4, 6, 10, 18, 34, 66), {"n": 256}, _NOTE_ONES_D if x == "ones" else ""),
-        ("m", grid("1", "80", "1"), {}, ""),
+        ("m", _WIDTHS, {}, ""),
         ("c", grid("0.5", "0.9", "0.005"), {}, _NOTE_C),
         ("a0", grid("0.01", "0.8", "0.01"), {}, ""),
-        ("a1", grid("0.1", "3", "0.036"), {}, ""),
+        ("a1", _SIZES, {}, ""),
     ]
-    return tuple(
-        Panel(f"{figure}{letter}", title, name, values, 100, _sweep(name, "self", x=x, **fixed), note)
-        for letter, (name, values, fixed, note) in zip("abcdef", sweeps, strict=True)
-    )
+    return _panels(figure, title, "self", sweeps, x=x)
 
 
-def _cross_panels() -> tuple[Panel, ...]:
-    """Return panels (a) to (e) of Figure 7."""
-    sweeps: list[tuple[str, tuple[float, ...], str]] = [
-        ("n", grid("200", "1000", "10"), ""),
-        ("d", (2, 3, 5, 6, 9, 11, 21, 26, 41, 51), ""),
-        ("m", grid("1", "80", "1"), ""),
-        ("a1", grid("0.1", "3", "0.036"), _NOTE_D),
-        ("a0", grid("0.01", "0.9", "0.01"), _NOTE_D),
-    ]
-    return tuple(
-        Panel(f"B7{letter}", "Cross-attention, X = I", name, values, 100, _sweep(name, "cross"), note)
-        for letter, (name, values, note) in zip("abcde", sweeps, strict=True)
-    )
-
-
+_CROSS_SWEEPS: tuple[Sweep, ...] = (
+    ("n", _TOKEN_COUNTS, {}, ""),
+    ("d", (2, 3, 5, 6, 9, 11, 21, 26, 41, 51), {}, ""),
+    ("m", _WIDTHS, {}, ""),
+    ("a1", _SIZES, {}, _NOTE_D),
+    ("a0", grid("0.01", "0.9", "0.01"), {}, _NOTE_D),
+)
 _REGRESSION_PANELS = (
     Panel(
         "B3a", "Softmax regression", "n", grid("100", "2000", "10"), 1000, _sweep("n", "regression"),
@@ -144,9 +135,9 @@ SHEETS: dict[str, Sheet] = {
     sheet.id: sheet
     for sheet in (
         Sheet("B3", "Softmax regression", _REGRESSION_PANELS, 2),
-        Sheet("B4", "Self-attention, X = I", _self_panels("B4", "identity"), 3),
-        Sheet("B5", "Self-attention, X = 1", _self_panels("B5", "ones"), 3),
-        Sheet("B7", "Cross-attention, X = I", _cross_panels(), 3),
+        Sheet("B4", "Self-attention, X = I", _self_panels("B4", "Self-attention, X = I", "identity"), 3),
+        Sheet("B5", "Self-attention, X = 1", _self_panels("B5", "Self-attention, X = 1", "ones"), 3),
+        Sheet("B7", "Cross-attention, X = I", _panels("B7", "Cross-attention, X = I", "cross", _CROSS_SWEEPS), 3),
         Sheet("B-degree", "Which polynomial degree separates the data sets?", _DEGREE_PANELS, 2),
     )
 }

@@ -30,10 +30,7 @@ class AttentionDraws(ArrayRecord):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RegressionDraws(ArrayRecord):
-    """Models for regression: `uniform` for (D₀, D₁), the index `j` of D₁, and the bits of the sign vectors.
-
-    (Ax)ᵢ = log n·(1 + 0.4·uniformᵢ).
-    """
+    """Models for regression: (Ax)ᵢ = log n·(1 + 0.4·uniformᵢ), the index `j` of D₁, the bits of the sign vectors."""
 
     uniform: Float[np.ndarray, "models 2 n"]
     j: Int[np.ndarray, " models"]
@@ -57,7 +54,6 @@ def _plain(parameter: int | float | str) -> str:
 
 
 def _raw_words(setting: Setting, seed: int, first: int, models: int, per_model: int) -> UInt64[np.ndarray, "models k"]:
-    """Return `per_model` random words for each of the models first, …, first + models − 1."""
     counters = -(-per_model // _WORDS_PER_COUNTER)
     generator = np.random.Philox(key=stream_key(setting, seed), counter=first * counters)
     raw = generator.random_raw(models * counters * _WORDS_PER_COUNTER)

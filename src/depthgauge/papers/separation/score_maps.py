@@ -36,10 +36,8 @@ def parse_attention(name: str) -> ScoreMap:
     >>> parse_attention("poly:3")
     ScoreMap(family='poly', degree=3)
     """
-    if name == "exp":
-        return EXP
-    if name == "lin":
-        return LIN
+    if name in ("exp", "lin"):
+        return EXP if name == "exp" else LIN
     match = re.fullmatch(r"poly:(\d{1,4})", name)
     if match is None:
         raise unknown_name("attention", name, ["exp", "lin", "poly:G"])

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from depthgauge.errors import InputError, require_count, require_type, unknown_name
 from depthgauge.papers.separation.score_maps import ScoreMap, parse_attention
@@ -30,48 +30,46 @@ def decimal(value: float) -> Fraction:
     return Fraction(repr(float(value)))
 
 
-def _require_parameters(setting: object, names: str) -> None:
-    for name in names.split():
-        value = getattr(setting, name)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-            raise InputError(f"{name} must be a finite number of at least 0, got {value!r}; it is {_MEANINGS[name]}")
+class _CheckedSetting:
+    """The checks that the settings share."""
 
+    kind: ClassVar[str]
+    spare: ClassVar[int]
+    """The number of columns besides the repeated identity."""
+    n: int
+    m: int
+    attention: str
 
-def _require_sizes(setting: "SelfAttention | CrossAttention | Regression") -> None:
-    require_count("n", setting.n, "the number of tokens", least=2)
-    require_count("m", setting.m, "the number of sign vectors y, which is the width of the network")
-    parse_attention(setting.attention)
+    def __post_init__(self) -> None:
+        require_count("n", self.n, "the number of tokens", least=2)
+        require_count("m", self.m, "the number of sign vectors y, which is the width of the network")
+        parse_attention(self.attention)
 
-
-def _require_blocks(n: int, d: int, spare: int) -> None:
-    if n % (d - spare):
-        raise InputError(
-            f"n must be a multiple of d − {spare} = {d - spare}, got n = {n}; "
-            f"the data sets contain n/(d − {spare}) copies of an identity matrix of that size"
-        )
-
-
-def _require_product(x: str) -> None:
-    if x not in ("identity", "ones"):
-        raise unknown_name("x", x, ["identity", "ones"])
+    def _require_data_sets(self, d: int, columns: str, x: str) -> None:
+        """Check the parameters of self-attention and cross-attention."""
+        require_count("d", d, f"the width of a token: {columns}", least=self.spare + 1)
+        if self.n % (d - self.spare):
+            raise InputError(
+                f"n must be a multiple of d − {self.spare} = {d - self.spare}, got n = {self.n}; "
+                f"the data sets contain n/(d − {self.spare}) copies of an identity matrix of that size"
+            )
+        if x not in ("identity", "ones"):
+            raise unknown_name("x", x, ["identity", "ones"])
+        for name, meaning in _MEANINGS.items():
+            value = getattr(self, name, 0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+                raise InputError(f"{name} must be a finite number of at least 0, got {value!r}; it is {meaning}")
 
 
 @dataclass(frozen=True)
-class SelfAttention:
+class SelfAttention(_CheckedSetting):
     """Definition D.1: A₁ = A₂ = A₃ = √(log n) · [ a·e_{j₃} | b·I_{d−2} repeated t times | c·1 ], n = (d−2)·t.
 
     The threshold is τ = (c + 0.1)·√(log n).
 
-    Attributes:
-        n: The number of tokens, a multiple of d − 2.
-        d: The width of a token.
-        m: The number of sign vectors, which is the width of the network.
-        a0: a for the data set D₀.
-        a1: a for the data set D₁.
-        b: The factor of the repeated identity.
-        c: The entries of the last column.
-        x: QKᵀ: `"identity"`, or `"ones"` for the matrix of ones.
-        attention: The attention kind that is compared with linear attention.
+    n is the number of tokens, d their width, m the number of sign vectors, which is the width of the network. a is `a0`
+    in D₀ and `a1` in D₁. `x` is QKᵀ: `"identity"`, or `"ones"` for the matrix of ones. `attention` is the kind that is
+    compared with linear attention.
     """
 
     n: int
@@ -83,14 +81,11 @@ class SelfAttention:
     c: float
     x: str = "identity"
     attention: str = "exp"
-    kind = "self"
+    kind, spare = "self", 2
 
     def __post_init__(self) -> None:
-        _require_sizes(self)
-        require_count("d", self.d, "the width of a token: one column for a, d − 2 for b, one for c", least=3)
-        _require_blocks(self.n, self.d, 2)
-        _require_product(self.x)
-        _require_parameters(self, "a0 a1 b c")
+        super().__post_init__()
+        self._require_data_sets(self.d, "one column for a, d − 2 for b, one for c", self.x)
         if self.b == 0 and self.c == 0:
             raise InputError("b and c must not both be 0; linear attention would divide by zero")
 
@@ -106,7 +101,7 @@ class SelfAttention:
 
 
 @dataclass(frozen=True)
-class CrossAttention:
+class CrossAttention(_CheckedSetting):
     """Definition F.1: A₁ = log n · [ a·e_{j₂} | 1 ], A₂ = A₃ = [ e_{j₃} | I_{d−1} repeated t times ], n = (d−1)·t.
 
     The threshold is τ = 0.9. The attributes are those of `SelfAttention` without `b` and `c`; n is a multiple of d − 1.
@@ -119,14 +114,11 @@ class CrossAttention:
     a1: float
     x: str = "identity"
     attention: str = "exp"
-    kind = "cross"
+    kind, spare = "cross", 1
 
     def __post_init__(self) -> None:
-        _require_sizes(self)
-        require_count("d", self.d, "the width of a token: one column for a and d − 1 for the identity", least=2)
-        _require_blocks(self.n, self.d, 1)
-        _require_product(self.x)
-        _require_parameters(self, "a0 a1")
+        super().__post_init__()
+        self._require_data_sets(self.d, "one column for a and d − 1 for the identity", self.x)
 
     @property
     def classes(self) -> int:
@@ -140,7 +132,7 @@ class CrossAttention:
 
 
 @dataclass(frozen=True)
-class Regression:
+class Regression(_CheckedSetting):
     """Definition 3.8: (Ax)ᵢ is in [log n, 1.4·log n] for all i, except for one i of D₁, where it is 4·log n.
 
     Here (Ax)ᵢ is uniform in the interval, and sign vectors have length n. The threshold is τ = 1/4 (Lemma 5.2).
@@ -150,9 +142,6 @@ class Regression:
     m: int
     attention: str = "exp"
     kind = "regression"
-
-    def __post_init__(self) -> None:
-        _require_sizes(self)
 
     @property
     def threshold(self) -> Fraction:
@@ -216,7 +205,6 @@ def build_setting(kind: str, *, attention: str = "exp", **given: Any) -> Setting
 
 
 def _block_size(b: float | str, c: float) -> float:
-    """Return b as a number: 1 − c if tied."""
     if b == "tied":
         if not (isinstance(c, int | float) and math.isfinite(c) and 0 <= c <= 1):
             raise InputError(f"c must be between 0 and 1 when b is tied, got {c!r}; tied means b = 1 − c")

@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from fractions import Fraction
 from functools import lru_cache
 from math import floor, lcm
-from typing import Any
 
 from flint import arb, ctx, fmpz
 
@@ -41,12 +40,13 @@ def sign_of_sum(kind: ScoreMap, n: int, terms: Iterable[tuple[Fraction, Fraction
     if not nonzero:
         return 0
     if kind.family == "lin":
-        total = sum((r * q for q, r in nonzero.items()), Fraction(0))
-        return (total > 0) - (total < 0)
+        rational = sum((r * q for q, r in nonzero.items()), Fraction(0))
+        return (rational > 0) - (rational < 0)
     precision = _FIRST_PRECISION
     while True:
         with ctx.workprec(precision):
-            total = _sum_in_arb(kind, n, nonzero)
+            pairs = zip(nonzero.values(), weights(kind, n, list(nonzero)), strict=True)
+            total = sum((to_arb(r) * w for r, w in pairs), arb(0))  # up to a positive factor
         if total > 0:
             return 1
         if total < 0:
@@ -57,12 +57,6 @@ def sign_of_sum(kind: ScoreMap, n: int, terms: Iterable[tuple[Fraction, Fraction
             if _zero_polynomial(kind.degree, nonzero) if kind.family == "poly" else _zero_powers(n, nonzero):
                 return 0
         precision *= 2
-
-
-def _sum_in_arb(kind: ScoreMap, n: int, nonzero: dict[Fraction, Fraction]) -> Any:
-    """Return Σ r·k(q·log n) as arb, up to a positive factor."""
-    pairs = zip(nonzero.values(), weights(kind, n, list(nonzero)), strict=True)
-    return sum((to_arb(r) * w for r, w in pairs), arb(0))
 
 
 def _zero_polynomial(degree: int, nonzero: dict[Fraction, Fraction]) -> bool:

@@ -1,35 +1,41 @@
 """The tasks of `depthgauge sweep`. To add a task, write its function and add it to `TASKS`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from depthgauge.certificates.certificate import EFFORTS, certify
 from depthgauge.certificates.printed import log_dong_rate, printed_bound
 from depthgauge.depth.effective import effective_depth
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
+from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.decide.cost import feature_count
+from depthgauge.fast_attention.decide.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
+from depthgauge.fast_attention.plan import HeadPlan
 from depthgauge.linalg.norms import composite_norm, max_norm
 from depthgauge.measures.heads import weight_sizes
 from depthgauge.network.inputs import uniform_inputs
-from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.network.network import NORMS, SelfAttentionNetwork, softmax_attention
 from depthgauge.network.random_networks import DISTRIBUTIONS, random_network
 from depthgauge.papers.separation.exact import exact
 from depthgauge.papers.separation.montecarlo import estimate
 from depthgauge.papers.separation.settings import Regression, Setting, build_setting
-from depthgauge.papers.sweep_tasks.fast_attention_task import plans_of, summary
 from depthgauge.papers.sweep_tasks.rank_collapse import log_contraction_bounds, split_states
-from depthgauge.papers.sweep_tasks.training_task import PARAMETERS as TRAINED
-from depthgauge.papers.sweep_tasks.training_task import complete as complete_training
-from depthgauge.papers.sweep_tasks.training_task import trained_depth
+from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, TrainedModel
+from depthgauge.papers.trained_depth.experiment import DEFAULTS, UNBOUNDED, member_seeds, options_of, shape_of
+from depthgauge.papers.trained_depth.generated_tasks import GENERATED, find_task
+from depthgauge.papers.trained_depth.trained_records import examine
 from depthgauge.surrogates.closed_forms import METHODS, drift_matrix, refusal
 from depthgauge.sweeps.cells import Cell
 from depthgauge.sweeps.parameters import (
     SEED,
+    Check,
     Parameter,
     Task,
     Values,
@@ -53,6 +59,28 @@ _OPTIONS = {
     "skip": Parameter(flag("whether layers have skip connections"), True),
     "radius": Parameter(positive("the largest |entry| an input may have"), 1.0),
 }
+_OPTIONAL: Mapping[str, Check] = {
+    "key_dim": count("the width k of queries and keys"),
+    "skip": flag("whether layers have skip connections"),
+    "norm": choice(*NORMS),
+    "mlp": count("the hidden width of the MLPs"),
+    "steps": count("the number of training steps"),
+    "batch": count("the number of sequences per step"),
+    "rate": positive("the largest learning rate"),
+    "test": count("the number of test sequences"),
+    "depths": flag("whether the certified and the measured depth are computed"),
+}
+_TRAINED = {
+    "problem": Parameter(choice(*GENERATED)),
+    "layers": Parameter(count("the number of layers L")),
+    "heads": Parameter(count("the number of heads H per layer")),
+    "dim": Parameter(count("the width d of a token")),
+    "eta": Parameter(or_word(UNBOUNDED, positive("η, the largest |weight|, or the word none"))),
+    **{name: Parameter(check, DEFAULTS[name]) for name, check in _OPTIONAL.items()},
+    "seed": SEED,
+}
+LARGEST_BOUND = 200.0
+"""No degree is reported for score bounds above this."""
 _TOKENS = {"tokens": Parameter(count("the number of tokens n of an input"))}
 _METHOD = {"method": Parameter(choice(*METHODS))}
 
@@ -64,7 +92,6 @@ def _network(cell: Cell) -> SelfAttentionNetwork:
 
 
 def _applicable(parameters: Values) -> Values:
-    """Reject a method that does not apply to networks of this kind."""
     reason = _refusal(parameters["method"], parameters["skip"])
     if reason is not None:
         raise InputError(reason)
@@ -77,7 +104,6 @@ def _refusal(method: str, skip: bool) -> str | None:
 
 
 def _inputs(cell: Cell, samples: int = 1) -> torch.Tensor:
-    """Return inputs [samples, n, d] uniform in the box."""
     p = cell.parameters
     return uniform_inputs(samples, p["tokens"], p["dim"], radius=p["radius"], seed=cell.seed("inputs"))
 
@@ -158,11 +184,60 @@ def _one_layer_error(network: SelfAttentionNetwork, x: torch.Tensor, X: torch.Te
     return max_norm(X - guess) / max_norm(X)
 
 
+def plans_of(network: SelfAttentionNetwork, x: Tensor, tolerance: float, length: int) -> list[HeadPlan]:
+    """Return the plan of every head of every layer for an input x [n, d] whose tokens are repeated up to `length`.
+
+    Repeating tokens changes neither the set of scores nor the bounds on them, only the number of tokens for which the
+    cost is predicted.
+    """
+    heads: list[HeadPlan] = []
+
+    def observe(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float) -> Tensor:
+        q, k, v = (_repeated(t, length) for t in (query, key, value))
+        heads.extend(attention_plan(q, k, v, is_causal=is_causal, tolerance=tolerance, scale=scale).heads)
+        return softmax_attention(query, key, value, is_causal=is_causal, scale=scale)
+
+    with torch.no_grad():
+        network(x, attention=observe)
+    return heads
+
+
+def _repeated(t: Tensor, length: int) -> Tensor:
+    times = math.ceil(length / t.shape[-2])
+    return t.repeat(*(1 for _ in t.shape[:-2]), times, 1)[..., :length, :]
+
+
+def degree_needed(bound: float, tolerance: float) -> int | None:
+    """Return the least degree that meets the tolerance for scores up to `bound`.
+
+    Above `HIGHEST_DEGREE` the degree is an estimate; above `LARGEST_BOUND` the result is None.
+    """
+    for degree in range(HIGHEST_DEGREE + 1):
+        index = limit_index(degree, tolerance)
+        if index is not None and bound <= grid_bound(index):
+            return degree
+    return degree_it_would_take(bound, tolerance) if bound <= LARGEST_BOUND else None
+
+
 def fast_attention(cell: Cell) -> Values:
-    """Compute the plan of fast attention in a random network: score bound B, degree, features, predicted speed-up."""
+    """Compute the plan of fast attention in a random network: score bound, degree, number of features, speed-up.
+
+    `bound` is the largest proved score bound B, `degree` and `features` are what it requires (None if B is too large
+    for any degree), `polynomial` is the share of heads on the polynomial path, and `speedup` is the predicted cost of
+    exact attention over the cost of the chosen paths.
+    """
     p = cell.parameters
-    plans = plans_of(_network(cell), _inputs(cell)[0], p["tolerance"], p["length"])
-    return summary(plans, p["dim"], p["tolerance"])
+    heads = plans_of(_network(cell), _inputs(cell)[0], p["tolerance"], p["length"])
+    bound = max(min(head.bound_before, head.bound_after) for head in heads)
+    degree = degree_needed(bound, p["tolerance"])
+    chosen = sum(head.cost_polynomial if head.path == "polynomial" else head.cost_exact for head in heads)
+    return {
+        "bound": bound,
+        "degree": degree,
+        "features": None if degree is None else feature_count(p["dim"], degree),
+        "polynomial": sum(head.path == "polynomial" for head in heads) / len(heads),
+        "speedup": sum(head.cost_exact for head in heads) / chosen,
+    }
 
 
 def _setting(parameters: Mapping[str, Any]) -> Setting:
@@ -188,6 +263,25 @@ def separation(cell: Cell) -> Values:
         "successes": found.successes,
         "conditions": list(found.conditions),
     }
+
+
+def _complete_training(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the key width, and check the shape and the options of the models."""
+    return {**parameters, "key_dim": shape_of(parameters).key_dim}
+
+
+def trained_depth(cell: Cell) -> dict[str, Any]:
+    """Train the models of a cell, and return their records; every value but `chance` is a list over repetitions."""
+    p = cell.parameters
+    eta, seeds = None if p["eta"] == UNBOUNDED else p["eta"], member_seeds(p["seed"], cell.repetition)
+    trainer = BatchTrainer(find_task(p["problem"]), shape_of(p), [eta] * len(seeds), seeds, options_of(p))
+    return records_of(trainer.run(), p)
+
+
+def records_of(models: Sequence[TrainedModel], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of a cell from its trained models."""
+    found = [asdict(examine(model, parameters["test"], depths=parameters["depths"])) for model in models]
+    return {"chance": models[0].task.chance, **{name: [record[name] for record in found] for name in found[0]}}
 
 
 def _finite(value: torch.Tensor | float) -> float | None:
@@ -247,6 +341,6 @@ TASKS: dict[str, Task] = {
             },
             separation, _complete_setting, repeats_inside=True,
         ),
-        Task("trained-depth", 1, TRAINED, trained_depth, complete_training, repeats_inside=True),
+        Task("trained-depth", 1, _TRAINED, trained_depth, _complete_training, repeats_inside=True),
     )
 }  # fmt: skip

@@ -23,25 +23,16 @@ from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask
 Weights = dict[str, Tensor]
 EMBEDDING = 0.5
 """The bound on the entries of both embeddings, so that the entries of X are at most 1."""
-READOUT = 1.0
-"""The bound on the entries of the readout R."""
-_NORM = 1.0
-"""The bound on the weights and biases of LayerNorm."""
-_OWN_BOUND = {"token": EMBEDDING, "position": EMBEDDING, "readout": READOUT, "norm_weight": _NORM, "norm_bias": _NORM}
+_OWN_BOUND = {"token": EMBEDDING, "position": EMBEDDING, "readout": 1.0, "norm_weight": 1.0, "norm_bias": 1.0}
+"""The bounds on embeddings, readout R and LayerNorm; all other weights have the bound η."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a model.
+    """The shape of a model: L layers, H heads per layer, tokens of width d, queries and keys of width k.
 
-    Attributes:
-        layers: L.
-        heads: H, per layer.
-        dim: d, the width of a token.
-        key_dim: k, the width of queries and keys.
-        skip: whether the layers have skip connections, around the attention and around the MLP.
-        norm: `"none"`, `"pre"` or `"post"`, as in `SelfAttentionNetwork`.
-        mlp: the hidden width of the MLPs, or None for no MLP.
+    `skip` is whether there are skip connections, around the attention and around the MLP. `norm` is `"none"`, `"pre"`
+    or `"post"`, as in `SelfAttentionNetwork`. `mlp` is the hidden width of the MLPs, or None for no MLP.
     """
 
     layers: int
@@ -95,15 +86,11 @@ class ModelShape:
 def bounds_of(shape: ModelShape, task: GeneratedTask, etas: Sequence[float | None], dtype: torch.dtype) -> Weights:
     """Return the bound on every weight: for each name a tensor of one bound per model, [B, 1, …].
 
-    Embeddings, readout and LayerNorm have fixed bounds. All other weights have the bound η of the model; None is no
-    bound. A bound is rounded down to `dtype`.
+    An η of None is no bound. A bound is rounded down to `dtype`.
     """
     own = torch.tensor([math.inf if eta is None else largest_not_above(eta, dtype) for eta in etas], dtype=dtype)
-    found = {}
-    for name, size in shape.sizes(task).items():
-        bound = torch.full_like(own, _OWN_BOUND[name]) if name in _OWN_BOUND else own
-        found[name] = bound.reshape(-1, *(1 for _ in size))
-    return found
+    fixed = {name: torch.full_like(own, bound) for name, bound in _OWN_BOUND.items()}
+    return {name: fixed.get(name, own).reshape(-1, *(1 for _ in size)) for name, size in shape.sizes(task).items()}
 
 
 def initial_weights(
@@ -209,14 +196,7 @@ def _token_map(weights: Mapping[str, Tensor], index: int, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BoundedModel(ArrayRecord):
-    """One model: z = (S(X) R)_last with X = token + position.
-
-    Attributes:
-        network: S.
-        token: the token embeddings, [v, d].
-        position: the position embeddings, [n, d].
-        readout: R, [d, C].
-    """
+    """One model: z = (S(X) R)_last with X = token + position, S the network and R the readout."""
 
     network: SelfAttentionNetwork
     token: Float[Tensor, "v d"]

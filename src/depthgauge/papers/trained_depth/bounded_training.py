@@ -31,7 +31,6 @@ from depthgauge.errors import (
     require_seed,
     require_type,
 )
-from depthgauge.papers.trained_depth.batched_adamw import BatchedAdamW
 from depthgauge.papers.trained_depth.bounded_models import (
     BoundedModel,
     ModelShape,
@@ -196,8 +195,39 @@ def gradients_of(
     return dict(zip(leaves, scaled, strict=True)), loss.detach()
 
 
+class BatchedAdamW:
+    """AdamW (Loshchilov and Hutter, 2019) with one learning rate for each model and weight; in place.
+
+    All operations are entrywise, so models of a batch do not influence each other. `linalg.adam.Adam` has one rate and
+    no state that can be saved, and torch's AdamW cannot take a tensor of rates per parameter.
+    """
+
+    def __init__(self, weights: Weights, betas: tuple[float, float] = (0.9, 0.98), epsilon: float = 1e-8) -> None:
+        self.betas, self.epsilon, self.steps = betas, epsilon, 0
+        self.first = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+        self.second = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+
+    def step(self, weights: Weights, gradients: Weights, rates: Weights, decay: float) -> None:
+        """Move the weights: w ← w − r·(m̂/(√v̂ + ε) + λw)."""
+        self.steps += 1
+        one, two = self.betas
+        for name, gradient in gradients.items():
+            first, second, weight = self.first[name], self.second[name], weights[name]
+            first.mul_(one).add_(gradient, alpha=1 - one)
+            second.mul_(two).addcmul_(gradient, gradient, value=1 - two)
+            size = (second / (1 - two**self.steps)).sqrt_().add_(self.epsilon)
+            move = (first / (1 - one**self.steps)).div_(size)
+            if decay:
+                move.add_(weight, alpha=decay)
+            weight.sub_(move.mul_(rates[name]))
+
+
 class BatchTrainer:
-    """The state of a training run: weights, optimiser and step. It can be saved and continued exactly."""
+    """The state of a training run: weights, optimiser and step. It can be saved and continued exactly.
+
+    One model is trained for each pair (η, seed), all at once; `etas` and `seeds` have equal length. The result of a
+    model does not depend on the other models of the batch, apart from rounding.
+    """
 
     def __init__(
         self,
@@ -304,23 +334,6 @@ def held_out(task: GeneratedTask, count: int) -> tuple[Int64[Tensor, "samples n"
     return task.draw(count, stream_seed(0, _TEST))
 
 
-def train_batch(
-    task: GeneratedTask,
-    shape: ModelShape,
-    etas: Sequence[float | None],
-    seeds: Sequence[int],
-    options: TrainingOptions,
-    *,
-    checkpoint: str | Path | None = None,
-    progress: Step = silent,
-) -> list[TrainedModel]:
-    """Train one model for each pair (η, seed), all at once; `etas` and `seeds` have equal length.
-
-    The result of a model does not depend on the other models of the batch, apart from rounding.
-    """
-    return BatchTrainer(task, shape, etas, seeds, options).run(checkpoint, progress)
-
-
 def train_bounded(
     task: GeneratedTask | str,
     layers: int,
@@ -374,5 +387,4 @@ def train_bounded(
     if not etas or not seeds:
         raise InputError("give at least one eta and one seed; one model is trained for each pair")
     every = [one for one in etas for _ in seeds], [seed for _ in etas for seed in seeds]
-    shape = options.shape(layers, heads, dim)
-    return train_batch(task, shape, *every, options, checkpoint=checkpoint, progress=progress)
+    return BatchTrainer(task, options.shape(layers, heads, dim), *every, options).run(checkpoint, progress)

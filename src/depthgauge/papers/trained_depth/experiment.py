@@ -1,29 +1,19 @@
-"""The trained-depth experiment: which models figures T1 to T3 train, and how all models of equal shape train at once.
+"""The trained-depth experiment: which models figures T1 to T3 train.
 
-This module needs torch alone, so that the models can be trained on a machine that cannot prove or draw anything. Their
-weights are kept in files; the sweep task `trained-depth` gives the same rows from these files as it would by training.
+This module needs torch alone, so that the models can be trained on a machine that cannot prove or draw anything.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from depthgauge.papers.trained_depth.bounded_models import ModelShape
-from depthgauge.papers.trained_depth.bounded_training import BatchTrainer, TrainingOptions, stream_seed
-from depthgauge.papers.trained_depth.generated_tasks import find_task
-from depthgauge.progress import Step, silent
+from depthgauge.papers.trained_depth.bounded_training import TrainingOptions, stream_seed
 
 UNBOUNDED = "none"
 """The value of `eta` that stands for no bound."""
-DEFAULTS: Mapping[str, Any] = {
-    "key_dim": None,
-    "skip": True,
-    "norm": "none",
-    "mlp": None,
-    "steps": 2000,
-    "batch": 64,
-    "rate": 0.05,
+_OPTIONS = ("key_dim", "skip", "norm", "mlp", "steps", "batch", "rate", "test")
+DEFAULTS: Mapping[str, Any] = {name: getattr(TrainingOptions, name) for name in _OPTIONS} | {
     "test": 1000,
     "depths": True,
 }
@@ -40,14 +30,8 @@ Eta = float | str
 class ExperimentPlan:
     """The models of figures T1 to T3 at one scale.
 
-    Attributes:
-        problems: the tasks of T1.
-        contrasted: the tasks of T3.
-        etas: the values of η of T1 and T2.
-        few: the values of η of T3.
-        layers: the numbers of layers of T1.
-        shape: heads, width and training options.
-        seeds: the number of models at every setting.
+    T1 and T2 have the tasks `problems` and the values `etas` of η, T3 has the tasks `contrasted` and the values `few`.
+    `shape` holds heads, width and training options; `seeds` is the number of models at every setting.
     """
 
     problems: tuple[str, ...]
@@ -122,61 +106,9 @@ def member_seeds(seed: int, count: int) -> list[int]:
 
 def options_of(parameters: Mapping[str, Any], device: str = "cpu") -> TrainingOptions:
     """Return the training options of a cell of the task `trained-depth`."""
-    names = ("key_dim", "skip", "norm", "mlp", "steps", "batch", "rate", "test")
-    return TrainingOptions(**{name: parameters[name] for name in names}, device=device)
+    return TrainingOptions(**{name: parameters[name] for name in _OPTIONS}, device=device)
 
 
 def shape_of(parameters: Mapping[str, Any]) -> ModelShape:
     """Return the shape of the models of a cell."""
     return options_of(parameters).shape(parameters["layers"], parameters["heads"], parameters["dim"])
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """Models that are trained at once: one task and shape, every η and seed.
-
-    Attributes:
-        parameters: the parameters of a cell, without `eta`.
-        etas: the values of η, in order; `"none"` is no bound.
-        seeds: the seeds, in order.
-    """
-
-    parameters: Mapping[str, Any]
-    etas: tuple[Eta, ...]
-    seeds: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        """The name of the file that keeps the weights."""
-        p = self.parameters
-        skip = "skip" if p["skip"] else "noskip"
-        return f"{p['problem']}-L{p['layers']}-H{p['heads']}-d{p['dim']}-{skip}-{p['norm']}-mlp{p['mlp'] or 0}.pt"
-
-    def trainer(self, device: str = "cpu") -> BatchTrainer:
-        """Return the training run at its start: one model for each η and seed."""
-        pairs = [(None if isinstance(eta, str) else eta, seed) for eta in self.etas for seed in self.seeds]
-        etas, seeds = [eta for eta, _ in pairs], [seed for _, seed in pairs]
-        task, options = find_task(self.parameters["problem"]), options_of(self.parameters, device)
-        return BatchTrainer(task, shape_of(self.parameters), etas, seeds, options)
-
-    def train(self, folder: Path, device: str, progress: Step = silent) -> list[float]:
-        """Train the models, keep their weights in `folder`, and return their accuracies."""
-        trainer = self.trainer(device)
-        return [model.accuracy for model in trainer.run(folder / self.name, progress)]
-
-    def load(self, folder: Path) -> BatchTrainer:
-        """Return the run that `train` kept in `folder`, on the CPU."""
-        trainer = self.trainer()
-        trainer.resume(folder / self.name)
-        return trainer
-
-
-def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[ModelFamily]:
-    """Group the parameters of cells into batches, which share everything but `eta`; equal cells are trained once."""
-    groups: dict[tuple[tuple[str, Any], ...], list[Eta]] = {}
-    for cell in cells:
-        full = {**DEFAULTS, **cell}
-        full["key_dim"] = shape_of(full).key_dim
-        key = tuple((name, value) for name, value in sorted(full.items()) if name not in ("eta", "depths", "seed"))
-        groups.setdefault(key, []).append(full["eta"])
-    return [ModelFamily(dict(key), tuple(dict.fromkeys(etas)), tuple(seeds)) for key, etas in groups.items()]

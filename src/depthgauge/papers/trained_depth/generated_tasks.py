@@ -21,15 +21,10 @@ Draw = Callable[[int, torch.Generator], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class GeneratedTask:
-    """A task whose examples are drawn at random.
+    """A task whose examples, sequences of `length` tokens, are drawn at random.
 
-    Attributes:
-        name: the name of the task.
-        vocabulary: v, the number of different tokens.
-        length: n, the number of tokens of a sequence.
-        classes: C, the number of labels; each label is equally likely, or nearly so.
-        known: what is known about the number of layers that the task takes, with the source.
-        sample: draws `count` sequences with their labels from a generator.
+    `vocabulary` is the number v of different tokens, `classes` the number C of labels, which are equally likely, or
+    nearly so. `known` is what is known about the number of layers that the task takes, with the source.
     """
 
     name: str

@@ -17,7 +17,7 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.proof import UpperBound, prove_upper
+from depthgauge.certificates.proof import prove_upper
 from depthgauge.errors import require_type
 from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
 from depthgauge.network.network import SelfAttentionNetwork
@@ -107,24 +107,20 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
     methods = [method for method in ONE_LAYER if refusal(network, method) is None]
     if not methods:
         return None
-    inputs, plain = InputSet("box", radius), BoxBounds(Expansion(network), radius, joint=False)
-    tried = []
-    for method in methods:
-        comparison = Comparison(network, closed_form(network, method), inputs)
-        tried.append(_from_proof(method, radius, exact.readout, prove_upper(comparison, "default", plain)))
-    best = min(tried, key=lambda bound: bound.margin)
+
+    def prove(method: str, bounds: BoxBounds | None) -> OutputBound:
+        comparison = Comparison(network, closed_form(network, method), InputSet("box", radius))
+        proof = prove_upper(comparison, "default", bounds).proof
+        assert proof is not None
+        logit, margin = readout_changes(proof.value, exact.readout)
+        probability = float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0
+        return OutputBound(method, radius, proof.value, logit, margin, probability)
+
+    plain = BoxBounds(Expansion(network), radius, joint=False)
+    best = min((prove(method, plain) for method in methods), key=lambda bound: bound.margin)
     if network.skip and decisive < best.margin <= HOPELESS * decisive:
-        comparison = Comparison(network, closed_form(network, methods[0]), inputs)
-        joint = _from_proof(methods[0], radius, exact.readout, prove_upper(comparison, "default"))
-        best = min(best, joint, key=lambda bound: bound.margin)
+        best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
     return best if math.isfinite(best.margin) else None
-
-
-def _from_proof(method: str, radius: float, readout: Tensor, upper: UpperBound) -> OutputBound:
-    assert upper.proof is not None
-    logit, margin = readout_changes(upper.proof.value, readout)
-    probability = float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0
-    return OutputBound(method, radius, upper.proof.value, logit, margin, probability)
 
 
 def margins(logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"]) -> Float[Tensor, " samples"]:

@@ -1,12 +1,10 @@
 """What is recorded about a trained model: accuracy, proved and measured depth, and how it uses its weight bound."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from depthgauge.depth.effective import Choice, FoldBounds, measured_depth, proved_depth, shallower
-from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.papers.trained_depth.bounded_training import TrainedModel, held_out
 from depthgauge.papers.trained_depth.output_bound import (
@@ -61,10 +59,7 @@ class TrainedRecord:
 def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> TrainedRecord:
     """Measure a trained model on `test` sequences, and prove what can be proved about it.
 
-    Args:
-        trained: The model.
-        test: The number of test sequences.
-        depths: Whether to compute the certified and the measured depth, which take longest.
+    `depths` is whether to compute the certified and the measured depth, which take longest.
     """
     model = trained.model.exact()
     tokens, labels = held_out(trained.task, test)
@@ -72,7 +67,9 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
     outputs = model.logits(tokens)
     single = one_layer_network(model.network)
     foldable = depths and refusal(model.network, "mean-field") is None
-    weights = torch.cat([w.detach().abs().flatten() for w in _bounded_weights(model.network)])
+    bounded = [weight for layer in model.network for weight in (layer.query, layer.key, layer.value)]
+    bounded += [weight for layer in model.network if layer.mlp is not None for weight in layer.mlp.parameters()]
+    weights = torch.cat([weight.detach().abs().flatten() for weight in bounded])
     return TrainedRecord(
         accuracy=_accuracy(outputs, labels),
         loss=float(torch.nn.functional.cross_entropy(outputs, labels)),
@@ -86,12 +83,6 @@ def examine(trained: TrainedModel, test: int, *, depths: bool = True) -> Trained
         largest=float(weights.max()),
         at_bound=None if trained.eta is None else _mean(weights >= trained.eta * (1 - AT_BOUND)),
     )
-
-
-def _bounded_weights(network: SelfAttentionNetwork) -> Sequence[torch.Tensor]:
-    """Return the weights that η bounds: queries, keys, values and MLPs."""
-    attention = [weight for layer in network for weight in (layer.query, layer.key, layer.value)]
-    return attention + [w for layer in network if layer.mlp is not None for w in layer.mlp.parameters()]
 
 
 def _mean(met: torch.Tensor) -> float:

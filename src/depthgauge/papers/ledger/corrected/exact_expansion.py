@@ -6,7 +6,7 @@ import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Instance, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluation, Instance, Size
 from depthgauge.papers.ledger.formulas import attention, entry_sum, max_norm, scores, softm
 from depthgauge.papers.ledger.instances import matrix, searched, sizes
 
@@ -28,26 +28,20 @@ def _drift(V: Value, first: int, last: int, eye: Value) -> Value:
     return product
 
 
-def _mean_field(ar: Arithmetic, X: Value, V: Value, eye: Value) -> Value:
+def _mean_field(X: Value, V: Value, eye: Value) -> Value:
     """X + 1·mean(X)(N_{0:L} − I)."""
     return X + X.sum(axis=0, keepdims=True) / len(X) @ (_drift(V, 0, len(V), eye) - eye)
 
 
-def _eye(d: int) -> Value:
-    """The identity matrix with integer entries, which both arithmetics accept."""
-    return np.array([[int(i == j) for j in range(d)] for i in range(d)], dtype=object)
-
-
-def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
-    states, eye, L, n = _layers(ar, X, Q, K, V), _eye(X.shape[1]), len(V), len(X)
-    right = _mean_field(ar, X, V, eye)
+def _expanded(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
+    states, eye, L, n = _layers(ar, X, Q, K, V), np.eye(X.shape[1], dtype=object), len(V), len(X)
+    right = _mean_field(X, V, eye)
     for k in range(L):
         heads = zip(Q[k], K[k], V[k], strict=True)
         uniform = ar.number(1) / n
         E = sum((softm(ar, scores(states[k], q, kk)) - uniform) @ states[k] @ v for q, kk, v in heads)
         right = right + E + E.sum(axis=0, keepdims=True) / n @ (_drift(V, k + 1, L, eye) - eye)
-    yield "X_L", states[-1]
-    return states[-1], right
+    return {"X_L": states[-1]}, states[-1], right
 
 
 def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Value:
@@ -58,7 +52,7 @@ def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Val
     G = 2 tanh(θ/4) spread, own = Σ G|V|, common = Σ G|V(N − I)|.
     """
     L, H, d, _ = V.shape
-    eye, zero = _eye(d), np.array([0] * d, dtype=object)
+    eye, zero = np.eye(d, dtype=object), np.array([0] * d, dtype=object)
     gains: list[list[Value]] = []
     for ell in range(L + 1):
         own, common = zero, zero
@@ -76,18 +70,16 @@ def certificate(ar: Arithmetic, phi: Value, Q: Value, K: Value, V: Value) -> Val
     return own + common
 
 
-def _certified(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _certified(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     end = _layers(ar, X, Q, K, V)[-1]
-    one = _mean_field(ar, X, V, _eye(X.shape[1]))
-    yield "S(X)", end
-    yield "S'(X)", one
-    return max_norm(ar, end - one), ar.max(certificate(ar, max_norm(ar, X), Q, K, V))
+    one = _mean_field(X, V, np.eye(X.shape[1], dtype=object))
+    bound = ar.max(certificate(ar, max_norm(ar, X), Q, K, V))
+    return {"S(X)": end, "S'(X)": one}, max_norm(ar, end - one), bound
 
 
-def _without_scores(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _without_scores(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     end = _layers(ar, X, Q, K * 0, V)[-1]
-    yield "S(X)", end
-    return end, _mean_field(ar, X, V, _eye(X.shape[1]))
+    return {"S(X)": end}, end, _mean_field(X, V, np.eye(X.shape[1], dtype=object))
 
 
 def _drawn(random: Random, size: Size) -> Instance:

@@ -1,11 +1,11 @@
 """Inequalities for norms, residuals and softmax with sharp constants (docs/math.md §2)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Instance, Size, Starts, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Evaluation, Instance, Size, Starts
 from depthgauge.papers.ledger.formulas import (
     attention,
     column_norm,
@@ -30,79 +30,44 @@ def _shares(x: Value) -> Value:
     return (1000 * abs(x) + 1) / (1000 * abs(x) + 1).sum()
 
 
-def _shift_tv(ar: Arithmetic, a: Value, b: Value) -> Steps:
-    yield "range(b)", spread(ar, b)
-    return total_variation(softm(ar, a + b), softm(ar, a)), ar.tanh(spread(ar, b) / 4)
-
-
-def _shift_max(ar: Arithmetic, a: Value, b: Value) -> Steps:
-    yield "‖b‖∞", max_norm(ar, b)
-    return max_norm(ar, softm(ar, a + b) - softm(ar, a)), ar.tanh(max_norm(ar, b) / 2)
-
-
-def _uniform(ar: Arithmetic, a: Value) -> Steps:
-    yield "softm(a)", softm(ar, a)
-    return total_variation(softm(ar, a), ar.number(1) / len(a)), ar.tanh(spread(ar, a) / 4)
-
-
-def _gap(ar: Arithmetic, x: Value, y: Value, z: Value) -> Steps:
+def _gap(ar: Arithmetic, x: Value, y: Value, z: Value) -> Evaluation:
     p, q = _shares(x), _shares(y)
-    yield "p", p
-    yield "q", q
-    return abs(((p - q) * z).sum()), total_variation(p, q) * spread(ar, z)
+    return {"p": p, "q": q}, abs(((p - q) * z).sum()), total_variation(p, q) * spread(ar, z)
 
 
-def _residual(ar: Arithmetic, A: Value, B: Value) -> Steps:
-    yield "Res(A) − Res(B)", residual(ar, A) - residual(ar, B)
-    return max_norm(ar, residual(ar, A) - residual(ar, B)), 2 * max_norm(ar, A - B)
+def _residual_norm(ar: Arithmetic, A: Value, B: Value) -> Evaluation:
+    first, second = max_norm(ar, residual(ar, A)), max_norm(ar, residual(ar, B))
+    return {"‖Res(A)‖max": first}, abs(first - second), max_norm(ar, A - B)
 
 
-def _residual_norm(ar: Arithmetic, A: Value, B: Value) -> Steps:
-    yield "‖Res(A)‖max", max_norm(ar, residual(ar, A))
-    gap = max_norm(ar, residual(ar, A)) - max_norm(ar, residual(ar, B))
-    return abs(gap), max_norm(ar, A - B)
-
-
-def _average(ar: Arithmetic, S: Value, Y: Value) -> Steps:
+def _average(ar: Arithmetic, S: Value, Y: Value) -> Evaluation:
     P = np.stack([_shares(row) for row in S])
-    yield "P", P
-    return max_norm(ar, P @ Y), max_norm(ar, Y)
+    return {"P": P}, max_norm(ar, P @ Y), max_norm(ar, Y)
 
 
-def _product(sides: Callable[[Arithmetic, Value, Value], tuple[Value, Value]]) -> Evaluate:
-    def evaluate(ar: Arithmetic, A: Value, B: Value) -> Steps:
-        yield "AB", A @ B
-        return sides(ar, A, B)
-
-    return evaluate
-
-
-def _contraction(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _contraction(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     theta = balance(ar, X, Q, K)
-    yield "θ", theta
     left = max_norm(ar, residual(ar, attention(ar, X, Q, K, V)))
-    return left, ar.tanh(theta / 2) * column_norm(ar, V) * max_norm(ar, residual(ar, X))
+    return {"θ": theta}, left, ar.tanh(theta / 2) * column_norm(ar, V) * max_norm(ar, residual(ar, X))
 
 
-def _linear(ar: Arithmetic, s: Value) -> Steps:
+def _linear(ar: Arithmetic, s: Value) -> Evaluation:
     linear = (1 + s - s.sum() / len(s)) / len(s)
-    yield "(1 + s − s̄)/n", linear
     rho = 1 / (12 * ar.sqrt(ar.number(3)))
-    return total_variation(softm(ar, s), linear), rho * spread(ar, s) ** 2
+    return {"(1 + s − s̄)/n": linear}, total_variation(softm(ar, s), linear), rho * spread(ar, s) ** 2
 
 
-def _cumulant(ar: Arithmetic, x: Value, s: Value, z: Value) -> Steps:
+def _cumulant(ar: Arithmetic, x: Value, s: Value, z: Value) -> Evaluation:
     p = _shares(x)
     deviation, other = s - (p * s).sum(), z - (p * z).sum()
-    yield "p", p
     bound = spread(ar, s) ** 2 * spread(ar, z) / (6 * ar.sqrt(ar.number(3)))
-    return abs((p * deviation * deviation * other).sum()), bound
+    return {"p": p}, abs((p * deviation * deviation * other).sum()), bound
 
 
-def _score_range(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Steps:
+def _score_range(ar: Arithmetic, X: Value, Q: Value, K: Value) -> Evaluation:
     R = residual(ar, X)
-    yield "Res(X)", R
-    return ar.max(row_ranges(ar, scores(R, Q, K))), 2 * max_norm(ar, R) ** 2 * entry_sum(Q @ K.T)
+    bound = 2 * max_norm(ar, R) ** 2 * entry_sum(Q @ K.T)
+    return {"Res(X)": R}, ar.max(row_ranges(ar, scores(R, Q, K))), bound
 
 
 def _attention_gap(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value) -> Value:
@@ -111,23 +76,20 @@ def _attention_gap(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value) -> Va
     return ar.tanh(moved / 2)
 
 
-def _lipschitz(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value) -> Steps:
+def _lipschitz(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value) -> Evaluation:
     gap = softm(ar, scores(X, Q, K)) - softm(ar, scores(Y, Q, K))
-    yield "softm(X) − softm(Y)", gap
-    return max_norm(ar, gap), _attention_gap(ar, X, Y, Q, K)
+    return {"softm(X) − softm(Y)": gap}, max_norm(ar, gap), _attention_gap(ar, X, Y, Q, K)
 
 
-def _lipschitz_values(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _lipschitz_values(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     gap = attention(ar, X, Q, K, V) - attention(ar, Y, Q, K, V)
-    yield "softmv(X) − softmv(Y)", gap
     moved = max_norm(ar, X - Y) + 2 * _attention_gap(ar, X, Y, Q, K) * max_norm(ar, X)
-    return max_norm(ar, gap), column_norm(ar, V) * moved
+    return {"softmv(X) − softmv(Y)": gap}, max_norm(ar, gap), column_norm(ar, V) * moved
 
 
-def _growth(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _growth(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     after = X + attention(ar, X, Q, K, V)
-    yield "X + softmv(X)", after
-    return max_norm(ar, after), max_norm(ar, X) * (1 + column_norm(ar, V))
+    return {"X + softmv(X)": after}, max_norm(ar, after), max_norm(ar, X) * (1 + column_norm(ar, V))
 
 
 def _crossing(size: Size) -> Iterator[Instance]:
@@ -174,20 +136,37 @@ _COLUMNS = {"A": "n d", "B": "n d"}
 CLAIMS: tuple[Claim, ...] = (
     _ours(
         "softmax-tv", ("TV(softm(a + b), softm(a))", "tanh(range(b)/4)"),
-        _shift_tv, _PAIR, _LENGTHS, starts=_crossing,
+        lambda ar, a, b: (
+            {"range(b)": spread(ar, b)}, total_variation(softm(ar, a + b), softm(ar, a)), ar.tanh(spread(ar, b) / 4)
+        ),
+        _PAIR, _LENGTHS, starts=_crossing,
     ),
     _ours(
         "softmax-shift", ("‖softm(a + b) − softm(a)‖max", "tanh(‖b‖max/2)"),
-        _shift_max, _PAIR, _LENGTHS, starts=_crossing,
+        lambda ar, a, b: (
+            {"‖b‖∞": max_norm(ar, b)}, max_norm(ar, softm(ar, a + b) - softm(ar, a)), ar.tanh(max_norm(ar, b) / 2)
+        ),
+        _PAIR, _LENGTHS, starts=_crossing,
     ),
-    _ours("softmax-uniform", ("TV(softm(a), uniform)", "tanh(range(a)/4)"), _uniform, {"a": "n"}, _LENGTHS),
+    _ours(
+        "softmax-uniform", ("TV(softm(a), uniform)", "tanh(range(a)/4)"),
+        lambda ar, a: (
+            {"softm(a)": softm(ar, a)}, total_variation(softm(ar, a), ar.number(1) / len(a)),
+            ar.tanh(spread(ar, a) / 4),
+        ),
+        {"a": "n"}, _LENGTHS,
+    ),
     _ours(
         "average-gap", ("|Σ_j (p_j − q_j) z_j|", "TV(p, q) range(z)"),
         _gap, {"x": "n", "y": "n", "z": "n"}, _LENGTHS, "p, q are probability vectors",
     ),
     _ours(
         "residual-lipschitz", ("‖Res(A) − Res(B)‖max", "2‖A − B‖max"),
-        _residual, _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)), "Res subtracts the mid-range from every column",
+        lambda ar, A, B: (
+            {"Res(A) − Res(B)": residual(ar, A) - residual(ar, B)},
+            max_norm(ar, residual(ar, A) - residual(ar, B)), 2 * max_norm(ar, A - B),
+        ),
+        _COLUMNS, sizes(n=(2, 3, 3), d=(1, 1, 2)), "Res subtracts the mid-range from every column",
     ),
     _ours(
         "residual-norm", ("|‖Res(A)‖max − ‖Res(B)‖max|", "‖A − B‖max"),
@@ -198,16 +177,16 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     _ours(
         "product-max", ("‖AB‖max", "‖A‖max ‖B‖col"),
-        _product(lambda ar, A, B: (max_norm(ar, A @ B), max_norm(ar, A) * column_norm(ar, B))), _FACTORS, _SHAPES,
+        lambda ar, A, B: ({"AB": A @ B}, max_norm(ar, A @ B), max_norm(ar, A) * column_norm(ar, B)), _FACTORS, _SHAPES,
     ),
     _ours(
         "product-inner", ("‖AB‖max", "m ‖A‖max ‖B‖max"),
-        _product(lambda ar, A, B: (max_norm(ar, A @ B), A.shape[1] * max_norm(ar, A) * max_norm(ar, B))),
+        lambda ar, A, B: ({"AB": A @ B}, max_norm(ar, A @ B), A.shape[1] * max_norm(ar, A) * max_norm(ar, B)),
         _FACTORS, _SHAPES, "A has m columns",
     ),
     _ours(
         "product-sum", ("‖AB‖₁", "‖A‖₁ ‖B‖row"),
-        _product(lambda ar, A, B: (entry_sum(A @ B), entry_sum(A) * row_norm(ar, B))), _FACTORS, _SHAPES,
+        lambda ar, A, B: ({"AB": A @ B}, entry_sum(A @ B), entry_sum(A) * row_norm(ar, B)), _FACTORS, _SHAPES,
     ),
     _ours(
         "residual-contraction", ("‖Res(attention(X))‖max", "tanh(θ/2) ‖V‖col ‖Res(X)‖max"),

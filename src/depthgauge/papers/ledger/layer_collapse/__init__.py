@@ -1,7 +1,4 @@
-"""The numbered statements of paper A, in the order of the paper.
-
-Paper A is "Only Large Weights (And Not Skip Connections) Can Prevent the Perils of Rank Collapse".
-"""
+"""The numbered statements of paper A, in the order of the paper."""
 
 from depthgauge.papers.ledger.claim import Claim
 from depthgauge.papers.ledger.layer_collapse.attention_layers import CLAIMS as ATTENTION

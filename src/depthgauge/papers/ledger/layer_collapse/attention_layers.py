@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Instance, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluation, Instance, Size
 from depthgauge.papers.ledger.formulas import attention, max_norm, residual, row_ranges, scores, softm
 from depthgauge.papers.ledger.instances import drawing, searched, sizes
 
@@ -33,31 +33,37 @@ def opposite_tokens(size: Size) -> Iterator[Instance]:
         yield {"X": X, "Q": score * corner, "K": corner, "V": np.ones((d, d))}
 
 
-def _contracted(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Steps:
+def _contracted(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value) -> Evaluation:
     R, theta = residual(ar, X), balance(ar, X, Q, K)
-    out = attention(ar, X, Q, K, V)
-    yield "Res(X)", R
-    yield "E = Res(X) W Res(X)ᵀ", scores(R, Q, K)
-    yield "θ, the largest row range of E", theta
-    yield "softm(X W Xᵀ)", softm(ar, scores(X, Q, K))
-    yield "SAtt(X) = softm(X W Xᵀ) X V", out
-    yield "Res(SAtt(X))", residual(ar, out)
-    yield "K = (e^θ − 1)‖V‖∞", (ar.exp(theta) - 1) * max_norm(ar, V)
-    return max_norm(ar, residual(ar, out)), (ar.exp(theta) - 1) * max_norm(ar, V) * max_norm(ar, R)
+    out, factor = attention(ar, X, Q, K, V), (ar.exp(theta) - 1) * max_norm(ar, V)
+    steps = {
+        "Res(X)": R,
+        "E = Res(X) W Res(X)ᵀ": scores(R, Q, K),
+        "θ, the largest row range of E": theta,
+        "softm(X W Xᵀ)": softm(ar, scores(X, Q, K)),
+        "SAtt(X) = softm(X W Xᵀ) X V": out,
+        "Res(SAtt(X))": residual(ar, out),
+        "K = (e^θ − 1)‖V‖∞": factor,
+    }
+    return steps, max_norm(ar, residual(ar, out)), factor * max_norm(ar, R)
 
 
-def _second_layer(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value) -> Steps:
+def _second_layer(
+    ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value, Q2: Value, K2: Value, eps: Value
+) -> Evaluation:
     """Lemma 5.2: the first layer adds its attention matrix, so n = d."""
     A, bound = softm(ar, scores(X, Q1, K1)), 2 * growth(ar, 2 * eps)
     before, after = softm(ar, scores(X, Q2, K2)), softm(ar, scores(X + A, Q2, K2))
-    yield "A = softm₁(X)", A
-    yield "Res(A)", residual(ar, A)
-    yield "K‖Res(X)‖∞ with K = (e^θ − 1)‖V₁‖∞", _first_bound(ar, X, Q1, K1, V1)
-    yield "B = X + A", X + A
-    yield "softm₂(X)", before
-    yield "softm₂(B)", after
-    yield "ε₀ = 2g(2ε)", bound
-    return max_norm(ar, after - before), bound
+    steps = {
+        "A = softm₁(X)": A,
+        "Res(A)": residual(ar, A),
+        "K‖Res(X)‖∞ with K = (e^θ − 1)‖V₁‖∞": _first_bound(ar, X, Q1, K1, V1),
+        "B = X + A": X + A,
+        "softm₂(X)": before,
+        "softm₂(B)": after,
+        "ε₀ = 2g(2ε)": bound,
+    }
+    return steps, max_norm(ar, after - before), bound
 
 
 def _first_bound(ar: Arithmetic, X: Value, Q1: Value, K1: Value, V1: Value) -> Value:
@@ -82,25 +88,25 @@ def _skipped(part: int, where: str, corrected: str) -> Claim:
     """Lemma C.1: H equal heads in layer 1; the attention matrix (part 1) or output (part 2) of a head in layer 2."""
     with_values = part == 2
 
-    def evaluate(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> Evaluation:
         A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
-        B = X + H * A
-        yield "A_i = softmv₁(X), every head", A
-        yield "Res(A_i)", residual(ar, A)
-        yield "K‖Res(X)‖∞", _first_bound(ar, X, w["Q1"], w["K1"], w["V1"])
-        yield "B = X + Σ A_i", B
-        yield "(B − X) W_v", (B - X) @ w["V2"]
-        yield "X W_v", X @ w["V2"]
+        B, bound = X + H * A, 3 * growth(ar, 2 * H * eps)
         before, after = softm(ar, scores(X, w["Q2"], w["K2"])), softm(ar, scores(B, w["Q2"], w["K2"]))
-        yield "softm₂(X)", before
-        yield "softm₂(B)", after
-        bound = 3 * growth(ar, 2 * H * eps)
-        yield "ε₀ = 3g(2Hε)", bound
-        if not with_values:
-            return max_norm(ar, after - before), bound
-        yield "softmv₂(X)", before @ X @ w["V2"]
-        yield "softmv₂(B)", after @ B @ w["V2"]
-        return max_norm(ar, after @ B @ w["V2"] - before @ X @ w["V2"]), bound
+        steps = {
+            "A_i = softmv₁(X), every head": A,
+            "Res(A_i)": residual(ar, A),
+            "K‖Res(X)‖∞": _first_bound(ar, X, w["Q1"], w["K1"], w["V1"]),
+            "B = X + Σ A_i": B,
+            "(B − X) W_v": (B - X) @ w["V2"],
+            "X W_v": X @ w["V2"],
+            "softm₂(X)": before,
+            "softm₂(B)": after,
+            "ε₀ = 3g(2Hε)": bound,
+        }
+        if with_values:
+            before, after = before @ X @ w["V2"], after @ B @ w["V2"]
+            steps |= {"softmv₂(X)": before, "softmv₂(B)": after}
+        return steps, max_norm(ar, after - before), bound
 
     def needs(ar: Arithmetic, X: Value, H: int, eps: Value, **w: Value) -> bool:
         A = attention(ar, X, w["Q1"], w["K1"], w["V1"])
@@ -140,22 +146,17 @@ def _close(part: int, right: str, corrected: str) -> Claim:
     """Lemma D.6: the distance between the attention matrices (part 1) or outputs (part 2) of two inputs."""
     with_values = part == 2
 
-    def evaluate(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, Y: Value, Q: Value, K: Value, V: Value) -> Evaluation:
         W, gap = Q @ K.T, max_norm(ar, X - Y)
-        yield "W = W_q W_kᵀ", W
-        yield "‖X − Y‖∞", gap
         before, after = softm(ar, scores(X, Q, K)), softm(ar, scores(Y, Q, K))
-        yield "softm(X)", before
-        yield "softm(Y)", after
-        first = 12 * max_norm(ar, X) * max_norm(ar, W)
-        yield "K₁ = 12 ‖X‖∞ ‖W‖∞", first
-        if not with_values:
-            return max_norm(ar, before - after), first * gap
-        yield "softmv(X)", before @ X @ V
-        yield "softmv(Y)", after @ Y @ V
-        second = (first * max_norm(ar, X) + 1) * max_norm(ar, V)
-        yield "K₂ = K₁ ‖X‖∞ ‖W_v‖∞ + ‖W_v‖∞", second
-        return max_norm(ar, before @ X @ V - after @ Y @ V), second * gap
+        constant = 12 * max_norm(ar, X) * max_norm(ar, W)
+        steps = {"W = W_q W_kᵀ": W, "‖X − Y‖∞": gap, "softm(X)": before, "softm(Y)": after}
+        steps |= {"K₁ = 12 ‖X‖∞ ‖W‖∞": constant}
+        if with_values:
+            before, after = before @ X @ V, after @ Y @ V
+            constant = (constant * max_norm(ar, X) + 1) * max_norm(ar, V)
+            steps |= {"softmv(X)": before, "softmv(Y)": after, "K₂ = K₁ ‖X‖∞ ‖W_v‖∞ + ‖W_v‖∞": constant}
+        return steps, max_norm(ar, before - after), constant * gap
 
     def needs(ar: Arithmetic, X: Value, Y: Value, **_: Value) -> bool:
         return bool(max_norm(ar, X - Y) <= 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0)

@@ -11,7 +11,7 @@ import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Instance, Observed, Size, Steps
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluate, Evaluation, Instance, Observed, Size
 from depthgauge.papers.ledger.formulas import attention, depth, layer, max_norm
 from depthgauge.papers.ledger.instances import matrix, searched
 from depthgauge.papers.ledger.layer_collapse.attention_layers import growth
@@ -26,26 +26,28 @@ def _proof_bound(ar: Arithmetic, eta: Value, phi: Value, H: int, L: int) -> tupl
 
 
 def _collapsed(displayed: bool) -> Evaluate:
-    def evaluate(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Steps:
+    def evaluate(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int, L: int) -> Evaluation:
         eta, phi, weights = largest_weight(ar, Q, K, V), max_norm(ar, X), (Q, K, V)
         before = depth(ar, X, weights, L - 1, H)
-        yield "η, the largest weight", eta
-        yield "φ₀ = ‖X‖∞", phi
-        yield "X_{L−1}, the input of the last layer of S", before
         if displayed:
             first, second = attention(ar, before, *weights), attention(ar, X, *weights)
-            yield "softmv_L(X_{L−1}), the last layer's attention in S", first
-            yield "softmv_L(X), the last layer's attention on the input", second
+            outputs = {"softmv_L(X_{L−1}), the last layer's attention in S": first}
+            outputs |= {"softmv_L(X), the last layer's attention on the input": second}
         else:
             first, second = layer(ar, before, *weights, heads=H), layer(ar, X, *weights, heads=H)
-            yield "S(X)", first
-            yield "S'(X), the last layer alone", second
+            outputs = {"S(X)": first, "S'(X), the last layer alone": second}
         eps, delta, c, bound = _proof_bound(ar, eta, phi, H, L)
-        yield "ε_L = 2ηφ₀(1 + Hη)^L", eps
-        yield "δ = 2g(2Hε_L), g(ε) = 2(e^ε − 1)", delta
-        yield "C = 3η(ε_L² + 1)", c
-        yield "(C^L + … + C + 1)δ", bound
-        return max_norm(ar, first - second), bound
+        steps = {
+            "η, the largest weight": eta,
+            "φ₀ = ‖X‖∞": phi,
+            "X_{L−1}, the input of the last layer of S": before,
+            **outputs,
+            "ε_L = 2ηφ₀(1 + Hη)^L": eps,
+            "δ = 2g(2Hε_L), g(ε) = 2(e^ε − 1)": delta,
+            "C = 3η(ε_L² + 1)": c,
+            "(C^L + … + C + 1)δ": bound,
+        }
+        return steps, max_norm(ar, first - second), bound
 
     return evaluate
 
@@ -99,16 +101,12 @@ def _informal() -> Observed:
     return Observed("undecided", None, len(found), remarks)
 
 
-def _remark() -> Observed:
-    remarks = (
-        "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
-        "ours.mlp-deletion is a bound of this kind.",
-    )
-    return Observed("undecided", None, 0, remarks)
-
-
 _SETTING = "every weight has absolute value at most η, H heads, L layers, η ≤ A·min{1/(HL), 1/φ₀} ≤ 1, ‖X‖∞ ≤ φ₀"
 _SAME = "All layers and heads of the witness have the same Q, K, V; the conditions hold with A = 1."
+_REMARKS = (
+    "The remark states no inequality, only that the Lipschitz constant of f will appear in the bound.",
+    "ours.mlp-deletion is a bound of this kind.",
+)
 
 CLAIMS: tuple[Claim, ...] = (
     Claim(
@@ -135,6 +133,6 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "A.D.2", "Remark D.2",
         "the proof generalises to layers with an MLP f, with the Lipschitz constant of f in the bound",
-        Computation(_remark), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
+        Computation(lambda: Observed("undecided", None, 0, _REMARKS)), "X_ℓ = f(B_ℓ)", "ours.mlp-deletion",
     ),
 )  # fmt: skip

@@ -4,14 +4,15 @@ The networks here have equal layers and equal heads. A counterexample among them
 about all networks.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import FLOATS, Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Instance, Size, Starts, Steps
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Evaluation, Instance, Size, Starts
 from depthgauge.papers.ledger.formulas import attention, depth, max_norm, residual
 from depthgauge.papers.ledger.instances import drawing, searched
 
@@ -38,44 +39,35 @@ def _small(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell:
 
 
 def _quantities(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> tuple[Value, Value]:
-    """X_ℓ and ε_ℓ."""
     eta, phi = largest_weight(ar, Q, K, V), max_norm(ar, X0)
     return depth(ar, X0, (Q, K, V), ell, H), epsilon(ar, eta, phi, H, ell)
 
 
 def _condition(part: int) -> Evaluate:
-    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Evaluation:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
-        yield "X_ℓ", X
-        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
+        steps = {"X_ℓ": X, "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ": eps}
         if part == 1:
-            yield "Res(X_ℓ)", residual(ar, X)
-            k = (ar.exp(ar.number(1)) - 1) * max_norm(ar, V)
-            yield "K = (e^θ − 1)‖W_v‖∞ with θ = 1", k
-            return k * max_norm(ar, residual(ar, X)), eps
+            R, k = residual(ar, X), (ar.exp(ar.number(1)) - 1) * max_norm(ar, V)
+            steps |= {"Res(X_ℓ)": R, "K = (e^θ − 1)‖W_v‖∞ with θ = 1": k}
+            return steps, k * max_norm(ar, R), eps
         if part == 2:
             added = H * attention(ar, X, Q, K, V)
-            yield "B − X_ℓ = Σ_i softmv_i(X_ℓ)", added
-            return max_norm(ar, added @ V), H * eps
-        yield "X_ℓ W_v", X @ V
-        return max_norm(ar, X @ V), ar.number(1)
+            return steps | {"B − X_ℓ = Σ_i softmv_i(X_ℓ)": added}, max_norm(ar, added @ V), H * eps
+        return steps | {"X_ℓ W_v": X @ V}, max_norm(ar, X @ V), ar.number(1)
 
     return evaluate
 
 
 def _lipschitz(restored: bool) -> Evaluate:
-    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Steps:
+    def evaluate(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: int, ell: int) -> Evaluation:
         X, eps = _quantities(ar, X0, Q, K, V, H, ell)
         eta, gap = largest_weight(ar, Q, K, V), max_norm(ar, X - Y)
-        yield "X_ℓ", X
-        yield "‖X_ℓ − Y‖∞", gap
-        yield "softmv(X_ℓ)", attention(ar, X, Q, K, V)
-        yield "softmv(Y)", attention(ar, Y, Q, K, V)
-        yield "η", eta
-        yield "ε_ℓ = 2ηφ₀(1 + Hη)^ℓ", eps
-        moved = max_norm(ar, attention(ar, X, Q, K, V) - attention(ar, Y, Q, K, V))
+        first, second = attention(ar, X, Q, K, V), attention(ar, Y, Q, K, V)
+        steps = {"X_ℓ": X, "‖X_ℓ − Y‖∞": gap, "softmv(X_ℓ)": first, "softmv(Y)": second, "η": eta}
+        steps |= {"ε_ℓ = 2ηφ₀(1 + Hη)^ℓ": eps}
         bound = 3 * eta * (eps**2 + 1)
-        return moved, bound * gap if restored else bound
+        return steps, max_norm(ar, first - second), bound * gap if restored else bound
 
     return evaluate
 
@@ -86,18 +78,15 @@ def _near(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, Y: Value, H: 
     return bool(max_norm(ar, X - Y) < 2 * max_norm(ar, X) and max_norm(ar, X - Y) > 0 and eps > 0)
 
 
-def _growing(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int) -> Steps:
+def _growing(ar: Arithmetic, X: Value, Q: Value, K: Value, V: Value, H: int) -> Evaluation:
     after = X + H * attention(ar, X, Q, K, V)
-    yield "X_{ℓ+1} = X_ℓ + Σ_i softmv_i(X_ℓ)", after
-    yield "η = ‖W_v‖∞", max_norm(ar, V)
-    return max_norm(ar, after), max_norm(ar, X) * (1 + H * max_norm(ar, V))
+    steps = {"X_{ℓ+1} = X_ℓ + Σ_i softmv_i(X_ℓ)": after, "η = ‖W_v‖∞": max_norm(ar, V)}
+    return steps, max_norm(ar, after), max_norm(ar, X) * (1 + H * max_norm(ar, V))
 
 
-def _grown(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Steps:
-    after = depth(ar, X0, (Q, K, V), ell, H)
-    yield "X_ℓ", after
-    yield "η = ‖W_v‖∞", max_norm(ar, V)
-    return max_norm(ar, after), max_norm(ar, X0) * (1 + H * max_norm(ar, V)) ** ell
+def _grown(ar: Arithmetic, X0: Value, Q: Value, K: Value, V: Value, H: int, ell: int) -> Evaluation:
+    after, eta = depth(ar, X0, (Q, K, V), ell, H), max_norm(ar, V)
+    return {"X_ℓ": after, "η = ‖W_v‖∞": eta}, max_norm(ar, after), max_norm(ar, X0) * (1 + H * eta) ** ell
 
 
 def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Instance]:
@@ -112,27 +101,23 @@ def _drawn(names: dict[str, str], **counts: int) -> Callable[[Random, Size], Ins
     return sample
 
 
-def _aligned(size: Size, entry: str, inputs: tuple[float, ...], etas: tuple[float, ...]) -> Iterator[dict[str, object]]:
+def _aligned(size: Size, entry: str, inputs: Sequence[float], etas: Sequence[float]) -> Iterator[dict[str, Any]]:
     """Tokens φ·1 (and −φ·1 for n = 2) and every weight η, so that contributions add up instead of cancelling."""
     n, d = size["n"], size["d"]
     signs = np.ones((n, 1)) if n == 1 else np.array([[1.0], [-1.0]])
-    for phi in inputs:
-        for eta in etas:
-            weight = eta * np.ones((d, d))
-            yield {entry: phi * signs * np.ones(d), "Q": weight, "K": weight, "V": weight}
+    for phi, eta in itertools.product(inputs, etas):
+        weight = eta * np.ones((d, d))
+        yield {entry: phi * signs * np.ones(d), "Q": weight, "K": weight, "V": weight}
 
 
 def _starts_for_conditions(size: Size) -> Iterator[Instance]:
-    for start in _aligned(size, "X0", (0.125, 0.2, 0.24), (1.0, 0.5)):
-        yield {**start, "H": 1, "ell": 1}
+    return ({**start, "H": 1, "ell": 1} for start in _aligned(size, "X0", (0.125, 0.2, 0.24), (1.0, 0.5)))
 
 
-def _starts_for_growth(entry: str) -> Starts:
+def _starts_for_growth(entry: str, **counts: int) -> Starts:
     def starts(size: Size) -> Iterator[Instance]:
         for start in _aligned(size, entry, (1.0,), (1.0, 0.1)):
-            zero = np.zeros_like(start["Q"])
-            counts = {"H": 1} if entry == "X" else {"H": 1, "ell": 2}
-            yield {**start, "Q": zero, "K": zero, **counts}
+            yield {**start, "Q": 0 * start["Q"], "K": 0 * start["K"], "H": 1, **counts}
 
     return starts
 
@@ -140,8 +125,7 @@ def _starts_for_growth(entry: str) -> Starts:
 def _starts_for_lipschitz(size: Size) -> Iterator[Instance]:
     for start in _aligned(size, "X0", (4.0, 1.5, 1.0), (0.01, 0.1)):
         X = depth(FLOATS, start["X0"], (start["Q"], start["K"], start["V"]), 1, 1)
-        yield {**start, "Y": 0 * X, "H": 1, "ell": 1}
-        yield {**start, "Y": 0.75 * X, "H": 1, "ell": 1}
+        yield from ({**start, "Y": factor * X, "H": 1, "ell": 1} for factor in (0, 0.75))
 
 
 _WEIGHTS = {"Q": "d d", "K": "d d", "V": "d d"}
@@ -149,7 +133,6 @@ _ONE = {"X0": "n d", **_WEIGHTS}
 
 
 def _condition_claim(part: int, sides: tuple[str, str], hypothesis: str, over: tuple[Size, ...], **more: Any) -> Claim:
-    """A part of Lemma C.2."""
     return searched(
         f"A.C.2.{part}", f"Lemma C.2 ({part})", sides, _condition(part), _drawn(_ONE, H=1, ell=1), over, hypothesis,
         "ours.layer-growth", allowed=_small, starts=_starts_for_conditions, note=_EQUAL, **more,
@@ -195,6 +178,6 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     searched(
         "A.D.8.2", "Lemma D.8 (2)", ("‖X_ℓ‖∞", "φ₀ (1 + Hη)^ℓ"), _grown, _drawn(_ONE, H=1, ell=2), _shapes(1, 1, 2),
-        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads", "ours.layer-growth", starts=_starts_for_growth("X0"), note=_EQUAL,
+        "‖X₀‖∞ ≤ φ₀, ‖W_v‖∞ ≤ η, H heads", "ours.layer-growth", starts=_starts_for_growth("X0", ell=2), note=_EQUAL,
     ),
 )  # fmt: skip

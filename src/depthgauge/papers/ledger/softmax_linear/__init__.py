@@ -1,7 +1,4 @@
-"""The numbered statements of paper B, in the order of the paper.
-
-Paper B is "Superiority of Softmax: Unveiling the Performance Edge Over Linear Attention".
-"""
+"""The numbered statements of paper B, in the order of the paper."""
 
 import re
 

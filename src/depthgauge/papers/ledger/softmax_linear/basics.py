@@ -1,36 +1,32 @@
 """Hoeffding's bound, the definitions of the networks, and the tensor forms of the attention formulas."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Instance, Misprint, Size
+from depthgauge.papers.ledger.claim import Claim, Evaluation, Inequality, Instance, Misprint, Size
 from depthgauge.papers.ledger.instances import drawing, searched, sizes
 
 _ANY = "A₁, A₂ ∈ R^{n×d}, Q, K ∈ R^{d×d}"
 _VEC = "Read with vec along the rows, which the paper leaves open; along the columns see ours.b-tensor-columns."
 
 
-def _hoeffding(ar: Arithmetic, *, low: Value, high: Value, p: Value, t: Value) -> Any:
+def _hoeffding(ar: Arithmetic, *, low: Value, high: Value, p: Value, t: Value) -> Evaluation:
     """X_i = high_i with probability p_i, else low_i; the probability is summed over all 2ⁿ outcomes."""
     mean = (p * high + (1 - p) * low).sum()
-    yield "E[X]", mean
     probability = ar.number(0)
     for up in itertools.product((True, False), repeat=len(p)):
         value = sum((h if u else lo for u, h, lo in zip(up, high, low, strict=True)), ar.number(0))
         if abs(value - mean) >= t:
-            weight = ar.number(1)
-            for u, q in zip(up, p, strict=True):
-                weight = weight * (q if u else 1 - q)
-            probability = probability + weight
+            weights = (q if u else 1 - q for u, q in zip(up, p, strict=True))
+            probability = probability + math.prod(weights, start=ar.number(1))
     widths = ((high - low) ** 2).sum()
-    yield "Σ (b_i − a_i)²", widths
-    return probability, 2 * ar.exp(-2 * t * t / widths)
+    return {"E[X]": mean, "Σ (b_i − a_i)²": widths}, probability, 2 * ar.exp(-2 * t * t / widths)
 
 
 def _bounded(random: Random, size: Size) -> Instance:
@@ -58,25 +54,18 @@ _HOEFFDING = searched(
 )  # fmt: skip
 
 
-def _network(f: Value, y: Value, tau: Value) -> Value:
-    """φ(Σ_j φ_τ(⟨f, y_j⟩)), φ_τ(z) = max(z − τ, 0)."""
-    over = f @ y - tau
-    return ((over + abs(over)) / 2).sum()
-
-
 def _named(left: str, kind: str) -> Inequality:
-    """Compare F_exp or F_lin with the formula that Definition 3.6 displays, which contains f_lin."""
+    """Compare F_exp or F_lin with the formula of Definition 3.6, which contains f_lin; φ_τ(z) = max(z − τ, 0)."""
 
-    def evaluate(ar: Arithmetic, *, u: Value, y: Value, tau: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, u: Value, y: Value, tau: Value) -> Evaluation:
         linear = u / u.sum()
         f = linear if kind == "lin" else ar.exp(u) / ar.exp(u).sum()
-        yield f"f_{kind}", f
-        yield "f_lin", linear
         displayed = ar.number(0)
         for column in y.T:
             inner = sum((a * b for a, b in zip(linear, column, strict=True)), ar.number(0)) - tau
             displayed = displayed + (inner if inner > 0 else 0)
-        return _network(f, y, tau), displayed
+        over = f @ y - tau
+        return {f"f_{kind}": f, "f_lin": linear}, ((over + abs(over)) / 2).sum(), displayed
 
     def starts(size: Size) -> Iterable[Instance]:
         n, m = size["n"], size["m"]
@@ -101,11 +90,9 @@ def _kronecker(A: Value, B: Value) -> Value:
 def _equation(left: str, right: str, sides: Callable[..., tuple[Value, Value]], square: bool = False) -> Inequality:
     """left = right for all A₁, A₂, Q, K; `square` if the printed shapes agree only for n = d."""
 
-    def evaluate(ar: Arithmetic, *, A1: Value, A2: Value, Q: Value, K: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, A1: Value, A2: Value, Q: Value, K: Value) -> Evaluation:
         X = Q @ K.T
-        yield "QKᵀ", X
-        yield "A₁QKᵀA₂ᵀ", A1 @ X @ A2.T
-        return sides(ar, A1, A2, X)
+        return {"QKᵀ": X, "A₁QKᵀA₂ᵀ": A1 @ X @ A2.T}, *sides(ar, A1, A2, X)
 
     over = sizes(n=(1, 2, 3), d=(1, 2, 3)) if square else sizes(n=(1, 2, 2, 3), d=(1, 1, 2, 2))
     shapes = drawing({"A1": "n d", "A2": "n d", "Q": "d d", "K": "d d"})
@@ -124,12 +111,10 @@ def _blocks(A1: Value, A2: Value, X: Value) -> Value:
 def _lengths(printed: str) -> Inequality:
     """Definition C.6: compare the length of a column of y with the length of a row of c."""
 
-    def evaluate(ar: Arithmetic, **size: int) -> Any:
-        yield "lengths", np.array([size[printed], size["d"]])
-        return size[printed], size["d"]
-
     return Inequality(
-        "the length of y_l", "d, the length of c_exp[j₀]", evaluate, lambda random, size: dict(size),
+        "the length of y_l", "d, the length of c_exp[j₀]",
+        lambda ar, **size: ({"lengths": np.array([size[printed], size["d"]])}, size[printed], size["d"]),
+        lambda random, size: dict(size),
         sizes(n=(2, 3), d=(1, 4)), relation="=", condition=f"y ∈ R^{{{printed}×m}}",
     )  # fmt: skip
 

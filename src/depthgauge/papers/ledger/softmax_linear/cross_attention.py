@@ -1,11 +1,10 @@
 """Lemmas F.2 to F.15 without random signs: the entries of u, f and c on the cross-attention data sets, QKᵀ = I."""
 
-from dataclasses import replace
 from typing import Any
 
 from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
-from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, data_set_inequality
+from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, data_set_inequality, sharpened
 
 SETUPS = {(kind, dataset): AttentionSetup("cross", dataset, kind) for kind in ("exp", "lin") for dataset in (0, 1)}
 HYPOTHESIS = "Definition F.1 (n = (d−1)t ≥ 2, {a}), QKᵀ = I_d, V = I_d"
@@ -17,68 +16,50 @@ _KEY, _NOT_KEY = "j₁ = j₃", "j₁ ≠ j₃"
 _FIRST, _OWN, _OTHER, _CLASS = "i₀ = 1", "i₀ in the class of j₃", "i₀ in another class", "i₀ in a class"
 _AS_J3, _AS_NOT_J3 = {"rows": _J3}, {"rows": _NOT_J3}
 
-_N = ("n", lambda att: att.ar.number(att.n))
-_LOG = ("log n", lambda att: att.log)
-_NTH = ("1/n", lambda att: att.fraction(1, att.n))
-_TH = ("t/n", lambda att: att.fraction(att.t, att.n))
-_HALF = ("1/2", lambda att: att.fraction(1, 2))
-_NEAR = ("1/n^(1 − {a})", lambda att: att.power(att.a - 1))
-_TILTED = ("(1 + {a})/n", lambda att: (1 + att.a) * att.fraction(1, att.n))
-_TILTED_LOG = ("(1 + {a}) log n", lambda att: (1 + att.a) * att.log)
-_TILTED_T = ("(1 + {a}) t/n", lambda att: (1 + att.a) * att.fraction(att.t, att.n))
-
 U_EXP = (
-    LemmaPart("1a", "u", _J2, _KEY, "=", "n^(1 + {a})", lambda att: att.power(1 + att.a)),
-    LemmaPart("1b", "u", _J2, _NOT_KEY, "=", *_N),
-    LemmaPart("2a", "u", _NOT_J2, _KEY, "=", *_N),
-    LemmaPart("2b", "u", _NOT_J2, _NOT_KEY, "=", *_N),
+    LemmaPart("1a", "u", _J2, _KEY, "=", "n^(1 + {a})"),
+    LemmaPart("1b", "u", _J2, _NOT_KEY, "=", "n"),
+    LemmaPart("2a", "u", _NOT_J2, _KEY, "=", "n"),
+    LemmaPart("2b", "u", _NOT_J2, _NOT_KEY, "=", "n"),
 )
 _FLAT = (
-    LemmaPart("4a", "f", _NOT_J2, _KEY, "=", *_NTH, printed={"rows": _J2, "keys": "any j₁"}),
-    LemmaPart("4b", "f", _NOT_J2, "any j₁", "=", *_NTH),
+    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", "1/n"),
+    LemmaPart("4a", "f", _NOT_J2, _KEY, "=", "1/n", printed={"rows": _J2, "keys": "any j₁"}),
+    LemmaPart("4b", "f", _NOT_J2, "any j₁", "=", "1/n"),
 )
-F_1 = (
-    LemmaPart("3a", "f", _J2, _KEY, ">=", *_HALF, sharp=True),
-    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
-    *_FLAT,
-)
-F_0 = (
-    LemmaPart("3a", "f", _J2, _KEY, "<=", *_NEAR),
-    LemmaPart("3b", "f", _J2, _NOT_KEY, "<=", *_NTH),
-    *_FLAT,
-)
+F_1 = (LemmaPart("3a", "f", _J2, _KEY, ">=", "1/2", sharp=True), *_FLAT)
+F_0 = (LemmaPart("3a", "f", _J2, _KEY, "<=", "1/n^(1 − {a})"), *_FLAT)
 C_1 = (
-    LemmaPart("1", "c", _J2, _FIRST, ">=", *_HALF, sharp=True),
-    LemmaPart("2a", "c", _J2, _OWN, ">=", *_HALF),
-    LemmaPart("2b", "c", _J2, _OTHER, "<=", *_TH),
-    LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True),
-    LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True),
+    LemmaPart("1", "c", _J2, _FIRST, ">=", "1/2", sharp=True),
+    LemmaPart("2a", "c", _J2, _OWN, ">=", "1/2"),
+    LemmaPart("2b", "c", _J2, _OTHER, "<=", "t/n"),
+    LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", "1/n", sharp=True),
+    LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", "t/n", sharp=True),
 )
 C_0 = (
-    LemmaPart("1", "c", _J2, _FIRST, "<=", *_NEAR, printed=_AS_J3),
-    LemmaPart("2", "c", _J2, _CLASS, "<=", "t/n^(1 − {a})", lambda att: att.t * att.power(att.a - 1), printed=_AS_J3),
-    LemmaPart("4", "c", _NOT_J2, _FIRST, "<=", *_NTH, printed=_AS_NOT_J3),
-    LemmaPart("5", "c", _NOT_J2, _CLASS, "<=", *_TH, printed=_AS_NOT_J3),
+    LemmaPart("1", "c", _J2, _FIRST, "<=", "1/n^(1 − {a})", printed=_AS_J3),
+    LemmaPart("2", "c", _J2, _CLASS, "<=", "t/n^(1 − {a})", printed=_AS_J3),
+    LemmaPart("4", "c", _NOT_J2, _FIRST, "<=", "1/n", printed=_AS_NOT_J3),
+    LemmaPart("5", "c", _NOT_J2, _CLASS, "<=", "t/n", printed=_AS_NOT_J3),
 )
 
 
 def _linear_u_and_f(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
     """Lemmas F.10 and F.14 without Part 2; `row` and `other` are the conditions on the rows as printed."""
     return (
-        LemmaPart("1", "u", _J2, _KEY, "=", *_TILTED_LOG, printed=row),
-        LemmaPart("3", "f", _J2, _KEY, "<=", *_TILTED, sharp=True, printed=row),
-        LemmaPart("4", "f", _J2, _NOT_KEY, "<=", *_NTH, sharp=True, printed=row),
-        LemmaPart("5", "f", _NOT_J2, "any j₁", "=", *_NTH, printed=other),
+        LemmaPart("1", "u", _J2, _KEY, "=", "(1 + {a}) log n", printed=row),
+        LemmaPart("3", "f", _J2, _KEY, "<=", "(1 + {a})/n", sharp=True, printed=row),
+        LemmaPart("4", "f", _J2, _NOT_KEY, "<=", "1/n", sharp=True, printed=row),
+        LemmaPart("5", "f", _NOT_J2, "any j₁", "=", "1/n", printed=other),
     )
 
 
 def _linear_c(row: dict[str, Any], other: dict[str, Any]) -> tuple[LemmaPart, ...]:
-    """Lemmas F.11 and F.15."""
     return (
-        LemmaPart("1", "c", _J2, _FIRST, "<=", *_TILTED, sharp=True, printed=row),
-        LemmaPart("2", "c", _J2, _CLASS, "<=", *_TILTED_T, printed=row),
-        LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", *_NTH, sharp=True, printed=other),
-        LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", *_TH, sharp=True, printed=other),
+        LemmaPart("1", "c", _J2, _FIRST, "<=", "(1 + {a})/n", sharp=True, printed=row),
+        LemmaPart("2", "c", _J2, _CLASS, "<=", "(1 + {a}) t/n", printed=row),
+        LemmaPart("3", "c", _NOT_J2, _FIRST, "<=", "1/n", sharp=True, printed=other),
+        LemmaPart("4", "c", _NOT_J2, _CLASS, "<=", "t/n", sharp=True, printed=other),
     )
 
 
@@ -92,7 +73,7 @@ def _lemma(id: str, kind: str, a: int, parts: tuple[LemmaPart, ...], note: str =
 _FLAT_ROW = "Part 4a is printed for j₀ = j₂, but its proof has n/(n·n) for every entry, which needs j₀ ≠ j₂."
 _D1_FOR_D0 = "D₁ is printed in place of D₀: the formulas contain a₀."
 _D0_FOR_D1 = "D₀ is printed in place of D₁: the formulas contain a₁."
-_PART_2 = LemmaPart("2", "u", _NOT_J2, _NOT_KEY, "=", *_LOG, printed=_AS_NOT_J3)
+_PART_2 = LemmaPart("2", "u", _NOT_J2, _NOT_KEY, "=", "log n", printed=_AS_NOT_J3)
 LEMMAS = (
     _lemma("F.2", "exp", 1, U_EXP + F_1, note=_FLAT_ROW),
     _lemma("F.3", "exp", 1, C_1, note="The unnumbered bullets are called a and b here."),
@@ -101,7 +82,7 @@ LEMMAS = (
     _lemma("F.10", "lin", 1, _linear_u_and_f({}, {})),
     _lemma("F.11", "lin", 1, _linear_c(_AS_J3, _AS_NOT_J3), note=f"{_D0_FOR_D1} {_ROW}", dataset=0),
     _lemma("F.14", "lin", 0, (*_linear_u_and_f(_AS_J3, _AS_NOT_J3), _PART_2), f"{_D1_FOR_D0} {_ROW}", dataset=1),
-    _lemma("F.15", "lin", 0, tuple(replace(part, sharp=True) for part in _linear_c({}, {}))),
+    _lemma("F.15", "lin", 0, sharpened(_linear_c({}, {}))),
 )
 
 

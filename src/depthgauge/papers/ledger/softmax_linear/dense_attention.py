@@ -16,15 +16,10 @@ NAMES: dict[str, str] = {"a0": "a₀", "a1": "a₁"}
 
 @dataclass(frozen=True)
 class AttentionSetup:
-    """The setup of a lemma: a data set, QKᵀ, and a kind of attention.
+    """The setup of a lemma: self-attention (Definition D.1) or cross-attention (Definition F.1) on D₀ or D₁.
 
-    Attributes:
-        family: Self-attention (Definition D.1) or cross-attention (Definition F.1).
-        dataset: 0 or 1, for D₀ or D₁.
-        kind: `exp` (softmax) or `lin` (linear attention).
-        product: QKᵀ, all ones or the identity.
-        tie: The relation between b and c: b + c = 1 or b² + c² = 1.
-        least: The bound on a₁: a₁ ≥ least (self) or a₁ > least (cross).
+    `kind` is softmax or linear attention, `product` is QKᵀ, `tie` is b + c = 1 or b² + c² = 1. The bound on a₁ is
+    a₁ ≥ least for self-attention and a₁ > least for cross-attention.
     """
 
     family: Literal["self", "cross"]
@@ -69,6 +64,9 @@ class DenseAttention:
         self.classes = d - setup.extra_columns
         self.n = self.classes * t
         self.token, self.column = np.arange(self.n), np.arange(d)
+        self.token_class = self.token % self.classes
+        self.log = ar.log(ar.number(self.n))
+        self.root = ar.sqrt(self.log)
         self.j2, self.j3 = j2 - 1, j3 - 1
         self.a, self.special_size = a[formula], a[setup.symbol]
         self.b = b
@@ -78,16 +76,6 @@ class DenseAttention:
         """The parameter c of Definition D.1: 1 − b, or √(1 − b²)."""
         return 1 - self.b if self.setup.tie == "sum" else self.ar.sqrt(1 - self.b * self.b)
 
-    @cached_property
-    def log(self) -> Value:
-        """log n."""
-        return self.ar.log(self.ar.number(self.n))
-
-    @cached_property
-    def root(self) -> Value:
-        """√(log n)."""
-        return self.ar.sqrt(self.log)
-
     def power(self, exponent: Value) -> Value:
         """n^exponent."""
         return self.ar.exp(exponent * self.log)
@@ -95,11 +83,6 @@ class DenseAttention:
     def fraction(self, top: int, bottom: int) -> Value:
         """top/bottom."""
         return self.ar.number(Fraction(top, bottom))
-
-    @property
-    def token_class(self) -> np.ndarray:
-        """The class of every token."""
-        return self.token % self.classes
 
     @cached_property
     def unscaled(self) -> tuple[Value, Value]:

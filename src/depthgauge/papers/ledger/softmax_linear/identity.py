@@ -8,42 +8,27 @@ from typing import Any
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Inequality, Misprint
+from depthgauge.papers.ledger.claim import Claim, Evaluation, Inequality, Misprint
 from depthgauge.papers.ledger.softmax_linear.dense_attention import AttentionSetup, DenseAttention
 from depthgauge.papers.ledger.softmax_linear.parts import Lemma, LemmaPart, all_parts, concatenated, data_set_inequality
-from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, last_column
+from depthgauge.papers.ledger.softmax_linear.self_attention import HALF_FIRST, HALF_OWN, LAST
 
 SETUP = AttentionSetup("self", 1, "exp", product="identity", tie="squares", least=Fraction(1))
 HYPOTHESIS = "a₁ ≥ 1, b² + c² = 1, b and c ≥ 1/10, otherwise Definition D.1 (n = (d−2)t ≥ 2); QKᵀ = I_d"
 _READING = "Read with b² + c² = 1 in place of b + c = 1 of Definition D.1; the two contradict each other (see B.E.1)."
 _J3, _NOT_J3 = "j₀ = j₃", "j₀ ≠ j₃"
-_NEAR = ("1/n^(1 − b²)", lambda att: att.power(att.b * att.b - 1))
+_ROW = {True: _J3, False: _NOT_J3}
+_LEVEL = {True: "u_exp[j₀, j₁] = n^(b² + c²)", False: "u_exp[j₀, j₁] = n^(c²)"}
 
 
-def _near_power(att: DenseAttention) -> Value:
-    return att.power(att.b * att.b + att.c_parameter * att.c_parameter)
-
-
-def _far_power(att: DenseAttention) -> Value:
-    return att.power(att.c_parameter * att.c_parameter)
-
-
-_CLASS_BOUND = ("(t/n^(1 − b²)) b√(log n)", lambda att: att.t * _NEAR[1](att) * att.b * att.root)
 E_1 = Lemma(
     "E.1", SETUP, "a1",
     (
-        LemmaPart(
-            "1a", "u", _J3, "j₁ = j₃", "=", "n^({a}² + b² + c²)",
-            lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
-            printed={"bound": "n^((1 + {a})²)", "value": lambda att: att.power((1 + att.a) ** 2)},
-        ),
-        LemmaPart("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", lambda att: att.fraction(1, 2), sharp=True),
-        LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", *_NEAR),
-        LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", *_NEAR, printed={"quantity": "u"}),
-        LemmaPart(
-            "4b", "f", _NOT_J3, "j₁ in another class than j₀", "<=", "1/n", lambda att: att.fraction(1, att.n),
-            printed={"quantity": "u"},
-        ),
+        LemmaPart("1a", "u", _J3, "j₁ = j₃", "=", "n^({a}² + b² + c²)", printed={"bound": "n^((1 + {a})²)"}),
+        LemmaPart("3a", "f", _J3, "j₁ = j₃", ">=", "1/2", sharp=True),
+        LemmaPart("3b", "f", _J3, "j₁ ≠ j₃", "<=", "1/n^(1 − b²)"),
+        LemmaPart("4a", "f", _NOT_J3, "j₁ in the class of j₀", "<=", "1/n^(1 − b²)", printed={"quantity": "u"}),
+        LemmaPart("4b", "f", _NOT_J3, "j₁ in another class than j₀", "<=", "1/n", printed={"quantity": "u"}),
     ),
     HYPOTHESIS, note=f"{_READING} Part 4 has u where its proof has f, and t−1 indices where there are t.",
 )  # fmt: skip
@@ -53,14 +38,11 @@ E_2 = Lemma(
     (
         HALF_FIRST,
         HALF_OWN,
-        LemmaPart("2b", "c", _J3, "i₀ in another class", "<=", *_CLASS_BOUND),
-        last_column("3", _J3),
-        LemmaPart(
-            "4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)",
-            lambda att: _NEAR[1](att) * att.a * att.root,
-        ),
-        LemmaPart("5", "c", _NOT_J3, "i₀ in a class", "<=", *_CLASS_BOUND),
-        last_column("6", _NOT_J3),
+        LemmaPart("2b", "c", _J3, "i₀ in another class", "<=", "(t/n^(1 − b²)) b√(log n)"),
+        LAST[0],
+        LemmaPart("4", "c", _NOT_J3, "i₀ = 1", "<=", "(1/n^(1 − b²)) {a}√(log n)"),
+        LemmaPart("5", "c", _NOT_J3, "i₀ in a class", "<=", "(t/n^(1 − b²)) b√(log n)"),
+        LAST[1],
     ),
     f"as printed: Definition D.1 with QKᵀ all ones; as intended: {HYPOTHESIS}",
     printed={"product": "ones", "tie": "sum", "least": Fraction(7, 10)},
@@ -78,10 +60,11 @@ def _range(name: str, special: bool, text: str) -> Claim:
     def sides(att: DenseAttention) -> tuple[Value, Value]:
         rows = att.u[_rows(att, special)]
         found = np.ravel(rows[:, att.token != att.j3] if special else rows)
-        low, high = np.full(found.size, _far_power(att)), np.full(found.size, _near_power(att))
+        b, c = att.b * att.b, att.c_parameter * att.c_parameter
+        low, high = np.full(found.size, att.power(c)), np.full(found.size, att.power(b + c))
         return concatenated((low, found)), concatenated((found, high))
 
-    where = f"{_row(special)} and " + ("j₁ ≠ j₃" if special else "any j₁")
+    where = f"{_ROW[special]} and " + ("j₁ ≠ j₃" if special else "any j₁")
     check = data_set_inequality(SETUP, "a1", ("n^(c²), u_exp[j₀, j₁]", "u_exp[j₀, j₁], n^(b² + c²)"), sides)
     statement = f"for {where}: n^(c²) ≤ u_exp[j₀, j₁] ≤ n^(b² + c²)"
     return Claim(f"B.E.1.{name}", f"Lemma E.1, Part {text}", statement, check, HYPOTHESIS, sharp=True, note=_READING)
@@ -104,16 +87,8 @@ def _counted(special: bool, near: bool, number: str) -> Inequality:
         counted = (keys > between) if near else (keys < between)
         return counted.sum(axis=1).astype(int), _NUMBERS[number](att)
 
-    text = (f"the number of j₁ with {_level(near)}", number)
-    return data_set_inequality(SETUP, "a1", text, sides, relation="=", condition=_row(special))
-
-
-def _level(near: bool) -> str:
-    return "u_exp[j₀, j₁] = " + ("n^(b² + c²)" if near else "n^(c²)")
-
-
-def _row(special: bool) -> str:
-    return _J3 if special else _NOT_J3
+    text = (f"the number of j₁ with {_LEVEL[near]}", number)
+    return data_set_inequality(SETUP, "a1", text, sides, relation="=", condition=_ROW[special])
 
 
 def _count_claim(name: str, where: str, special: bool, near: bool, number: str, proved: str | None = None) -> Claim:
@@ -122,7 +97,7 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
     check, note = printed if proved is None else Misprint(printed, _counted(special, near, proved)), _READING
     if proved is not None:
         note += f" The proof of Part 4 counts {proved}, because j₀ belongs to its own class."
-    statement = f"for {_row(special)}: {number} indices j₁ have {_level(near)}"
+    statement = f"for {_ROW[special]}: {number} indices j₁ have {_LEVEL[near]}"
     return Claim(
         f"B.E.1.{name}", f"Lemma E.1, Part {where}", statement, check, HYPOTHESIS, sharp=proved is None, note=note
     )
@@ -131,14 +106,12 @@ def _count_claim(name: str, where: str, special: bool, near: bool, number: str, 
 def _squares(text: tuple[str, str], sides: Callable[[Arithmetic, Value], tuple[Value, Value]]) -> Inequality:
     """An inequality about b² + c² for b + c = 1, b and c at least 1/10."""
 
-    def evaluate(ar: Arithmetic, *, b: Value) -> Any:
-        c = 1 - b
-        yield "c = 1 − b", c
-        yield "(b + c)²", (b + c) * (b + c)
-        yield "2bc", 2 * b * c
-        yield "b² + c² = (b + c)² − 2bc", b * b + c * c
-        yield "the largest value of 1 − 2bc, at b = 1/10 and c = 9/10", 1 - 2 * ar.number("1/10") * ar.number("9/10")
-        return sides(ar, b * b + c * c)
+    def evaluate(ar: Arithmetic, *, b: Value) -> Evaluation:
+        c, largest = 1 - b, 1 - 2 * ar.number("1/10") * ar.number("9/10")
+        steps = {"c = 1 − b": c, "(b + c)²": (b + c) * (b + c), "2bc": 2 * b * c}
+        steps |= {"b² + c² = (b + c)² − 2bc": b * b + c * c}
+        steps |= {"the largest value of 1 − 2bc, at b = 1/10 and c = 9/10": largest}
+        return steps, *sides(ar, b * b + c * c)
 
     return Inequality(
         *text, evaluate, lambda random, size: {"b": float(random.uniform(0.1, 0.9))}, ({"scalars": 2},),

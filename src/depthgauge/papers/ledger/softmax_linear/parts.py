@@ -11,7 +11,7 @@ import numpy as np
 from numpy.random import Generator as Random
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Evaluate, Inequality, Instance, Misprint, Relation, Size
+from depthgauge.papers.ledger.claim import Claim, Evaluate, Evaluation, Inequality, Instance, Misprint, Relation, Size
 from depthgauge.papers.ledger.softmax_linear.dense_attention import NAMES, AttentionSetup, DenseAttention, Symbol
 
 Axis = Callable[[DenseAttention], Any]
@@ -37,6 +37,44 @@ PAIRS: Mapping[str, Axis] = {
     "j₁ in the class of j₀": lambda att: att.token_class[:, None] == att.token_class[None, :],
     "j₁ in another class than j₀": lambda att: att.token_class[:, None] != att.token_class[None, :],
 }
+BOUNDS: Mapping[str, Axis] = {
+    "n": lambda att: att.ar.number(att.n),
+    "log n": lambda att: att.log,
+    "1/2": lambda att: att.fraction(1, 2),
+    "1/n": lambda att: att.fraction(1, att.n),
+    "t/n": lambda att: att.fraction(att.t, att.n),
+    "n^(1 + {a})": lambda att: att.power(1 + att.a),
+    "n^((1 + {a})²)": lambda att: att.power((1 + att.a) ** 2),
+    "n^({a}² + b² + c²)": lambda att: att.power(att.a * att.a + att.b * att.b + att.c_parameter * att.c_parameter),
+    "1/n^(1 − {a})": lambda att: att.power(att.a - 1),
+    "1/n^(1 − 2{a})": lambda att: att.power(2 * att.a - 1),
+    "1/n^(1 − b²)": lambda att: att.power(att.b * att.b - 1),
+    "t/n^(1 − {a})": lambda att: att.t * att.power(att.a - 1),
+    "(1 + {a})/n": lambda att: (1 + att.a) * att.fraction(1, att.n),
+    "(1 + {a}) t/n": lambda att: (1 + att.a) * att.fraction(att.t, att.n),
+    "(1 + {a}) log n": lambda att: (1 + att.a) * att.log,
+    "(1 + {a})² log n": lambda att: (1 + att.a) ** 2 * att.log,
+    "c√(log n)": lambda att: att.c_parameter * att.root,
+    "½ {a}√(log n)": lambda att: att.a * att.root / 2,
+    "½ b√(log n)": lambda att: att.b * att.root / 2,
+    "(1/n^(1 − {a})) {a}√(log n)": lambda att: att.power(att.a - 1) * att.a * att.root,
+    "(1/n^(1 − 2{a})) {a}√(log n)": lambda att: att.power(2 * att.a - 1) * att.a * att.root,
+    "(1/n^(1 − b²)) {a}√(log n)": lambda att: att.power(att.b * att.b - 1) * att.a * att.root,
+    "((1 + {a})/n) {a}√(log n)": lambda att: (1 + att.a) * att.fraction(1, att.n) * att.a * att.root,
+    "(t/n) b√(log n)": lambda att: att.fraction(att.t, att.n) * att.b * att.root,
+    "(t/n^(1 − {a})) b√(log n)": lambda att: att.t * att.power(att.a - 1) * att.b * att.root,
+    "(t/n^(1 − 2{a})) b√(log n)": lambda att: att.t * att.power(2 * att.a - 1) * att.b * att.root,
+    "(t/n^(1 − b²)) b√(log n)": lambda att: att.t * att.power(att.b * att.b - 1) * att.b * att.root,
+    "((1 + {a})/n) t b√(log n)": lambda att: (1 + att.a) * att.fraction(att.t, att.n) * att.b * att.root,
+    "(1/n^(1 − {a}) + (t − 1)/n) b√(log n)": lambda att: _class_of_j3(att, 1),
+    "(1/n^(1 − 2{a}) + (t − 1)/n) b√(log n)": lambda att: _class_of_j3(att, 2),
+}
+"""The bounds of the lemmas, with {a} for a₀ or a₁."""
+
+
+def _class_of_j3(att: DenseAttention, factor: int) -> Value:
+    """Return the bound on the class of j₃: the weight of j₃, and 1/n for each of the t − 1 other keys."""
+    return (att.power(factor * att.a - 1) + att.fraction(att.t - 1, att.n)) * att.b * att.root
 
 
 def _block(att: DenseAttention) -> Any:
@@ -47,9 +85,9 @@ def _block(att: DenseAttention) -> Any:
 class LemmaPart:
     """One part of a lemma: entries of u, f or c at some rows and keys (or columns), compared with a bound.
 
-    `rows` and `keys` (or columns) are names in `ROWS`, `KEYS` and `PAIRS`. `bound` is the bound as text, with `{a}` for
-    a₀ or a₁, and `value` computes it. `sharp` is whether no constant factor improves it. `printed` holds the attributes
-    that are printed differently in the paper, `corrected` is the id of the corrected statement.
+    `rows` and `keys` (or columns) are names in `ROWS`, `KEYS` and `PAIRS`, `bound` is one in `BOUNDS`. `sharp` is
+    whether no constant factor improves it. `printed` holds the attributes that are printed differently in the paper,
+    `corrected` is the id of the corrected statement.
     """
 
     name: str
@@ -58,7 +96,6 @@ class LemmaPart:
     keys: str
     relation: Literal["=", "<=", ">="]
     bound: str
-    value: Callable[[DenseAttention], Value]
     sharp: bool = False
     printed: Mapping[str, Any] = field(default_factory=dict)
     corrected: str | None = None
@@ -75,8 +112,13 @@ class LemmaPart:
 
     def sides(self, att: DenseAttention) -> tuple[Value, Value]:
         """Return the two sides of ≤ or =; a lower bound is the left side."""
-        found, bound = getattr(att, self.quantity)[self.mask(att)], self.value(att)
+        found, bound = getattr(att, self.quantity)[self.mask(att)], BOUNDS[self.bound](att)
         return (bound, found) if self.relation == ">=" else (found, bound)
+
+
+def sharpened(parts: Iterable[LemmaPart]) -> tuple[LemmaPart, ...]:
+    """Return the parts of a lemma whose bounds are all sharp."""
+    return tuple(replace(part, sharp=True) for part in parts)
 
 
 @dataclass(frozen=True)
@@ -138,9 +180,7 @@ def all_parts(lemma: Lemma, setup: AttentionSetup, condition: str = "") -> Inequ
 
 def _directions(part: LemmaPart, att: DenseAttention) -> Iterable[tuple[Value, Value]]:
     left, right = np.broadcast_arrays(*map(np.asarray, part.sides(att)))
-    yield left, right
-    if part.relation == "=":
-        yield right, left
+    return ((left, right), (right, left)) if part.relation == "=" else ((left, right),)
 
 
 def concatenated(pieces: Iterable[Value]) -> Value:
@@ -185,13 +225,10 @@ def _evaluate(setup: AttentionSetup, formula: Symbol, sides: Sides, shown: str) 
     matrices = ("A₁/√(log n) = A₂/√(log n) = A₃/√(log n)",) if setup.family == "self" else ("A₁/log n", "A₂ = A₃")
     kept = {"u": ("u",), "f": ("u", "f"), "c": ("f", "c")}[shown]
 
-    def evaluate(ar: Arithmetic, **given: Value) -> Any:
+    def evaluate(ar: Arithmetic, **given: Value) -> Evaluation:
         att = DenseAttention(ar, setup, formula, **given)
-        yield "n", att.n
-        yield from zip(matrices, att.unscaled, strict=False)
-        for name in kept:
-            yield f"{name}_{setup.kind}", getattr(att, name)
-        return sides(att)
+        steps = {"n": att.n, **dict(zip(matrices, att.unscaled, strict=False))}
+        return steps | {f"{name}_{setup.kind}": getattr(att, name) for name in kept}, *sides(att)
 
     return evaluate
 

@@ -18,6 +18,7 @@ from depthgauge.papers.ledger.softmax_linear.sign_probabilities import (
     DELTA,
     Case,
     NetworkEvent,
+    RowEvent,
     SignEvent,
     positive_probability,
     width,
@@ -46,7 +47,7 @@ def least_width_factor(event: NetworkEvent, cases: Sequence[Case], most: int = 6
         for k in CLASS_COUNTS
     ]
     for factor in range(1, most + 1):
-        if all(q * width(n, factor) <= math.log(high_probability(n)) for n, q in log_zero):
+        if all(q * width(n, factor) <= math.log(allowed_failure(event, n)) for n, q in log_zero):
             return factor
     return None
 
@@ -55,31 +56,26 @@ def least_width_factor(event: NetworkEvent, cases: Sequence[Case], most: int = 6
 class FailureCurve:
     """The failure probability of an event for every n of the list, and the failure probability that is allowed.
 
-    `start` is the number of classes k from which on no violation was found; None if the last n is a violation.
+    `first` is the index from which on the statement holds, and `start` is the number of classes k from which on no
+    violation was found. Both are None if the last n is a violation.
     """
 
     case: Case
     dataset: Dataset | None
     failure: tuple[float, ...]
     limit: tuple[float, ...]
-    start: int | None = None
-
-    @property
-    def first_success(self) -> int | None:
-        """The index from which on the statement holds; None if it fails at the last n."""
-        bad = [step for step, (x, y) in enumerate(zip(self.failure, self.limit, strict=True)) if x > y]
-        first = bad[-1] + 1 if bad else 0
-        return first if first < len(self.failure) else None
+    first: int | None
+    start: int | None
 
     @property
     def keeps_failing(self) -> bool:
         """Whether the statement fails at the last n and the failure probability does not decrease towards it."""
-        return self.first_success is None and self.failure[-1] >= _FLAT * self.failure[-4]
+        return self.first is None and self.failure[-1] >= _FLAT * self.failure[-4]
 
     @property
     def ratio(self) -> float:
-        """The largest failure/limit from `first_success` on."""
-        return max(x / y for x, y in list(zip(self.failure, self.limit, strict=True))[self.first_success :])
+        """The largest failure/limit from `first` on."""
+        return max(x / y for x, y in list(zip(self.failure, self.limit, strict=True))[self.first :])
 
     def remark(self) -> str:
         """Return a sentence: from which n on the statement holds, or how it fails."""
@@ -94,20 +90,20 @@ class FailureCurve:
         return f"{parameters}: no violation from n = {start} on; the failure probability at n = {last} is {failure}."
 
 
-def failure_curve(event: SignEvent, case: Case, limit: Callable[[int], float]) -> FailureCurve:
+def failure_curve(event: SignEvent, case: Case) -> FailureCurve:
     """Compute the curve of a case, and the least k from which on no violation was found."""
     failure = tuple(event.failure_probability(case.build(k)) for k in CLASS_COUNTS)
-    curve = FailureCurve(case, event.dataset, failure, tuple(limit(k * k) for k in CLASS_COUNTS))
-    first = curve.first_success
-    if first is None:
-        return curve
-    if first == 0:
-        return replace(curve, start=CLASS_COUNTS[0])
+    limit = tuple(allowed_failure(event, k * k) for k in CLASS_COUNTS)
+    bad = [step for step, (x, y) in enumerate(zip(failure, limit, strict=True)) if x > y]
+    first = bad[-1] + 1 if bad else 0
+    if first == len(failure):
+        return FailureCurve(case, event.dataset, failure, limit, None, None)
 
     def holds_at(k: int) -> bool:
-        return event.failure_probability(case.build(k)) <= limit(k * k)
+        return event.failure_probability(case.build(k)) <= allowed_failure(event, k * k)
 
-    return replace(curve, start=_start(holds_at, CLASS_COUNTS[first - 1], CLASS_COUNTS[first]))
+    start = _start(holds_at, CLASS_COUNTS[first - 1], CLASS_COUNTS[first]) if first else CLASS_COUNTS[0]
+    return FailureCurve(case, event.dataset, failure, limit, first, start)
 
 
 def _start(holds_at: Callable[[int], bool], bad: int, top: int) -> int:
@@ -130,32 +126,26 @@ def probability_text(probability: float) -> str:
     return number(probability) if probability > 0 else "below 1e-15"
 
 
-def one_tenth(n: int) -> float:
-    """The allowed failure probability of "with probability at least 1/10"."""
-    return 0.9
+def allowed_failure(event: SignEvent, n: int) -> float:
+    """Return the allowed failure probability: δ/n, or 9/10 for "with probability at least 1/10"."""
+    return 0.9 if isinstance(event, RowEvent) and event.comparison == "reaches" else float(DELTA) / n
 
 
-def high_probability(n: int) -> float:
-    """The allowed failure probability of "with probability at least 1 − δ/n"."""
-    return float(DELTA) / n
-
-
-def judge_event(event: SignEvent, cases: Sequence[Case], limit: Callable[[int], float] = high_probability) -> Observed:
+def judge_event(event: SignEvent, cases: Sequence[Case]) -> Observed:
     """Judge the statement that an event occurs with high probability.
 
-    Returns:
-        `holds` if there is no violation from some n on in every case, `fails` if in some case the failure probability
-        is too large at the last n and does not decrease, else `undecided`.
+    It holds if there is no violation from some n on in every case. It fails if in some case the failure probability is
+    too large at the last n and does not decrease.
     """
-    curves = [failure_curve(event, case, limit) for case in cases]
-    ordered = sorted(curves, key=lambda curve: curve.first_success is not None)
+    curves = [failure_curve(event, case) for case in cases]
+    ordered = sorted(curves, key=lambda curve: curve.first is not None)
     remarks = (*(curve.remark() for curve in ordered), READING)
     seen = len(cases) * len(CLASS_COUNTS)
     failing = [curve for curve in curves if curve.keeps_failing]
     if failing:
         witness = _witness(event, failing[0])
         return Observed("fails", witness.ratio, seen, remarks, witness)
-    if any(curve.first_success is None for curve in curves):
+    if any(curve.first is None for curve in curves):
         return Observed("undecided", None, seen, remarks)
     return Observed("holds", max(curve.ratio for curve in curves), seen, remarks)
 
@@ -173,18 +163,13 @@ def _witness(event: SignEvent, curve: FailureCurve) -> Witness:
 
 
 def _instance(event: SignEvent, case: Case, t: int) -> dict[str, Any]:
-    """Return the sizes and the parameters of the data set."""
     setting = case.build(t)
     used = case.used(event.dataset)
     return {"n": setting.n, "d": setting.d, "t": t, **{name: decimal(value) for name, value in used.items()}}
 
 
 def compare_readings(printed: Observed, intended: Observed, reading: str) -> Observed:
-    """Combine the results of the printed and the intended reading.
-
-    Returns:
-        `misprint` if the printed reading fails and the intended one holds, else the result of the printed reading.
-    """
+    """Return `misprint` if the printed reading fails and the intended one holds, else the result of the printed one."""
     if printed.verdict != "fails":
         return printed
     seen = printed.evaluations + intended.evaluations

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Instance, Observed, Size
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Instance, Observed, Size
 from depthgauge.papers.ledger.search import search
 from depthgauge.papers.ledger.softmax_linear.dense_attention import DenseAttention
 from depthgauge.papers.ledger.softmax_linear.identity import CONTRADICTION, IMPOSSIBLE
 from depthgauge.papers.ledger.softmax_linear.probability_verdicts import (
     compare_readings,
-    high_probability,
     judge_equality,
     judge_event,
     least_width_factor,
-    one_tenth,
 )
 from depthgauge.papers.ledger.softmax_linear.self_attention import SETUPS
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import (
@@ -57,26 +55,15 @@ _BOTH: tuple[tuple[str, RowChoice], ...] = (("1", "special"), ("2", "other"))
 _COMPARISONS = {"reaches": "⟨{c}, σ⟩ ≥ {tau}", "below": "⟨{c}, σ⟩ < {tau}", "within": "|⟨{c}, σ⟩| < {tau}"}
 
 
-def _limit(event: RowEvent) -> Callable[[int], float]:
-    return one_tenth if event.comparison == "reaches" else high_probability
-
-
 def _row_claim(
     id: str, event: RowEvent, where: str, run: Callable[[], Observed], sign: str = "≥", **more: Any
 ) -> Claim:
     """A part about the special row or the other rows of a data set; `where` is the key of the hypotheses."""
-    return Claim(
-        f"B.{id}",
-        f"Lemma {id[:-2]}, Part {id[-1]}",
-        _statement(event, sign),
-        Computation(run),
-        HYPOTHESES[where],
-        **more,
-    )
+    name, check = f"Lemma {id[:-2]}, Part {id[-1]}", Computation(run)
+    return Claim(f"B.{id}", name, _statement(event, sign), check, HYPOTHESES[where], **more)
 
 
 def _statement(event: RowEvent, sign: str = "≥") -> str:
-    """Return the statement in one line."""
     tau = "(c + 0.1)√(log n)" if event.threshold is None else str(float(event.threshold))
     described = _COMPARISONS[event.comparison].format(c=f"c_{event.kind}[j₀]", tau=tau)
     rows = "= j₃" if event.which == "special" else "≠ j₃"
@@ -85,7 +72,7 @@ def _statement(event: RowEvent, sign: str = "≥") -> str:
 
 def _row(id: str, event: RowEvent, cases: Sequence[Case], where: str, **more: Any) -> Claim:
     """A part about a self-attention data set, as printed."""
-    return _row_claim(id, event, where, lambda: judge_event(event, cases, _limit(event)), **more)
+    return _row_claim(id, event, where, lambda: judge_event(event, cases), **more)
 
 
 def _self_rows(id: str, dataset: Dataset, kind: str, cases: Sequence[Case]) -> Iterable[Claim]:
@@ -102,10 +89,10 @@ def _cross_row(id: str, event: RowEvent, cases: Sequence[Case], reading: str) ->
     printed = replace(event, which="every")
 
     def run() -> Observed:
-        literal = judge_event(printed, cases, _limit(event))
+        literal = judge_event(printed, cases)
         if literal.verdict == "holds":
             literal = judge_equality(printed, cases[0])
-        return compare_readings(literal, judge_event(event, cases, _limit(event)), reading)
+        return compare_readings(literal, judge_event(event, cases), reading)
 
     note = "“=” is printed in place of “≥”, and j₃ in place of j₂."
     return _row_claim(id, event, f"F{event.dataset}", run, "=", note=note)
@@ -150,14 +137,9 @@ def _network(
     return Claim(f"B.{id}", f"Theorem {id}", statement, Computation(run), hypothesis, note=note)
 
 
-def _impossible() -> Observed:
-    """Theorem E.4 requires b² + c² = 1 of a data set that has b + c = 1."""
-    found = search(CONTRADICTION, "B.E.4")
-    return _with_named_sides(found, "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}.")
-
-
-def _with_named_sides(found: Observed, left: str, right: str, remark: str) -> Observed:
-    """Return a failing inequality with names for its two sides."""
+def _refuted(inequality: Inequality, id: str, left: str, right: str, remark: str) -> Observed:
+    """Search for a counterexample to an inequality whose two sides have these names."""
+    found = search(inequality, id)
     witness = found.witness
     named = witness and replace(witness, left=f"{witness.left}, {left}", right=f"{witness.right}, {right}")
     return replace(found, remarks=(remark,), witness=named)
@@ -166,15 +148,14 @@ def _with_named_sides(found: Observed, left: str, right: str, remark: str) -> Ob
 def _displayed() -> Inequality:
     """Theorem D.17 displays the network of c_exp and then makes a statement about F_lin: compare the two."""
 
-    def evaluate(ar: Arithmetic, *, y: Value, **given: Value) -> Any:
-        results = []
+    def evaluate(ar: Arithmetic, *, y: Value, **given: Value) -> Evaluation:
+        steps, results = dict[str, Value](), []
         for kind in ("lin", "exp"):
             att = DenseAttention(ar, SETUPS[kind, 0], "a0", **given)
             over = att.c @ y - (att.c_parameter + ar.number("1/10")) * att.root
-            yield f"c_{kind}", att.c
-            yield f"⟨c_{kind}[j₀], y⟩ − τ", over
+            steps |= {f"c_{kind}": att.c, f"⟨c_{kind}[j₀], y⟩ − τ": over}
             results.append(((over + abs(over)) / 2).sum())
-        return results[0], results[1]
+        return steps, results[0], results[1]
 
     def starts(size: Size) -> Iterable[Instance]:
         for signs in product((1, -1), repeat=3):
@@ -193,12 +174,6 @@ def _displayed() -> Inequality:
         "F_lin, the network of the statement", "φ(Σ φ_τ(⟨c_exp[j₀], y⟩)), the network displayed", evaluate, draw,
         ({"d": 3, "t": 2},), allowed, starts, fixed=frozenset({"y"}),
     )  # fmt: skip
-
-
-def _misnamed() -> Observed:
-    """Theorem D.17 defines one network and makes a statement about another."""
-    remark = "the displayed network, with c_exp, is not F_lin."
-    return _with_named_sides(search(_displayed(), "B.D.17"), "F_lin", "the displayed network", remark)
 
 
 _FOUR: tuple[tuple[str, NetworkEvent, Sequence[Case]], ...] = (
@@ -229,12 +204,6 @@ def _informal(id: str, case: Case, section: str) -> Claim:
         f"the data sets of Section {section} at the paper's own parameters, one y for all four networks",
         note="“With high probability” is read as 1 − δ/n. The number of layers is not examined.",
     )  # fmt: skip
-
-
-def _special_row_reaches() -> Observed:
-    """Lemma E.3, Part 1."""
-    printed, intended = (judge_event(_REACHES, cases, one_tenth) for cases in (E_PRINTED, E_INTENDED))
-    return compare_readings(printed, intended, "With a₁ ≥ 1 as in Lemma E.1, which the proof uses")
 
 
 def _zero_for_d1(id: str, cases: Sequence[Case], printed: Sequence[Case]) -> Claim:
@@ -273,16 +242,26 @@ CLAIMS: tuple[Claim, ...] = (
     _network("D.13", NetworkEvent(1, "lin", False), D_1, "D1"),
     *_self_rows("D.16", 0, "lin", D_0),
     _network(
-        "D.17", NetworkEvent(0, "lin", False), D_0, "D0", _misnamed, "As intended, with c_lin in the network",
+        "D.17", NetworkEvent(0, "lin", False), D_0, "D0",
+        lambda: _refuted(
+            _displayed(), "B.D.17", "F_lin", "the displayed network", "the displayed network, with c_exp, is not F_lin."
+        ),
+        "As intended, with c_lin in the network",
         "The theorem defines F_exp with c_exp and makes a statement about F_lin.",
     ),
     _row_claim(
-        "E.3.1", _REACHES, "E", _special_row_reaches,
+        "E.3.1", _REACHES, "E",
+        lambda: compare_readings(
+            judge_event(_REACHES, E_PRINTED), judge_event(_REACHES, E_INTENDED),
+            "With a₁ ≥ 1 as in Lemma E.1, which the proof uses",
+        ),
         note="The lemma requires only Definition D.1, hence a₁ ≥ 7/10.",
     ),
     _row("E.3.2", _BELOW, (*E_PRINTED, E_INTENDED[0]), "E"),
     _network(
-        "E.4", NetworkEvent(1, "exp", True), E_SQUARES, "E4", _impossible, "With b² + c² = 1 in place of b + c = 1",
+        "E.4", NetworkEvent(1, "exp", True), E_SQUARES, "E4",
+        lambda: _refuted(CONTRADICTION, "B.E.4", "the required b² + c²", "the actual b² + c²", f"{IMPOSSIBLE}."),
+        "With b² + c² = 1 in place of b + c = 1",
         "Its conditions contradict each other, like those of Lemma E.1 (see B.E.1).",
     ),
     _cross_row("F.4.1", RowEvent(1, "exp", "special", "reaches", Fraction(9, 10)), F_1, _J2),

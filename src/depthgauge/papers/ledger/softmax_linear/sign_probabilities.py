@@ -34,11 +34,9 @@ RowChoice = Literal["special", "other", "every"]
 
 @dataclass(frozen=True)
 class Case:
-    """Parameters of the data sets.
+    """Parameters of the data sets: a0, a1, and for self-attention b and c.
 
-    Attributes:
-        parameters: a0, a1, and for self-attention b and c.
-        build: Returns the setting with k classes of k tokens each, so n = k².
+    `build` returns the setting with k classes of k tokens each, so n = k².
     """
 
     parameters: dict[str, float]
@@ -68,8 +66,6 @@ class RowEvent:
     """The event that ⟨c, σ⟩ satisfies a comparison for a row of c and a random sign vector σ.
 
     Attributes:
-        dataset: 0 or 1, for D₀ or D₁.
-        kind: `exp` or `lin`.
         which: The special row (j₃ for self-attention, j₂ for cross-attention), the other rows, or every row.
         comparison: `reaches` is ⟨c, σ⟩ ≥ τ, `below` is ⟨c, σ⟩ < τ, `within` is |⟨c, σ⟩| < τ.
         threshold: τ, in units of √(log n) for self-attention; the setting's own threshold if None.
@@ -90,11 +86,8 @@ class RowEvent:
         chosen = {"special": found[:1], "other": found[1:], "every": found}[self.which]
         return max(((self._row_failure(setting, row), row) for row in chosen), key=lambda pair: pair[0])
 
-    def _tau(self, setting: AttentionSetting) -> Fraction:
-        return self.threshold or setting.threshold
-
     def _row_failure(self, setting: AttentionSetting, row: OutputRow) -> float:
-        above = probability_at_least(setting, row, parse_attention(self.kind), self._tau(setting))
+        above = probability_at_least(setting, row, parse_attention(self.kind), self.threshold or setting.threshold)
         return {"reaches": 1 - above, "below": above, "within": 2 * above}[self.comparison]
 
     def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
@@ -110,7 +103,7 @@ class RowEvent:
         named += [("σ_d", last)] if isinstance(setting, SelfAttention) else []
         return (
             *((f"coefficient in ⟨c[j₀], σ⟩{unit} of {name}", value) for name, value in named),
-            (f"τ{unit}", f"{self._tau(setting)}"),
+            (f"τ{unit}", f"{self.threshold or setting.threshold}"),
         )
 
 
@@ -124,18 +117,14 @@ class NetworkEvent:
 
     def failure_probability(self, setting: AttentionSetting) -> float:
         """Return the probability that the event does not occur, with m = ⌈8 log(n/δ)⌉."""
-        log_zero = math.log1p(-self._positive_probability(setting)) * width(setting.n)
+        positive = positive_probability(setting, self.dataset, parse_attention(self.kind))
+        log_zero = math.log1p(-positive) * width(setting.n)
         return math.exp(log_zero) if self.positive else -math.expm1(log_zero)
 
     def steps(self, setting: AttentionSetting) -> tuple[tuple[str, str], ...]:
         """Return m and the probability for one sign vector."""
-        return (
-            ("m = ⌈8 log(n/δ)⌉", str(width(setting.n))),
-            ("the probability that one y makes F > 0", number(self._positive_probability(setting), 7)),
-        )
-
-    def _positive_probability(self, setting: AttentionSetting) -> float:
-        return positive_probability(setting, self.dataset, parse_attention(self.kind))
+        positive = number(positive_probability(setting, self.dataset, parse_attention(self.kind)), 7)
+        return ("m = ⌈8 log(n/δ)⌉", str(width(setting.n))), ("the probability that one y makes F > 0", positive)
 
 
 @dataclass(frozen=True)

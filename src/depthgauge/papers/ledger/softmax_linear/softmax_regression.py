@@ -10,13 +10,12 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from depthgauge._format import number
 from depthgauge.papers.ledger.arithmetic import Arithmetic, Value
-from depthgauge.papers.ledger.claim import Claim, Computation, Inequality, Observed, Relation
+from depthgauge.papers.ledger.claim import Claim, Computation, Evaluation, Inequality, Observed, Relation
 from depthgauge.papers.ledger.softmax_linear.sign_probabilities import DELTA
 from depthgauge.papers.separation.score_maps import EXP, LIN, ScoreMap
 from depthgauge.papers.separation.settings import Dataset
@@ -114,13 +113,12 @@ def _on_d1(
 ) -> Inequality:
     """An inequality about f_exp on D₁, with (Ax)_i = u_i log n at the n − 1 other indices, for the worst signs."""
 
-    def evaluate(ar: Arithmetic, *, n: int, u: Value) -> Any:
+    def evaluate(ar: Arithmetic, *, n: int, u: Value) -> Evaluation:
         log = ar.log(ar.number(n))
         others, peak = ar.exp(u * log), ar.exp(4 * log)
         total = others.sum() + peak
-        yield "f_j", peak / total
-        yield "the other f_i", others / total
-        return sides(ar, peak / total, others / total)
+        f, rest = peak / total, others / total
+        return {"f_j": f, "the other f_i": rest}, *sides(ar, f, rest)
 
     return Inequality(
         left, right, evaluate, lambda random, size: {**size, "u": random.uniform(1, 1.4, size=size["n"] - 1)},

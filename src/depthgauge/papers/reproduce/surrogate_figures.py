@@ -1,0 +1,238 @@
+"""Figures A2 and A3, how well shallower networks replace random networks: grids, captions and drawings."""
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, linear_regression
+from typing import ClassVar
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import LogLocator, NullLocator
+
+from depthgauge.papers.figures.style import DASHED, DOTTED, ETA, FAINT, FIVE, INK, figure_style
+from depthgauge.papers.reproduce.study import GridStudy, Results
+from depthgauge.surrogates.closed_forms import CLOSED_FORMS
+from depthgauge.sweeps.grid import Grid
+
+Bands = Mapping[str, tuple[Sequence[float], Sequence[float], float]]
+"""For every method: the lower and the upper bound on its error at every η, and the slope of the lower bound."""
+Plane = tuple[str, str, Sequence[int], Sequence[int], Sequence[Sequence[Sequence[float]]]]
+"""The vertical axis, the fixed parameter, the value and the number of layers of every row, and for each kind of depth
+the mean depth by row and η."""
+_LABEL_SPACE = 30.0
+"""The η axis of A2 starts at the first η divided by this, which leaves space for the labels."""
+_MAP = "cividis"
+
+
+class SurrogateErrors(GridStudy):
+    """A2: the error of every one-layer surrogate against the size of the weights."""
+
+    title = "How fast the error of each one-layer surrogate falls as the weights shrink"
+    repetitions = 3
+    ETAS: ClassVar = [0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1]
+    ORDER: ClassVar = {"identity": 1, "last-layer": 1, "parallel": 2, "mean-field": 3, "corrected": 4}
+    """The proved order in η of the error of each method (docs/math.md, 3.7)."""
+    SHAPE: ClassVar = {"layers": 4, "heads": 1, "dim": 16}
+    FIT: ClassVar = 0.01
+    """Slopes are fitted to the weights up to this size."""
+
+    about = (
+        "Worst error sup‖S(X) − S'(X)‖max over all inputs with |entries| ≤ 1 and any number of "
+        "tokens, for random networks S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer "
+        "surrogates S'. The lower edge of a band is the largest error that an attack found (a proved lower bound), "
+        "the upper edge is the certified upper bound. Both are geometric means over "
+        "{self.repeats} repetitions (one network each, seed {self.seed}). Slopes are fitted to the lower edges up "
+        "to η = {self.FIT:g}. Dashed: the explicit bound (C^L + … + 1)δ in the proof of Theorem D.1 of paper A, "
+        "for the last-layer surrogate; dotted where the conditions of the proof do not hold. Bottom: the two edges "
+        "for the last-layer surrogate divided by that bound; a value above 1 contradicts it."
+    )
+
+    def grids(self) -> list[Grid]:
+        """Return one grid: every closed-form surrogate at every η."""
+        return [self._grid("certificate", method=list(CLOSED_FORMS), eta=self.ETAS, **self.SHAPE)]
+
+    def draw(self, results: Results) -> Figure:
+        """Return the matplotlib figure."""
+
+        def means(name: str, method: str) -> list[float]:
+            found = (self.where(results, method=method, eta=eta) for eta in self.ETAS)
+            return [geometric_mean([row[name] for row in rows]) for rows in found]
+
+        bands = {}
+        for method in self.ORDER:
+            lower = means("lower", method)
+            bands[method] = lower, means("upper", method), fitted_slope(self.ETAS, lower, self.FIT)
+        last = [self.where(results, method="last-layer", eta=eta) for eta in self.ETAS]
+        applies = [all(row["printed_applies"] for row in rows) for rows in last]
+        return draw_orders(self.ETAS, bands, "last-layer", means("printed", "last-layer"), applies)
+
+
+def geometric_mean(values: Sequence[float | None]) -> float:
+    """Return exp of the mean of the logarithms; NaN if a value is missing or not positive."""
+    if not values or any(value is None or value <= 0 for value in values):
+        return math.nan
+    return math.exp(fmean(math.log(value) for value in values if value is not None))
+
+
+def fitted_slope(x: Sequence[float], y: Sequence[float], upto: float) -> float:
+    """Return the least-squares slope of log y against log x over the points with x ≤ upto and y > 0.
+
+    >>> round(fitted_slope([1, 2, 4, 100], [5, 20, 80, 1], upto=10), 12)
+    2.0
+    """
+    points = [(math.log(a), math.log(b)) for a, b in zip(x, y, strict=True) if a <= upto and b > 0]
+    return linear_regression(*zip(*points, strict=True)).slope
+
+
+def draw_orders(
+    etas: Sequence[float], bands: Bands, method: str, printed: Sequence[float], applies: Sequence[bool]
+) -> Figure:
+    """Draw the bands on logarithmic axes with labels at their left ends; below, one band over its printed bound.
+
+    `printed` is the bound that paper A prints for `method` at every η, `applies` whether its conditions hold there.
+    """
+    holds = [k for k, holds_here in enumerate(applies) if holds_here]
+    with figure_style():
+        figure = Figure(figsize=(5.0, 4.8), layout="constrained")
+        main, strip = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 1))
+        main.set_xscale("log")
+        main.set_yscale("log")
+        for colour, (lower, upper, _) in zip(FIVE, bands.values(), strict=True):
+            main.fill_between(etas, lower, upper, color=colour, alpha=0.3, linewidth=0)
+            main.plot(etas, upper, color=colour, linewidth=0.7, alpha=0.9)
+            main.plot(etas, lower, color=colour, linewidth=1.5, marker="o", markersize=3)
+        inside = [value if k in holds else math.nan for k, value in enumerate(printed)]
+        last = max(holds, default=0)
+        main.plot(etas, inside, color=INK, linestyle=DASHED, linewidth=1.2, zorder=5)
+        main.plot(etas[last:], printed[last:], color=INK, linestyle=DOTTED, linewidth=1.2, zorder=5)
+        _name_bands(main, etas, bands)
+        main.set_ylabel("worst error of an output entry, $|X| \\leq 1$")
+        main.yaxis.set_major_locator(LogLocator(base=100, numticks=20))
+        main.yaxis.set_minor_locator(NullLocator())
+        low, high = ([edge[k] / printed[k] for k in holds] for edge in bands[method][:2])
+        colour, x = FIVE[list(bands).index(method)], [etas[k] for k in holds]
+        strip.fill_between(x, low, high, color=colour, alpha=0.3, linewidth=0)
+        strip.plot(x, low, color=colour, linewidth=1.5, marker="o", markersize=3)
+        strip.set_ylim(0.6, 1.5)
+        strip.set_ylabel("error / bound", fontsize=7)
+        strip.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=DASHED, linewidth=1.2)
+        text = f"{method}:\nabove 1, the\nprinted bound\nis violated"
+        strip.annotate(text, (0.02, 0.5), xycoords="axes fraction", fontsize=7, va="center", color=INK)
+        strip.set_xlim(etas[0] / _LABEL_SPACE, etas[-1] * 1.2)
+        strip.set_xticks([eta for eta in etas if math.log10(eta) == round(math.log10(eta))])
+        strip.xaxis.set_minor_locator(NullLocator())
+        strip.set_xlabel(ETA)
+        handles = [
+            Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate"),
+            Line2D([], [], color=INK, linestyle=DASHED, linewidth=1.2, label="Theorem D.1 as printed"),
+            Line2D([], [], color=INK, linestyle=DOTTED, linewidth=1.2, label="outside its conditions"),
+        ]
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.5, columnspacing=1.2)
+    return figure
+
+
+def _name_bands(axes: Axes, etas: Sequence[float], bands: Bands) -> None:
+    """Write the name and slope at the left end of each band; labels that would overlap are moved apart."""
+    places: list[float] = []
+    for lower, _, _ in bands.values():
+        place = math.log10(lower[0]) + (0.55 if not places else 0.0)
+        while any(abs(place - other) < 0.8 for other in places):
+            place -= 0.05
+        places.append(place)
+    for colour, (label, (_, _, slope)), place in zip(FIVE, bands.items(), places, strict=True):
+        axes.annotate(
+            f"{label}, slope {slope:.2f}", (etas[0], 10**place), xytext=(-6, 0),
+            textcoords="offset points", ha="right", va="center", fontsize=7, color=colour,
+        )  # fmt: skip
+
+
+class DepthMap(GridStudy):
+    """A3: effective depth over the size of the weights and the size of the network."""
+
+    title = "Where one layer is enough: effective depth, certified and measured"
+    repetitions = 3
+    ETAS: ClassVar = [0.005, 0.008, 0.012, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.3, 0.5]
+    DIMS: ClassVar = [2, 4, 8, 16]
+    LAYERS: ClassVar = [2, 3, 4, 6, 8]
+    DIM, DEPTH, TOLERANCE = 8, 6, 0.01
+
+    about = (
+        "Smallest number of layers that reproduces the output of a network within "
+        "{self.TOLERANCE:g} in every entry, for random networks with skip connections (weights uniform in "
+        "[−η, η], H = 2). Top: over η and d with L = {self.DEPTH}. Bottom: over η and L with d = {self.DIM}. "
+        "Left: certified for every input with |entries| ≤ 1 and any number of tokens. Right: measured on 4 inputs "
+        "of 32 tokens uniform in [−1, 1]. Numbers are means over {self.repeats} repetitions (a new network and "
+        "inputs each, seed {self.seed}). The colour shows (depth − 1)/(L − 1)."
+    )
+
+    def grids(self) -> list[Grid]:
+        """Return two grids, over (η, d) and over (η, L); they share one line of cells."""
+        fixed = {"tolerance": self.TOLERANCE, "heads": 2, "tokens": 32}
+        return [
+            self._grid("effective-depth", dim=self.DIMS, layers=self.DEPTH, eta=self.ETAS, **fixed),
+            self._grid("effective-depth", dim=self.DIM, layers=self.LAYERS, eta=self.ETAS, **fixed),
+        ]
+
+    def draw(self, results: Results) -> Figure:
+        """Return the matplotlib figure."""
+
+        def depths(name: str, values: list[int], **fixed: int) -> list[list[list[float]]]:
+            at = [[self.where(results, eta=eta, **{name: value}, **fixed) for eta in self.ETAS] for value in values]
+            return [
+                [[fmean(r[kind] for r in rows) for rows in row] for row in at] for kind in ("certified", "measured")
+            ]
+
+        wide, deep = depths("dim", self.DIMS, layers=self.DEPTH), depths("layers", self.LAYERS, dim=self.DIM)
+        return draw_phases(
+            self.ETAS, ["certified for every input", "measured on 4 inputs"],
+            [
+                ("width d", f"L = {self.DEPTH}", self.DIMS, [self.DEPTH] * len(self.DIMS), wide),
+                ("layers L", f"d = {self.DIM}", self.LAYERS, self.LAYERS, deep),
+            ],
+        )  # fmt: skip
+
+
+def draw_phases(etas: Sequence[float], columns: Sequence[str], planes: Sequence[Plane]) -> Figure:
+    """Draw one row of diagrams for each plane and one column for each kind of depth."""
+    with figure_style():
+        layout = ConstrainedLayoutEngine(w_pad=0.04, h_pad=0.04, wspace=0.03, hspace=0.06)
+        figure = Figure(figsize=(7.3, 4.3), layout=layout)
+        heights = [len(values) for _, _, values, _, _ in planes]
+        grid = figure.subplots(len(planes), len(columns), squeeze=False, height_ratios=heights)
+        for r, (axis, fixed, values, layers, diagrams) in enumerate(planes):
+            for c, depths in enumerate(diagrams):
+                image = _draw_phase(grid[r][c], np.asarray(depths), np.asarray(layers))
+                grid[r][c].set_xticks(range(len(etas)), [f"{eta:g}".removeprefix("0") for eta in etas], fontsize=6.5)
+                grid[r][c].set_yticks(range(len(values)), [str(value) for value in values])
+                grid[r][c].set_title(f"{columns[c]}, {fixed}", color=INK)
+                if c == 0:
+                    grid[r][c].set_ylabel(axis)
+                if r == len(planes) - 1:
+                    grid[r][c].set_xlabel(ETA)
+        bar = figure.colorbar(image, ax=grid, fraction=0.035, pad=0.02, ticks=[0, 0.5, 1])
+        bar.ax.set_yticklabels(["one layer\nis enough", "half of the\nlayers", "all layers\nneeded"], fontsize=7)
+        bar.outline.set_visible(False)
+    return figure
+
+
+def _draw_phase(axes: Axes, depths: np.ndarray, layers: np.ndarray) -> AxesImage:
+    share = (depths - 1) / (layers[:, None] - 1)
+    image = axes.imshow(share, aspect="auto", origin="lower", cmap=_MAP, norm=Normalize(0, 1))
+    shades = matplotlib.colormaps[_MAP](share)[..., :3] @ np.array([0.299, 0.587, 0.114])
+    for r, row in enumerate(depths):
+        for k, depth in enumerate(row):
+            axes.text(
+                k, r, f"{depth:.2g}", ha="center", va="center", fontsize=6.5, color="w" if shades[r, k] < 0.5 else INK
+            )
+    axes.grid(False)
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return image
