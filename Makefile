@@ -8,11 +8,12 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test suite test-core test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
+.PHONY: help demo test suite test-core test-kernels test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
+	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
 	@echo "make test-annotations   the tests of functions on tensors, with every annotation checked at run time"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
@@ -71,7 +72,12 @@ test: lint $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs"
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not kernels"
+
+# Every kernel alone and with the host code that launches it, under Triton's interpreter, which takes minutes. That the
+# backends compute what they guarantee is part of `make test` (tests/contracts).
+test-kernels: $(VENV)/gpu.stamp
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "kernels and not soak and not gpu" tests/fast_attention
 
 # What needs neither Triton nor Linux.
 CORE := tests/linalg tests/network tests/measures tests/surrogates tests/certificates tests/depth
@@ -88,7 +94,7 @@ test-annotations: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	DEPTHGAUGE_ANNOTATIONS=1 $(PIN) $(BIN)/pytest -n $(WORKERS) \
 		-m "not soak and not models and not gpu and not docs and not wrong_types" $(ANNOTATED)
 
-# On a GPU the kernels are compiled; without one, `make test` runs them under Triton's interpreter. The second step
+# On a GPU the kernels are compiled; without one, `make test-kernels` runs them under Triton's interpreter. The second step
 # needs compute-sanitizer of the CUDA toolkit; CAMPAIGN=--if-present accepts that it is missing.
 test-gpu: $(VENV)/gpu.stamp
 	@$(BIN)/python -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make test-gpu needs a CUDA GPU')"

@@ -50,11 +50,11 @@ def in_triton(spec: Spec, problem: Problem) -> Tensor:
 FUNCTIONS = [
     pytest.param(naive, id="naive"),
     pytest.param(in_torch, id="torch"),
-    pytest.param(in_triton, id="triton", marks=pytest.mark.kernels),
+    pytest.param(in_triton, id="triton"),
 ]
 BACKENDS = [
     pytest.param(TORCH, id="torch"),
-    pytest.param(KERNELS, id="triton", marks=pytest.mark.kernels),
+    pytest.param(KERNELS, id="triton"),
 ]
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
