@@ -107,7 +107,8 @@ test-models: $(VENV)/smollm.stamp
 # First the code in the documents, the examples and the whole ledger are run. The last step fails if a page would load
 # anything from another host.
 docs: $(VENV)/docs.stamp $(VENV)/minilm.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) -m docs tests/test_docs.py tests/test_examples.py tests/cli/test_claims.py
+	$(PIN) $(BIN)/pytest -n $(WORKERS) -m docs tests/test_docs.py tests/test_examples.py tests/cli/test_claims.py \
+		tests/papers/ledger
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python scripts/check_site.py site
 

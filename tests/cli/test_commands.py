@@ -389,7 +389,7 @@ def test_the_installed_script_is_the_same_command() -> None:
 
 
 def test_a_terminal_that_knows_only_ascii(tmp_path: Path, network_file: Path) -> None:
-    for arguments in (["gauge", str(network_file)], ["gauge", "nöwhere"], []):
+    for arguments in (["gauge", str(network_file)], ["report", "nöwhere"], []):
         outcome = real(*arguments, cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
         assert outcome.code == (2 if "nöwhere" in arguments else 0)
         assert "Traceback" not in outcome.err

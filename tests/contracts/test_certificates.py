@@ -116,7 +116,7 @@ def certificate_of(recipe: Recipe, starts: int = 2, steps: int = 6) -> Certifica
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_input_exceeds_an_upper_bound(family: str) -> None:
-    @settings(max_examples=EXAMPLES.get(family, 15))
+    @settings(max_examples=EXAMPLES.get(family, 10))
     @given(recipe=FAMILIES[family])
     def holds(recipe: Recipe) -> None:
         check_contract(certificate_of(recipe), recipe.seed)

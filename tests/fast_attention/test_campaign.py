@@ -267,6 +267,7 @@ def fake_sanitizer(folder: Path, errors: int) -> Path:
     return path
 
 
+@pytest.mark.soak
 def test_the_driver_runs_pieces_and_reports_failures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

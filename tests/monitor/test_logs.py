@@ -1,14 +1,14 @@
 """Logs: complete after every step, readable after a crash, continued by a resumed run."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked import exit_code, forked
 from tiny_training import probe_ids, tiny_llama
 
 import depthgauge as dg
@@ -154,24 +154,17 @@ def test_directories_that_are_no_log_are_refused(tmp_path: Path) -> None:
         monitor(tmp_path / "z")
 
 
-KILLED = """
-import os, signal, sys
-sys.path.insert(0, sys.argv[2])
-from tiny_training import probe_ids, tiny_llama
-import depthgauge as dg
-model = tiny_llama(layers=2)
-monitor = dg.Monitor(model, probe_ids(), 1, sys.argv[1], action="log")
-for step in range(5):
-    monitor.step(step, loss=1.0)
-    if step == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
 def test_a_killed_run_has_a_complete_log_and_a_page(tmp_path: Path) -> None:
-    log, support = tmp_path / "x", Path(__file__).parents[1] / "support"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(log), str(support)], capture_output=True, check=False)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    log = tmp_path / "x"
+
+    def train() -> None:
+        monitor = dg.Monitor(tiny_llama(layers=2), probe_ids(), 1, log, action="log")
+        for step in range(5):
+            monitor.step(step, loss=1.0)
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert exit_code(forked(train)) == -signal.SIGKILL
     assert [probe.step for probe in dg.results.read_log(log).probes] == [0, 1, 2, 3]
     with open(log / "metrics.jsonl", "a", encoding="utf-8") as handle:
         handle.write('{"step": 4, "la')

@@ -81,7 +81,7 @@ def kill_and_resume(tmp_path: Path, kills: int, repetitions: int, seed: int) -> 
 
 @pytest.mark.long
 def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, kills=2, repetitions=12, seed=1)
+    kill_and_resume(tmp_path, kills=2, repetitions=8, seed=1)
 
 
 @pytest.mark.soak

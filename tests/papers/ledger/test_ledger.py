@@ -61,6 +61,7 @@ def test_ids_are_unique():
     assert len({claim.id for claim in claims}) == len(claims) == len(registry())
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("verdict", "id"), [(verdict, id) for verdict, ids in KNOWN_A.items() for id in ids])
 def test_known_verdicts_of_paper_a(verdict, id):
     claim = registry()[id]
@@ -74,6 +75,7 @@ def test_known_verdicts_of_paper_a(verdict, id):
         assert refute(claim.check, observed.witness.arrays()) is not None
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("id", sorted({c.corrected for c in registry().values() if c.corrected is not None}))
 def test_corrected_statements_hold(id):
     assert judged(id).verdict == "holds"
