@@ -66,10 +66,10 @@ tokenizer.save_pretrained(folder / "model")
 # ## Gauge it
 #
 # `what_if="block,attention,mlp"` removes every block, every attention sublayer and every MLP in turn and measures the
-# loss. `depth=0.3` removes whole layers while the loss increases by at most 0.3 nats.
+# loss.
 
 # %%
-options = dg.GaugeOptions(tokens=192, window=48, what_if="block,attention,mlp", depth=0.3)
+options = dg.GaugeOptions(tokens=192, window=48, what_if="block,attention,mlp")
 result = dg.gauge(folder / "model", text=folder / "corpus.txt", options=options)
 result.save(folder / "result.json")
 
@@ -83,8 +83,7 @@ for layer in subject["layers"]:
     print(f"{layer['index']:5d}  {block['loss']:5.2f} {interval:15s}  {attention['loss']:17.2f}  {mlp['loss']:15.2f}")
 
 # %%
-(depth,) = subject["depth"]
-print(f"\nlayers left within {depth['increase']} nats: {depth['layers']} of {len(subject['layers'])}")
+print()
 for row in subject["scores"]:
     correlation = "undefined" if row["spearman"] is None else f"{row['spearman']:.2f}"
     print(f"{row['score']:17s} ranks the layers with correlation {correlation}")

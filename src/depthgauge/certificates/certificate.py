@@ -35,7 +35,7 @@ class Certificate(UpperBound):
         upper: the proved bound, rounding errors included; None if no finite bound was found.
         methods: how the upper bound was obtained: "plain", "joint", "squares" or "deletion".
         notes: remarks on the upper bound.
-        share: share[k][h] is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
+        share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
         coordinate: the output coordinate with the largest upper bound.
         lost_at: the layer at which the upper bound became infinite, or None.
         seconds: the time of the upper bound.
