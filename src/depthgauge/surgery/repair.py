@@ -9,7 +9,7 @@ than the others, and an update that ignores it destroys the model. With w_t = 1/
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,7 @@ class Change:
     deltas: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, updates: Sequence[tuple[nn.Parameter, Tensor]]) -> Self:
+    def of(cls, updates: Sequence[tuple[nn.Parameter, Tensor]]) -> "Change":
         """Return the change that adds to each parameter its δ."""
         parameters, deltas = zip(*updates, strict=True)
         return cls(parameters, tuple(parameter.detach().clone() for parameter in parameters), deltas)

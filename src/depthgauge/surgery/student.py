@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -181,7 +181,7 @@ class Student:
         self.kept = list(range(len(self.runner)))
         self._originals: dict[nn.Parameter, Tensor] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Student":
         return self
 
     def __exit__(self, *error: object) -> None:
