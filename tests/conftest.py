@@ -46,6 +46,12 @@ settings.load_profile("soak" if os.environ.get("DEPTHGAUGE_SOAK") else "test")
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_line_of_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no command print progress before its first result, however slow the machine is at this moment."""
+    monkeypatch.setattr("depthgauge.cli.output.START_DELAY", 3600.0)
+
+
 @pytest.fixture
 def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `shrink` check what it wrote in a forked process. tests/surgery/test_reload.py starts real ones."""

@@ -371,6 +371,11 @@ def test_the_public_names_are_all_there_and_lazy() -> None:
 # --- as a process of its own -----------------------------------------------------------------------------------------
 
 
+def without_progress(err: str) -> list[str]:
+    """Return the lines on standard error, except those that a slow machine prints because the work takes long."""
+    return [line for line in err.splitlines() if not line.endswith("…")]
+
+
 def test_from_drawing_to_gauging_as_processes(tmp_path: Path) -> None:
     made = real("random", "--layers", "2", "--heads", "2", "--dim", "4", "--eta", "0.05", "--seed", "1",
                 "--distribution", "sign", "--norm", "pre", "--out", "n.safetensors", cwd=tmp_path)  # fmt: skip
@@ -378,7 +383,7 @@ def test_from_drawing_to_gauging_as_processes(tmp_path: Path) -> None:
         0, "", "wrote n.safetensors: 2 layers × 2 heads, dim 4, largest weight η = 0.05, skip, pre-norm\n"
     )
     shown = real("gauge", "n.safetensors", "--json", cwd=tmp_path)
-    assert (shown.code, shown.err) == (0, "")
+    assert (shown.code, without_progress(shown.err)) == (0, [])
     assert len(json.loads(shown.out)["subjects"][0]["layers"]) == 2
 
 
@@ -400,7 +405,7 @@ def test_a_reader_that_leaves_is_no_traceback(tmp_path: Path, network_file: Path
     command = f"{sys.executable} -m depthgauge gauge {network_file} --json | head -c 1"
     finished = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert finished.stdout == "{"
-    assert finished.stderr == ""
+    assert without_progress(finished.stderr) == []
 
 
 # --- the reference pages ----------------------------------------------------------------------------------------------
