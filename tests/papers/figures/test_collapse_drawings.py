@@ -75,7 +75,7 @@ def test_axes_have_labels_and_text_stays_inside_the_figure(name: str) -> None:
             assert text.get_fontsize() >= 6
 
 
-@pytest.mark.parametrize("name", sorted(ALL)[:2])
+@pytest.mark.parametrize("name", sorted(ALL)[:2])  # all figures are saved by the same function
 def test_the_same_numbers_give_the_same_bytes(name: str, tmp_path: Path) -> None:
     for directory in ("one", "two"):
         (tmp_path / directory).mkdir()
