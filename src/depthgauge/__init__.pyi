@@ -9,6 +9,7 @@ from depthgauge.errors import DepthgaugeError as DepthgaugeError
 from depthgauge.errors import InputError as InputError
 from depthgauge.fast_attention.attention import attention as attention
 from depthgauge.fast_attention.attention import attention_plan as attention_plan
+from depthgauge.fast_attention.remembered import Attention as Attention
 from depthgauge.measures.profile import measure as measure
 from depthgauge.monitor.monitor import Monitor as Monitor
 from depthgauge.monitor.monitor import MonitorCallback as MonitorCallback

@@ -13,7 +13,7 @@ import torch
 from benchmark_files import benchmark
 
 pytestmark = pytest.mark.soak
-fresh, checks, gpu = benchmark("fresh_tensors"), benchmark("attention_checks"), benchmark("attention_gpu")
+fresh, checks = benchmark("fresh_tensors"), benchmark("attention_checks")
 dropin = benchmark("attention_dropin", "encoder_pair")
 CPU = torch.device("cpu")
 PLACE = fresh.Place(CPU, torch.float32, 2, 16)
@@ -43,7 +43,7 @@ def test_small_scores_are_inside_the_regime_and_trained_scores_are_outside() -> 
         assert float(inner.std()) == pytest.approx(2 * factor, rel=0.1)
         assert q.shape == up.shape == (3, 2, 300, 16)
         assert q.requires_grad
-    assert dropin.path_of(fresh.trained_scores(PLACE, 300, 1.0), False) == "exact"
+    assert dropin.path_of(fresh.trained_scores(PLACE, 300, 1.0), False) == ("exact", 0.0)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -161,29 +161,28 @@ def test_checks_find_planted_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_call_may_cost_five_per_cent_or_ten_microseconds_more() -> None:
-    assert dropin.is_cheap(0.0299, 0.02)
-    assert not dropin.is_cheap(0.0301, 0.02)
-    assert dropin.is_cheap(1.0499, 1.0)
-    assert not dropin.is_cheap(1.0501, 1.0)
+def test_the_object_and_the_function_have_their_own_limits() -> None:
+    share, margin = dropin.limit("object", 8192)
+    assert dropin.is_cheap(0.0349, 0.02, share, margin)
+    assert not dropin.is_cheap(0.0351, 0.02, share, margin)
+    assert dropin.is_cheap(1.0499, 1.0, share, margin)
+    assert not dropin.is_cheap(1.0501, 1.0, share, margin)
+    assert [dropin.limit("function", n) for n in (4096, 8192, 16384)] == [(1.0, 0.02), (1.15, 0.02), (1.06, 0.02)]
 
 
-def test_claims_of_the_forced_path() -> None:
-    def row(kind: str, n: int, times: float) -> dict[str, Any]:
-        return {"kind": kind, "n": n, "times": times}
+def test_claims_of_speed() -> None:
+    def met(kind: str, n: int, times: float) -> list[bool]:
+        peers = {"SDPA": {"median": times + 1}, "flash": {"median": times}}
+        row = dropin.Row("regime", kind, n, "function", "polynomial", 1e-3, {"median": 1.0}, peers, {})
+        return [*dropin.with_speed(row).claims.values()]
 
-    met = gpu.judged([row("forward", 4096, 0.5), row("forward", 8192, 1.6), row("forward", 131072, 40.0)])
-    assert list(met.values()) == [True, True]
-    met = gpu.judged([row("forward", 8192, 1.59), row("causal", 131072, 14.9)])
-    assert list(met.values()) == [False, False]
-    assert gpu.judged([row("causal", 8192, 0.1)]) == {}
-    assert gpu.CLAIMS == dropin.AT_LARGEST == {
-        "forward": 40.0, "causal": 15.0, "forward and backward": 25.0, "causal forward and backward": 13.0,
-    }  # fmt: skip
+    assert [met("forward", 8192, 1.6), met("forward", 131072, 44.0), met("causal", 131072, 15.0)] == [[True]] * 3
+    assert [met("forward", 8192, 1.59), met("forward and backward", 131072, 44.9)] == [[False]] * 2
+    assert met("causal", 8192, 0.1) == met("forward", 4096, 0.1) == []
 
 
 SIZES = dropin.Sizes(
-    exact=(1, 16), decoding=20, batch=2, regime=(64,), host=64, checked=(1, 16), model=((1, 8),),
+    exact=(1, 16), decoding=20, batch=2, regime=(64,), gradients=64, checked=(1, 16), model=((1, 8),),
     model_dtypes=("float32",),
 )  # fmt: skip
 
@@ -197,23 +196,21 @@ def test_all_sections_run_on_the_cpu(
 ) -> None:
     pair = benchmark("encoder_pair")
     monkeypatch.setattr(pair, "MINILM", pair.MINILM | {"hidden_size": 24, "num_hidden_layers": 2, "vocab_size": 50})
-    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs, margin: True)
-    monkeypatch.setattr(dropin, "HOST_MS", math.inf)
-    monkeypatch.setattr(dropin, "MODEL_SHARE", math.inf)
+    monkeypatch.setattr(dropin, "is_cheap", lambda *_: True)
     target = tmp_path / "new" / "dropin.json"
     assert dropin.run(small_bench(), list(dropin.SECTIONS), target, False) == 0
     record = json.loads(target.read_text())
     assert {row["section"] for row in record["rows"]} == set(dropin.SECTIONS)
-    assert len(record["rows"]) == 8 + 2 + 4 + 2 + 2
+    assert len(record["rows"]) == 2 * (8 + 2 + 4) + 2
     assert all(row["ours"]["median"] > 0 for row in record["rows"])
     assert {row["section"] for row in record["rows"] if fresh.AGAIN in row["peers"]} == {"exact", "decoding"}
-    assert [row["ours"]["repeated"] for row in record["rows"] if row["section"] == "host"] == [None, None]
-    assert capsys.readouterr().out.splitlines()[-1] == "18 of 18 targets met"
-    monkeypatch.setattr(dropin, "is_cheap", lambda ours, theirs, margin: False)
+    assert {row["who"] for row in record["rows"] if row["section"] != "model"} == {"function", "object"}
+    assert capsys.readouterr().out.splitlines()[-1] == "30 of 30 targets met"
+    monkeypatch.setattr(dropin, "is_cheap", lambda *_: False)
     assert dropin.run(small_bench(), ["decoding"], target, False) == 1
-    assert "NOT MET: decoding, one query, contiguous keys, n = 20" in capsys.readouterr().out
+    assert "NOT MET: decoding, one query, whole keys, n = 20, function" in capsys.readouterr().out
     assert dropin.run(small_bench(), ["decoding"], target, True) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "0 of 2 targets met (quick run: not judged)"
+    assert capsys.readouterr().out.splitlines()[-1] == "0 of 4 targets met (quick run: not judged)"
 
 
 def test_nothing_is_measured_after_a_failed_check(
@@ -243,7 +240,7 @@ def test_decoding_sees_one_key_more_at_every_call(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(dropin.dg, "attention", watched)
     rows = dropin.decoding_rows(small_bench())
-    assert [row.path for row in rows] == ["exact", "exact"]
+    assert [(row.who, row.path) for row in rows] == [("function", "exact"), ("object", "exact")] * 2
     half = len(keys) // 2
     for part in (keys[:half], keys[half:]):
         distinct = sorted(set(part))

@@ -1,5 +1,7 @@
 """Fast attention as an implementation of transformers: within its tolerance, and exact for unsupported masks."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.registered_attention import NAME, layer_plan, register_attention
 from depthgauge.errors import InputError
+from depthgauge.fast_attention.remembered import Attention
 from depthgauge.results.checkpoint_subject import FastPlan
 
 
@@ -44,15 +47,15 @@ def test_the_implementation_agrees_with_eager_attention(name: str, padded: bool)
 def test_small_scores_use_a_polynomial_within_the_tolerance(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = tiny_model(name, spread=0.08), tokens(32, batch=1)
     outputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    real = registered_attention.attention
 
-    def forced(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **keywords: Any) -> torch.Tensor:
-        exact = real(q, k, v, *rest, **keywords | {"force": "exact"})
-        rough = real(q, k, v, *rest, **keywords | {"force": "polynomial"})
-        outputs.append((exact, rough, v))
-        return rough
+    class Forced(Attention):
+        def __call__(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **keywords: Any) -> Tensor:
+            exact = super().__call__(q, k, v, *rest, **keywords, force="exact")
+            rough = super().__call__(q, k, v, *rest, **keywords, force="polynomial")
+            outputs.append((exact, rough, v))
+            return rough
 
-    monkeypatch.setattr(registered_attention, "attention", forced)
+    monkeypatch.setattr(registered_attention, "Attention", Forced)
     register_attention(1e-2)
     model.set_attn_implementation(NAME)
     final(model, ids)
@@ -61,6 +64,29 @@ def test_small_scores_use_a_polynomial_within_the_tolerance(name: str, monkeypat
         spread = (v.amax(dim=-2) - v.amin(dim=-2)).repeat_interleave(exact.shape[1] // v.shape[1], dim=1)
         share = ((exact - rough).abs().amax(dim=-2) / spread).max()
         assert 0 < share <= 1e-2 + 1e-5
+
+
+def test_every_layer_has_an_object_that_ends_with_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[Attention]] = []
+
+    class Watched(Attention):
+        def __init__(self, tolerance: float) -> None:
+            super().__init__(tolerance)
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(registered_attention, "Attention", Watched)
+    register_attention(1e-2)
+    before = len(made)
+    models = [tiny_model("llama") for _ in range(2)]
+    for model in models:
+        model.set_attn_implementation(NAME)
+        for _ in range(2):
+            final(model, tokens())
+    assert len(made) - before == sum(model.config.num_hidden_layers for model in models)
+    del model
+    models.clear()
+    gc.collect()
+    assert [ref() for ref in made[before:]] == [None] * (len(made) - before)
 
 
 def test_unsupported_arguments_raise_an_error() -> None:

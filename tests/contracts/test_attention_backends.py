@@ -11,23 +11,22 @@ import torch
 from kernel_settings import DEVICE, on_device
 from torch import Tensor
 
-from depthgauge.fast_attention.attention import decide
+from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.backends import TORCH_CPU, TORCH_GPU, TRITON, Backend
-from depthgauge.fast_attention.decide.cost import CPU
-from depthgauge.fast_attention.decide.decision import Decision
+from depthgauge.fast_attention.decide.decision import Decision, decide
 from depthgauge.fast_attention.decide.row_bounds import CAUSAL_STEP
 from depthgauge.fast_attention.naive import polynomial_attention, softmax_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import Kind, Options, Problem, checked
-from depthgauge.fast_attention.spec import Repeatable, SharedPolynomial, Spec
+from depthgauge.fast_attention.problem import Options, Problem
+from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory.cost import CPU
 from depthgauge.fast_attention.torch.backend import TorchBackend
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.workspace import Workspace
 
 Run = Callable[[Spec, Problem], Tensor]
 BLOCK = 128
 TORCH = TorchBackend(CPU, causal_chunk=BLOCK)
-KERNELS = TritonBackend(Workspace(causal_block=BLOCK))
+KERNELS = TritonBackend(causal_block=BLOCK)
 
 
 def naive(spec: Spec, problem: Problem) -> Tensor:
@@ -198,7 +197,4 @@ def test_every_instance_has_the_interface(backend: Backend) -> None:
     assert isinstance(backend, Backend)
     assert backend.rates.block % CAUSAL_STEP == 0  # the row bounds rely on it
     problem = checked(*draw(), Options()).flat()
-    assert not backend.can_repeat(problem)
-    kind = Kind((), ())
-    backend.remember(kind, Repeatable(problem, 1, lambda index: SharedPolynomial((1.0, 1.0), index)))
-    assert backend.repeat(kind, problem.q, problem.k, problem.v) is None
+    assert not backend.is_capturable(problem)  # values of float32 are centred before the sums

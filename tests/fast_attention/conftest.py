@@ -1,13 +1,12 @@
-"""Every test starts without the memory of earlier calls: tests exchange backends and limits."""
+"""Every test starts without kept choosers and rules: tests exchange backends, costs and limits."""
 
 import pytest
 
-from depthgauge.fast_attention import attention as attention_module
-from depthgauge.fast_attention.call_kinds import CallKinds
+from depthgauge.fast_attention.arguments import kept_rules_of
+from depthgauge.fast_attention.decide.chooser import chooser_for
 
 
 @pytest.fixture(autouse=True)
-def kinds() -> CallKinds:
-    """An empty memory of earlier calls."""
-    attention_module._kinds.forget()
-    return attention_module._kinds
+def _nothing_is_kept() -> None:
+    kept_rules_of.cache_clear()
+    chooser_for.cache_clear()

@@ -12,13 +12,14 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.errors import InputError
-from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends, polynomial_path
 from depthgauge.fast_attention import exact_path as exact_module
-from depthgauge.fast_attention.decide.bounds import Survey
-from depthgauge.fast_attention.decide.chooser import is_never_worth_it
+from depthgauge.fast_attention.arguments import checked
+from depthgauge.fast_attention.decide import decision as decision_module
+from depthgauge.fast_attention.decide.chooser import Chooser, chooser_for
 from depthgauge.fast_attention.decide.decision import Decision
-from depthgauge.fast_attention.problem import GuaranteeError, Options, Problem, checked
+from depthgauge.fast_attention.problem import GuaranteeError, Options, Problem
+from depthgauge.fast_attention.theory.bounds import Survey
 
 
 def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int = 0, **kind: object) -> list[Tensor]:
@@ -42,7 +43,7 @@ def draw(n: int = 300, d: int = 8, size: float = 0.02, heads: int = 2, seed: int
         ({"scale": float("inf")}, "scale must be a finite number, got inf"),
         ({"dropout_p": 1.5}, "dropout_p must be a probability between 0 and 1, got 1.5"),
         ({"dropout_p": True}, "got True"),
-        ({"q": torch.zeros(1, 2, 300, 7)}, "same width, got q [1, 2, 300, 7]"),
+        ({"q": torch.zeros(1, 2, 300, 7)}, "same width, got q [1, 2, n, 7]"),
         ({"q": torch.zeros(1, 4, 300, 8)}, "unless enable_gqa is set"),
         ({"q": torch.zeros(1, 3, 300, 8), "enable_gqa": True}, "multiple of the key heads"),
         (
@@ -328,13 +329,13 @@ def test_attention_needs_torch_alone() -> None:
 
 def test_no_survey_if_exact_attention_is_always_cheaper(monkeypatch: pytest.MonkeyPatch) -> None:
     surveyed: list[int] = []
-    original = attention_module.survey_of
+    original = decision_module.survey_of
 
-    def watched(problem: Problem) -> Survey:
+    def watched(problem: Problem, chooser: Chooser) -> Survey:
         surveyed.append(problem.q.shape[2])
-        return original(problem)
+        return original(problem, chooser)
 
-    monkeypatch.setattr(attention_module, "survey_of", watched)
+    monkeypatch.setattr(decision_module, "survey_of", watched)
     few, many = draw(n=64, d=8), draw(n=20000, d=4, size=1e-4, heads=1)
     assert dg.attention_plan(*few).path == "exact"
     assert surveyed == [64]  # a plan always reports B
@@ -352,9 +353,9 @@ def test_no_survey_if_exact_attention_is_always_cheaper(monkeypatch: pytest.Monk
 def test_what_is_never_worth_it_is_never_chosen(n: int, gradients: bool) -> None:
     for d, size in ((2, 1e-9), (8, 1e-4), (16, 1e-2)):
         tensors = draw(n=n, d=d, size=size, heads=1)
-        problem = checked(*tensors, Options()).flat()
+        request = checked(*tensors, Options())
         tensors[0].requires_grad_(gradients)
-        never = is_never_worth_it(problem, gradients)
+        never = chooser_for(request.rules, n, n, gradients, False).largest_bound == 0
         assert never or n > 64
         assert not never or n < 4096
         assert not never or dg.attention_plan(*tensors).path == "exact"

@@ -11,7 +11,6 @@ from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.workspace import Workspace
 
 SETTINGS = {
     "some blocks": Setting(n=300, m=300, d=16, e=16, degree=2, causal=True),
@@ -27,7 +26,7 @@ SETTINGS = {
 WIDE = Setting(n=66, m=66, d=128, e=16, degree=2, size=0.5, causal=True)
 GAP = {torch.float32: 2e-6 if DEVICE.type == "cpu" else 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}
 BLOCK = 128
-SMALL_BLOCKS = TritonBackend(Workspace(causal_block=BLOCK))
+SMALL_BLOCKS = TritonBackend(causal_block=BLOCK)
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +101,7 @@ def test_few_tokens(n: int, m: int) -> None:
 @pytest.mark.parametrize("n", [pytest.param(1100, marks=SLOW_WITHOUT_GPU)])
 def test_blocks_of_the_default_size(n: int) -> None:
     backend = TritonBackend()
-    block = backend.workspace.causal_block
+    block = backend.causal_block
     spec, problem = Setting(n=n, m=n, d=16, e=16, degree=2, causal=True).draw(torch.float32)
     assert 1 < n / block < 2
     up = output_gradient(problem)
@@ -114,7 +113,7 @@ def test_turned_states_can_be_computed_one_at_a_time() -> None:
     spec, problem = Setting(n=260, m=260, d=16, e=16, degree=2, causal=True).draw(torch.float32)
     up = output_gradient(problem)
     at_once = gradients(spec, problem, up)
-    little = TritonBackend(Workspace(causal_block=BLOCK, turned_bytes=1))
+    little = TritonBackend(causal_block=BLOCK, turned_bytes=1)
     for one, other in zip(gradients(spec, problem, up, little), at_once, strict=True):
         assert torch.equal(one, other)
 

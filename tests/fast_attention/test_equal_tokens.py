@@ -8,13 +8,11 @@ import pytest
 import torch
 from kernel_settings import DEVICE
 
-from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.problem import GuaranteeError
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.workspace import Workspace
 
 
 @pytest.mark.kernels
@@ -22,7 +20,7 @@ from depthgauge.fast_attention.triton.workspace import Workspace
 @pytest.mark.parametrize(("equal", "nonzero"), [("k", "k"), ("q", "qk")])
 def test_gradients_of_equal_tokens(equal: str, nonzero: str, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """float16 has a short range: factors that make a zero vector as long as the others would leave it."""
-    triton = TritonBackend(Workspace(causal_block=128))
+    triton = TritonBackend(causal_block=128)
     for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
         if hasattr(module, "backend_for"):
             monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
@@ -53,14 +51,3 @@ def test_a_forced_call_is_decided_even_after_an_exact_one() -> None:
     assert bool(attention(q, k, poisoned, force="polynomial").isnan().any())
     with pytest.raises(GuaranteeError):
         attention(100 * q, 100 * k, v, force="polynomial")
-
-
-def test_a_prepared_route_is_not_followed_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = (torch.eye(4)[None, None] for _ in range(3))
-    monkeypatch.setattr(attention_module, "is_always_exact", lambda *_: False)
-    by_route = torch.full((1, 1, 4, 4), 7.0)
-    monkeypatch.setattr(attention_module, "repeated", lambda *_: by_route)
-    assert attention(q, k, v) is by_route
-    monkeypatch.setattr(attention_module, "_is_capturing", lambda _: True)
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    torch.testing.assert_close(attention(q, k, v), exact)

@@ -1,4 +1,4 @@
-"""Torch's GPU kernels get tensors that they can read 16 bytes at a time, and two modules make all calls."""
+"""Torch's GPU kernels get tensors that they can read 16 bytes at a time, and one module makes all calls."""
 
 import re
 from pathlib import Path
@@ -9,11 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import depthgauge
-from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import exact_path
-from depthgauge.fast_attention.exact_path import READ_BYTES, direct, exact_attention, is_paired, paired, readable
+from depthgauge.fast_attention.exact_path import READ_BYTES, is_paired, paired, readable, readable_all, sdpa
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that pretend to have a GPU run with a torch that has no CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
 def is_readable(x: torch.Tensor) -> bool:
@@ -54,7 +59,7 @@ def test_rows_that_are_read_one_by_one_are_not_copied() -> None:
 
 def test_a_negative_scale_is_exact_and_has_gradients() -> None:
     q, k, v = (torch.randn(1, 2, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    out = exact_attention(q, k, v, None, 0.0, True, -0.7)
+    out = sdpa(q, k, v, None, {"is_causal": True, "scale": -0.7})
     hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
     wanted = (-0.7 * q @ k.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ v
     torch.testing.assert_close(out, wanted)
@@ -62,11 +67,11 @@ def test_a_negative_scale_is_exact_and_has_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), up), torch.autograd.grad(wanted, (q, k, v), up))
 
 
-def test_torch_attention_is_called_in_two_modules() -> None:
+def test_torch_attention_is_called_in_one_module() -> None:
     root = Path(depthgauge.__file__).parent / "fast_attention"
     call = re.compile(r"\bscaled_dot_product_attention\(|torch_attention\(")
     callers = [p.name for p in root.rglob("*.py") if call.search(re.sub(r'""".*?"""', "", p.read_text(), flags=re.S))]
-    assert sorted(callers) == ["attention.py", "exact_path.py"]
+    assert sorted(callers) == ["exact_path.py"]
 
 
 @pytest.mark.parametrize(("e", "is_masked", "is_shared"), [(4, False, True), (8, False, False), (4, True, False)])
@@ -75,7 +80,7 @@ def test_shared_keys_are_repeated_where_no_fast_kernel_shares_them(
 ) -> None:
     q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, e)
     mask = torch.ones(5, 5, dtype=torch.bool).tril() if is_masked else None
-    wanted = exact_attention(q, k, v, mask, is_grouped=True)
+    wanted = sdpa(q, k, v, mask, {"enable_gqa": True})
     asked: list[bool] = []
     original = exact_path.torch_attention
 
@@ -85,29 +90,33 @@ def test_shared_keys_are_repeated_where_no_fast_kernel_shares_them(
 
     monkeypatch.setattr(exact_path, "torch_attention", watched)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    torch.testing.assert_close(exact_attention(q, k, v, mask, is_grouped=True), wanted)
+    torch.testing.assert_close(sdpa(q, k, v, mask, {"enable_gqa": True}), wanted)
     assert asked == [is_shared]
 
 
-@pytest.mark.parametrize("e", [4, 8])
-def test_a_call_is_direct_if_no_tensor_is_changed_for_it(e: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = torch.randn(1, 6, 5, 4), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, e)
-    wide_k, wide_v = (x.repeat_interleave(3, 1) for x in (k, v))
+def test_only_tensors_that_cannot_be_read_are_copied() -> None:
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    shifted = torch.zeros(1 + q.numel())[1:].view(q.shape).copy_(q)
+    apart = torch.cat([k, k[..., :1]], -1)[..., :8]  # rows are 9 entries apart
+    turned = v.transpose(1, 2).contiguous().transpose(1, 2)
+    for given, copied in (((q, k, v), ()), ((shifted, k, v), (0,)), ((q, apart, turned), (1,)), ((q, k, turned), ())):
+        found = readable_all(*given)
+        assert tuple(at for at in range(3) if found[at] is not given[at]) == copied
+        assert all(torch.equal(one, other) for one, other in zip(found, given, strict=True))
+
+
+def test_cudnn_is_not_used_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN allocates memory in its first call with new shapes, which a capture does not permit."""
+    q, k, v = (torch.randn(1, 2, 5, 8) for _ in range(3))
+    contexts: list[object] = []
+    original = exact_path.sdpa_kernel
+    monkeypatch.setattr(exact_path, "sdpa_kernel", lambda kinds: contexts.append(kinds) or original(kinds))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    copies: list[None] = []
-    monkeypatch.setattr(torch.Tensor, "clone", lambda *_, **__: copies.append(None))
-    found = direct(q, wide_k, wide_v, None, 0.0, True, 0.0, False)
-    assert found is not None
-    assert found.arguments == {"is_causal": True, "scale": 0.0}
-    assert (direct(q, k, v, None, 0.0, True, 0.3, True) is None) == (e == 8)
-    mask = torch.ones(5, 8, dtype=torch.bool)
-    assert direct(q, k, v, mask[:, :5], 0.0, False, None, True) is None
-    assert direct(q, wide_k, wide_v, mask[:, :5], 0.5, False, None, False) is not None
-    assert direct(q, wide_k, wide_v, None, 0.0, False, -0.3, False) is None
-    shifted = torch.zeros(1 + q.numel())[1:].view(q.shape)
-    for given in ((shifted, wide_k, wide_v), (q, shifted, wide_v)):
-        assert direct(*given, None, 0.0, False, None, False) is None
-    assert not copies
+    for is_captured in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda is_captured=is_captured: is_captured)
+        torch.testing.assert_close(sdpa(q, k, v, None, {}), F.scaled_dot_product_attention(q, k, v))
+        assert len(contexts) == is_captured
+    assert torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in contexts[0]  # type: ignore[operator]
 
 
 @pytest.fixture
@@ -137,12 +146,11 @@ def test_masks_have_room_after_an_odd_number_of_keys(
     mask = keep if is_bool else torch.randn(2, 1, 1, keys, generator=generator).to(dtype).requires_grad_()
     wanted = F.scaled_dot_product_attention(q, k, v, mask)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found = exact_attention(q, k, v, mask)
+    found = sdpa(q, k, v, mask, {})
     torch.testing.assert_close(found, wanted)
     (given,) = seen
     is_copied = keys == 7
     assert (given is mask) == (not is_copied)
-    assert (direct(q, k, v, mask, 0.0, False, None, False) is None) == is_copied
     if is_copied:
         assert given.dtype == dtype
         after = given.storage_offset() + given.numel() + (given.shape[0] - 1) * (8 - keys)
@@ -163,8 +171,7 @@ def test_wide_masks_of_16_bit_tensors_are_cast(
     mask = torch.randn(1, 1, 5, keys)
     mask[..., 1], mask[..., 2], mask[0, 0, 0] = -torch.inf, torch.finfo(torch.float32).min, -1e38
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    found = exact_attention(q, k, v, mask)
-    assert direct(q, k, v, mask, 0.0, False, None, False) is None
+    found = sdpa(q, k, v, mask, {})
     (given,) = seen
     assert given.dtype == dtype
     exact = (q.double() @ k.double().mT / 8**0.5 + given.double()).softmax(-1) @ v.double()
@@ -193,7 +200,6 @@ def test_masks_have_room_under_autocast_too(
     q, k, v = (torch.randn(1, 2, n, 8) for n in (3, 7, 7))
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool) if is_bool else torch.zeros(1, 1, 1, 7)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: enabled("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
         for _ in range(calls):
@@ -204,35 +210,19 @@ def test_masks_have_room_under_autocast_too(
         assert given.untyped_storage().nbytes() == 16
 
 
-def test_strides_of_a_single_key_are_not_taken_for_those_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = torch.zeros(1, 1, 6, 9, dtype=torch.bfloat16)
-    q = torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    one = cache[..., :1, :8]
-    assert readable(one) is one
-    assert direct(q, one, one, None, 0.0, False, None, False) is None
-    wide = torch.zeros(1, 1, 6, 16, dtype=torch.bfloat16)[..., :1, :8]
-    assert direct(q, wide, wide, None, 0.0, False, None, False) is not None
-
-
 @pytest.mark.parametrize(("width", "is_direct"), [(16, True), (9, False)])
 def test_slices_of_caches_of_any_length_are_passed_to_torch_as_they_are(
     width: int, is_direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, passed = torch.randn(2, 3, 1, 8), list[torch.Tensor]()
-    attend = attention_module.torch_attention
+    attend = exact_path.torch_attention
 
-    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: object) -> torch.Tensor:
+    def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None) -> torch.Tensor:
         passed.append(k)
-        return attend(q, k, v)
+        return attend(q, k, v, mask)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module in (attention_module, exact_path):
-        monkeypatch.setattr(module, "torch_attention", watched)
-    first = torch.randn(2, 3, 9, 8)
-    for _ in range(2):
-        depthgauge.attention(q, first, first)
+    monkeypatch.setattr(exact_path, "torch_attention", watched)
     for m in range(5, 12):
         k = torch.randn(2, 3, m + 4, width)[:, :, :m, :8]
         passed.clear()

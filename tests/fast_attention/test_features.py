@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from depthgauge.fast_attention.decide.cost import feature_count
+from depthgauge.fast_attention.theory.cost import feature_count
 from depthgauge.fast_attention.torch.features import Featurizer, features, features_vjp, multinomials
 
 

@@ -16,7 +16,6 @@ from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.plan import AttentionPlan, Fixed
 from depthgauge.fast_attention.problem import GuaranteeError
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.workspace import Workspace
 
 TOLERANCE = 1e-2
 FORCED: dict[str, Any] = {"tolerance": TOLERANCE, "scale": 1.0, "force": "polynomial"}
@@ -49,7 +48,7 @@ def allowed(v: Tensor) -> float:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both backends. The kernels run in float32 and treat it as they treat bfloat16."""
     if request.param == "triton":
-        triton = TritonBackend(Workspace(causal_block=128, centred_after=(torch.float32,)))
+        triton = TritonBackend(causal_block=128, centred_after=(torch.float32,))
         for module in (backends, chooser, following):
             monkeypatch.setattr(module, "backend_for", lambda problem, degree: triton)
         monkeypatch.setattr(chooser, "HIGHEST_DEGREE", 2)
@@ -99,7 +98,7 @@ def test_numbers_that_cannot_be_summed_are_reported(bad: float, which: int, back
     given = draw(seed=5)
     given[which][0, 1, 3, 2] = bad
     follow(plan, *given)
-    if bad == 1e30 and which == 2 and backend == "torch":
+    if bad == 1e30 and which == 2 and backend == "torch" and not given[0].is_cuda:
         plan.check()  # sums of 1e30 stay in range without kernels
         return
     with pytest.raises(GuaranteeError):

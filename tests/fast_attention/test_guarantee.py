@@ -16,10 +16,10 @@ from torch import Tensor
 
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.decide.minimax import at_index, grid_index, output_error
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.plan import AttentionPlan
 from depthgauge.fast_attention.problem import GuaranteeError
+from depthgauge.fast_attention.theory.minimax import at_index, grid_index, output_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = DEVICE.type == "cuda"

@@ -5,12 +5,13 @@ import torch
 from kernel_memory import OutOfBoundsError, checked_memory
 from kernel_settings import DEVICE
 
-from depthgauge.fast_attention.decide import bounds
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory import bounds
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.launches import TransposeSizes
-from depthgauge.fast_attention.triton.workspace import Workspace
+from depthgauge.fast_attention.triton.kernels import kernels
+from depthgauge.fast_attention.triton.launch import Launch
+from depthgauge.fast_attention.triton.survey import survey_launch
 
 pytestmark = [
     pytest.mark.kernels,
@@ -54,9 +55,8 @@ def test_kernels_stay_inside_their_tensors(
     spec = description(problem, degree, centring)
     # Half of the cases centre values after the sums and turn one state at a time.
     is_other = (n + m) % 2 == 0
-    workspace = Workspace(128, (dtype,) if is_other else (), 1 if is_other else 2**28)
+    backend = TritonBackend(128, (dtype,) if is_other else (), 1 if is_other else 2**28)
     memory = checked_memory(monkeypatch)
-    backend = TritonBackend(workspace)
     assert backend.survey(problem).is_usable == [True]
     out, _, saved = backend.forward(spec, q, k, v)
     found = backend.backward(spec, q, k, v, saved, torch.ones_like(out))
@@ -67,10 +67,14 @@ def test_kernels_stay_inside_their_tensors(
 def test_an_address_outside_of_a_tensor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     checked_memory(monkeypatch)
     x, out = torch.zeros(1, 5, 16), torch.zeros(1, 16, 128)
-    launch = Workspace().launch(TransposeSizes(1, 5, 16, 128, 0, True, DEVICE))
-    launch((x, x, out, x))
+    launch = Launch(kernels().transpose, (1, 1, 1), (5, 128), (16, 128))
+    launch((x, out))
     with pytest.raises(Exception, match="a read of 16 addresses outside") as error:
-        launch((x[:, 1:], x, out, x))
+        launch((x[:, 1:], out))
     assert isinstance(error.value.__cause__, OutOfBoundsError)
     with pytest.raises(Exception, match="a write of 1 addresses outside"):
-        launch((x, x, out[..., :127], x))
+        launch((x, out[..., :127]))
+    survey, numbers = survey_launch(1, 5, 5, 16, 16, DEVICE), torch.zeros(8 + 2 * 16)
+    survey((x, x, x, numbers))
+    with pytest.raises(Exception, match="addresses outside"):
+        survey((x, x, x, numbers[:-1]))

@@ -1,22 +1,25 @@
 """The Triton kernels against the definition: on a GPU, or under Triton's interpreter without one."""
 
+import math
+import warnings
+
 import pytest
 import torch
 from kernel_settings import DEVICE, Setting, double_leaves, expected, with_dtypes
 
 from depthgauge.fast_attention import attention as attention_module
 from depthgauge.fast_attention import backends
-from depthgauge.fast_attention.attention import decide
-from depthgauge.fast_attention.decide import chooser
-from depthgauge.fast_attention.decide.bounds import survey
-from depthgauge.fast_attention.decide.minimax import minimax, output_error
+from depthgauge.fast_attention.arguments import checked
+from depthgauge.fast_attention.decide import chooser, decision
+from depthgauge.fast_attention.decide.decision import decide
 from depthgauge.fast_attention.naive import softmax_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import GuaranteeError, Options, checked
+from depthgauge.fast_attention.problem import GuaranteeError, Options
+from depthgauge.fast_attention.theory.bounds import survey
+from depthgauge.fast_attention.theory.minimax import minimax, output_error
 from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.kernels import programs, slots
 from depthgauge.fast_attention.triton.tuning import WIDTHS, is_supported
-from depthgauge.fast_attention.triton.workspace import Workspace
 
 SETTINGS = [
     Setting(n=70, m=70, d=16, e=16, degree=2),
@@ -45,7 +48,7 @@ def _least_degrees(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def backend() -> TritonBackend:
     """A backend with small causal blocks, so that short sequences have several."""
-    return TritonBackend(Workspace(causal_block=BLOCK))
+    return TritonBackend(causal_block=BLOCK)
 
 
 @pytest.mark.kernels
@@ -115,12 +118,42 @@ def test_the_survey_kernel_proves_the_same_bounds(n: int, m: int, d: int, e: int
             assert float(true) <= bound <= float(true) * (1 + 1e-4) + 1e-15
     assert found.query == pytest.approx(reference.query, rel=1e-5)
     assert found.key == pytest.approx(reference.key, rel=1e-5)
+    assert found.query_least == pytest.approx(reference.query_least, rel=1e-5)
     for tensor in (q, k, v):
         for bad in (float("nan"), float("inf")):
             changed = tensor.clone()
             changed[0, 1, -1, 3] = bad
             given = [changed if x is tensor else x for x in (q, k, v)]
             assert backend.survey(checked(*given, Options(tolerance=1e-2)).flat()).is_usable == [True, False]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("groups", "n"), [(1, 100), (3, 40), (1, 5), (1, 1)])
+def test_the_survey_kernel_finds_the_least_norms(groups: int, n: int, backend: TritonBackend) -> None:
+    generator = torch.Generator().manual_seed(n)
+    q = (torch.randn(1, 2 * groups, n, 16, generator=generator) + 1).to(DEVICE)
+    k = torch.randn(1, 2, 300, 16, generator=generator).to(DEVICE)
+    problem = checked(q, k, k, Options(enable_gqa=groups > 1)).flat()
+    found, reference = backend.survey(problem), survey(problem)  # with so few rows, both centres are the mean of all
+    assert found.query_least == pytest.approx(reference.query_least, rel=1e-5)
+    assert found.query_centred_least == pytest.approx(reference.query_centred_least, rel=1e-4, abs=1e-6)
+    problem.q[0, 0, -1] = 0.0
+    found = backend.survey(problem)
+    assert found.query_least[0] < 1e-15
+    assert found.query_least[1] == pytest.approx(reference.query_least[1], rel=1e-5)
+    assert found.is_usable == [True, True]
+
+
+@pytest.mark.kernels
+def test_the_least_norms_are_never_nan(backend: TritonBackend) -> None:
+    q, k = torch.ones(1, 2, 20, 16, device=DEVICE), torch.ones(1, 2, 20, 16, device=DEVICE)
+    q[0, 0, 3, 2], q[0, 1] = torch.nan, torch.inf
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of numpy in the interpreter
+        found = backend.survey(checked(q, k, k, Options()).flat())
+    assert found.is_usable == [False, False]
+    assert found.query_least == [pytest.approx(4.0), pytest.approx(1e18)]
+    assert not any(map(math.isnan, found.query_centred_least))
 
 
 @pytest.mark.parametrize("dim", [16, 32, 64, 128])
@@ -179,7 +212,7 @@ def test_weights_below_the_range_of_float16_are_not_used(
 def test_heads_with_a_large_rounding_allowance_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (backends, chooser):
         monkeypatch.setattr(module, "backend_for", lambda _, g: backends.TRITON if g in (1, 2) else backends.TORCH_GPU)
-    monkeypatch.setattr(attention_module, "survey_of", survey)
+    monkeypatch.setattr(decision, "survey_of", lambda problem, _: survey(problem))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 64, generator=generator).bfloat16() for _ in range(3))
     fine, coarse = (0.5 / float(q.norm(dim=-1).max()) ** 2, 2.2 / float(q.norm(dim=-1).max()) ** 2)

@@ -1,9 +1,6 @@
 """A compiled kernel is reused only for arguments that it was compiled for; every other launch goes through Triton."""
 
-import math
 import random
-import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +8,15 @@ import pytest
 import torch
 
 from depthgauge.errors import InputError
-from depthgauge.fast_attention.problem import Options, checked
-from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch
-from depthgauge.fast_attention.triton.launches import SurveySizes, TransposeSizes
-from depthgauge.fast_attention.triton.readback import Readback, Readbacks
-from depthgauge.fast_attention.triton.survey import survey
-from depthgauge.fast_attention.triton.workspace import Workspace
+from depthgauge.fast_attention.arguments import checked
+from depthgauge.fast_attention.problem import Options
+from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory import bounds
+from depthgauge.fast_attention.triton.backend import TritonBackend
+from depthgauge.fast_attention.triton.forward import forward_launches
+from depthgauge.fast_attention.triton.gradient_launches import gradient_launches
+from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch, table
+from depthgauge.fast_attention.triton.survey import KernelSurvey
 
 STREAM = 99
 GRID = (2, 3, 1)
@@ -121,94 +121,27 @@ def test_a_compiled_kernel_is_reused_without_triton(jit: Any, monkeypatch: pytes
             launch((x, ALIGNED), (0.5,))
 
 
-def test_capturing_a_cuda_graph_raises_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.kernels
+def test_a_survey_during_the_capture_of_a_cuda_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = checked(*torch.ones(3, 1, 2, 5, 16), Options()).flat()
+    assert KernelSurvey(problem).is_usable == [True, True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert KernelSurvey(problem).is_usable == [True, True]
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(InputError, match=r"cannot be captured in a CUDA graph.* pass a plan"):
-        Readbacks().get(2, torch.device("cuda"))
-    assert Readbacks().get(2, torch.device("cpu")).numbers.shape == (6, 2)
+        KernelSurvey(problem)
 
 
-@pytest.mark.kernels
-def test_a_workspace_keeps_its_own_launches_and_tables() -> None:
-    one, other, cpu = Workspace(), Workspace(), torch.device("cpu")
-    sizes = SurveySizes(2, 70, 70, 16, 16, cpu)
-    assert one.launch(sizes) is one.launch(SurveySizes(2, 70, 70, 16, 16, cpu))
-    assert one.launch(sizes) is not other.launch(sizes)
-    assert one.launch(sizes) is not one.launch(sizes._replace(heads=3))
-    assert one.table(range, cpu, 3) is one.table(range, cpu, 3)
-    assert one.table(range, cpu, 3) is not other.table(range, cpu, 3)
-    assert one.table(range, cpu, 3).tolist() == [0, 1, 2]
-    assert one.readbacks.get(2, cpu) is not other.readbacks.get(2, cpu)
-
-
-@pytest.mark.kernels
-def test_records_of_different_kernels_do_not_share_a_launch() -> None:
-    workspace, cpu = Workspace(), torch.device("cpu")
-    transpose = TransposeSizes(1, 1, 16, 128, 0, True, cpu)
-    survey = SurveySizes(*transpose[:5], cpu)
-    assert workspace.launch(transpose).kernel is not workspace.launch(survey).kernel
-
-
-def test_numbers_are_read_when_all_have_arrived() -> None:
-    readback = Readback(2, torch.device("cpu"))
-    readback.expect()
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(0)).tolist()
-    values = [0.0, math.nan, math.inf, *range(1, 10)]
-
-    def write() -> None:
-        for at in order:
-            time.sleep(0.001)
-            readback.numbers.view(-1)[at] = values[at]
-
-    writer = threading.Thread(target=write)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readback, "_check", lambda: None)
-        writer.start()
-        rows = readback.read()
-    writer.join()
-    torch.testing.assert_close(torch.tensor(rows), torch.tensor(values).view(6, 2), equal_nan=True)
-
-
-def test_numbers_that_never_arrive_are_an_error() -> None:
-    readback = Readback(2, torch.device("cpu"))
-    readback.expect()
-    readback.numbers[:5] = 1.0
-    with pytest.raises(RuntimeError, match="finished without writing its numbers"):
-        readback.read()
-
-
-def test_an_abandoned_buffer_is_never_used_again() -> None:
-    readbacks, cpu = Readbacks(), torch.device("cpu")
-    buffer = readbacks.get(2, cpu)
-    assert readbacks.get(2, cpu) is buffer
-    readbacks.abandon(buffer)
-    other = readbacks.get(2, cpu)
-    assert other is not buffer
-    assert other.numbers.data_ptr() != buffer.numbers.data_ptr()
-    assert buffer in readbacks._abandoned
-
-
-@pytest.mark.kernels
-def test_an_interrupted_survey_abandons_its_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel may still write: the next survey of this thread must not take these numbers for its own."""
-    workspace, late = Workspace(), list[torch.Tensor]()
-    tensors = [torch.full((1, 2, 5, 16), size) for size in (0.01, 0.01, 1.0)]
-    small = checked(*tensors, Options()).flat()
-    large = checked(100 * tensors[0], *tensors[1:], Options()).flat()
-
-    def interrupt(self: Readback) -> None:
-        late.append(self.numbers)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Readback, "read", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            survey(workspace, small)
-    true = Readback.read
-
-    def delayed(self: Readback) -> list[list[float]]:
-        late[0].fill_(0.01)  # the interrupted kernel writes now
-        return true(self)
-
-    monkeypatch.setattr(Readback, "read", delayed)
-    assert min(survey(workspace, large).query) >= 4.0
+def test_tables_and_launches_are_prepared_once() -> None:
+    cpu = torch.device("cpu")
+    assert table(range, cpu, 3) is table(range, cpu, 3)
+    assert table(range, cpu, 3).tolist() == [0, 1, 2]
+    assert table(range, cpu, 4).tolist() == [0, 1, 2, 3]
+    triton, tensor = TritonBackend(), torch.zeros(1, 2, 70, 16)
+    problem = checked(tensor, tensor, tensor, Options()).flat()
+    spec = Spec(1, ((1.0, 1.0),) * 2, (0, 1), (0, 0), None, bounds.survey(problem), problem, None)
+    sizes = triton._sizes(spec, problem.q, problem.v, True)
+    assert forward_launches(sizes) is forward_launches(triton._sizes(spec, problem.q, problem.v, True))
+    assert forward_launches(sizes) is not forward_launches(sizes._replace(n=71))
+    assert gradient_launches(sizes) is gradient_launches(sizes._replace())
+    assert gradient_launches(sizes) is not gradient_launches(sizes._replace(degree=2))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from depthgauge.fast_attention.decide.minimax import (
+from depthgauge.fast_attention.theory.minimax import (
     SMALLEST_INDEX,
     _error_by_cells,
     at_index,
@@ -17,7 +17,6 @@ from depthgauge.fast_attention.decide.minimax import (
     grid_bound,
     grid_index,
     guarantee,
-    largest_bound,
     limit_index,
     minimax,
     output_error,
@@ -44,6 +43,19 @@ def sampled_error(coefficients: tuple[float, ...], bound: float, samples: int = 
             value = sum((Decimal(c) * t**k if k else Decimal(c) for k, c in enumerate(coefficients)), Decimal(0))
             worst = max(worst, abs(value * (-t).exp() - 1))
         return float(worst)
+
+
+def largest_bound(degree: int, epsilon: float) -> float:
+    """Return the largest B at which the relative error is at most ε, rounded down by at most 1e-8 B."""
+    low, high = 0.0, 16.0
+    while high - low > 1e-8 * high:
+        middle = (low + high) / 2
+        try:
+            is_met = minimax(degree, middle).error <= epsilon
+        except ArithmeticError:
+            is_met = False
+        low, high = (middle, high) if is_met else (low, middle)
+    return low
 
 
 @pytest.mark.parametrize("degree", LARGEST)

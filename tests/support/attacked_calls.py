@@ -25,9 +25,12 @@ from torch import Tensor
 
 from depthgauge.errors import InputError
 from depthgauge.fast_attention import backends
+from depthgauge.fast_attention.arguments import kept_rules_of
 from depthgauge.fast_attention.attention import attention, attention_plan
-from depthgauge.fast_attention.decide.cost import Rates
+from depthgauge.fast_attention.decide.chooser import chooser_for
 from depthgauge.fast_attention.plan import AttentionPlan
+from depthgauge.fast_attention.theory.cost import Rates
+from depthgauge.fast_attention.triton.backend import TritonBackend
 
 UNITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18, torch.float64: 2.0**-44}
 """The unit to which products and results of a dtype are rounded; float32 operands are products of TF32 parts."""
@@ -241,18 +244,26 @@ def check_call(drawn: Drawn, tally: Tally, is_strict: bool, is_compared: bool = 
 @contextmanager
 def cheap_polynomials() -> Iterator[None]:
     """Predict that polynomials cost next to nothing, so that unforced calls of any size choose them where they can."""
-    places: list[tuple[Any, str]] = [(b, "rates") for b in (backends.TRITON, backends.TORCH_GPU, backends.TORCH_CPU)]
+    places: list[tuple[Any, str]] = [(b, "rates") for b in (TritonBackend, backends.TORCH_GPU, backends.TORCH_CPU)]
     for module in [m for name, m in sys.modules.items() if name.startswith("depthgauge.fast_attention.")]:
         places += [(module, name) for name in ("GPU_TRITON", "CPU") if isinstance(getattr(module, name, None), Rates)]
     before = [getattr(*place) for place in places]
     for place, rates in zip(places, before, strict=True):
-        cheap = replace(rates, product=1e-6, build=0.0, token=0.0, call=0.0, repeated=0.0, trained=0.0)
+        cheap = replace(rates, product=1e-6, build=0.0, token=0.0, call=0.0)
         setattr(*place, cheap)
+    forget()
     try:
         yield
     finally:
         for place, rates in zip(places, before, strict=True):
             setattr(*place, rates)
+        forget()
+
+
+def forget() -> None:
+    """Forget what was computed with other rates."""
+    kept_rules_of.cache_clear()  # type: ignore[attr-defined]
+    chooser_for.cache_clear()
 
 
 @dataclass(frozen=True)

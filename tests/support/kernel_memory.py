@@ -64,12 +64,12 @@ def _range(x: Tensor) -> tuple[int, int]:
 
 
 def checked_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    """Check every address of every launch from now on. Tensors of passes that are made from now on share no memory."""
+    """Check every address of every launch from now on."""
     from triton.runtime.interpreter import InterpreterBuilder
 
     memory = Memory()
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
-    launch = Launch.__call__
+    atomic, launch = InterpreterBuilder.create_atomic_rmw, Launch.__call__
 
     def used(pointers: Any, mask: Any) -> tuple[Any, int]:
         return pointers.data[mask.data.astype(bool)], pointers.get_element_ty().primitive_bitwidth // 8
@@ -82,6 +82,10 @@ def checked_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
         memory.check(*used(pointers, mask), "a write")
         return store(self, pointers, value, mask, *others)
 
+    def checked_atomic(self: Any, operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        memory.check(*used(pointers, mask), "an atomic write")
+        return atomic(self, operation, pointers, value, mask, *others)
+
     def checked_launch(self: Launch, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
         copies, storages = _apart(tensors)
         memory.ranges = [_range(x) for x in copies]
@@ -92,6 +96,6 @@ def checked_memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
     monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
     monkeypatch.setattr(InterpreterBuilder, "create_masked_store", checked_store)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", checked_atomic)
     monkeypatch.setattr(Launch, "__call__", checked_launch)
-    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     return memory

@@ -4,6 +4,7 @@ With a GPU the kernels run on it. Without a GPU they run under Triton's interpre
 is exact for float32 and float16 but wrong for bfloat16 products. bfloat16 is therefore marked `gpu`.
 """
 
+import copy
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.attention import decide
-from depthgauge.fast_attention.decide.bounds import Survey
+from depthgauge.fast_attention.arguments import checked
+from depthgauge.fast_attention.decide.decision import decide
 from depthgauge.fast_attention.naive import polynomial_attention
 from depthgauge.fast_attention.polynomial_path import make_spec
-from depthgauge.fast_attention.problem import Options, Problem, checked
+from depthgauge.fast_attention.problem import Options, Problem
 from depthgauge.fast_attention.spec import Spec
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,12 +51,9 @@ def on_device(spec: Spec, problem: Problem) -> tuple[Spec, Problem]:
     def of(p: Problem) -> Problem:
         return Problem(p.q.to(DEVICE), p.k.to(DEVICE), p.v.to(DEVICE), p.scale, p.causal, _moved(p.keep))
 
-    survey: Survey = replace(
-        spec.survey,
-        query_centre=spec.survey.query_centre.to(DEVICE),
-        key_centre=spec.survey.key_centre.to(DEVICE),
-        values=None,
-    )
+    survey = copy.copy(spec.survey)
+    survey.query_centre, survey.key_centre = spec.survey.query_centre.to(DEVICE), spec.survey.key_centre.to(DEVICE)
+    survey.values = None
     own = replace(
         spec, exact_rows=_moved(spec.exact_rows), keep=_moved(spec.keep), survey=survey, problem=of(spec.problem)
     )

@@ -6,6 +6,7 @@ Padding masks, sliding windows and capped scores are computed exactly. `layer_pl
 
 from collections import Counter
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from depthgauge._format import number
 from depthgauge.checkpoints.interface import AttentionCall, attention_call
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.errors import require_positive
-from depthgauge.fast_attention.attention import attention, attention_plan
+from depthgauge.fast_attention.attention import attention_plan
+from depthgauge.fast_attention.remembered import Attention
 from depthgauge.results.checkpoint_subject import FastPlan
 from depthgauge.results.record import finite
 
@@ -27,8 +28,9 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
     """Register `attention` with transformers as the attention implementation `depthgauge`.
 
     Call `model.set_attn_implementation("depthgauge")` afterwards to use it. Every attention output of the model is then
-    within `tolerance` × range(v) of exact attention, plus rounding. Registering again replaces the tolerance for all
-    models that use the implementation.
+    within `tolerance` × range(v) of exact attention, plus rounding. Every attention layer has an `Attention` object of
+    its own: layers of a model have the same shapes, and one object would let a layer with large scores make the next
+    layers exact. Registering again replaces the tolerance for all models that use the implementation.
 
     Args:
         tolerance: The largest error of an output entry, as a fraction of the range of its values.
@@ -38,10 +40,8 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
         CheckpointError: transformers is not installed, or, when a model runs, a layer passes an argument that the
             implementation does not support.
     """
-    require_positive(
-        "tolerance", tolerance, "the largest error of an output entry, as a fraction of the range of its values"
-    )
-    allowed = float(tolerance)
+    unremembered = Attention(tolerance)  # code compiled by torch.compile is exact, so that nothing is remembered
+    objects: WeakKeyDictionary[nn.Module, Attention] = WeakKeyDictionary()
     library = transformers()
     from transformers.masking_utils import sdpa_mask
 
@@ -71,10 +71,11 @@ def register_attention(tolerance: float = TOLERANCE) -> None:
             visible = torch.ones(1, 1, n, m, dtype=torch.bool, device=query.device).tril() if causal else attention_mask
             out = attention_call(query, key, value, visible, scaling, softcap).output()
         else:
-            found = attention(
-                query, key, value, attention_mask, dropout, causal,
-                tolerance=allowed, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
-            )  # fmt: skip
+            attend = unremembered if torch.compiler.is_compiling() else objects.get(module)
+            if attend is None:
+                attend = objects[module] = Attention(tolerance)
+            is_grouped = query.shape[1] != key.shape[1]
+            found = attend(query, key, value, attention_mask, dropout, causal, scale=scaling, enable_gqa=is_grouped)
             assert isinstance(found, Tensor)
             out = found
         return out.transpose(1, 2).contiguous(), None

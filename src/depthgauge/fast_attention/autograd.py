@@ -1,7 +1,7 @@
 """Gradients of the polynomial path, as autograd functions whose own gradient raises an error."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,31 +14,18 @@ class DoubleBackwardError(DepthgaugeError, RuntimeError):
 
 
 @runtime_checkable
-class HasGradients(Protocol):
-    """What computes gradients: a backend or a prepared route. `spec` is what it needs besides tensors."""
-
-    def backward(
-        self, spec: Any, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v from `grad`, the gradient of the output."""
-
-
-@runtime_checkable
-class Computer(HasGradients, Protocol):
-    """What computes outputs and gradients: a backend."""
+class Computer(Protocol):
+    """What computes outputs and gradients: a backend. `spec` is what it needs besides tensors."""
 
     def forward(
         self, spec: Any, q: Tensor, k: Tensor, v: Tensor, needs_z: bool
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Return the output, the normaliser Z, and the tensors that `backward` needs."""
 
-
-class Computed(NamedTuple):
-    """An output that was computed before, and what its gradient needs."""
-
-    out: Tensor
-    saved: tuple[Tensor, ...]
-    spec: Any
+    def backward(
+        self, spec: Any, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from `grad`, the gradient of the output."""
 
 
 def is_autocast(x: Tensor) -> bool:
@@ -96,29 +83,12 @@ class PolynomialAttention(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-class ComputedAttention(torch.autograd.Function):
-    """An output that was computed before, as a function of q, k and v."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, computed: Computed, route: HasGradients) -> Tensor:
-        """Return the output."""
-        ctx.save_for_backward(q, k, v, *computed.saved)
-        ctx.spec, ctx.backend = computed.spec, route
-        ctx.set_materialize_grads(False)
-        return computed.out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v."""
-        return PolynomialAttention.backward(ctx, *grads)
-
-
 class _Gradient(torch.autograd.Function):
     """The gradients of q, k and v, as a function that cannot be differentiated."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Any, backend: HasGradients, *saved: Tensor
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, spec: Any, backend: Computer, *saved: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         return backend.backward(spec, q, k, v, saved, grad)
 

@@ -7,11 +7,11 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import Survey
-from depthgauge.fast_attention.decide.cost import CPU, GPU_TORCH, Rates
-from depthgauge.fast_attention.decide.minimax import Minimax
-from depthgauge.fast_attention.problem import Kind, Problem
-from depthgauge.fast_attention.spec import Repeatable, Spec
+from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory.bounds import Survey
+from depthgauge.fast_attention.theory.cost import CPU, GPU_TORCH, Rates
+from depthgauge.fast_attention.theory.minimax import Minimax
 from depthgauge.fast_attention.torch.backend import TorchBackend
 from depthgauge.fast_attention.triton.backend import TritonBackend
 
@@ -64,17 +64,8 @@ class Backend(Protocol):
     def largest_log_range(self, problem: Problem) -> float:
         """Return the largest spread of log w for which no weight is lost to underflow."""
 
-    def can_repeat(self, problem: Problem) -> bool:
-        """Return whether `remember` keeps decisions for problems like this one."""
-
-    def remember(self, kind: Kind, decision: Repeatable) -> None:
-        """Keep a decision for later calls of the same kind, if the backend can repeat it."""
-
-    def repeat(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Return out [..., heads, n, e] by an earlier decision, or None if the call has to be decided from the start.
-
-        A backend repeats a decision only after it has proved that the new q, k and v lead to the same one.
-        """
+    def is_capturable(self, problem: Problem) -> bool:
+        """Return whether `forward` and `is_outside` copy nothing to the host for problems like this one."""
 
 
 TORCH_CPU = TorchBackend(CPU)
@@ -93,16 +84,6 @@ def backend_for(problem: Problem, degree: int) -> Backend:
     if not problem.q.is_cuda:
         return TORCH_CPU
     return TRITON if TRITON.supports(problem, degree) and has_triton() else TORCH_GPU
-
-
-def survey_of(problem: Problem) -> Survey:
-    """Return the survey of a problem, computed by the backend of degree 2."""
-    return backend_for(problem, 2).survey(problem)
-
-
-def repeated(kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-    """Return the output by an earlier decision for a call of this kind, or None."""
-    return TRITON.repeat(kind, q, k, v)
 
 
 def notes(device: torch.device) -> list[str]:

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from depthgauge.errors import InputError
+from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.autograd import PolynomialAttention, without_autocast
 from depthgauge.fast_attention.backends import backend_for
-from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.decide.chooser import LARGEST_ROUNDING
 from depthgauge.fast_attention.decide.decision import Decision
-from depthgauge.fast_attention.decide.minimax import grid_index
 from depthgauge.fast_attention.plan import AttentionPlan, Fixed
-from depthgauge.fast_attention.problem import Options, Problem, Request
+from depthgauge.fast_attention.problem import Options, Problem, Request, is_capturing
 from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory.bounds import Survey
+from depthgauge.fast_attention.theory.minimax import grid_index
 
 
 def fixed(decision: Decision, request: Request) -> Fixed | str:
@@ -37,7 +38,7 @@ def fixed(decision: Decision, request: Request) -> Fixed | str:
     return Fixed(
         shapes=(tuple(request.q.shape), tuple(request.k.shape), tuple(request.v.shape)),
         dtype=request.q.dtype,
-        options=(options.is_causal, options.tolerance, request.scale, options.enable_gqa),
+        options=(options.is_causal, options.tolerance, request.rules.scale, options.enable_gqa),
         coefficients=largest.polynomial.coefficients,
         bound=largest.polynomial.bound,
         query=tuple(survey.query),
@@ -67,10 +68,10 @@ def followed(request: Request, plan: AttentionPlan) -> Tensor:
             f"{request.q.dtype}; make a plan for these tensors with attention_plan"
         )
     options = request.options
-    if own.options != (options.is_causal, options.tolerance, request.scale, options.enable_gqa):
+    if own.options != (options.is_causal, options.tolerance, request.rules.scale, options.enable_gqa):
         raise InputError(
             "the plan was made with (is_causal, tolerance, scale, enable_gqa) = "
-            f"{own.options}, got {(options.is_causal, options.tolerance, request.scale, options.enable_gqa)}; "
+            f"{own.options}, got {(options.is_causal, options.tolerance, request.rules.scale, options.enable_gqa)}; "
             "make a plan with the same options"
         )
     wanted = [x.requires_grad and torch.is_grad_enabled() for x in (request.q, request.k, request.v)]
@@ -84,7 +85,7 @@ def followed(request: Request, plan: AttentionPlan) -> Tensor:
         if any(wanted):
             raise InputError("a plan has no gradients inside torch.compile; call attention without plan there")
         out: Tensor = planned_attention(
-            request.q, request.k, request.v, *numbers, request.scale, options.is_causal, options.enable_gqa
+            request.q, request.k, request.v, *numbers, request.rules.scale, options.is_causal, options.enable_gqa
         )
         return out
     return _computed(request, *numbers)
@@ -109,7 +110,7 @@ def _computed(
             detached = problem.detach()
             spec = _spec(detached, tuple(coefficients), list(query), list(key))
             backend = backend_for(problem, spec.degree)
-            if _is_capturing(problem) and not backend.can_repeat(detached):
+            if is_capturing(problem.q) and not backend.is_capturable(detached):
                 raise InputError(
                     "this plan cannot be followed in a CUDA graph: only bfloat16 tensors of widths that the Triton "
                     'kernels support can; use force="exact" inside the graph'
@@ -123,15 +124,12 @@ def _computed(
     return request.shaped(flat)
 
 
-def _is_capturing(problem: Problem) -> bool:
-    return problem.q.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _spec(problem: Problem, coefficients: tuple[float, ...], query: list[float], key: list[float]) -> Spec:
     """Describe one polynomial for all heads. The norms of q and k only balance the two before they are summed."""
     heads, d = problem.heads, problem.q.shape[-1]
-    none, zero = [0.0] * heads, problem.q.new_zeros(heads, d, dtype=problem.working)
-    survey = Survey(query, key, query, key, none, [True] * heads, none, zero, zero, None)
+    survey = Survey(problem)
+    survey.query, survey.key = query, key
+    survey.query_centre = survey.key_centre = problem.q.new_zeros(heads, d, dtype=problem.working)
     return Spec(
         degree=len(coefficients) - 1,
         coefficients=(coefficients,) * heads,
@@ -161,7 +159,7 @@ def planned_attention(
     """Attention by a plan, as one operation of a compiled graph."""
     options = Options(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     with torch.no_grad():
-        return _computed(Request(q, k, v, options, scale), violations, coefficients, bound, query, key)
+        return _computed(checked(q, k, v, options), violations, coefficients, bound, query, key)
 
 
 @planned_attention.register_fake

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import number
-from depthgauge.fast_attention.decide.bounds import unit
 from depthgauge.fast_attention.problem import GuaranteeError, Request
+from depthgauge.fast_attention.theory.bounds import unit
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
+from depthgauge.fast_attention import exact_path as exact
 from depthgauge.fast_attention.autograd import PolynomialAttention
 from depthgauge.fast_attention.decide.decision import Decision
 from depthgauge.fast_attention.decide.row_bounds import row_certificate
-from depthgauge.fast_attention.exact_path import exact_heads, exact_rows
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec
 
@@ -17,6 +17,9 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
     Heads of the same degree are computed together, except that heads whose q or k are changed first form a batch of
     their own.
     """
+    first = decision.choices[0]
+    if first.polynomial is not None and all(choice is first for choice in decision.choices):
+        return polynomial_heads(problem, decision, list(range(problem.heads)), first.degree(), return_bound)
     batches = [c.batch() for c in decision.choices]
     distinct = sorted(set(batches))
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []
@@ -28,7 +31,7 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
         at = torch.tensor(members, device=problem.q.device)
         part = problem.select(at)
         if degree < 0:
-            out = exact_heads(part)
+            out = exact.heads(part)
             parts.append((at, out, out.new_zeros(out.shape[:-1], dtype=torch.float64)))
         else:
             parts.append((at, *polynomial_heads(part, decision, members, degree, return_bound)))
@@ -43,16 +46,15 @@ def polynomial_heads(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the polynomial path for heads of one degree, and the bounds of their rows if requested."""
     backend = decision.backend(degree)
-    with torch.no_grad():
-        spec = make_spec(problem, decision, members, degree)
-    given = problem.q, problem.k, problem.v
+    spec = make_spec(problem, decision, members, degree)
+    q, k, v = problem.q, problem.k, problem.v
     normaliser: Tensor | None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
-        out, normaliser = PolynomialAttention.apply(*given, spec, backend)  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        out, normaliser = PolynomialAttention.apply(q, k, v, spec, backend)  # type: ignore[no-untyped-call]
     else:
-        out, normaliser, _ = backend.forward(spec, *given, return_bound)
+        out, normaliser, _ = backend.forward(spec, q, k, v, return_bound)
     if spec.exact_rows is not None:
-        out = exact_rows(problem, out, spec.exact_rows)
+        out = exact.replaced(problem, out, spec.exact_rows)
     if not return_bound or normaliser is None:
         return out, None
     with torch.no_grad():
@@ -61,9 +63,7 @@ def polynomial_heads(
 
 def make_spec(problem: Problem, decision: Decision, members: list[int], degree: int) -> Spec:
     """Return the description of the polynomial path for heads of one degree."""
-    choices = [decision.choices[head] for head in members]
-    polynomials = [choice.polynomial for choice in choices if choice.polynomial is not None]
-    rows = None
+    choices, rows = [decision.choices[head] for head in members], None
     if any(choice.exact_rows for choice in choices):
         none = torch.zeros(problem.q.shape[1:3], dtype=torch.bool, device=problem.q.device)
         rows = torch.stack([
@@ -72,9 +72,9 @@ def make_spec(problem: Problem, decision: Decision, members: list[int], degree: 
         ])  # fmt: skip
     return Spec(
         degree=degree,
-        coefficients=tuple(p.coefficients for p in polynomials),
+        coefficients=tuple([c.polynomial.coefficients for c in choices if c.polynomial is not None]),
         members=tuple(members),
-        centrings=tuple(choice.centring for choice in choices),
+        centrings=tuple([choice.centring for choice in choices]),
         exact_rows=rows,
         survey=decision.survey,
         problem=decision.problem,

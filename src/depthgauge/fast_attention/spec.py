@@ -1,19 +1,17 @@
 """A complete description of one polynomial attention, as a backend receives it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import Survey
 from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.theory.bounds import Survey
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Spec:
     """Everything a backend needs besides q, k and v. Nothing in it has a gradient; tensors are created on first use.
 
@@ -49,7 +47,7 @@ class Spec:
     @cached_property
     def is_alike(self) -> bool:
         """Whether all heads have the same polynomial."""
-        return len(set(self.coefficients)) == 1
+        return self.coefficients.count(self.coefficients[0]) == len(self.coefficients)
 
     @property
     def is_weighted(self) -> bool:
@@ -99,28 +97,6 @@ class Spec:
     def middle(self) -> Tensor:
         """The midpoint of the range of every value column: [N, e]."""
         return self.survey.middle(self.problem)[list(self.members)]
-
-
-class SharedPolynomial(NamedTuple):
-    """The coefficients of p for all heads, valid if centring does not lower the grid index of B below `least_index`.
-
-    Below it, a lower degree would meet the tolerance.
-    """
-
-    coefficients: tuple[float, ...]
-    least_index: int
-
-
-class Repeatable(NamedTuple):
-    """Decisions that later calls can repeat: one polynomial of `degree` for all heads, no centring, no exact rows.
-
-    `problem` gives the sizes. `at` returns the polynomial for the grid index of B, or None if another degree or exact
-    attention is needed.
-    """
-
-    problem: Problem
-    degree: int
-    at: Callable[[int], SharedPolynomial | None]
 
 
 def centred(spec: Spec, at: slice, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,25 +1,25 @@
 """The choice of a polynomial for scores up to B: the lowest degree that meets the tolerance, if it is worth its cost.
 
-A `Chooser` depends on sizes, dtype, device and options of a call, and on none of its numbers. Calls of the same kind
-can therefore share one.
+A `Chooser` depends on the sizes and options of a call, and on none of its numbers. It is therefore kept by them.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from depthgauge.fast_attention.backends import Backend, backend_for
-from depthgauge.fast_attention.decide.cost import exact_cost, feature_count, polynomial_cost
-from depthgauge.fast_attention.decide.minimax import (
+from depthgauge.fast_attention.problem import Rules, Sizes
+from depthgauge.fast_attention.theory.bounds import product_unit
+from depthgauge.fast_attention.theory.cost import exact_cost, feature_count, polynomial_cost
+from depthgauge.fast_attention.theory.minimax import (
     HIGHEST_DEGREE,
     SMALLEST_INDEX,
     Minimax,
+    grid_bound,
     guarantee,
     limit_index,
     suited,
 )
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.spec import Repeatable, SharedPolynomial
 
 MOST_FEATURES = 2**17
 LARGEST_TOLERANCE = 0.5
@@ -32,7 +32,7 @@ COARSE = 8
 """One polynomial for all heads is computed for every eighth B of the grid only. A new one takes some 15 ms."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Choice:
     """The decision for one key head.
 
@@ -68,39 +68,28 @@ def limit(degree: int, dim: int, tolerance: float, gradients: bool) -> int:
     return SMALLEST_INDEX - 1 if index is None else index
 
 
-def call_cost(problem: Problem, degree: int, exact_rows: int, gradients: bool, may_repeat: bool) -> float:
-    """Return the cost of a degree for one key head, on the backend that would compute it.
-
-    `may_repeat` allows the lower cost of a repeated call, if the backend can repeat problems like this one.
-    """
-    backend = backend_for(problem, degree)
-    is_repeated = may_repeat and backend.can_repeat(problem)
-    rates = backend.rates
-    call = rates.trained if gradients else rates.repeated if is_repeated else rates.call
-    return polynomial_cost(problem, degree, exact_rows, rates, call)
+CallKind = tuple[Rules, int, int, bool, bool]
+"""What calls have in common that can share a chooser: the arguments of `chooser_for`."""
 
 
-def is_never_worth_it(problem: Problem, gradients: bool) -> bool:
-    """Return whether exact attention is predicted to be cheaper than every degree, so that no survey is needed.
-
-    Higher degrees cost more than degree 1. Degrees 0 and 1 may have different backends, so both are compared.
-    """
-    return all(
-        call_cost(problem, degree, 0, gradients, True) > exact_cost(problem, backend_for(problem, degree).rates)
-        for degree in (0, 1)
-    )
+@lru_cache(maxsize=1024)
+def chooser_for(rules: Rules, n: int, m: int, gradients: bool, is_padded: bool) -> "Chooser":
+    """Return the chooser of calls with n rows and m keys, with or without gradients and padding."""
+    return Chooser(rules.sizes(n, m, is_padded), rules.tolerance, gradients, rules.force)
 
 
 class Chooser:
-    """Chooses polynomials for a problem with these sizes. It keeps none of the problem's tensors."""
+    """Chooses polynomials for problems of these sizes."""
 
-    def __init__(self, problem: Problem, tolerance: float, gradients: bool, force: str | None) -> None:
-        self.problem, self.gradients, self.force = problem.outline(), gradients, force
+    def __init__(self, sizes: Sizes, tolerance: float, gradients: bool, force: str | None) -> None:
+        self.sizes, self.gradients, self.force = sizes, gradients, force
+        self.problem = sizes.outline()
         self.tolerance = min(tolerance, LARGEST_TOLERANCE)
-        self.dim = problem.q.shape[-1]
         self._backends: dict[int, tuple[Backend, float, float]] = {}
         self._whole: dict[tuple[int, ...], Choice | None] = {}
-        self._alike: dict[tuple[int, int], Choice | None] = {}
+        self._alike: dict[tuple[int, int | None], Choice | None] = {}
+        self._coarse: dict[tuple[int, int], Choice] = {}
+        self._allowances: dict[tuple[Choice, float, float], float] = {}
 
     def backend(self, degree: int) -> Backend:
         """Return the backend that computes this degree."""
@@ -110,17 +99,31 @@ class Chooser:
         """Return the backend of a degree, its cost for a head without exact rows, and the cost of exact attention."""
         if degree not in self._backends:
             backend = backend_for(self.problem, degree)
-            cost = self.cost(degree, 0, may_repeat=True)
-            self._backends[degree] = backend, cost, exact_cost(self.problem, backend.rates)
+            cost = polynomial_cost(self.sizes, degree, 0, backend.rates)
+            self._backends[degree] = backend, cost, exact_cost(self.sizes, backend.rates)
         return self._backends[degree]
 
-    def cost(self, degree: int, exact_rows: int, may_repeat: bool = False) -> float:
+    def cost(self, degree: int, exact_rows: int) -> float:
         """Return the predicted cost of a degree for one key head."""
-        return call_cost(self.problem, degree, exact_rows, self.gradients, may_repeat)
+        return polynomial_cost(self.sizes, degree, exact_rows, self.backend(degree).rates)
+
+    @cached_property
+    def largest_bound(self) -> float:
+        """The largest B that a polynomial covers whose cost is worth it, or 0 if none is."""
+        degrees = [degree for degree in range(HIGHEST_DEGREE + 1) if self._pays(degree)]
+        return max((grid_bound(self.limit(g)) for g in degrees if self.limit(g) >= SMALLEST_INDEX), default=0.0)
+
+    def _pays(self, degree: int) -> bool:
+        _, cost, exact = self.with_costs(degree)
+        return self.force == "polynomial" or cost <= exact
+
+    def is_beyond(self, product: float) -> bool:
+        """Return whether scores of norms with this product are larger than any polynomial covers that pays."""
+        return abs(self.sizes.scale) * product > self.largest_bound
 
     def limit(self, degree: int) -> int:
         """Return the largest grid index at which this degree meets the tolerance."""
-        return limit(degree, self.dim, self.tolerance, self.gradients)
+        return limit(degree, self.sizes.d, self.tolerance, self.gradients)
 
     def least_degree(self, index: int) -> int | None:
         """Return the lowest degree that meets the tolerance for scores up to 2^(index/GRID), or None."""
@@ -149,10 +152,9 @@ class Chooser:
         return self._polynomial(self._nearly_free(least, indices[centring]), indices[centring], centring)
 
     def _polynomial(self, degree: int, index: int, centring: int) -> Choice:
-        p = suited(degree, index, self.dim, self.tolerance, self.gradients)
+        p = suited(degree, index, self.sizes.d, self.tolerance, self.gradients)
         assert guarantee(p, self.gradients) <= self.tolerance
-        cost = self.with_costs(degree)[1] if centring == 0 else self.cost(degree, 0)
-        return Choice(p, centring, p.bound, 0, cost, lambda: "meets the tolerance at this degree")
+        return Choice(p, centring, p.bound, 0, self.with_costs(degree)[1], lambda: "meets the tolerance at this degree")
 
     def _nearly_free(self, least: int, index: int) -> int:
         """Return the highest degree that costs at most NEARLY times the cheapest degree that meets the tolerance."""
@@ -160,46 +162,41 @@ class Chooser:
         costs = {degree: self.with_costs(degree)[1] for degree in fits}
         return max(degree for degree in fits if costs[degree] <= NEARLY * min(costs.values()))
 
-    def alike(self, index: int) -> Choice | None:
+    def alike(self, index: int, lowest: int | None = None) -> Choice | None:
         """Return one polynomial for all heads with scores up to 2^(index/GRID), without centring, or None.
 
-        It is the polynomial of the next coarse B, or of the largest B at which the degree meets the tolerance.
+        It is the polynomial of the next coarse B, or of the largest B at which the degree meets the tolerance. If the
+        scores of a centred head are up to 2^(lowest/GRID) only, the result is None if centring lowers its degree.
         """
+        key = index, lowest
+        if key not in self._alike:
+            self._alike[key] = self._shared(index, lowest)
+        return self._alike[key]
+
+    def _shared(self, index: int, lowest: int | None) -> Choice | None:
         least = self.least_degree(index)
-        if least is None:
+        if least is None or (lowest is not None and (least > 2 or least != self.least_degree(lowest))):
             return None
         degree = self._nearly_free(least, index)
         coarse = min(-(-index // COARSE) * COARSE, self.limit(degree))
-        if (degree, coarse) not in self._alike:
-            self._alike[degree, coarse] = self._polynomial(degree, coarse, 0)
-        return self._alike[degree, coarse]
+        if (degree, coarse) not in self._coarse:
+            self._coarse[degree, coarse] = self._polynomial(degree, coarse, 0)
+        return self._coarse[degree, coarse]
 
     def allowance(self, choice: Choice, spread: float) -> float:
         """Return the rounding allowance of a head, as a fraction of range(v). `spread` bounds log w_i − log w_j."""
         if choice.polynomial is None:
             return 0.0
-        rounding = self.backend(choice.degree()).rounding
-        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
+        # It depends on a setting of torch, too.
+        key = choice, spread, product_unit(self.problem.working, self.sizes.device)
+        if key not in self._allowances:
+            rounding = self.backend(choice.degree()).rounding
+            self._allowances[key] = rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
+        return self._allowances[key]
 
     def is_worth_it(self, choice: Choice) -> bool:
         """Return whether the polynomial is forced, or predicted to cost no more than exact attention."""
         return self.force == "polynomial" or choice.cost <= self.with_costs(choice.degree())[2]
-
-    def repeatable(self, degree: int) -> Repeatable:
-        """Return what a backend needs to repeat decisions for one polynomial of this degree for all heads."""
-
-        def shared_at(index: int) -> SharedPolynomial | None:
-            choice = self.alike(index)
-            if choice is None or choice.degree() != degree or not self.is_worth_it(choice):
-                return None
-            if not self.allowance(choice, 0.0) <= LARGEST_ROUNDING:
-                return None
-            assert choice.polynomial is not None
-            least = self.least_degree(index)
-            lower = SMALLEST_INDEX if not least else self.limit(least - 1) + 1
-            return SharedPolynomial(choice.polynomial.coefficients, lower)
-
-        return Repeatable(self.problem, degree, shared_at)
 
     def largest(self, degree: int) -> Choice | None:
         """Return the polynomial of a degree for the largest scores that it covers, or None if rounding forbids it."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import product as every
 from operator import mul
 
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.backends import Backend
-from depthgauge.fast_attention.decide.bounds import Survey, norm_up, score_bound, unit
-from depthgauge.fast_attention.decide.chooser import LARGEST_ROUNDING, MOST_FEATURES, Choice, Chooser
-from depthgauge.fast_attention.decide.cost import exact_cost, feature_count
-from depthgauge.fast_attention.decide.minimax import (
+from depthgauge.fast_attention.decide.chooser import LARGEST_ROUNDING, MOST_FEATURES, Choice, Chooser, chooser_for
+from depthgauge.fast_attention.plan import AttentionPlan, Fixed, HeadPlan
+from depthgauge.fast_attention.problem import GuaranteeError, Problem, Request
+from depthgauge.fast_attention.theory.bounds import Survey, norm_up, score_bound, unit
+from depthgauge.fast_attention.theory.cost import exact_cost, feature_count
+from depthgauge.fast_attention.theory.minimax import (
     HIGHEST_DEGREE,
     SMALLEST_INDEX,
     Minimax,
@@ -22,9 +25,6 @@ from depthgauge.fast_attention.decide.minimax import (
     grid_index,
     output_error,
 )
-from depthgauge.fast_attention.plan import AttentionPlan, Fixed, HeadPlan
-from depthgauge.fast_attention.problem import GuaranteeError, Problem, Request
-from depthgauge.fast_attention.spec import Repeatable
 
 MOST_EXACT_ROWS = 1 / 8
 """The largest fraction of rows that are computed exactly beside a polynomial. With more, the whole head is exact."""
@@ -34,40 +34,39 @@ CENTRINGS = ("none", "keys", "keys, queries")
 class Decision:
     """The choices for all heads of a problem, and the survey behind them."""
 
-    def __init__(self, problem: Problem, surveyed: Survey, chooser: Chooser) -> None:
-        self.problem, self.survey, self.chooser = problem, surveyed, chooser
-        # Centred q and k are rounded once more in a short dtype: |t| ≤ (1 + 2u)² B after this rounding.
-        self.growth = (1 + 2 * unit(problem.q.dtype)) ** 2
+    def __init__(self, problem: Problem, survey: Survey, chooser: Chooser) -> None:
+        self.problem, self.survey, self.chooser = problem, survey, chooser
         self._row_norms: Tensor | None = None
         self._beyond: dict[int, dict[int, list[int]]] = {}
-        self.choices = self._all_alike() or [self._choose(head) for head in range(problem.heads)]
 
-    def _all_alike(self) -> list[Choice] | None:
-        """Return the choices if centring cannot lower the degree of any head, which is cheap to check; else None."""
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """The choice for every head."""
+        return self.alike or [self._choose(head) for head in range(self.problem.heads)]
+
+    @cached_property
+    def alike(self) -> list[Choice] | None:
+        """The choices if centring cannot lower the degree of any head, which is cheap to check; else None."""
         s, scale, chooser = self.survey, self.problem.scale, self.chooser
         if not all(s.is_usable):
             return None
-        bounds = [score_bound(scale, q, k) for q, k in zip(s.query, s.key, strict=True)]
         lowest = min(map(mul, map(min, s.query, s.query_centred), map(min, s.key, s.key_centred)))
-        largest = max(bounds)
-        degree = chooser.least_degree(grid_index(largest))
-        if degree is None or degree > 2 or degree != chooser.least_degree(grid_index(abs(scale) * lowest)):
+        largest = score_bound(scale, max(map(mul, s.query, s.key)), 1.0)
+        shared = chooser.alike(grid_index(largest), grid_index(abs(scale) * lowest))
+        if shared is None:
             return None
-        heads = range(len(bounds))
-        if self.problem.q.is_cuda or self.backend(2).can_repeat(self.problem):  # one polynomial needs no table
-            shared = chooser.alike(grid_index(largest))
-            return None if shared is None else [self._if_worth_it(shared, heads)] * len(bounds)
+        heads = range(self.problem.heads)
+        if self.problem.q.is_cuda or self.backend(2).is_capturable(self.problem):  # one polynomial needs no table
+            return [self._if_worth_it(shared, heads)] * len(heads)
+        bounds = [score_bound(scale, q, k) for q, k in zip(s.query, s.key, strict=True)]
         whole = {bound: chooser.whole((grid_index(bound),)) for bound in set(bounds)}
         worth = {bound: self._if_worth_it(choice, heads) for bound, choice in whole.items() if choice is not None}
         return [worth[bound] for bound in bounds]
 
-    def repeatable(self) -> Repeatable | None:
-        """Return how later calls can repeat the decision, if it is one polynomial for all heads; else None."""
-        first = self.choices[0]
-        is_alike = all(c is first or c == first for c in self.choices)
-        if first.polynomial is None or first.centring or first.exact_rows or not is_alike:
-            return None
-        return self.chooser.repeatable(first.degree())
+    @cached_property
+    def growth(self) -> float:
+        """The growth of B by rounding: centred q and k are rounded once more, and then |t| ≤ (1 + 2u)² B."""
+        return (1 + 2 * unit(self.problem.q.dtype)) ** 2
 
     def bounds(self, head: int) -> tuple[float, float, float]:
         """Return B without centring, with centred keys, and with centred keys and queries."""
@@ -106,7 +105,7 @@ class Decision:
         degree, force = choice.degree(), self.chooser.force
         allowance = self._allowance(choice, heads)
         if not allowance <= LARGEST_ROUNDING:
-            is_held = all(self._holds(choice, head) for head in heads)
+            is_held = self._holds(choice, heads)
 
             def why() -> str:
                 if not is_held:
@@ -133,7 +132,7 @@ class Decision:
             degree = degree_it_would_take(bound, chooser.tolerance) if bound < 1e6 else None
             needed = f"about degree {degree}" if degree is not None else "a degree that is out of reach"
             if degree is not None and degree <= HIGHEST_DEGREE:
-                features = feature_count(chooser.dim, degree)
+                features = feature_count(chooser.sizes.d, degree)
                 needed += f" with {features} features, more than the limit of {MOST_FEATURES}"
             return f"scores up to B = {bound:.3g} need {needed}"
 
@@ -204,18 +203,18 @@ class Decision:
         """Return the largest rounding allowance of heads that share a choice, or infinity if sums leave their range."""
         if choice.polynomial is None:
             return 0.0
-        if not all(self._holds(choice, head) for head in heads):
+        if not self._holds(choice, heads):
             return math.inf
         spread = max(self.survey.spread[head] for head in heads) if choice.centring == 2 else 0.0
         return self.chooser.allowance(choice, spread)
 
-    def _holds(self, choice: Choice, head: int) -> bool:
-        s = self.survey
-        return self.backend(choice.degree()).holds(self.problem.scale, s.query[head], s.key[head], s.value_size[head])
+    def _holds(self, choice: Choice, heads: Sequence[int]) -> bool:
+        s, backend = self.survey, self.backend(choice.degree())
+        return all(backend.holds(s.scale, s.query[head], s.key[head], s.value_size[head]) for head in heads)
 
     def plan(self, request: Request, notes: Sequence[str], fixed: Fixed | str) -> AttentionPlan:
         """Return the choices as a AttentionPlan. `fixed` is what later calls need to follow it."""
-        shape, chooser = request.k.shape[:-2], self.chooser
+        shape, chooser, sizes = request.k.shape[:-2], self.chooser, self.chooser.sizes
         heads = []
         for head, index in enumerate(every(*map(range, shape))):
             c = self.choices[head]
@@ -227,10 +226,33 @@ class Decision:
                 HeadPlan(
                     index=index, path="polynomial" if p else "exact", why=c.why(), bound_before=before,
                     bound_after=after, centring=CENTRINGS[c.centring] if p else "none", degree=degree,
-                    features=feature_count(chooser.dim, degree) if degree is not None else 0, exact_rows=c.exact_rows,
-                    cost_exact=exact_cost(self.problem, backend.rates), cost_polynomial=c.cost,
+                    features=feature_count(sizes.d, degree) if degree is not None else 0, exact_rows=c.exact_rows,
+                    cost_exact=exact_cost(sizes, backend.rates), cost_polynomial=c.cost,
                     guarantee=output_error(p.error) if p else 0.0, rounding=self.rounding(head),
                     gradient=gradient_error(p) if p and chooser.gradients else None, backend=backend.name,
                 )
             )  # fmt: skip
         return AttentionPlan(request.options.tolerance, request.q.dtype, tuple(heads), tuple(notes), fixed)
+
+
+def survey_of(problem: Problem, chooser: Chooser) -> Survey:
+    """Return the survey of a problem, computed by the backend of degree 2."""
+    return chooser.backend(2).survey(problem)
+
+
+def decide(request: Request, problem: Problem) -> Decision:
+    """Survey the problem and choose a path for every head."""
+    n, m = request.q.shape[-2], request.k.shape[-2]
+    chooser = chooser_for(request.rules, n, m, request.needs_gradients, problem.keep is not None)
+    problem = problem.detach()
+    return Decision(problem, survey_of(problem, chooser), chooser)
+
+
+def decided(problem: Problem, chooser: Chooser) -> Decision | None:
+    """Survey the problem and return a decision in which some head has a polynomial, or None if there is none."""
+    problem = problem.detach()
+    survey = survey_of(problem, chooser)
+    if chooser.force is None and chooser.is_beyond(survey.least_product):
+        return None
+    decision = Decision(problem, survey, chooser)
+    return decision if any(choice.polynomial is not None for choice in decision.choices) else None

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import moment_certificate, moment_terms
 from depthgauge.fast_attention.decide.decision import Decision
-from depthgauge.fast_attention.decide.minimax import output_error
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.spec import Spec, centred, weights
+from depthgauge.fast_attention.theory.bounds import moment_certificate, moment_terms
+from depthgauge.fast_attention.theory.minimax import output_error
 
 CAUSAL_STEP = 256
 """Causal moments are accumulated in steps of this many keys.

@@ -17,7 +17,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import (
+from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.spec import Spec, centred, weights
+from depthgauge.fast_attention.theory.bounds import (
     LARGEST_LOG_RANGE,
     Survey,
     is_outside,
@@ -26,10 +28,8 @@ from depthgauge.fast_attention.decide.bounds import (
     survey,
     unit,
 )
-from depthgauge.fast_attention.decide.cost import Rates, feature_count
-from depthgauge.fast_attention.decide.minimax import Minimax
-from depthgauge.fast_attention.problem import Kind, Problem
-from depthgauge.fast_attention.spec import Repeatable, Spec, centred, weights
+from depthgauge.fast_attention.theory.cost import Rates, feature_count
+from depthgauge.fast_attention.theory.minimax import Minimax
 from depthgauge.fast_attention.torch.features import Featurizer, features_vjp, multinomials
 
 CHUNK = 512
@@ -119,16 +119,9 @@ class TorchBackend:
         """Return the largest spread of log w for which no weight is lost to underflow."""
         return LARGEST_LOG_RANGE if problem.causal else math.inf
 
-    def can_repeat(self, problem: Problem) -> bool:
-        """Return False: a repeated call would save little here."""
+    def is_capturable(self, problem: Problem) -> bool:
+        """Return False: tables of coefficients are copied from the host."""
         return False
-
-    def remember(self, kind: Kind, decision: Repeatable) -> None:
-        """Do nothing."""
-
-    def repeat(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Return None: every call is decided from the start."""
-        return None
 
     def forward(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True

@@ -14,7 +14,7 @@ from itertools import combinations_with_replacement, groupby
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.cost import feature_count
+from depthgauge.fast_attention.theory.cost import feature_count
 
 
 @lru_cache(maxsize=256)

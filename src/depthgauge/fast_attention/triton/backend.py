@@ -1,22 +1,21 @@
 """The Triton backend: polynomial attention of degrees 1 and 2 on the GPU (extra `gpu`)."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide import bounds
-from depthgauge.fast_attention.decide.bounds import LARGEST_LOG_RANGE, Survey, unit
-from depthgauge.fast_attention.decide.cost import GPU_TRITON
-from depthgauge.fast_attention.decide.minimax import Minimax
-from depthgauge.fast_attention.problem import Kind, Problem
-from depthgauge.fast_attention.spec import Repeatable, Spec
-from depthgauge.fast_attention.triton.forward import forward
+from depthgauge.fast_attention.problem import Problem, Sizes
+from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory import bounds
+from depthgauge.fast_attention.theory.bounds import LARGEST_LOG_RANGE, Survey, unit
+from depthgauge.fast_attention.theory.cost import GPU_TRITON
+from depthgauge.fast_attention.theory.minimax import Minimax
+from depthgauge.fast_attention.triton.forward import ForwardLaunches, PassSizes, forward, forward_launches
 from depthgauge.fast_attention.triton.gradient import backward
-from depthgauge.fast_attention.triton.route import Route
-from depthgauge.fast_attention.triton.survey import is_outside, survey
-from depthgauge.fast_attention.triton.tuning import LONGEST_SPLIT, is_addressable, is_supported
-from depthgauge.fast_attention.triton.workspace import Workspace
+from depthgauge.fast_attention.triton.survey import KernelSurvey, outward, surveyed
+from depthgauge.fast_attention.triton.tuning import CAUSAL_BLOCK, LONGEST_SPLIT, is_addressable, is_supported
 
 LARGEST_LOG_RANGE_FLOAT16 = 6.0
 """The largest spread of log w in float16. The kernels store w k and w e^t in it, and it loses numbers below 6e-5."""
@@ -24,19 +23,20 @@ ZERO_NORM = 2.0**-58
 """Norms below this number are zeros that were rounded up."""
 
 
+@dataclass(frozen=True)
 class TritonBackend:
     """Polynomial attention of degrees 1 and 2 in fused Triton kernels.
 
-    The backend owns its workspace and `routes`, the decisions that later calls repeat, by kind of call.
+    Values of the dtypes `centred_after` are exact in the kernels and are centred after the sums. Values of other dtypes
+    are centred before the sums. A backward pass holds at most `turned_bytes` of turned states, or one of them.
     """
+
+    causal_block: int = CAUSAL_BLOCK
+    centred_after: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    turned_bytes: int = 2**28
 
     name = "triton"
     rates = GPU_TRITON
-    _MOST_ROUTES = 1024
-
-    def __init__(self, workspace: Workspace | None = None) -> None:
-        self.workspace = Workspace() if workspace is None else workspace
-        self.routes: dict[Kind, Route] = {}
 
     def supports(self, problem: Problem, degree: int) -> bool:
         """Return whether the kernels support the shapes, the dtype and the degree."""
@@ -47,23 +47,31 @@ class TritonBackend:
 
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v. The kernel does not support padding."""
-        return survey(self.workspace, problem) if problem.keep is None else bounds.survey(problem)
+        return KernelSurvey(problem) if problem.keep is None else bounds.survey(problem)
 
     def is_outside(self, problem: Problem, bound: float) -> Tensor:
-        """Return on the device whether scores may exceed `bound`, or q, k or v is unusable."""
-        return is_outside(self.workspace, problem, bound)
+        """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the range of `holds`.
+
+        Nothing is copied to the host.
+        """
+        query, key, _, _, values, *_ = surveyed(problem)[: 8 * problem.heads].view(8, -1).double().unbind()
+        up, lost = outward(problem.q.shape[-1])
+        scores = (up * query.sqrt() + lost) * (up * key.sqrt() + lost) * (abs(problem.scale) * (1 + 2.0**-40))
+        sizes = torch.stack((query, key, values))
+        is_held = (sizes == 0) | ((sizes >= 2.0**-40) & (sizes <= 2.0**40))
+        return ~((scores <= bound).all() & is_held.all())
 
     def forward(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, needs_z: bool = True
     ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
         """Return out [N, G, n, e], Z [N, G, n] if needed, and the tensors for `backward`."""
-        return forward(self.workspace, spec, q, k, v, needs_z)
+        return forward(self._sizes(spec, q, v, needs_z), spec, q, k, v)
 
     def backward(
         self, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v."""
-        return backward(self.workspace, spec, q, k, v, saved, grad)
+        return backward(self._sizes(spec, q, v, True), spec, q, k, v, saved, grad)
 
     def holds(self, scale: float, query: float, key: float, value: float) -> bool:
         """Return whether s² k k v and q q, which the kernels compute, stay far inside the range of float32.
@@ -94,7 +102,7 @@ class TritonBackend:
         query = 1 if key or dtype == torch.float16 else 0
         weight = 2 if centring == 2 else 0
         a = [abs(c) * bound**g for g, c in enumerate(p.coefficients)] + [0.0]
-        per_split = self.workspace.causal_block if problem.causal else LONGEST_SPLIT
+        per_split = self.causal_block if problem.causal else LONGEST_SPLIT
         sums = (LONGEST_SPLIT / 8 + problem.k.shape[1] / per_split + d * d / 8 + 32) * 2.0**-23 * sum(a)
         # Below its normal range, float16 has absolute error 2⁻²⁵: in coordinates, their products, and w times both.
         small = d * 2.0**-22 * math.exp(spread if centring == 2 else 0.0) if dtype == torch.float16 else 0.0
@@ -105,27 +113,33 @@ class TritonBackend:
         if problem.causal:
             above += u * math.exp(bound) * (1 + (key + query) * bound)
             below += u * math.exp(bound) * (1 + (key + query) * bound)
-        if self.workspace.centres_before(dtype):
+        if dtype not in self.centred_after:
             above += unit(dtype)
         grown = math.exp(bound) / (1 - p.error)
         above, below = 1.01 * above * grown + log_error, 1.01 * below * grown + log_error
         return (above + below) / (1 - below) if below < 0.5 else math.inf
 
-    def can_repeat(self, problem: Problem) -> bool:
-        """Return whether a Route can compute problems like this one: no padding, and values centred after the sums."""
-        return not self.workspace.centres_before(problem.q.dtype) and problem.keep is None
+    def is_capturable(self, problem: Problem) -> bool:
+        """Return whether a CUDA graph can capture `forward` and `is_outside`: they copy nothing to the host."""
+        return problem.q.dtype in self.centred_after and problem.keep is None
 
-    def remember(self, kind: Kind, decision: Repeatable) -> None:
-        """Keep how to repeat a decision for later calls of the same kind."""
-        if not self.can_repeat(decision.problem):
-            return
-        known = self.routes.get(kind)
-        if known is None or known.degree != decision.degree:
-            if len(self.routes) >= self._MOST_ROUTES:
-                self.routes.clear()
-            self.routes[kind] = Route(self.workspace, decision)
+    def plain_launches(self, sizes: Sizes, degree: int, needs_z: bool) -> ForwardLaunches:
+        """Return the forward pass of one polynomial for all heads, which reads q and k of the caller."""
+        heads, groups, n, m, d, e, dtype, device, _, causal, _ = sizes
+        block = self.causal_block if causal else 0
+        return forward_launches(
+            PassSizes(
+                heads, groups, n, m, d, e, dtype, degree, block, True, False, False, False, True, needs_z,
+                self.turned_bytes, device,
+            )
+        )  # fmt: skip
 
-    def repeat(self, kind: Kind, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """Return the output by an earlier decision for a call of this kind, or None."""
-        route = self.routes.get(kind)
-        return None if route is None else route(q, k, v)
+    def _sizes(self, spec: Spec, q: Tensor, v: Tensor, needs_z: bool) -> PassSizes:
+        (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
+        block, is_weighted, is_padded = self.causal_block if spec.causal else 0, spec.is_weighted, spec.keep is not None
+        is_changed = spec.is_centred or is_padded or spec.exact_rows is not None
+        is_plain = not is_changed and q.dtype != torch.float16  # the range of float16 is small, so q and k are scaled
+        return PassSizes(
+            heads, groups, n, m, d, e, q.dtype, spec.degree, block, is_plain, v.dtype not in self.centred_after,
+            is_weighted or is_padded, is_weighted, spec.is_alike, needs_z, self.turned_bytes, q.device,
+        )  # fmt: skip

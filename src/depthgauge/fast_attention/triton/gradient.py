@@ -21,19 +21,8 @@ import torch
 from torch import Tensor
 
 from depthgauge.fast_attention.spec import Spec
-from depthgauge.fast_attention.triton.forward import (
-    Coefficients,
-    exponents,
-    is_plain,
-    kernel_coefficients,
-    kernel_inputs,
-)
-from depthgauge.fast_attention.triton.gradient_launches import GradientSizes
-from depthgauge.fast_attention.triton.gradient_pass import GradientPass
-from depthgauge.fast_attention.triton.passes import aligned
-from depthgauge.fast_attention.triton.workspace import Workspace
-
-Saved = tuple[Tensor, ...]
+from depthgauge.fast_attention.triton.forward import LOG2_E, PassSizes, kernel_coefficients, kernel_inputs
+from depthgauge.fast_attention.triton.gradient_launches import gradient_launches
 
 
 def normalised(grad: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -46,10 +35,7 @@ def normalised(grad: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> tuple[Tensor, ...]:
-    """Return the factors of ∂q, ∂k and ∂v [N]: those of q̃ and k̃, times `size` and, for keys and values, 1 / weight.
-
-    They are not needed if q and k are those of the caller: the kernels then read 1 / weight in the small state.
-    """
+    """Return the factors of ∂q, ∂k and ∂v [N]: those of q̃ and k̃, times `size` and, for keys and values, 1 / weight."""
     query, key = (x.float() for x in spec.factors)
     share = small[0, :, -1].contiguous()
     if size is not None:
@@ -57,57 +43,76 @@ def head_factors(spec: Spec, small: Tensor, size: Tensor | None) -> tuple[Tensor
     return query, share * key, share
 
 
-def plain_backward(
-    p: GradientPass, coefficients: Coefficients, scale: float, given: tuple[Tensor, Tensor, Tensor], saved: Saved,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v, read by the kernels directly, with one polynomial for all heads.
-
-    Any shapes with the same order in memory as [N, G, n, d] and [N, m, ·] are accepted. Values are centred after the
-    sums.
-    """
-    q, k, v = (x.contiguous() for x in given)
-    found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    numbers = {"coefficients": coefficients, "exponents": exponents(scale)}
-    out, *kept = map(aligned, saved)  # hooks of autograd may have moved them
-    p((q, k, v, grad.contiguous(), out, *found), tuple(kept), numbers)
-    return found
-
-
 def backward(
-    workspace: Workspace, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
+    s: PassSizes, spec: Spec, q: Tensor, k: Tensor, v: Tensor, saved: tuple[Tensor, ...], grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from `grad`, the gradient of out."""
-    (heads, groups, n, d), (m, e) = q.shape, v.shape[1:]
-    out, *kept = map(aligned, saved)  # hooks of autograd may have moved them
-    qt, kt, w, scale = kernel_inputs(spec, q, k)
-    is_shifted = workspace.centres_before(v.dtype)
-    p = workspace.gradients(
-        GradientSizes(
-            heads, groups, n, m, d, e, q.dtype, spec.degree, workspace.causal_block if spec.causal else 0,
-            workspace.turned_bytes, is_shifted, is_plain(spec), w is not None, spec.is_weighted, spec.is_alike,
-            q.device,
-        )
-    )  # fmt: skip
+    """Return the gradients of q, k and v from `grad`, the gradient of out.
+
+    `saved` are out, Z′ and the two parts of the states of keys from the forward pass. Tensors are dropped before later
+    ones are allocated. Where a kernel ignores a tensor, it gets Z′.
+    """
+    p = gradient_launches(s)
+    out, z, key_big, key_small = (x.contiguous() for x in saved)  # hooks of autograd may have moved them
+    q, k, w, scale = kernel_inputs(s, spec, q, k)
+    v = v.contiguous()
     if spec.exact_rows is not None:
         grad = grad.masked_fill(spec.exact_rows[..., None], 0)
-    up, size = normalised(grad.contiguous())
-    extra: tuple[Tensor, ...] = () if w is None else (w,)
-    if is_shifted:
-        extra += (spec.middle.float().contiguous(),)
-    table, coefficients = kernel_coefficients(spec, scale, q.device)
-    values, dtype = v.contiguous(), torch.float32 if spec.is_weighted else q.dtype
-    dq, dk, dv = torch.empty_like(qt), torch.empty_like(kt, dtype=dtype), torch.empty_like(values, dtype=dtype)
-    weighted: tuple[Tensor, ...] = ()
-    if spec.is_weighted:
-        weighted = q.new_empty(heads, m, dtype=torch.float32), torch.empty_like(values)
-    factors = () if is_plain(spec) else head_factors(spec, p.kept.view(tuple(kept), "key_small"), size)
-    given = qt, kt, values, up, out, *extra, *factors, *table, dq, dk, dv, *weighted
-    p(given, tuple(kept), {"coefficients": coefficients, "exponents": exponents(scale)})
-    if weighted:  # through w_j = exp(s μ·(k_j − c))
-        dw, centred_values = weighted
-        through = (dv * centred_values).sum(-1) + dw
+    grad, size = normalised(grad.contiguous())
+    shift = spec.middle.float().contiguous() if s.is_shifted else key_small
+    # If q and k are those of the caller, the only factor is 1 / weight in the small state.
+    query_factor, key_factor, value_factor = (key_small,) * 3 if s.is_plain else head_factors(spec, key_small, size)
+    own, shared = kernel_coefficients(s, spec, scale)
+    exponents = scale * LOG2_E, scale
+
+    def wide(shape: tuple[int, ...], is_needed: bool = True) -> Tensor:
+        return q.new_empty(shape, dtype=torch.float32) if is_needed else z
+
+    # The sums over queries, and the states that keys read.
+    values, level, first = torch.empty_like(v), wide((p.row_heads, p.n)), wide(p.first_shape)
+    floor, after = wide(p.floor_shape, p.is_causal), wide((s.heads, p.states), p.is_causal)
+    queries = z if p.second_moments is None else q.new_empty(p.transposed_shape)
+    dn = q.new_empty(p.row_heads, p.n, s.e)
+    p.prepare((q, v, shift, queries, values))
+    p.moments((q, grad, out, z, shift, floor, dn, level, first))
+    second = z if p.second_moments is None else p.second_moments(queries, queries, dn)
+    del queries, dn
+    big, small = q.new_empty(p.states, s.heads, s.big_size), wide((p.states, s.heads, p.query_small_size))
+    p.finish((second, first, small if own is None else own, floor, p.slots, big, small, after), shared)
+    del first, second
+
+    # The rows ∂q, from the states of keys and the exact blocks.
+    turned = q.new_empty(p.turned_shape) if p.turned_parts else z
+    exact = wide((p.row_heads, p.n, s.d), p.is_causal)
+    weight = z if w is None else w
+    if p.is_causal:
+        p.exact_queries((q, grad, level, k, values, weight, key_small, exact), exponents)
+    dq = torch.empty_like(q)
+    for part in p.queries:
+        if part.turn is not None:
+            part.turn((key_big[part.first_state :], p.pairs, turned))
+        states = turned, key_big, key_small
+        part.rows((q, grad, *states, level, exact, z, query_factor, z, p.turned_slots, dq, z), (1.0,))
+    del exact
+
+    # The rows ∂v, ∂k and, if the weights depend on the keys, w ∂w, from the states of queries and the exact blocks.
+    exact_k, exact_v = wide((s.heads, s.m, s.d), p.is_causal), wide((s.heads, s.m, s.e), p.is_causal)
+    dw = wide((s.heads, s.m), s.is_weighted)
+    if p.is_causal:
+        p.exact_keys((q, grad, level, z, k, values, floor, after, exact_k, exact_v, dw), exponents)
+    dtype = torch.float32 if s.is_weighted else s.dtype
+    dv = torch.empty_like(v, dtype=dtype)
+    rows = (1.0 if p.is_causal else float(p.n),)  # sums over queries are divided by after, or by the number of rows
+    p.values((k, k, big, big, small, z, exact_v, weight, value_factor, after, p.slots, dv, dw), rows)
+    del exact_v
+    dk = torch.empty_like(k, dtype=dtype)
+    for part in p.keys:
+        if part.turn is not None:
+            part.turn((big[part.first_state :], p.pairs, turned))
+        states = turned, big, small
+        part.rows((k, values, *states, z, exact_k, weight, key_factor, after, p.turned_slots, dk, z), rows)
+    if s.is_weighted:  # through w_j = exp(s μ·(k_j − c))
+        through = (dv * values).sum(-1) + dw
         dk = dk + spec.scale * through[..., None] * spec.query_centre[:, None]
     if spec.keep is not None:
         dk = dk.masked_fill(~spec.keep[..., None], 0)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(s.dtype), dv.to(s.dtype)

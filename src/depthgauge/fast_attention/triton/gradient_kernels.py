@@ -12,14 +12,12 @@ from types import SimpleNamespace
 from depthgauge.fast_attention.triton.kernels import TILE, slots
 
 
-@lru_cache(maxsize=64)
 def turned_slots(dim: int, width: int) -> tuple[tuple[int, int, int], ...]:
     """Return the tiles of the turned slots: (slot, tile of c, tile of b)."""
     others = dim // TILE
     return tuple((c * others + b, c, b) for c in range(width // TILE) for b in range(others))
 
 
-@lru_cache(maxsize=16)
 def pair_slots(dim: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Return for tiles a and b the slot of their products and whether b is the first factor: [tiles, tiles, 2]."""
     count = dim // TILE
@@ -194,23 +192,22 @@ def gradient_kernels() -> SimpleNamespace:
                         z0 += tl.load(source + D * E + D * D + D + E) * over
 
     @triton.jit
-    def turn(big_ptr, other_ptr, pair_ptr, out_ptr, big_size, D: tl.constexpr, E: tl.constexpr):
+    def turn(big_ptr, pair_ptr, out_ptr, big_size, D: tl.constexpr, E: tl.constexpr):
         """Compute 2 S_abc for all a and b, as slots of 256 products c·b (tile of c, tile of b) by D columns a.
 
-        The states of `big` come first, then those of `other`. pair[a, b] holds the slot of the two tiles and whether b
-        is the first factor. Sums of two different tiles are stored doubled already.
+        pair[a, b] holds the slot of the two tiles and whether b is the first factor. Sums of two different tiles are
+        stored doubled already.
         """
-        slot, state, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+        slot, state = tl.program_id(0), tl.program_id(1).to(tl.int64)
         tile_c, tile_b = slot // (D // 16), slot % (D // 16)
         bc, a = tl.arange(0, 256), tl.arange(0, 16)
         b, c = bc // 16, bc % 16
-        from_ptr = big_ptr + state * big_size if which == 0 else other_ptr + state * big_size
-        to = out_ptr + ((which * tl.num_programs(1) + state) * tl.num_programs(0) + slot) * (256 * D)
+        to = out_ptr + (state * tl.num_programs(0) + slot) * (256 * D)
         for tile_a in tl.static_range(D // 16):
             pair = pair_ptr + (tile_a * (D // 16) + tile_b) * 2
             kept, is_swapped = tl.load(pair), tl.load(pair + 1)
             product = tl.where(is_swapped > 0, b[:, None] * 16 + a[None, :], a[None, :] * 16 + b[:, None])
-            source = from_ptr + (kept * 256 + product) * E + tile_c * 16 + c[:, None]
+            source = big_ptr + state * big_size + (kept * 256 + product) * E + tile_c * 16 + c[:, None]
             value = tl.load(source) * tl.where(tile_a == tile_b, 2.0, 1.0).to(out_ptr.dtype.element_ty)
             tl.store(to + (c * 16 + b)[:, None] * D + tile_a * 16 + a[None, :], value)
 
@@ -289,10 +286,10 @@ def gradient_kernels() -> SimpleNamespace:
         if HAS_DW:
             tl.store(dw_ptr + own, dw * factor, mask=c < m)
 
-    @triton.jit(do_not_specialize=["first_state", "turned_state"])
+    @triton.jit(do_not_specialize=["first_state"])
     def add_rows(
         x_ptr, y_ptr, s_ptr, big_ptr, small_ptr, g_ptr, exact_ptr, row_ptr, head_ptr, after_ptr, slot_ptr, out_ptr,
-        z_ptr, n, groups, heads, first_state, turned_state, last_state, per_state, s_size, big_size, small_size,
+        z_ptr, n, groups, heads, first_state, last_state, per_state, s_size, big_size, small_size,
         linear_at, head_size, head_at, factor,
         SLOTS: tl.constexpr, X: tl.constexpr, Y: tl.constexpr, OUT: tl.constexpr, T: tl.constexpr, SUB: tl.constexpr,
         TURNED: tl.constexpr, EXACT: tl.constexpr, HAS_G: tl.constexpr, HAS_Z: tl.constexpr, HAS_HEAD: tl.constexpr,
@@ -301,7 +298,7 @@ def gradient_kernels() -> SimpleNamespace:
     ):  # fmt: skip
         """Compute factor · (Σ_slots (y ⊗ x) S + rest + exact) for T rows with the state of their block.
 
-        The rows start at the block of first_state, whose S is number turned_state. TURNED (bilinear): rest = y Lᵀ +
+        The rows start at the block of first_state, whose S comes first. TURNED (bilinear): rest = y Lᵀ +
         g (2 x C + z1), and S is the output of `turn`. Otherwise y = x and rest = x L + n0; if HAS_Z, the same sum for
         x·(x C + z1) + z0 is stored in z. EXACT: the exact blocks are in `exact` and z. The factor is a number times the
         factor of the head, times after[state], times or divided by the number of the row, where present.
@@ -314,7 +311,7 @@ def gradient_kernels() -> SimpleNamespace:
         cx, cy, co = tl.arange(0, X), tl.arange(0, Y), tl.arange(0, OUT)
         i, sub, rows = tl.arange(0, 16), tl.arange(0, SUB), tl.arange(0, SUB * 16)
         state = tl.minimum(start // per_state, last_state)
-        s_at = s_ptr + ((state - first_state + turned_state) * heads + head) * s_size
+        s_at = s_ptr + ((state - first_state) * heads + head) * s_size
         linear = big_ptr + (state * heads + head) * big_size + linear_at
         small = small_ptr + (state * heads + head) * small_size
         at = row_head * n + r

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 TILE = 16
 
 
-@lru_cache(maxsize=16)
 def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
     """Return tile pairs in groups of two with a shared tile: (shared, first, second), where second may be −1 (none).
 
@@ -36,13 +35,11 @@ def programs(dim: int) -> tuple[tuple[int, int, int], ...]:
     return tuple(found)
 
 
-@lru_cache(maxsize=16)
 def second_programs(dim: int) -> tuple[tuple[int, int, int], ...]:
     """Return the programs with their second tile in place of the first, for kernels that hold one tile pair."""
     return tuple((shared, max(second, 0), 0) for shared, _, second in programs(dim))
 
 
-@lru_cache(maxsize=16)
 def slots(dim: int) -> tuple[tuple[int, int, int], ...]:
     """Return where the sums of every tile pair are stored: (slot, first tile, second tile)."""
     found = []
@@ -60,41 +57,28 @@ def kernels() -> SimpleNamespace:
     import triton.language as tl
 
     @triton.jit
-    def transpose(
-        x_ptr, found_ptr, out_ptr, readback_ptr, n, padded, blocks,
-        D: tl.constexpr, T: tl.constexpr, WRITES_OUT: tl.constexpr, WRITES_BACK: tl.constexpr,
-    ):  # fmt: skip
-        """If WRITES_OUT, compute out[head, :, t] = x[head, t, :] with zeros after the last token.
-
-        If WRITES_BACK, the first program of a head writes the maxima of the six numbers of its blocks to host memory.
-        Writes to host memory are slow, so there are six per head, after the survey.
-        """
+    def transpose(x_ptr, out_ptr, n, padded, D: tl.constexpr, T: tl.constexpr):
+        """Compute out[head, :, t] = x[head, t, :] with zeros after the last token."""
         head = tl.program_id(1).to(tl.int64)
-        if WRITES_OUT:
-            r, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
-            x = tl.load(x_ptr + head * n * D + r[:, None] * D + c[None, :], mask=r[:, None] < n, other=0)
-            tl.store(out_ptr + head * padded * D + c[:, None] * padded + r[None, :], tl.trans(x))
-        if WRITES_BACK and tl.program_id(0) == 0:
-            b, i = tl.arange(0, 64), tl.arange(0, 8)
-            most = tl.zeros([8], tl.float32)
-            for start in range(0, blocks, 64):
-                here = (start + b[:, None] < blocks) & (i[None, :] < 6)
-                at = found_ptr + (head * blocks + start + b[:, None]) * 6 + i[None, :]
-                most = tl.maximum(most, tl.max(tl.load(at, mask=here, other=0), 0))
-            tl.store(readback_ptr + i * tl.num_programs(1) + head, most, mask=i < 6)
+        r, c = tl.program_id(0) * T + tl.arange(0, T), tl.arange(0, D)
+        x = tl.load(x_ptr + head * n * D + r[:, None] * D + c[None, :], mask=r[:, None] < n, other=0)
+        tl.store(out_ptr + head * padded * D + c[:, None] * padded + r[None, :], tl.trans(x))
 
     @triton.jit
     def survey(
-        q_ptr, k_ptr, v_ptr, centre_ptr, out_ptr, rows, m, heads,
+        q_ptr, k_ptr, v_ptr, out_ptr, rows, m, heads,
         D: tl.constexpr, E: tl.constexpr, T: tl.constexpr, S: tl.constexpr,
     ):  # fmt: skip
-        """Compute the largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| over S·T tokens of a head, and ‖μ‖². NaN gives ∞.
+        """Raise 8 numbers per head, which start at 0, to the maxima over S·T tokens of a head. NaN counts as ∞.
 
-        A program reads either q, k or v.
+        They are written to out [8, heads], and behind them the centres [2, heads, D]. The numbers are the largest ‖q‖²,
+        ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v|, then ‖μ‖², and the largest 1/‖q‖² and 1/‖q−μ‖², in which NaN does not count and
+        squares are put between 1e-36 and 1e36. A program reads either q, k or v. The centre is the mean of T evenly
+        spaced tokens; any centre is valid.
         """
         block, head, which = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
         d, e, t = tl.arange(0, D), tl.arange(0, E), tl.arange(0, T)
-        at = out_ptr + (head * tl.num_programs(0) + block) * 6
+        to = out_ptr + head
         plain, centred = tl.zeros([T], tl.float32), tl.zeros([T], tl.float32)
         if which == 2:
             for step in tl.range(0, S, num_stages=2):
@@ -102,27 +86,37 @@ def kernels() -> SimpleNamespace:
                 v = tl.load(v_ptr + head * m * E + r[:, None] * E + e[None, :], mask=r[:, None] < m, other=0)
                 long = tl.sum(tl.abs(v.to(tl.float32)), 1)
                 plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
-            tl.store(at + 4, tl.max(plain, 0))
+            tl.atomic_max(to + 4 * heads, tl.max(plain, 0), sem="relaxed")
         else:
             n = rows if which == 0 else m
             x_at = q_ptr + head * rows * D if which == 0 else k_ptr + head * m * D
-            r = t * tl.maximum(n // T, 1)  # the centre is the mean of T evenly spaced tokens; any centre is valid
+            r = t * tl.maximum(n // T, 1)
             sample = tl.load(x_at + r[:, None] * D + d[None, :], mask=r[:, None] < n, other=0)
             centre = tl.sum(sample.to(tl.float32), 0) / tl.minimum(n, T)
             if block == 0:
-                tl.store(centre_ptr + (which * heads + head) * D + d, centre)
+                tl.store(out_ptr + 8 * heads + (which * heads + head) * D + d, centre)
+            least = tl.full([T], float("inf"), tl.float32)
+            centred_least = least
             for step in tl.range(0, S, num_stages=2):
                 r = (block * S + step) * T + t
-                here = r[:, None] < n
-                x = tl.load(x_at + r[:, None] * D + d[None, :], mask=here, other=0).to(tl.float32)
+                here = r < n
+                x = tl.load(x_at + r[:, None] * D + d[None, :], mask=here[:, None], other=0).to(tl.float32)
                 long = tl.sum(x * x, 1)
                 plain = tl.maximum(plain, tl.where(long == long, long, float("inf")))
-                apart = tl.where(here, x - centre[None, :], 0.0)
-                centred = tl.maximum(centred, tl.sum(apart * apart, 1))
-            tl.store(at + which, tl.max(plain, 0))
-            tl.store(at + 2 + which, tl.max(centred, 0))
+                least = tl.minimum(least, tl.where(here, long, float("inf")))
+                apart = x - centre[None, :]
+                long = tl.where(here, tl.sum(apart * apart, 1), 0.0)
+                centred = tl.maximum(centred, tl.where(long == long, long, float("inf")))
+                centred_least = tl.minimum(centred_least, tl.where(here, long, float("inf")))
+            tl.atomic_max(to + which * heads, tl.max(plain, 0), sem="relaxed")
+            tl.atomic_max(to + (2 + which) * heads, tl.max(centred, 0), sem="relaxed")
             if which == 0:
-                tl.store(at + 5, tl.sum(centre * centre, 0))
+                size = tl.sum(centre * centre, 0)
+                tl.atomic_max(to + 5 * heads, tl.where(size == size, size, float("inf")), sem="relaxed")
+                small = tl.minimum(tl.maximum(tl.min(least, 0), 1e-36), 1e36)
+                tl.atomic_max(to + 6 * heads, 1 / small, sem="relaxed")
+                small = tl.minimum(tl.maximum(tl.min(centred_least, 0), 1e-36), 1e36)
+                tl.atomic_max(to + 7 * heads, 1 / small, sem="relaxed")
 
     @triton.jit
     def first_moments(

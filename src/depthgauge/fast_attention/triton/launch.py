@@ -1,4 +1,4 @@
-"""A kernel launch with little work on the host.
+"""A kernel launch with little work on the host, and the index tables that kernels read.
 
 Triton inspects every argument of every launch to find the compiled kernel. At a few thousand tokens this takes longer
 than the kernel runs. A `Launch` fixes everything except tensors and floats, and keeps the compiled kernels. They are
@@ -9,34 +9,21 @@ it is. Hooks around launches, which only profilers of Triton set, are called for
 """
 
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, dtype
+import torch
+from torch import Tensor
 
 ALIGNMENT = 16
 
 
-def current_streams() -> Callable[[int], int]:
-    """Return the function that gives the current stream of a device by its number."""
-    from triton.runtime import driver
-
-    streams: Callable[[int], int] = driver.active.get_current_stream
-    return streams
-
-
-class CompiledLaunch(NamedTuple):
-    """A compiled kernel with its grid: `run` takes the grid, a stream, `fixed` and the arguments of the kernel."""
-
-    run: Callable[..., object]
-    fixed: tuple[object, ...]
-    stream: Callable[[int], int]
-    device: int
-
-
 class Launch:
-    """kernel[grid](*tensors, *integers, *floats, *constants, **options), with the parameters in this order."""
+    """kernel[grid](*tensors, *integers, *floats, *constants, **options), with the parameters in this order.
+
+    A launch belongs to one device.
+    """
 
     def __init__(
         self,
@@ -48,25 +35,33 @@ class Launch:
     ) -> None:
         self.kernel, self.grid, self.integers, self.constants = kernel, grid, integers, constants
         self.options = options
-        self._compiled: dict[tuple[dtype, ...], CompiledLaunch] = {}
-
-    def compiled(self, dtypes: Sequence[dtype]) -> CompiledLaunch | None:
-        """Return the kernel that is compiled for aligned tensors of these dtypes, or None."""
-        return self._compiled.get(tuple(dtypes))
+        self._compiled: dict[tuple[torch.dtype, ...], Callable[[list[int], Sequence[float]], object]] = {}
 
     def __call__(self, tensors: Sequence[Tensor], floats: Sequence[float] = ()) -> None:
-        """Launch the kernel. All tensors are on the current device or in host memory that it can write to."""
+        """Launch the kernel. All tensors are contiguous and on the current device."""
         addresses = [x.data_ptr() for x in tensors]
         dtypes = tuple([x.dtype for x in tensors])
         is_aligned = reduce(or_, addresses) % ALIGNMENT == 0
-        known = self._compiled.get(dtypes) if is_aligned else None
-        if known is not None:
-            stream = known.stream(known.device)
-            known.run(*self.grid, stream, *known.fixed, *addresses, *self.integers, *floats, *self.constants)
+        if is_aligned and (run := self._compiled.get(dtypes)) is not None:
+            run(addresses, floats)
             return
         compiled = self.kernel[self.grid](*tensors, *self.integers, *floats, *self.constants, **self.options)
         if is_aligned and compiled is not None:  # the interpreter compiles nothing
-            # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
-            fixed = compiled.function, compiled.packed_metadata, None, None, None
-            device = tensors[0].device.index or 0
-            self._compiled[dtypes] = CompiledLaunch(compiled.run, fixed, current_streams(), device)
+            self._compiled[dtypes] = self._by_address(compiled, tensors[0].device.index or 0)
+
+    def _by_address(self, compiled: Any, device: int) -> Callable[[list[int], Sequence[float]], object]:
+        """Return the function that launches a compiled kernel with the addresses of tensors, and floats."""
+        from triton.runtime import driver
+
+        run, stream, grid = compiled.run, driver.active.get_current_stream, self.grid
+        # The kernel, its metadata, the metadata for hooks, the hook before a launch and the hook after it.
+        fixed, others = (compiled.function, compiled.packed_metadata, None, None, None), self.integers
+        return lambda addresses, floats: run(
+            *grid, stream(device), *fixed, *addresses, *others, *floats, *self.constants
+        )
+
+
+@cache
+def table(rows: Callable[..., Sequence[object]], device: torch.device, *sizes: int) -> Tensor:
+    """Return the integers rows(*sizes) as a tensor on the device. It is never freed: CUDA graphs keep its address."""
+    return torch.tensor(rows(*sizes), dtype=torch.int32, device=device)

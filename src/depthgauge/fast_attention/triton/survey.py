@@ -1,62 +1,80 @@
-"""The survey on the GPU: one kernel, and six numbers per head that are copied to the host."""
+"""The survey on the GPU: one kernel that writes eight numbers per head."""
 
 import math
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.bounds import Survey, summed_up
-from depthgauge.fast_attention.problem import Problem
-from depthgauge.fast_attention.triton.launches import SurveySizes, TransposeSizes, survey_blocks
-from depthgauge.fast_attention.triton.workspace import Workspace
+from depthgauge.errors import InputError
+from depthgauge.fast_attention.problem import Problem, is_capturing
+from depthgauge.fast_attention.theory.bounds import Survey
+from depthgauge.fast_attention.triton.kernels import kernels
+from depthgauge.fast_attention.triton.launch import Launch
+from depthgauge.fast_attention.triton.tuning import BLOCK, survey_steps
 
 
+@lru_cache(maxsize=64)
 def outward(d: int) -> tuple[float, float]:
     """Return (up, lost) with ‖x − c‖ ≤ up·√S + lost for the kernel's float32 sum of squares S, as in `norm_up`."""
     return 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
 
 
-def is_outside(workspace: Workspace, problem: Problem, bound: float) -> Tensor:
-    """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the kernels' range.
+@lru_cache(maxsize=1024)
+def survey_launch(heads: int, rows: int, m: int, d: int, e: int, device: torch.device) -> Launch:
+    """Prepare `survey`. Tensors: q [N, rows, d], k [N, m, d], v [N, m, e], out [8·N + 2·N·d]."""
+    steps = survey_steps(max(rows, m))
+    grid = math.ceil(max(rows, m) / (BLOCK * steps)), heads, 3
+    return Launch(kernels().survey, grid, (rows, m, heads), (d, e, BLOCK, steps), num_warps=4)
 
-    The conditions are those of `Route.decided`. Nothing is copied to the host.
+
+def surveyed(problem: Problem) -> Tensor:
+    """Return on the device, in float32, eight numbers of every head, [8, N], and behind them the centres μ and c.
+
+    The numbers are the largest ‖q‖², ‖k‖², ‖q−μ‖², ‖k−c‖² and Σ|v| of a token, ‖μ‖², and the largest 1/‖q‖² and
+    1/‖q−μ‖². No number is NaN. The centres are [2, N, d].
     """
-    q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
-    numbers = q.new_empty(6, q.shape[0], dtype=torch.float32)
-    _launch(workspace, q, k, v, numbers)
-    query, key, _, _, values, _ = numbers.double().unbind()
-    up, lost = outward(q.shape[-1])
-    scores = (up * query.sqrt() + lost) * (up * key.sqrt() + lost) * (abs(problem.scale) * (1 + 2.0**-40))
-    sizes = torch.stack((query, key, values))
-    is_held = (sizes == 0) | ((sizes >= 2.0**-40) & (sizes <= 2.0**40))
-    return ~((scores <= bound).all() & is_held.all() & torch.isfinite(numbers).all())
+    q, k, v = problem.q.contiguous(), problem.k.contiguous(), problem.v.contiguous()
+    (heads, groups, n, d), (_, m, e) = q.shape, v.shape
+    out = q.new_zeros(heads * (8 + 2 * d), dtype=torch.float32)
+    survey_launch(heads, groups * n, m, d, e, q.device)((q, k, v, out))
+    return out
 
 
-def _launch(workspace: Workspace, q: Tensor, k: Tensor, v: Tensor, numbers: Tensor) -> Tensor:
-    """Write six numbers per head to `numbers` [6, N], and return the centres [2, N, d]."""
-    (heads, rows, d), (m, e), device = q.shape, v.shape[1:], q.device
-    centres = q.new_empty(2, heads, d, dtype=torch.float32)
-    found = centres.new_empty(heads, survey_blocks(rows, m), 6)
-    workspace.launch(SurveySizes(heads, rows, m, d, e, device))((q, k, v, centres, found))
-    workspace.launch(TransposeSizes(heads, m, d, 0, found.shape[1], False, device))((k, found, k, numbers))
-    return centres
-
-
-def survey(workspace: Workspace, problem: Problem) -> Survey:
-    """Return the bounds of `bounds.survey`, computed by one kernel.
+class KernelSurvey(Survey):
+    """A survey whose numbers are copied to the host when the first of them is needed.
 
     The centres are means of a sample of tokens. Any centres are valid, because the bounds hold for those that are used.
     """
-    q, k, v = problem.q.flatten(1, 2).contiguous(), problem.k.contiguous(), problem.v.contiguous()
-    heads, device = q.shape[0], q.device
-    readback = workspace.readbacks.get(heads, device)
-    try:
-        readback.expect()
-        centres = _launch(workspace, q, k, v, readback.numbers)
-        q0, k0, q1, k1, values, mean = readback.read()
-    except BaseException:
-        workspace.readbacks.abandon(readback)
-        raise
-    up, lost = outward(q.shape[-1])
-    norms = [[math.sqrt(x) * up + lost for x in column] for column in (q0, k0, q1, k1, mean)]
-    return summed_up(problem, [*norms, values, [1.0] * heads, values], centres[0], centres[1], None)
+
+    def __init__(self, problem: Problem) -> None:
+        if is_capturing(problem.q):
+            raise InputError(
+                "attention cannot be captured in a CUDA graph: it chooses a path by numbers that are not known during "
+                "the capture; pass a plan that attention_plan made of similar tensors before, or leave force unset: "
+                "the call is then exact"
+            )
+        self._found, self._heads = surveyed(problem), problem.heads
+        super().__init__(problem)
+        self._up, self._lost = outward(problem.q.shape[-1])
+
+    @cached_property
+    def _squares(self) -> list[list[float]]:
+        flat, heads = self._found[: 8 * self._heads].tolist(), self._heads
+        return [flat[start : start + heads] for start in range(0, 8 * heads, heads)]
+
+    def _norms(self, row: int) -> list[float]:
+        return [math.sqrt(x) * self._up + self._lost for x in self._squares[row]]
+
+    query = cached_property(lambda self: self._norms(0))
+    key = cached_property(lambda self: self._norms(1))
+    query_centred = cached_property(lambda self: self._norms(2))
+    key_centred = cached_property(lambda self: self._norms(3))
+    query_mean = cached_property(lambda self: self._norms(5))
+    value_width = value_size = property(lambda self: self._squares[4])
+    is_finite = property(lambda self: [True] * len(self._squares[0]))  # otherwise a norm or a width is infinite
+    query_least = cached_property(lambda self: [x**-0.5 for x in self._squares[6]])
+    query_centred_least = cached_property(lambda self: [x**-0.5 for x in self._squares[7]])
+
+    query_centre = cached_property(lambda self: self._found[8 * self._heads :].view(2, self._heads, -1)[0])
+    key_centre = cached_property(lambda self: self._found[8 * self._heads :].view(2, self._heads, -1)[1])

@@ -2,8 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
-from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,16 +12,13 @@ BLOCK = 128
 """Tokens are padded to a multiple of this number."""
 LONGEST_SPLIT = 8192
 """The largest number of tokens that one program sums; the rounding allowance counts them."""
-SURVEY_STEPS = 4
-"""Blocks of tokens that one program of the survey reads."""
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton's interpreter runs the kernels on the CPU. It does not accept a register limit."""
 CAUSAL_BLOCK = 1024
 """The size of the exact blocks on a causal diagonal."""
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """Block sizes, warps and pipeline stages of `second_moments` and `evaluate`.
 
     `rows_part` of the 16 coordinates of a tile are multiplied at once.
@@ -43,7 +39,6 @@ class Tuning:
         return {} if self.rows_registers is None or IS_INTERPRETED else {"maxnreg": self.rows_registers}
 
 
-@lru_cache(maxsize=64)
 def tuning(dtype: torch.dtype, width: int) -> Tuning:
     """Return the fastest block sizes on an H200 for heads of 64; wider values and float32 need smaller blocks."""
     if dtype == torch.float32:
@@ -63,14 +58,19 @@ def padded_length(n: int) -> int:
     return (n + BLOCK - 1) // BLOCK * BLOCK
 
 
-def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of the device."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def survey_steps(tokens: int) -> int:
+    """Return how many blocks of tokens one program of the survey reads.
+
+    >>> survey_steps(1000), survey_steps(16384), survey_steps(2**17)
+    (4, 8, 16)
+    """
+    return 4 if tokens < 2**14 else 8 if tokens < 2**15 else 16
 
 
 def split_length(length: int, heads: int, per_head: int, device: torch.device) -> int:
     """Return how many tokens one program sums, chosen so that the programs fill all multiprocessors evenly."""
-    wanted = max(1, math.ceil(processors(device) * 2 / (heads * per_head)))
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    wanted = max(1, math.ceil(processors * 2 / (heads * per_head)))
     return min(LONGEST_SPLIT, max(4 * BLOCK, padded_length(math.ceil(padded_length(length) / wanted))))
 
 
@@ -80,7 +80,7 @@ def is_addressable(heads: int, tokens: int, width: int) -> bool:
     >>> is_addressable(16, 2**20, 64), is_addressable(16, 2**25, 64), is_addressable(2**16, 49, 32)
     (True, False, False)
     """
-    return (tokens + BLOCK * SURVEY_STEPS) * width < 2**31 and heads < 2**16
+    return (tokens + BLOCK * survey_steps(tokens)) * width < 2**31 and heads < 2**16
 
 
 def is_supported(dtype: torch.dtype, dim: int, width: int, degree: int) -> bool:

@@ -15,9 +15,9 @@ from depthgauge.depth.effective import effective_depth
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import InputError
 from depthgauge.fast_attention.attention import attention_plan
-from depthgauge.fast_attention.decide.cost import feature_count
-from depthgauge.fast_attention.decide.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
 from depthgauge.fast_attention.plan import HeadPlan
+from depthgauge.fast_attention.theory.cost import feature_count
+from depthgauge.fast_attention.theory.minimax import HIGHEST_DEGREE, degree_it_would_take, grid_bound, limit_index
 from depthgauge.linalg.norms import composite_norm, max_norm
 from depthgauge.measures.heads import weight_sizes
 from depthgauge.network.inputs import uniform_inputs

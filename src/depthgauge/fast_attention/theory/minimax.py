@@ -288,23 +288,6 @@ def limit_index(degree: int, tolerance: float, gradients: bool = False) -> int |
     return low
 
 
-def largest_bound(degree: int, epsilon: float) -> float:
-    """Return the largest B at which the relative error is at most ε, rounded down by at most 1e-8 B.
-
-    >>> round(largest_bound(2, 1e-2), 6)
-    0.625261
-    """
-    low, high = 0.0, 16.0
-    while high - low > 1e-8 * high:
-        middle = (low + high) / 2
-        try:
-            is_met = minimax(degree, middle).error <= epsilon
-        except ArithmeticError:
-            is_met = False
-        low, high = (middle, high) if is_met else (low, middle)
-    return low
-
-
 def degree_it_would_take(bound: float, tolerance: float) -> int:
     """Estimate the degree at which scores up to B meet the tolerance, from ε ≈ B^{g+1}/(2^g (g+1)!) for g > B."""
     epsilon = 2 * tolerance / (1 + tolerance * tolerance)

@@ -12,37 +12,72 @@ subtraction is at most u and that of a sum of d squares at most d u; squares bel
 
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
+from operator import mul
 
 import torch
 from torch import Tensor
 
-from depthgauge.fast_attention.decide.minimax import Minimax
 from depthgauge.fast_attention.problem import Problem
+from depthgauge.fast_attention.theory.minimax import Minimax
 
 LARGEST_LOG_RANGE = 40.0
 """The largest spread of log w on the causal path. A causal row may see only small weights: e^−40 stays above 1e-38."""
 
 
-@dataclass(frozen=True)
 class Survey:
-    """The result of one pass over q, k and v: proved bounds for every key head.
+    """The result of one pass over q, k and v: proved bounds, one number per key head in every list.
 
-    `query`, `key`, `query_centred` and `key_centred` are upper bounds on the largest ‖q‖, ‖k‖, ‖q−μ‖ and ‖k−c‖.
-    `query_centre` (μ) and `key_centre` (c) are [N, d]. `spread` bounds log w_i − log w_j. `is_usable` is True if all
-    entries are finite and sums cannot overflow. `value_size` is at least the largest |v|. `values` holds the smallest
-    and largest entries of the value columns, two [N, e], or None if they were not computed.
+    - `query`, `key`, `query_centred`, `key_centred`: upper bounds on the largest ‖q‖, ‖k‖, ‖q−μ‖ and ‖k−c‖
+    - `query_mean`: upper bounds on ‖μ‖
+    - `value_width`, `value_size`: at least the range of the values and the largest |v|
+    - `is_finite`: whether all entries are finite
+    - `query_least`, `query_centred_least`: about the smallest ‖q‖ and ‖q−μ‖; no proof depends on them
+    - `query_centre`, `key_centre`: μ and c, [N, d]
+    - `values`: the smallest and largest entries of the value columns, two [N, e], or None if they were not computed
+
+    >>> q = torch.ones(1, 1, 2, 4)
+    >>> survey(Problem(q, q[0], q[0], 0.5, False, None)).is_usable
+    [True]
     """
 
     query: list[float]
     key: list[float]
     query_centred: list[float]
     key_centred: list[float]
-    spread: list[float]
-    is_usable: list[bool]
+    query_mean: list[float]
+    value_width: list[float]
     value_size: list[float]
+    is_finite: list[bool]
+    query_least: list[float]
+    query_centred_least: list[float]
     query_centre: Tensor
     key_centre: Tensor
-    values: tuple[Tensor, Tensor] | None
+    values: tuple[Tensor, Tensor] | None = None
+
+    def __init__(self, problem: Problem) -> None:
+        self.scale, self.value_range = problem.scale, value_range(problem)
+
+    @cached_property
+    def spread(self) -> list[float]:
+        """Upper bounds on log w_i − log w_j."""
+        return [2 * score_bound(self.scale, a, b) for a, b in zip(self.query_mean, self.key_centred, strict=True)]
+
+    @cached_property
+    def is_usable(self) -> list[bool]:
+        """Whether all entries are finite and sums cannot overflow."""
+        smallest, largest = self.value_range
+        norms = self.query, self.key, self.query_centred, self.key_centred, self.query_mean
+        return [
+            is_finite and math.isfinite(sum(own)) and (width == 0 or smallest < width < largest)
+            for is_finite, width, *own in zip(self.is_finite, self.value_width, *norms, strict=True)
+        ]
+
+    @property
+    def least_product(self) -> float:
+        """At most about the smallest of ‖q‖ max ‖k‖ over all rows, with or without centring."""
+        queries = map(min, self.query_least, self.query_centred_least)
+        return float(min(map(mul, queries, map(min, self.key, self.key_centred))))
 
     def middle(self, problem: Problem) -> Tensor:
         """Return the midpoint of the range of every value column: [N, e]."""
@@ -103,54 +138,19 @@ def survey(problem: Problem) -> Survey:
     finite = torch.isfinite(width)
     if keep is not None:  # the bounds above ignore padding, but a NaN at padding would reach the output
         finite = finite & torch.isfinite(k).all(dim=(1, 2)) & torch.isfinite(problem.v).all(dim=(1, 2))
-    columns = [
-        norm_up(q).amax(dim=(1, 2)),
-        norm_up(kept_k).amax(dim=1),
-        norm_up(q - mu[:, None, None]).amax(dim=(1, 2)),
-        norm_up(centred_k).amax(dim=1),
-        norm_up(mu),
-        width,
-        finite.to(work),
-        torch.maximum(low.abs(), high.abs()).amax(dim=-1),
-    ]
-    return summed_up(problem, torch.stack(columns).tolist(), mu, c, (low, high))
-
-
-def summed_up(
-    problem: Problem,
-    columns: list[list[float]],
-    mu: Tensor,
-    c: Tensor,
-    values: tuple[Tensor, Tensor] | None,
-) -> Survey:
-    """Return a Survey from eight columns of one number per head.
-
-    The columns are upper bounds on ‖q‖, ‖k‖, ‖q−μ‖, ‖k−c‖ and ‖μ‖, an upper bound on the range of the values, 1 if
-    everything is finite, and an upper bound on |v|.
-
-    >>> q = torch.ones(1, 1, 2, 4)
-    >>> columns = [[2.0], [2.0], [0.0], [0.0], [2.0], [1.0], [1.0], [1.0]]
-    >>> summed_up(Problem(q, q[0], q[0], 0.5, False, None), columns, q[0, 0, :1], q[0, 0, :1], None).is_usable
-    [True]
-    """
-    smallest, largest = _value_range(problem)
-    query, key, query_centred, key_centred, query_mean, size, finite, value_size = columns
-    is_usable = [
-        one == 1 and math.isfinite(total) and (value == 0 or smallest < value < largest)
-        for one, value, total in zip(finite, size, map(sum, zip(*columns, strict=True)), strict=True)
-    ]
-    return Survey(
-        query=query,
-        key=key,
-        query_centred=query_centred,
-        key_centred=key_centred,
-        spread=[2 * score_bound(problem.scale, a, b) for a, b in zip(query_mean, key_centred, strict=True)],
-        is_usable=is_usable,
-        value_size=value_size,
-        query_centre=mu,
-        key_centre=c,
-        values=values,
-    )
+    query, query_centred = norm_up(q), norm_up(q - mu[:, None, None])
+    found = Survey(problem)
+    found.query_centre, found.key_centre, found.values = mu, c, (low, high)
+    (
+        found.query, found.key, found.query_centred, found.key_centred, found.query_mean, found.value_width,
+        found.value_size, is_finite, found.query_least, found.query_centred_least,
+    ) = torch.stack([
+        query.amax(dim=(1, 2)), norm_up(kept_k).amax(dim=1), query_centred.amax(dim=(1, 2)),
+        norm_up(centred_k).amax(dim=1), norm_up(mu), width, torch.maximum(low.abs(), high.abs()).amax(dim=-1),
+        finite.to(work), query.amin(dim=(1, 2)), query_centred.amin(dim=(1, 2)),
+    ]).tolist()  # fmt: skip
+    found.is_finite = [one == 1 for one in is_finite]
+    return found
 
 
 def is_outside(problem: Problem, bound: float) -> Tensor:
@@ -165,15 +165,22 @@ def is_outside(problem: Problem, bound: float) -> Tensor:
 
 
 def _is_summable(problem: Problem, width: Tensor) -> Tensor:
-    """Return whether sums of values with this range neither overflow nor vanish, as in `summed_up`."""
-    smallest, largest = _value_range(problem)
+    """Return whether sums of values with this range neither overflow nor vanish, as in `Survey`."""
+    smallest, largest = value_range(problem)
     return (width == 0) | ((width > smallest) & (width < largest))
 
 
-def _value_range(problem: Problem) -> tuple[float, float]:
+def value_range(problem: Problem) -> tuple[float, float]:
     """Return the smallest and the largest range of values, other than 0, whose sums are computed."""
-    finfo = torch.finfo(problem.working)
-    return finfo.tiny * 2**40, finfo.max / (64 * max(1, problem.k.shape[1]))
+    smallest, largest = _extremes(problem.working)
+    return smallest * 2**40, largest / (64 * max(1, problem.k.shape[1]))
+
+
+@cache
+def _extremes(dtype: torch.dtype) -> tuple[float, float]:
+    """Return the smallest normal number and the largest number of a dtype."""
+    info = torch.finfo(dtype)
+    return float(info.tiny), float(info.max)
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,1 @@
+"""What the polynomial path rests on: proved bounds, minimax polynomials, and predicted costs."""
