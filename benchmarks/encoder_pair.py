@@ -38,8 +38,8 @@ class EncoderPair:
 
     def __init__(self, stock: Any, dtype: torch.dtype, device: torch.device, tolerance: float) -> None:
         dg.register_attention(tolerance=tolerance)
-        self.models = {name: copy.deepcopy(stock).to(device, dtype) for name in ("ours", "SDPA")}
-        self.models["ours"].set_attn_implementation("depthgauge")
+        self.models = {name: copy.deepcopy(stock).to(device, dtype) for name in ("object", "SDPA")}
+        self.models["object"].set_attn_implementation("depthgauge")
         self.models["SDPA"].set_attn_implementation("sdpa")
         self.dtype, self.device = dtype, device
 
@@ -62,7 +62,7 @@ class EncoderPair:
 
             return Contender(name, run)
 
-        return [contender("ours"), contender("SDPA")]
+        return [contender("object"), contender("SDPA")]
 
     def gap(self, call: Call, is_padded: bool) -> float:
         """Return the relative difference of the two outputs in Frobenius norm."""
