@@ -149,7 +149,7 @@ def test_broadcast_tensors_after_other_calls_are_right(change: Any, rows: int) -
             assert torch.allclose(dg.attention(*given, enable_gqa=grouped), want, atol=1e-5)
 
 
-def test_steps_of_decoding_are_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_decoding_are_validated_once() -> None:
     q, cache, other = draw(1, 40)
     for m in range(20, 40):
         for k, v in ((cache[..., :m, :], other[..., :m, :]), (cache[..., :m, :].clone(), other[..., :m, :].clone())):
@@ -159,9 +159,9 @@ def test_steps_of_decoding_are_validated_once(monkeypatch: pytest.MonkeyPatch) -
 
 def test_rules_depend_on_types_of_equal_numbers() -> None:
     q, k, v = draw(4, 6)
-    assert rules_for(q, k, v, tuple(Options(scale=1))).named == {"scale": 1.0}
+    assert rules_for(q, k, v, Options(scale=1)).named == {"scale": 1.0}
     with pytest.raises(InputError, match="scale must be a finite number"):
-        rules_for(q, k, v, tuple(Options(scale=True)))
+        rules_for(q, k, v, Options(scale=True))
 
 
 def test_the_same_arguments_take_the_same_path_whatever_came_before(surveyed: list[int]) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Size, Tensor
 
 from depthgauge.errors import InputError, require_positive, require_type, unknown_name
-from depthgauge.fast_attention.problem import Options, Request, Rules
-from depthgauge.fast_attention.theory.cost import CPU, GPU_TRITON
+from depthgauge.fast_attention.problem import Options, Request, Rules, Sizes
+from depthgauge.fast_attention.theory.cost import CPU, GPU_TRITON, exact_cost
 
 FORCES = ("exact", "polynomial")
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -33,8 +33,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Request:
     return Request(q, k, v, options, rules)
 
 
-def rules_for(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...], is_compiling: bool = False) -> Rules | None:
-    """Return what the arguments fix, or None if tensors have to be broadcast. `options` are the fields of `Options`.
+def rules_for(q: Tensor, k: Tensor, v: Tensor, options: Options, is_compiling: bool = False) -> Rules | None:
+    """Return what the arguments fix, or None if tensors have to be broadcast.
 
     Raises:
         InputError: An argument is invalid.
@@ -95,7 +95,8 @@ def rules_of(
         named["enable_gqa"] = True
     heads, is_empty = math.prod(k_batch), 0 in (*q_batch, *k_batch, q_width, v_width)
     rates = GPU_TRITON if q_device.type == "cuda" else CPU
-    per_pair = 2.0 * groups * (q_width + v_width + rates.exponential) * (0.5 if is_causal else 1.0)
+    factor = 1 / math.sqrt(max(1, q_width)) if scale is None else float(scale)
+    pair = Sizes(heads, groups, 1, 1, q_width, v_width, q_dtype, q_device, factor, bool(is_causal), False)
     return Rules(
         heads=heads,
         groups=groups,
@@ -103,13 +104,13 @@ def rules_of(
         e=v_width,
         dtype=q_dtype,
         device=q_device,
-        scale=1 / math.sqrt(max(1, q_width)) if scale is None else float(scale),
+        scale=factor,
         causal=bool(is_causal),
         tolerance=float(tolerance),
         force=force,
         named=named,
         is_exact=force == "exact" or (force is None and (mask is not NoneType or dropout > 0 or is_empty)),
-        most_pairs=-1.0 if force == "polynomial" else rates.call / (max(1, heads) * per_pair),
+        most_pairs=-1.0 if force == "polynomial" else rates.call / (max(1, heads) * exact_cost(pair, rates)),
     )
 
 

@@ -1,7 +1,6 @@
 """`attention` and `attention_plan`: scaled_dot_product_attention with a guaranteed error, fast for small scores."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,7 +83,7 @@ def attention(
     >>> bool((attention(q, k, v) - exact).abs().max() < 1e-3)
     True
     """
-    options = attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force
+    options = Options(attn_mask, dropout_p, is_causal, tolerance, scale, key_padding, enable_gqa, force)
     return attend(q, k, v, options, return_bound, plan)
 
 
@@ -92,27 +91,26 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    options: tuple[Any, ...],
+    options: Options,
     return_bound: bool = False,
     plan: AttentionPlan | None = None,
     refusals: Refusals | None = None,
 ) -> Output:
-    """Compute `attention` with the fields of `Options`. Calls that `refusals` lets wait are exact without a survey."""
+    """Compute `attention`. Calls that `refusals` lets wait are exact without a survey."""
     if isinstance(q, Tensor) and is_autocast(q):
-        q, k, v, mask = autocast_tensors(q, k, v, options[0])
+        q, k, v, mask = autocast_tensors(q, k, v, options.attn_mask)
         with without_autocast(q):
-            return attend(q, k, v, (mask, *options[1:]), return_bound, plan, refusals)
+            return attend(q, k, v, options._replace(attn_mask=mask), return_bound, plan, refusals)
     is_compiling = torch.compiler.is_compiling()
     rules = rules_for(q, k, v, options, is_compiling)
     if rules is None:
-        given = Options(*options)
-        q, k, v, is_grouped = broadcast(q, k, v, given.enable_gqa)
-        return attend(q, k, v, given._replace(enable_gqa=is_grouped), return_bound, plan, refusals)
-    (n, m), padding, force = (q.shape[-2], k.shape[-2]), options[5], rules.force
+        q, k, v, is_grouped = broadcast(q, k, v, options.enable_gqa)
+        return attend(q, k, v, options._replace(enable_gqa=is_grouped), return_bound, plan, refusals)
+    (n, m), padding, force = (q.shape[-2], k.shape[-2]), options.key_padding, rules.force
     if padding is not None or m != v.shape[-2]:
         check_tokens(k, v, padding)
     if plan is not None or is_compiling:
-        return _undecided(Request(q, k, v, Options(*options), rules), plan, return_bound)
+        return _undecided(Request(q, k, v, options, rules), plan, return_bound)
     is_exact, kind = rules.is_exact or n * m <= rules.most_pairs, None
     if not is_exact:
         kind = rules, n, m, torch.is_grad_enabled() and (q.requires_grad or k.requires_grad), padding is not None
@@ -130,8 +128,8 @@ def attend(
             return result
         is_exact = result
     if is_exact and is_plain:
-        return exact.sdpa(q, k, v, options[0], rules.named)
-    request, found = Request(q, k, v, Options(*options), rules), None
+        return exact.sdpa(q, k, v, options.attn_mask, rules.named)
+    request, found = Request(q, k, v, options, rules), None
     with on_device(q):
         if kind is not None and not is_exact:
             found = _decision(request, kind)
@@ -144,9 +142,9 @@ def attend(
     return request.shaped(flat) if bound is None else (request.shaped(flat), request.shaped(bound))
 
 
-def _is_usual(q: Tensor, k: Tensor, v: Tensor, options: tuple[Any, ...]) -> bool:
+def _is_usual(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Return whether q, k and v are contiguous on a GPU, without a mask, dropout, hooks on gradients and a capture."""
-    if not q.is_cuda or options[0] is not None or options[1]:
+    if not q.is_cuda or options.attn_mask is not None or options.dropout_p > 0:
         return False
     if not (q.is_contiguous() and k.is_contiguous() and v.is_contiguous()) or is_dual(q, k, v) or is_watched(q, k, v):
         return False

@@ -17,9 +17,6 @@ def run(problem: Problem, decision: Decision, return_bound: bool) -> tuple[Tenso
     Heads of the same degree are computed together, except that heads whose q or k are changed first form a batch of
     their own.
     """
-    first = decision.choices[0]
-    if first.polynomial is not None and all(choice is first for choice in decision.choices):
-        return polynomial_heads(problem, decision, list(range(problem.heads)), first.degree(), return_bound)
     batches = [c.batch() for c in decision.choices]
     distinct = sorted(set(batches))
     parts: list[tuple[Tensor, Tensor, Tensor | None]] = []

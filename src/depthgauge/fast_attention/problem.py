@@ -88,7 +88,7 @@ class Rules:
         return Sizes(*of_tensors, self.scale, self.causal, is_padded)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Problem:
     """Softmax attention of N key heads, each shared by G query heads.
 
@@ -125,7 +125,7 @@ class Problem:
         return Problem(self.q.detach(), self.k.detach(), self.v.detach(), self.scale, self.causal, self.keep)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Request:
     """The validated arguments of `attention`. Batches are equal, apart from query heads that share a key head."""
 

@@ -6,6 +6,7 @@ from depthgauge.errors import require_positive
 from depthgauge.fast_attention.attention import Output, attend
 from depthgauge.fast_attention.decide.refusals import Refusals
 from depthgauge.fast_attention.plan import AttentionPlan
+from depthgauge.fast_attention.problem import Options
 
 
 class Attention:
@@ -53,7 +54,7 @@ class Attention:
         plan: AttentionPlan | None = None,
     ) -> Output:
         """Compute softm(s q kᵀ) v within the tolerance. The arguments and errors are those of `attention`."""
-        options = attn_mask, dropout_p, is_causal, self.tolerance, scale, key_padding, enable_gqa, force
+        options = Options(attn_mask, dropout_p, is_causal, self.tolerance, scale, key_padding, enable_gqa, force)
         return attend(q, k, v, options, return_bound, plan, self._refusals)
 
     def reset(self) -> None:

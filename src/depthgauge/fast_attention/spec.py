@@ -11,7 +11,7 @@ from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.theory.bounds import Survey
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Spec:
     """Everything a backend needs besides q, k and v. Nothing in it has a gradient; tensors are created on first use.
 

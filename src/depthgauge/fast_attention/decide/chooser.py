@@ -9,7 +9,6 @@ from functools import cached_property, lru_cache
 
 from depthgauge.fast_attention.backends import Backend, backend_for
 from depthgauge.fast_attention.problem import Rules, Sizes
-from depthgauge.fast_attention.theory.bounds import product_unit
 from depthgauge.fast_attention.theory.cost import exact_cost, feature_count, polynomial_cost
 from depthgauge.fast_attention.theory.minimax import (
     HIGHEST_DEGREE,
@@ -86,10 +85,6 @@ class Chooser:
         self.problem = sizes.outline()
         self.tolerance = min(tolerance, LARGEST_TOLERANCE)
         self._backends: dict[int, tuple[Backend, float, float]] = {}
-        self._whole: dict[tuple[int, ...], Choice | None] = {}
-        self._alike: dict[tuple[int, int | None], Choice | None] = {}
-        self._coarse: dict[tuple[int, int], Choice] = {}
-        self._allowances: dict[tuple[Choice, float, float], float] = {}
 
     def backend(self, degree: int) -> Backend:
         """Return the backend that computes this degree."""
@@ -110,12 +105,11 @@ class Chooser:
     @cached_property
     def largest_bound(self) -> float:
         """The largest B that a polynomial covers whose cost is worth it, or 0 if none is."""
-        degrees = [degree for degree in range(HIGHEST_DEGREE + 1) if self._pays(degree)]
+        degrees = [degree for degree in range(HIGHEST_DEGREE + 1) if self._pays(degree, self.with_costs(degree)[1])]
         return max((grid_bound(self.limit(g)) for g in degrees if self.limit(g) >= SMALLEST_INDEX), default=0.0)
 
-    def _pays(self, degree: int) -> bool:
-        _, cost, exact = self.with_costs(degree)
-        return self.force == "polynomial" or cost <= exact
+    def _pays(self, degree: int, cost: float) -> bool:
+        return self.force == "polynomial" or cost <= self.with_costs(degree)[2]
 
     def is_beyond(self, product: float) -> bool:
         """Return whether scores of norms with this product are larger than any polynomial covers that pays."""
@@ -138,11 +132,6 @@ class Chooser:
         Args:
             indices: the grid indices of B without centring, with centred keys, and with centred keys and queries.
         """
-        if indices not in self._whole:  # equal heads are decided once
-            self._whole[indices] = self._lowest(indices)
-        return self._whole[indices]
-
-    def _lowest(self, indices: tuple[int, ...]) -> Choice | None:
         degrees = [self.least_degree(index) for index in indices]
         known = [degree for degree in degrees if degree is not None]
         if not known:
@@ -168,35 +157,23 @@ class Chooser:
         It is the polynomial of the next coarse B, or of the largest B at which the degree meets the tolerance. If the
         scores of a centred head are up to 2^(lowest/GRID) only, the result is None if centring lowers its degree.
         """
-        key = index, lowest
-        if key not in self._alike:
-            self._alike[key] = self._shared(index, lowest)
-        return self._alike[key]
-
-    def _shared(self, index: int, lowest: int | None) -> Choice | None:
         least = self.least_degree(index)
         if least is None or (lowest is not None and (least > 2 or least != self.least_degree(lowest))):
             return None
         degree = self._nearly_free(least, index)
         coarse = min(-(-index // COARSE) * COARSE, self.limit(degree))
-        if (degree, coarse) not in self._coarse:
-            self._coarse[degree, coarse] = self._polynomial(degree, coarse, 0)
-        return self._coarse[degree, coarse]
+        return self._polynomial(degree, coarse, 0)
 
     def allowance(self, choice: Choice, spread: float) -> float:
         """Return the rounding allowance of a head, as a fraction of range(v). `spread` bounds log w_i − log w_j."""
         if choice.polynomial is None:
             return 0.0
-        # It depends on a setting of torch, too.
-        key = choice, spread, product_unit(self.problem.working, self.sizes.device)
-        if key not in self._allowances:
-            rounding = self.backend(choice.degree()).rounding
-            self._allowances[key] = rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
-        return self._allowances[key]
+        rounding = self.backend(choice.degree()).rounding
+        return rounding(self.problem, choice.polynomial, choice.bound, choice.centring, spread)
 
     def is_worth_it(self, choice: Choice) -> bool:
         """Return whether the polynomial is forced, or predicted to cost no more than exact attention."""
-        return self.force == "polynomial" or choice.cost <= self.with_costs(choice.degree())[2]
+        return self._pays(choice.degree(), choice.cost)
 
     def largest(self, degree: int) -> Choice | None:
         """Return the polynomial of a degree for the largest scores that it covers, or None if rounding forbids it."""

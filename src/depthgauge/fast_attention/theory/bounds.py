@@ -12,7 +12,7 @@ subtraction is at most u and that of a sum of d squares at most d u; squares bel
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from operator import mul
 
 import torch
@@ -172,15 +172,8 @@ def _is_summable(problem: Problem, width: Tensor) -> Tensor:
 
 def value_range(problem: Problem) -> tuple[float, float]:
     """Return the smallest and the largest range of values, other than 0, whose sums are computed."""
-    smallest, largest = _extremes(problem.working)
-    return smallest * 2**40, largest / (64 * max(1, problem.k.shape[1]))
-
-
-@cache
-def _extremes(dtype: torch.dtype) -> tuple[float, float]:
-    """Return the smallest normal number and the largest number of a dtype."""
-    info = torch.finfo(dtype)
-    return float(info.tiny), float(info.max)
+    finfo = torch.finfo(problem.working)
+    return finfo.tiny * 2**40, finfo.max / (64 * max(1, problem.k.shape[1]))
 
 
 def value_extremes(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,6 @@ from depthgauge.fast_attention.triton.launch import Launch
 from depthgauge.fast_attention.triton.tuning import BLOCK, survey_steps
 
 
-@lru_cache(maxsize=64)
 def outward(d: int) -> tuple[float, float]:
     """Return (up, lost) with ‖x − c‖ ≤ up·√S + lost for the kernel's float32 sum of squares S, as in `norm_up`."""
     return 1 + 2 * (d + 8) * 2.0**-24, 2 * math.sqrt(d * torch.finfo(torch.float32).tiny)
