@@ -16,7 +16,7 @@ from depthgauge.fast_attention.triton.backend import TritonBackend
 from depthgauge.fast_attention.triton.forward import forward_launches
 from depthgauge.fast_attention.triton.gradient_launches import gradient_launches
 from depthgauge.fast_attention.triton.launch import ALIGNMENT, Launch, table
-from depthgauge.fast_attention.triton.survey import KernelSurvey
+from depthgauge.fast_attention.triton.survey import survey
 
 STREAM = 99
 GRID = (2, 3, 1)
@@ -124,12 +124,12 @@ def test_a_compiled_kernel_is_reused_without_triton(jit: Any, monkeypatch: pytes
 @pytest.mark.kernels
 def test_a_survey_during_the_capture_of_a_cuda_graph_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = checked(*torch.ones(3, 1, 2, 5, 16), Options()).flat()
-    assert KernelSurvey(problem).is_usable == [True, True]
+    assert survey(problem).is_usable == [True, True]
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert KernelSurvey(problem).is_usable == [True, True]
+    assert survey(problem).is_usable == [True, True]
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     with pytest.raises(InputError, match=r"cannot be captured in a CUDA graph.* pass a plan"):
-        KernelSurvey(problem)
+        survey(problem)
 
 
 def test_tables_and_launches_are_prepared_once() -> None:

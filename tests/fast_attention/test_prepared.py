@@ -24,7 +24,7 @@ from depthgauge.fast_attention.problem import Options, Request
 from depthgauge.fast_attention.theory.bounds import score_bound
 from depthgauge.fast_attention.theory.minimax import grid_index
 from depthgauge.fast_attention.triton.backend import TritonBackend
-from depthgauge.fast_attention.triton.survey import KernelSurvey, surveyed
+from depthgauge.fast_attention.triton.survey import survey, surveyed
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +54,6 @@ def request_of(q: Tensor, k: Tensor, v: Tensor, force: str | None = "polynomial"
 def prepared(request: Request, is_trained: bool = False) -> Any:
     n, m = request.q.shape[-2], request.k.shape[-2]
     return prepared_for(request.rules, n, m, request.needs_gradients, is_trained)
-
-
-def numbers_of(request: Request) -> list[float]:
-    problem = request.flat()
-    found: list[float] = surveyed(problem)[: 8 * problem.heads].tolist()
-    return found
 
 
 @pytest.mark.kernels
@@ -167,20 +161,23 @@ def test_the_bound_is_never_below_that_of_the_survey(seed: int, monkeypatch: pyt
         asked.clear()
         assert call.decided([x for row in rows for x in row], *given) is False
         ((index, lowest),) = asked
-        survey = KernelSurvey.__new__(KernelSurvey)
-        survey._up, survey._lost, survey._squares = call.up, call.lost, rows  # type: ignore[misc]
-        bounds = [score_bound(problem.scale, a, b) for a, b in zip(survey.query, survey.key, strict=True)]
+        query, key, query_centred, key_centred = ([math.sqrt(x) * call.up + call.lost for x in row] for row in squares)
+        bounds = [score_bound(problem.scale, a, b) for a, b in zip(query, key, strict=True)]
         assert index >= grid_index(max(bounds))
         assert index <= grid_index(max(bounds)) + 1
-        both = zip(survey.query, survey.query_centred, survey.key, survey.key_centred, strict=True)
+        both = zip(query, query_centred, key, key_centred, strict=True)
         assert lowest <= grid_index(min(min(a, b) * min(c, d) for a, b, c, d in both))
 
 
 @pytest.mark.kernels
-def test_numbers_of_the_survey_are_those_of_the_call() -> None:
+def test_the_numbers_are_in_the_order_of_the_survey() -> None:
     request = request_of(*draw(70, 60))
-    rows, survey = numbers_of(request), KernelSurvey(request.flat())
-    assert [rows[at : at + 2] for at in range(0, 16, 2)] == survey._squares
+    problem, call = request.flat(), prepared(request)
+    numbers, found = surveyed(problem)[:16].tolist(), survey(problem)
+    for at, norms in ((0, found.query), (2, found.key), (4, found.query_centred), (6, found.key_centred)):
+        assert norms == [math.sqrt(x) * call.up + call.lost for x in numbers[at : at + 2]]
+    assert found.value_size == numbers[8:10]
+    assert found.query_least == pytest.approx([x**-0.5 for x in numbers[12:14]])
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from depthgauge.fast_attention.theory.cost import GPU_TRITON
 from depthgauge.fast_attention.theory.minimax import Minimax
 from depthgauge.fast_attention.triton.forward import ForwardLaunches, PassSizes, forward, forward_launches
 from depthgauge.fast_attention.triton.gradient import backward
-from depthgauge.fast_attention.triton.survey import KernelSurvey, outward, surveyed
+from depthgauge.fast_attention.triton.survey import outward, survey, surveyed
 from depthgauge.fast_attention.triton.tuning import CAUSAL_BLOCK, LONGEST_SPLIT, is_addressable, is_supported
 
 LARGEST_LOG_RANGE_FLOAT16 = 6.0
@@ -47,7 +47,7 @@ class TritonBackend:
 
     def survey(self, problem: Problem) -> Survey:
         """Return proved bounds on the norms of q, k and v. The kernel does not support padding."""
-        return KernelSurvey(problem) if problem.keep is None else bounds.survey(problem)
+        return survey(problem) if problem.keep is None else bounds.survey(problem)
 
     def is_outside(self, problem: Problem, bound: float) -> Tensor:
         """Return a bool tensor []: whether scores may exceed `bound`, or q, k or v is out of the range of `holds`.

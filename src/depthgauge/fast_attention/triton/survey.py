@@ -1,7 +1,7 @@
 """The survey on the GPU: one kernel that writes eight numbers per head."""
 
 import math
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -40,40 +40,25 @@ def surveyed(problem: Problem) -> Tensor:
     return out
 
 
-class KernelSurvey(Survey):
-    """A survey whose numbers are copied to the host when the first of them is needed.
+def survey(problem: Problem) -> Survey:
+    """Return the bounds of `bounds.survey`, computed by one kernel.
 
     The centres are means of a sample of tokens. Any centres are valid, because the bounds hold for those that are used.
     """
-
-    def __init__(self, problem: Problem) -> None:
-        if is_capturing(problem.q):
-            raise InputError(
-                "attention cannot be captured in a CUDA graph: it chooses a path by numbers that are not known during "
-                "the capture; pass a plan that attention_plan made of similar tensors before, or leave force unset: "
-                "the call is then exact"
-            )
-        self._found, self._heads = surveyed(problem), problem.heads
-        super().__init__(problem)
-        self._up, self._lost = outward(problem.q.shape[-1])
-
-    @cached_property
-    def _squares(self) -> list[list[float]]:
-        flat, heads = self._found[: 8 * self._heads].tolist(), self._heads
-        return [flat[start : start + heads] for start in range(0, 8 * heads, heads)]
-
-    def _norms(self, row: int) -> list[float]:
-        return [math.sqrt(x) * self._up + self._lost for x in self._squares[row]]
-
-    query = cached_property(lambda self: self._norms(0))
-    key = cached_property(lambda self: self._norms(1))
-    query_centred = cached_property(lambda self: self._norms(2))
-    key_centred = cached_property(lambda self: self._norms(3))
-    query_mean = cached_property(lambda self: self._norms(5))
-    value_width = value_size = property(lambda self: self._squares[4])
-    is_finite = property(lambda self: [True] * len(self._squares[0]))  # otherwise a norm or a width is infinite
-    query_least = cached_property(lambda self: [x**-0.5 for x in self._squares[6]])
-    query_centred_least = cached_property(lambda self: [x**-0.5 for x in self._squares[7]])
-
-    query_centre = cached_property(lambda self: self._found[8 * self._heads :].view(2, self._heads, -1)[0])
-    key_centre = cached_property(lambda self: self._found[8 * self._heads :].view(2, self._heads, -1)[1])
+    if is_capturing(problem.q):
+        raise InputError(
+            "attention cannot be captured in a CUDA graph: it chooses a path by numbers that are not known during "
+            "the capture; pass a plan that attention_plan made of similar tensors before, or leave force unset: "
+            "the call is then exact"
+        )
+    heads, on_device, (up, lost) = problem.heads, surveyed(problem), outward(problem.q.shape[-1])
+    q0, k0, q1, k1, values, mean, *inverse = on_device[: 8 * heads].view(8, heads).tolist()
+    found = Survey(problem)
+    found.query, found.key, found.query_centred, found.key_centred, found.query_mean = (
+        [math.sqrt(x) * up + lost for x in squares] for squares in (q0, k0, q1, k1, mean)
+    )
+    found.query_least, found.query_centred_least = ([x**-0.5 for x in row] for row in inverse)
+    found.value_width = found.value_size = values
+    found.is_finite = [True] * heads  # otherwise a norm or a width is infinite
+    found.query_centre, found.key_centre = on_device[8 * heads :].view(2, heads, -1).unbind()
+    return found
