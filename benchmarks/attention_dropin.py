@@ -298,6 +298,16 @@ def failed_checks(bench: Bench) -> list[str]:
     return [problem for problem in found if problem is not None]
 
 
+def processor_name() -> str:
+    """Return the name of the host's processor, or the kind of machine where the name is not known."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
 def write(target: Path, bench: Bench, rows: list[Row], is_quick: bool) -> None:
     """Write all rows so far, so that an interrupted run leaves what it measured. Missing numbers are null."""
     is_gpu = bench.place.device.type == "cuda"
@@ -306,7 +316,7 @@ def write(target: Path, bench: Bench, rows: list[Row], is_quick: bool) -> None:
         "rows": [asdict(row) for row in rows], "quick": is_quick, "heads": HEADS, "width": WIDTH,
         "tolerance": TOLERANCE, "variation": VARIATION, "sizes": asdict(bench.sizes), "effort": asdict(bench.effort),
         "device": torch.cuda.get_device_name() if is_gpu else platform.machine(), "torch": torch.__version__,
-        "python": platform.python_version(), "host": platform.processor() or platform.machine(),
+        "python": platform.python_version(), "host": processor_name(),
         "triton": version("triton") if is_gpu else None, "depthgauge": dg.__version__,
     }  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
