@@ -8,10 +8,13 @@ import pytest
 import torch
 from kernel_settings import DEVICE
 
+from depthgauge.fast_attention.arguments import checked
 from depthgauge.fast_attention.attention import attention, attention_plan
 from depthgauge.fast_attention.decide import chooser
 from depthgauge.fast_attention.naive import softmax_attention
-from depthgauge.fast_attention.problem import GuaranteeError
+from depthgauge.fast_attention.problem import GuaranteeError, Options
+from depthgauge.fast_attention.spec import Spec
+from depthgauge.fast_attention.theory.bounds import survey
 from depthgauge.fast_attention.triton.backend import TritonBackend
 
 
@@ -41,6 +44,18 @@ def test_gradients_of_equal_tokens(equal: str, nonzero: str, causal: bool, monke
     for name, wanted in zip("qkv", true, strict=True):
         if name in nonzero + "v":
             assert float((found[name].double() - wanted).norm() / wanted.norm()) < 0.01
+
+
+@pytest.mark.parametrize("equal", ["q", "k"])
+def test_the_other_side_stays_in_the_range_of_float16_if_a_mean_is_rounded(equal: str) -> None:
+    q, k, v = 0.04 * torch.randn(3, 1, 2, 30, 16, generator=torch.Generator().manual_seed(0)).sign()
+    problem = checked(q.half(), k.half(), v.half(), Options()).flat()
+    found = survey(problem)
+    setattr(found, "query_centred" if equal == "q" else "key_centred", [1e-9, 0.0])
+    factors = Spec(1, ((1.0, 1.0),) * 2, (0, 1), (2, 2), None, found, problem, None).factors
+    for x, factor in zip((q, k), factors, strict=True):
+        scaled = x[0].double() * factor[:, None, None]
+        torch.testing.assert_close(scaled.half().double(), scaled, rtol=2.0**-11, atol=0)
 
 
 def test_a_forced_call_is_decided_even_after_an_exact_one() -> None:

@@ -10,6 +10,10 @@ from torch import Tensor
 from depthgauge.fast_attention.problem import Problem
 from depthgauge.fast_attention.theory.bounds import Survey
 
+ROUNDING = 2.0**-11
+"""Centred norms below this share of the norm itself count as this share: those of equal tokens are rounding errors of
+their mean, and balanced against them the other side would leave the range of float16."""
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -78,8 +82,8 @@ class Spec:
         # Norms of zero vectors are rounded up to this number. Balanced against it, the other side would leave float16.
         lost = 2 * math.sqrt(self.problem.q.shape[-1] * torch.finfo(self.problem.working).tiny) * (1 + 2.0**-20)
         for head, centring in zip(self.members, self.centrings, strict=True):
-            query = s.query_centred[head] if centring == 2 else s.query[head]
-            key = s.key_centred[head] if centring else s.key[head]
+            query = max(s.query_centred[head], ROUNDING * s.query[head]) if centring == 2 else s.query[head]
+            key = max(s.key_centred[head], ROUNDING * s.key[head]) if centring else s.key[head]
             pairs.append(balance(query, key, self.scale) if min(query, key) > lost else (self.scale, 1.0))
         return self._per_head([q for q, _ in pairs]), self._per_head([k for _, k in pairs])
 
