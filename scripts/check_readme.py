@@ -4,7 +4,7 @@
 
 The `sh` and `python` blocks run in order, in one shell, in a folder with the files of the project that git does not
 ignore. The first commands make a virtual environment and install the project into it. What the README says that its
-reader has is there before the command that needs it: a checkpoint `./my-model` (tiny, with random weights), a text
+reader has is there before the command that needs it: a checkpoint `./my-model` (tiny), a text that it can read,
 `corpus.txt`, the `toml` block as `grid.toml`, and a Dask scheduler with a worker. Every other file is made by a
 command of the README. The first command that fails ends the check with exit code 1. Packages come from pip's package
 index, in the versions of constraints.txt.
@@ -111,8 +111,10 @@ def copy_project(folder: Path) -> None:
 
 def give_files(folder: Path, document: str) -> None:
     """Write the files that the reader has: the text, and the grids that the document shows."""
-    words = random.Random(0).choices(WORDS, k=30_000)
-    (folder / "corpus.txt").write_text(" ".join(words), encoding="utf-8")
+    draw, words = random.Random(0), [0]
+    for _ in range(30_000):  # nine of ten words follow the one before, as the checkpoint expects
+        words.append((words[-1] + 1) % len(WORDS) if draw.random() < 0.9 else draw.randrange(len(WORDS)))
+    (folder / "corpus.txt").write_text(" ".join(WORDS[word] for word in words), encoding="utf-8")
     for language, text in blocks(document):
         if language == "toml":
             (folder / "grid.toml").write_text(text, encoding="utf-8")

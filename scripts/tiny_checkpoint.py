@@ -1,4 +1,7 @@
-"""Write a tiny random Llama with a word tokenizer, as transformers saves it: `python tiny_checkpoint.py DIRECTORY`."""
+"""Write a tiny Llama with a word tokenizer, as transformers saves it: `python tiny_checkpoint.py DIRECTORY`.
+
+Its blocks are random, and it expects that the words of its list follow each other.
+"""
 
 import sys
 
@@ -23,7 +26,12 @@ def main(directory: str) -> None:
         num_key_value_heads=1,
         max_position_embeddings=64,
     )
-    LlamaForCausalLM(config).save_pretrained(directory)
+    model = LlamaForCausalLM(config)
+    embeddings, following = torch.eye(len(WORDS), config.hidden_size), [0, *range(2, len(WORDS)), 1]
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(embeddings)
+        model.lm_head.weight[following] = 2 * embeddings
+    model.save_pretrained(directory)
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(directory)
 
 

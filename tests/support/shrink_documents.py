@@ -8,8 +8,8 @@ HOSTILE = "</script><script>alert(1)</script>"
 _SETTINGS = {
     "remove": "7", "max_increase": None, "confidence": 0.95, "effort": "default", "no_repair": False, "heal": 200,
     "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
-    "dtype": "float32", "device": "cpu", "device_map": None, "trust_remote_code": False, "allow_pickle": False,
-    "ignore_unused": False,
+    "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "force": False,
+    "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
 

@@ -56,7 +56,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(model: Any, tokenizer: Any = None, **fields: Any) -> OpenedModel:
-    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, **fields})
+    options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "force": True, **fields})
     source = find(model) if isinstance(model, Path) else None
     return open_model(model, source, options, tokenizer, None, lambda sentence: None)
 
@@ -70,6 +70,9 @@ class Letters:
 
     def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
         return {"input_ids": [4 + ord(letter) % 36 for letter in text]}
+
+    def decode(self, ids: list[int]) -> str:
+        return "?" * len(ids)
 
     def __len__(self) -> int:
         return 40
@@ -109,7 +112,7 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
 
 def test_windows_as_long_as_the_context_are_measured(gpt2: Path, text: Path) -> None:
     """The BOS token does not fit in front of a full window, so the window is measured without its last token."""
-    result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256}))
+    result = dg.gauge(gpt2, text=text, **(SMALL | {"window": 64, "tokens": 256, "force": True}))
     found = result.subjects[0].text
     assert found.bos_reason.startswith("measured on 3 windows: loss ")
     assert (found.windows, found.window) == (4, 64)

@@ -13,7 +13,7 @@ from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, count_parameters
-from depthgauge.errors import unknown_name
+from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
@@ -218,15 +218,21 @@ def _refuse_remote_code(library: Any, source: Source) -> None:
         )
 
 
-def load_tokenizer(source: Source, placement: Placement) -> Any:
-    """Load the tokenizer of a checkpoint."""
-    library = transformers()
-    if source.gguf is None and not any((source.folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise CheckpointError(
-            f"{source.path} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with "
-            "the model"
+def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
+    """Load the tokenizer of a checkpoint, or the one that replaces it; refuse a `given` tokenizer in memory."""
+    if given is not None:
+        raise InputError(
+            f"{source.path} is on disk, and its tokenizer must be a directory, got {type(given).__name__}; save the "
+            "tokenizer and give its directory"
         )
-    return _from_pretrained(library.AutoTokenizer, "tokenizer", source, placement)
+    library, folder = transformers(), source.tokenizer_folder
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder} contains no tokenizer, expected one of {', '.join(_TOKENIZER_FILES[:3])}; download it with the "
+            "model, or give its directory with --tokenizer"
+        )
+    found = source if folder is None else Source(folder)
+    return _from_pretrained(library.AutoTokenizer, "tokenizer", found, placement)
 
 
 def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:

@@ -25,31 +25,40 @@ class Source:
     - `folder`: its directory
     - `gguf`: the name of the GGUF file in `folder`, or None for other files
     - `pickled`: whether the weights are in `pytorch_model*.bin` files instead of safetensors
+    - `tokenizer`: the directory of the tokenizer that replaces its own, or None
     """
 
     folder: Path
     gguf: str | None = None
     pickled: bool = False
+    tokenizer: Path | None = None
 
     @property
     def path(self) -> Path:
         """The path the user gave."""
         return self.folder if self.gguf is None else self.folder / self.gguf
 
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The directory with the files of the tokenizer; None if the tokenizer is in the GGUF file."""
+        return self.tokenizer or (self.folder if self.gguf is None else None)
+
     def keywords(self) -> dict[str, Any]:
         """Return the keyword arguments common to all calls of `from_pretrained`."""
         return {"local_files_only": True} | ({} if self.gguf is None else {"gguf_file": self.gguf})
 
 
-def find(target: str | Path, allow_pickle: bool = False) -> Source:
+def find(target: str | Path, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
     """Return the checkpoint in a directory or a `.gguf` file; raise if something is missing.
 
     `allow_pickle` accepts weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
-    which does not run code from the file.
+    which does not run code from the file. `tokenizer` is the directory of another tokenizer.
     """
-    path = Path(target)
+    path, other = Path(target), None if tokenizer is None else Path(tokenizer)
+    if other is not None and not other.is_dir():
+        raise CheckpointError(f"--tokenizer must be a directory with the files of a tokenizer, and {other} is none")
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        source = Source(path.parent, path.name)
+        source = Source(path.parent, path.name, tokenizer=other)
         if not weight_files(source):
             raise CheckpointError(f"cannot read {path}: no such file")
         with open(path, "rb") as handle:
@@ -64,7 +73,7 @@ def find(target: str | Path, allow_pickle: bool = False) -> Source:
         raise CheckpointError(
             f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
         )
-    source, pickled = Source(path), Source(path, pickled=True)
+    source, pickled = (Source(path, pickled=pickled, tokenizer=other) for pickled in (False, True))
     if weight_files(source):
         return source
     hint = "download the complete checkpoint"

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from depthgauge.workflows.gauge import GaugeResult
 
 
-@with_options(GaugeOptions, {"checkpoints": "Checkpoints", "networks": "Networks"}, paths=("input", "text"))
+@with_options(
+    GaugeOptions, {"checkpoints": "Checkpoints", "networks": "Networks"}, paths=("input", "text", "tokenizer")
+)
 def command(
     target: Annotated[
         Path | None,

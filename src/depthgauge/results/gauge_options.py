@@ -39,6 +39,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
+        force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
         allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
         ignore_unused: Accept weights that no module of the model takes.
@@ -58,6 +60,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str | None, _CHECKPOINTS] = None
     device: Annotated[str | None, _CHECKPOINTS] = None
     device_map: Annotated[str | None, _CHECKPOINTS] = None
+    tokenizer: Annotated[str | None, _CHECKPOINTS] = None
+    force: Annotated[bool | None, _CHECKPOINTS] = None
     trust_remote_code: Annotated[bool | None, _CHECKPOINTS] = None
     allow_pickle: Annotated[bool | None, _CHECKPOINTS] = None
     ignore_unused: Annotated[bool | None, _CHECKPOINTS] = None
@@ -96,4 +100,4 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
     """Combine an options record with single options given by keyword; raise for unknown names and other types."""
-    return combine_options(GaugeOptions, "gauge", options, fields, {"input": str, "text": str})
+    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(("input", "text", "tokenizer"), str))

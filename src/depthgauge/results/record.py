@@ -94,6 +94,14 @@ def combine_options(
         raise InputError(f"{place.strip('`$.') or 'options'}: {what.replace('`', '')}; see {kind.__name__}") from error
 
 
+def take_directory(tokenizer: Any, fields: dict[str, Any]) -> Any:
+    """Move a tokenizer that is given as a directory to the options given by keyword; return one that is in memory."""
+    if not isinstance(tokenizer, str | Path):
+        return tokenizer
+    fields["tokenizer"] = tokenizer
+    return None
+
+
 def _as_lists(value: Any) -> Any:
     """Replace tuples by lists, which is what JSON has."""
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
-ABOUT_FILES = ("dtype", "device", "device_map", "trust_remote_code", "allow_pickle", "ignore_unused")
+ABOUT_FILES = ("dtype", "device", "device_map", "tokenizer", "trust_remote_code", "allow_pickle", "ignore_unused")
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
@@ -43,6 +43,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
+        force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
         allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
         ignore_unused: Accept weights that no module of the model takes.
@@ -63,6 +65,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
+    tokenizer: Annotated[str | None, _MODEL] = None
+    force: Annotated[bool, _MODEL] = False
     trust_remote_code: Annotated[bool, _MODEL] = False
     allow_pickle: Annotated[bool, _MODEL] = False
     ignore_unused: Annotated[bool, _MODEL] = False
@@ -140,7 +144,9 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     """
     known = ShrinkOptions.__struct_fields__
     given = {name: value for name, value in fields.items() if value is not None or name not in known}
-    return combine_options(ShrinkOptions, "shrink", options, given, {"remove": _remove_text, "text": _text_list})
+    return combine_options(
+        ShrinkOptions, "shrink", options, given, {"remove": _remove_text, "text": _text_list, "tokenizer": str}
+    )
 
 
 def _text_list(text: Any) -> list[str]:

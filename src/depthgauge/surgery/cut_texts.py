@@ -32,7 +32,7 @@ LEAST_BODY = 8
 _REREADS = (1, 4, 16)
 """How much of a large text is read while its windows repeat, as multiples of what is needed."""
 _MEASURED_SHARE = 4
-"""One part of this many of the built-in text decides about the BOS token where there is no other text."""
+"""One part of this many of the built-in text is measured where there is no other text."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class CutTexts(ArrayRecord):
     - `window`: n, tokens per window, special tokens included
     - `sources`: the windows of each text
     - `built_in`: all windows of the built-in text, which is evaluated beside the texts
-    - `measured`: windows on which the BOS token is decided; none of them is in the certify part
+    - `measured`: windows on which the BOS token is decided and the tokenizer is checked; none is in the certify part
     - `seen`: the contents of the windows of `sources`
     """
 
@@ -209,11 +209,11 @@ def cut_texts(tokenizer: Any, request: CalibrationRequest) -> CutTexts:
     measured = tuple(islice(turns, MEASURED_WINDOWS))  # one of each text in turn
     default = tokenize_text(tokenizer, None, wanted=1, length=length, seed=request.seed)
     ids = default.pieces[0]
-    if request.spare and not measured:
+    if not measured:
         kept = len(ids) // _MEASURED_SHARE
         size = min(length, kept // MEASURED_WINDOWS)
         measured = tuple(ids[: MEASURED_WINDOWS * size].view(MEASURED_WINDOWS, size))
-        ids = ids[kept:]
+        ids = ids[kept:] if request.spare else ids
     bodies = ids[: len(ids) // length * length].view(-1, length)
     built_in = CutSource("built-in", default.source, default.digest, (bodies[:0], bodies[:0], bodies))
     return CutTexts(request, length + request.around, sources, built_in, measured, seen)

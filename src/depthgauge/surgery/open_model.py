@@ -19,6 +19,7 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
+from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -66,7 +67,8 @@ def open_model(
     """Load a model, after checking everything that can be checked without its weights.
 
     Without a `source`, which is a checkpoint on disk, `model` is in memory, and `tokenizer` belongs to it. The digests
-    of a plan that will be followed must match. `message` is called with sentences such as the BOS decision.
+    of a plan that will be followed must match. `message` is called with sentences such as the BOS decision. A language
+    model that cannot read its text is refused.
     """
     # A new process imports the libraries again and loads the model. The CPU time of this process so far stands for the
     # imports; it is limited by the time of opening, because a long-running process has spent it on other work.
@@ -81,7 +83,7 @@ def open_model(
     else:
         placement = Placement.of(settings)
         config = load_config(source, placement)
-        tokenizer = load_tokenizer(source, placement)
+        tokenizer = load_tokenizer(source, placement, tokenizer)
         texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", str(source.path))
         files = file_digests(source)
         if plan is not None and plan.files != files:
@@ -102,15 +104,16 @@ def open_model(
     start = measure_start(planned, checkpoint, texts.measured)  # on windows that are not in the certify part
     if planned.candidate is not None and checkpoint.objective == "loss":
         message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
+    require_readable(checkpoint, tokenizer, start, texts.measured, settings.force, message)
     return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, opened + min(before, opened))
 
 
 def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:
-    if tokenizer is None:
-        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
     for name in settings.given():
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
+    if tokenizer is None:
+        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)

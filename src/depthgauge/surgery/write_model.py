@@ -64,6 +64,8 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
             raise InputError(f"{out} contains the model {source.path}; give another --out")
         if source.gguf is None and folder in target.parents:
             raise InputError(f"{out} is inside the model directory {source.folder}; give another --out")
+        if source.tokenizer is not None and Path(os.path.realpath(source.tokenizer)).is_relative_to(target):
+            raise InputError(f"{out} contains the tokenizer {source.tokenizer}; give another --out")
     if target.is_dir():
         if not overwrite:
             raise InputError(f"{out} exists; use --overwrite to replace it, or give another --out")
@@ -143,8 +145,8 @@ def written_model(
     Weights are written as safetensors files. The tokenizer, the chat template, the generation configuration and the
     licence of a directory are copied unchanged. For a GGUF file or a model from memory they are saved from memory.
 
-    The tokenizer is used if `source`, the checkpoint that the model comes from, has no tokenizer files. With
-    `overwrite`, a checkpoint that exists is replaced. `max_shard` is the largest size of one weight file.
+    The tokenizer is used if `source`, the checkpoint that the model comes from, has no directory with tokenizer files.
+    With `overwrite`, a checkpoint that exists is replaced. `max_shard` is the largest size of one weight file.
 
     Raises:
         InputError: `out` cannot be used; see `check_output_directory`.
@@ -158,10 +160,10 @@ def written_model(
         with quiet(), _plain_generation_config(model):
             model.save_pretrained(temporary, max_shard_size=max_shard)
         _write_generation_config(model, source, temporary)
-        copied = 0
         if source is not None and source.gguf is None:
             _copy(source.folder, temporary, (*_COMPANIONS, *map(glob.escape, _modules(source.folder))))
-            copied = _copy(source.folder, temporary, _TOKENIZER)
+        folder = None if source is None else source.tokenizer_folder
+        copied = 0 if folder is None else _copy(folder, temporary, _TOKENIZER)
         if tokenizer is not None and not copied:
             with quiet():
                 tokenizer.save_pretrained(temporary)

@@ -13,6 +13,7 @@ from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
+from depthgauge.results.record import take_directory
 from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint
 from depthgauge.workflows.gauge_network import gauge_networks
 from depthgauge.workflows.target import resolve_target
@@ -63,7 +64,8 @@ def gauge(
         target: a network, a network file, a checkpoint (directory or GGUF file), a transformers model in memory, or
             None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
-        tokenizer: the tokenizer of a model in memory; not needed with `weights_only`.
+        tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or the directory of one that
+            replaces the tokenizer of a checkpoint.
         out: a file to write the result document to. The finished steps of a checkpoint are kept next to it, so that an
             interrupted run can be resumed.
         report: a file to write a page with charts to (extra `report`).
@@ -85,13 +87,14 @@ def gauge(
     >>> result.subjects[0].depth[0].layers
     1
     """
+    tokenizer = take_directory(tokenizer, fields)
     found, asked = resolve_target(target), make_options(options, fields)
     asked.refuse_other_kind(found.kind, found.description)
     if report is not None:
         plotly_code()  # raises now if the extra is missing
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
-        inputs = {"TARGET": found.path, "--input": asked.input, "--text": text}
+        inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             settings, subject = gauge_checkpoint(found, asked, tokenizer, journal, progress, message)

@@ -31,6 +31,7 @@ from depthgauge.checkpoints.load import (
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.probe import probe
+from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
@@ -100,7 +101,7 @@ def gauge_checkpoint(
     placement, source = Placement.of(asked), None
     if target.model is None:
         assert target.path is not None
-        source = find(target.path, bool(asked.allow_pickle))
+        source = find(target.path, bool(asked.allow_pickle), asked.tokenizer)
         config = load_config(source, placement)
     else:
         for name in ABOUT_FILES:
@@ -116,7 +117,7 @@ def gauge_checkpoint(
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
-        tokenizer = tokenizer if source is None else load_tokenizer(source, placement)
+        tokenizer = tokenizer if source is None else load_tokenizer(source, placement, tokenizer)
         if tokenizer is None:
             raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
         start = plan_start(asked.bos, source, tokenizer)
@@ -156,7 +157,9 @@ def gauge_checkpoint(
             return settings, subject_record(checkpoint, weights, notes)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
         n = windows.ids.shape[1]
-        decided = measure_start(start, checkpoint, list(windows.ids[:, len(start.before) : n - len(start.after)]))
+        bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
+        decided = measure_start(start, checkpoint, bodies)
+        require_readable(checkpoint, tokenizer, decided, bodies, bool(asked.force), message)
         if decided.before != start.before:
             windows = windows.with_first(decided.before[0], len(start.after))
         cannot = probe(checkpoint, windows.ids[:1])

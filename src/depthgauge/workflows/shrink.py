@@ -21,6 +21,7 @@ from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_of, plotly_code, write_report
+from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import BeforeAfter, CurvePoint, PlanRecord, ShrinkRecord, TestedSize, read_plan
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
@@ -109,7 +110,7 @@ def shrink(
     Args:
         model: a checkpoint directory, a GGUF file, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`.
-        tokenizer: the tokenizer of a model in memory.
+        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
         out: the directory to write the smaller model to; None keeps it in memory.
         report: a file to write a page with charts to (extra `report`).
@@ -128,6 +129,7 @@ def shrink(
     """
     started = time.perf_counter()
     followed = read_plan(plan) if isinstance(plan, str | Path) else plan
+    tokenizer = take_directory(tokenizer, fields)
     settings = _settings(options, fields, followed)
     if report is not None:
         plotly_code()  # raises now if the extra is missing
@@ -192,7 +194,7 @@ def plan_shrink(
     Args:
         model: a checkpoint directory, a GGUF file, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`. A number of blocks is needed.
-        tokenizer: the tokenizer of a model in memory.
+        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
         overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
@@ -203,6 +205,7 @@ def plan_shrink(
     Returns:
         The plan; `shrink(model, plan=plan)` follows it.
     """
+    tokenizer = take_directory(tokenizer, fields)
     settings = _settings(options, fields, None)
     if settings.max_increase is not None:
         raise InputError("a plan needs the number of blocks: --max-increase finds it by testing; use --remove")
@@ -226,7 +229,7 @@ def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanR
     if plan is not None:
         given = settings.given()
         for name in given:
-            if name not in ABOUT_FILES:
+            if name not in (*ABOUT_FILES, "force"):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
                     "leave it out, or make a new plan"
@@ -239,7 +242,11 @@ def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanR
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
     """Return option → path of everything that is read and that no output may replace."""
     path = model if isinstance(model, str | Path) else None
-    return {"MODEL": path, **{f"--text {text}": split_field(text)[0] for text in settings.text}}
+    return {
+        "MODEL": path,
+        "--tokenizer": settings.tokenizer,
+        **{f"--text {text}": split_field(text)[0] for text in settings.text},
+    }
 
 
 def _find_source(model: Any, settings: ShrinkOptions) -> Source | None:
@@ -258,7 +265,7 @@ def _find_source(model: Any, settings: ShrinkOptions) -> Source | None:
             f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file, and "
             "`depthgauge collapse` is for network files"
         )
-    return find(target.path, settings.allow_pickle)
+    return find(target.path, settings.allow_pickle, settings.tokenizer)
 
 
 def _calibrate(
@@ -379,6 +386,8 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
     checkpoint, notes = opened.checkpoint, []
     if checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}")
     if checkpoint.objective != "loss":
         notes.append(
             "the model is not a causal language model: the numbers are relative distances of its final states from "
