@@ -30,7 +30,7 @@ def main(directory: str) -> None:
     embeddings, following = torch.eye(len(WORDS), config.hidden_size), [0, *range(2, len(WORDS)), 1]
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(embeddings)
-        model.lm_head.weight[following] = 2 * embeddings
+        model.lm_head.weight[following] = embeddings
     model.save_pretrained(directory)
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(directory)
 

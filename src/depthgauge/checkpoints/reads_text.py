@@ -19,7 +19,7 @@ from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.start_token import Start
 
 MOST_BITS = 2.5
-"""The most bits per byte. Language models need about 1 for text that they know, and gzip needs 2.5 to 3 for prose."""
+"""The most bits per byte. Language models need about 1 for text that they know, gzip 2.4 to 3.3 for English texts."""
 MOST_OF_UNIFORM = 0.7
 """The largest loss, as a share of ln(vocabulary), which is the loss of the uniform distribution."""
 LEAST_WINDOW = 32
