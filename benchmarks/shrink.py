@@ -80,7 +80,7 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
     """Shrink the model of a setting with depthgauge and return the losses of the results.
 
     The calibration windows are used for fitting and selection, in the proportion that the effort asks for, together
-    with an equal number of windows that are sampled from the model.
+    with half as many windows that are sampled from the model.
 
     Args:
         setting: the model, the calibration windows and the numbers of blocks to remove.
@@ -91,16 +91,17 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
     Returns:
         Method (`OURS` and, with healing, `HEALED`) → number of removed blocks → losses of the evaluation windows.
     """
-    from depthgauge._journal import Journal
+    from depthgauge.results.shrink_options import ShrinkOptions
+    from depthgauge.surgery.candidates import Candidates
     from depthgauge.surgery.model_samples import sample_windows
     from depthgauge.surgery.shrinker import Shrinker
-    from depthgauge.surgery.shrunk_model import heal as train
+    from depthgauge.surgery.shrunk_model import make_model
 
     work, known = EFFORT[effort], list(setting.calibration.values())
     first = known[0][0, 0]
     before = [int(first)] if all(bool((ids[:, 0] == first).all()) for ids in known) else []
     total = sum(len(ids) for ids in known)
-    sampled = sample_windows(setting.checkpoint, windows=total, window=known[0].shape[1], before=before, seed=seed)
+    sampled = sample_windows(setting.checkpoint, windows=total // 2, window=known[0].shape[1], before=before, seed=seed)
     parts: dict[str, list[Tensor]] = {"fit": [], "select": []}
     for ids in [*known, sampled]:
         cut = max(1, round(len(ids) * work.select / (work.fit + work.select)))
@@ -108,18 +109,19 @@ def ours(setting: Setting, *, effort: str, heal: int, seed: int) -> dict[str, di
         parts["fit"].append(ids[cut:])
     fit, select = torch.cat(parts["fit"]), torch.cat(parts["select"])
     select = select[torch.randperm(len(select), generator=torch.Generator().manual_seed(seed))]
-    journal = Journal()  # later sizes repeat the removals of earlier ones without a search
     found: dict[str, dict[int, Losses]] = {OURS: {}} | ({HEALED: {}} if heal else {})
-    for count in setting.counts:
-        with Shrinker(setting.checkpoint, fit, select, effort=work, journal=journal) as shrinker:
+    with Shrinker(setting.checkpoint, fit, select, effort=work) as shrinker:
+        candidates = Candidates(shrinker, seed)
+        for count in setting.counts:
             shrinker.remove_until(count)
-            shrinker.exchange()
-            shrinker.repair(shrinker.removed)
-            model = shrinker.model()
-        found[OURS][count] = model_losses(model, setting.evaluation)
-        if heal:
-            train(model, setting.checkpoint.model, fit, steps=heal, loss=True, seed=seed)
-            found[HEALED][count] = model_losses(model, setting.evaluation)
+            sets = shrinker.sets(count)
+            for method, steps in ((OURS, None), (HEALED, str(heal))):
+                if method in found:
+                    options = ShrinkOptions(remove=str(count), heal=steps, seed=seed)
+                    made = make_model(candidates, sets, options, None)
+                    found[method][count] = model_losses(made.model, setting.evaluation)
+        parts_of_time = ", ".join(f"{name} {value:.0f} s" for name, value in shrinker.durations.seconds.items())
+    print(f"(ours: {parts_of_time})", flush=True)
     return found
 
 
@@ -229,7 +231,7 @@ def measure(options: argparse.Namespace) -> int:
     tiny = options.checkpoint is None
     effort = "quick" if tiny else options.effort
     work = EFFORT[effort]
-    calibrated = options.calibration or (work.fit + work.select) // 2
+    calibrated = options.calibration or (work.fit + work.select) * 2 // 3
     evaluated = 4 if tiny else options.evaluation
     checkpoint, windows = prepare(options, evaluated + calibrated)
     require_windows(windows, evaluated + calibrated)

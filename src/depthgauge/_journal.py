@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,8 +23,8 @@ SCHEMA = "depthgauge.partial/2"
 RECORD = "depthgauge.json"
 """The file in the directory of a shrunk model that holds its record; it identifies the directory."""
 _ENTRIES, _LOCK = "journal.json", "lock"
-_OWN_NAMES = re.compile(r"heal-[0-9-]+\.pt|\.[0-9a-f]{16}\.partial")
-"""Further files of a journal: the states of healing, and writes that were cut short."""
+_OWN_NAMES = re.compile(r"(heal|repair)-[0-9-]+\.pt|\.[0-9a-f]{16}\.partial")
+"""Further files of a journal: the weights of repairs, the states of healing, and writes that were cut short."""
 
 
 def journal_folder(out: str | Path) -> Path:
@@ -114,6 +114,10 @@ class Journal:
         """Set an entry and save the journal."""
         self.entries[name] = value
         self._save()
+
+    def file(self, kind: str, numbers: Iterable[int]) -> Path | None:
+        """Return the path of a further file, such as `repair-6-7.pt`, which is deleted at the end; None in memory."""
+        return None if self.folder is None else self.folder / f"{kind}-{'-'.join(map(str, numbers))}.pt"
 
     def write(self, path: str | Path, text: str, overwrite: bool = False) -> None:
         """Write an output of the run. Its digest is saved before, so that a resumed run knows the file as its own."""

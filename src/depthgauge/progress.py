@@ -1,5 +1,8 @@
-"""Progress callbacks. Long computations call a `Step`; the caller decides how to display it."""
+"""Progress callbacks, and durations. Long computations call a `Step`; the caller decides how to display it."""
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
 
@@ -17,3 +20,23 @@ def no_message(sentence: str) -> None:
 
 def silent(done: int, total: int, label: str) -> None:
     """Ignore the report. This is the default callback."""
+
+
+class Durations:
+    """The seconds that parts of a computation took, by name: `with durations("search"): …`.
+
+    A part inside another one counts for itself alone.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time inside the block to a part."""
+        started, before = time.perf_counter(), sum(self.seconds.values())
+        try:
+            yield
+        finally:
+            inside = sum(self.seconds.values()) - before
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started - inside

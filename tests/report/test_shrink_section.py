@@ -64,15 +64,16 @@ def test_the_stack_shows_every_block_before_and_after() -> None:
     strip, *legend = traces(part)
     before, after = strip["z"]
     assert [layer for layer, state in enumerate(before) if state == 2] == DOCUMENT["removed"]
-    steps = {step["layer"]: step["step"] for step in DOCUMENT["repair"]}
     kept = [layer for layer in range(30) if layer not in DOCUMENT["removed"]]
-    assert [before[layer] for layer in kept] == [int(steps[layer] > 0) for layer in kept] == after[:23]
+    assert [before[layer] for layer in kept] == [1] * 23 == after[:23]  # healing changes all of them
     assert after[23:] == [None] * 7
     # The eleventh block of the smaller model is block 11 of the source, because block 10 was removed.
     assert strip["hovertext"][1][10].startswith("layer 10 of the smaller model<br>layer 11 of the source")
-    assert [entry["name"] for entry in legend] == ["kept, unchanged", "kept, repaired", "removed"]
-    assert part.table.rows[11] == (11, "kept, repaired", 10, steps[11])
-    assert part.table.rows[12] == (12, "removed", None, None)
+    assert [entry["name"] for entry in legend] == ["kept, repaired", "removed"]
+    assert part.table.rows[11] == (11, "kept, repaired", 10)
+    assert part.table.rows[12] == (12, "removed", None)
+    (strip, *_) = traces(parts_of(copy.deepcopy(DOCUMENT) | {"heal": None})["stack"])
+    assert [layer for layer, state in enumerate(strip["z"][0]) if state == 0] == list(range(9))
 
 
 def test_the_increases_by_text_have_error_bars() -> None:
@@ -91,7 +92,7 @@ table_keys = ("dense", "shrunk", "increase", "low", "high")
 
 def test_the_curve_compares_ours_with_the_others() -> None:
     lines = {line["name"]: line for line in traces(parts_of(DOCUMENT)["curve"])}
-    assert list(lines) == ["depthgauge", "block influence (ShortGPT)", "angular distance (UIDL)"]
+    assert list(lines) == ["depthgauge", "greedy search", "block influence (ShortGPT)", "angular distance (UIDL)"]
     for name, line in lines.items():
         points = [point for point in DOCUMENT["curve"] if point["method"] == name]
         assert line["x"] == [point["removed"] for point in points]
@@ -135,11 +136,13 @@ def test_costs_repair_and_search_are_those_of_the_record() -> None:
     parts = parts_of(DOCUMENT)
     assert parts["costs"].table.rows[3] == ("prefill", "812 ms", "634 ms", 0.6344 / 0.8121)
     assert parts["costs"].table_open
-    (bars,) = traces(parts["repair"])
-    assert bars["y"] == [step["step"] for step in DOCUMENT["repair"]]
-    assert "14 of 23 layers changed." in parts["repair"].caption
+    bare, repaired = traces(parts["candidates"])
+    assert bare["x"] == [one["increase"] for one in PLAN["candidates"]]
+    assert repaired["x"] == [one["repaired"] for one in PLAN["candidates"]]
+    assert (
+        "Repair by distillation: the objective on the selection windows went from 3.95" in parts["candidates"].caption
+    )
     assert [row[1] for row in parts["search"].table.rows] == [step["layer"] for step in PLAN["search"]]
-    assert "Then layer 11 was put back and layer 25 removed instead." in parts["search"].caption
     assert "Healing: 200 training steps" in parts["notes"].caption
     assert ("torch", "2.8.0") in parts["notes"].table.rows
 
@@ -329,16 +332,14 @@ def test_a_browser_draws_every_chart(browser: Any, tmp_path: Path, width: int) -
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
     page.eval_on_selector_all("details", "all => all.forEach((one) => { one.open = true; })")
     charts = page.eval_on_selector_all("[data-chart]", "all => all.map((one) => one.dataset.chart)")
-    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-repair"]
+    assert charts == ["s0-stack", "s0-guarantee", "s0-texts", "s0-curve", "s0-candidates"]
     boxes = page.eval_on_selector_all(
         "[data-chart] svg.main-svg", "all => all.map((one) => one.getBoundingClientRect().toJSON())"
     )
     assert all(box["left"] >= 0 and box["right"] <= width and box["height"] > 80 for box in boxes)
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert page.locator("#s0-stack-chart .heatmaplayer image").count() == 1
-    assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == [
-        "kept, unchanged", "kept, repaired", "removed"
-    ]  # fmt: skip
+    assert page.locator("#s0-stack-chart .legendtext").all_text_contents() == ["kept, repaired", "removed"]
     assert page.locator("#s0-guarantee-chart .shapelayer path").count() == 1
     page.focus("#s0-stack-chart")
     for _ in range(13):

@@ -30,6 +30,7 @@ from depthgauge.results.shrink_verdicts import (
     objective_label,
     shrink_costs,
     shrink_verdict,
+    shrink_warnings,
     stack_picture,
 )
 
@@ -43,8 +44,8 @@ DOCUMENTS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 # Keys that may be missing: they have a default, and every option has one.
 OPTIONAL = re.compile(
-    r"(plan\.)?(settings\..*|search|swaps|files\..*)|plan\.schema|guarantee\.(limit|tested)|speed\.(\w+_\w+|what)|"
-    r"versions\..*"
+    r"(plan\.)?(settings\..*|search|candidates|files\..*)|plan\.schema|guarantee\.(limit|tested)|speed\.(\w+_\w+|what)|"
+    r"versions\..*|stages|durations(\..*)?"
 )
 
 
@@ -92,7 +93,7 @@ def test_a_plan_can_be_read_from_both_kinds_of_file(tmp_path: Path) -> None:
     assert isinstance(plan, PlanRecord)
     assert plan == read_plan(tmp_path / "depthgauge.json") == read_shrink(tmp_path / "depthgauge.json").plan
     assert plan.settings == ShrinkOptions(
-        remove="7", confidence=0.95, effort="default", heal=200, text=("corpus.txt", "more text.txt"),
+        remove="7", confidence=0.95, effort="default", heal="200", text=("corpus.txt", "more text.txt"),
         sampled=0.5, window=512, bos="auto", seed=0, dtype="float32", device="cpu",
     )  # fmt: skip
     (tmp_path / "again.json").write_text(plan.dump(), encoding="utf-8")
@@ -118,13 +119,16 @@ def test_frames_have_the_rows_of_the_document() -> None:
         ("texts", record.texts),
         ("curve", record.curve),
         ("search", record.plan.search),
-        ("repair", record.repair),
+        ("candidates", record.plan.candidates),
+        ("stages", record.stages),
         ("tested", record.guarantee.tested),
     ):
         found = record.to_frame(table)
         assert len(found) == len(rows) > 0
         assert list(found.columns) == list(rows[0].__struct_fields__)
-    with pytest.raises(InputError, match="table must be one of texts, curve, search, repair, tested, got 'rows'"):
+    with pytest.raises(
+        InputError, match="table must be one of texts, curve, search, candidates, stages, tested, got 'rows'"
+    ):
         record.to_frame("rows")
 
 
@@ -164,7 +168,7 @@ def test_a_missing_key_is_named(reader: Callable[[Path], Any], tmp_path: Path) -
         (["plan", "layers"], 0, "plan.layers: expected from 1 to 10000, got 0"),
         (["plan", "removed"], list(range(30)), "plan.removed: all 30 layers are removed"),
         (["plan", "search", 2, "layer"], 44, "plan.search[2].layer: expected a layer from 0 to 29, got 44"),
-        (["repair", 0, "layer"], 30, "repair[0].layer: expected a layer from 0 to 29, got 30"),
+        (["plan", "candidates", 0, "removed"], [30], "plan.candidates[0].removed[0]: expected a layer from 0 to 29"),
         (["plan", "settings", "remove"], 7, "plan.settings.remove: expected a string or null, got a whole number"),
         (["plan", "settings", "text"], "corpus.txt", "plan.settings.text: expected a list, got a string"),
         (["loss", "dense"], "x", "loss.dense: expected a number or null, got a string"),
@@ -235,7 +239,7 @@ def test_the_verdict_has_three_different_cases() -> None:
     assert verdicts["decoder"] == (
         "23 of 30 layers are kept; guaranteed, if future windows are exchangeable with those of corpus.txt, more "
         "text.txt: on 95 % of windows the loss grows by at most 0.613 nats per token (confidence 95 %); measured: the "
-        "loss grows by 0.431 nats per token"
+        "loss grows by 0.431 nats per token; on the selection windows 0.43 below the best of 2 choices without repair"
     )
     assert verdicts["encoder"] == (
         "5 of 6 layers are kept; guaranteed, if future windows are exchangeable with those of corpus.txt: on 95 % of "
@@ -243,9 +247,9 @@ def test_the_verdict_has_three_different_cases() -> None:
         "change by 0.313 [0.291, 0.334] of their size"
     )
     assert verdicts["too few windows"] == (
-        "23 of 30 layers are kept; measured only: the loss grows by 0.431 nats per token; nothing is guaranteed, "
-        "because 20 windows of corpus.txt, more text.txt are too few for a share of 95 % with confidence 95 %; give "
-        "more text"
+        "23 of 30 layers are kept; measured only: the loss grows by 0.431 nats per token; on the selection windows "
+        "0.43 below the best of 2 choices without repair; nothing is guaranteed, because 20 windows of corpus.txt, "
+        "more text.txt are too few for a share of 95 % with confidence 95 %; give more text"
     )
     assert verdicts["not certified"].endswith("nothing is guaranteed, because no bound was computed")
     assert verdicts["limit not reached"] == (
@@ -318,13 +322,41 @@ def test_too_few_windows_for_any_size_is_said() -> None:
 def test_several_texts_of_the_user_are_measured_together() -> None:
     """Their losses are those of all their windows; an interval is known only for one text alone."""
     document = copy.deepcopy(DOCUMENT)
-    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.431 nats per token")
+    assert "measured: the loss grows by 0.431 nats per token;" in shrink_verdict(check_shrink(document))
     document["loss"]["dense"] = None
-    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by – nats per token")
+    assert "measured: the loss grows by – nats per token;" in shrink_verdict(check_shrink(document))
     del document["texts"][1]
-    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.401 [0.36, 0.445] nats per token")
+    assert shrink_verdict(check_shrink(document)).count("the loss grows by 0.401 [0.36, 0.445] nats per token;") == 1
     del document["texts"][0]
-    assert shrink_verdict(check_shrink(document)).endswith("the loss grows by 0.388 [0.347, 0.431] nats per token")
+    assert shrink_verdict(check_shrink(document)).count("the loss grows by 0.388 [0.347, 0.431] nats per token;") == 1
+
+
+def test_a_result_that_is_no_better_than_a_simple_one_says_so() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    document["plan"]["candidates"][0] |= {"repaired": 0.91}
+    assert shrink_verdict(check_shrink(document)).endswith("no better than removing 12–18 without repair")
+    document["plan"]["candidates"] = document["plan"]["candidates"][:1]
+    document["plan"]["candidates"][0] |= {"repaired": 0.75}
+    assert shrink_verdict(check_shrink(document)).endswith("0.2 below the same blocks without repair")
+
+
+def test_a_damaged_model_is_called_damaged() -> None:
+    document = copy.deepcopy(DOCUMENT)
+    (found,) = shrink_warnings(check_shrink(document))
+    assert found == "warning: this model is damaged: the loss grows by 0.513 nats per token; remove fewer blocks"
+    document["texts"] = document["texts"][:3]
+    assert shrink_warnings(check_shrink(document)) == ()
+    document["texts"][2]["increase"] = 1.3
+    document["texts"][0]["increase"] = document["texts"][1]["increase"] = 0.4
+    document["heal"] = None
+    (found,) = shrink_warnings(check_shrink(document))
+    assert "more than 3 times as much as on your text" in found
+    assert found.endswith("remove fewer blocks, or train it with --heal auto")
+    document["texts"][2]["increase"] = 0.4
+    document["guarantee"]["quantile"]["increase"] = 1.5
+    (found,) = shrink_warnings(check_shrink(document))
+    assert "only 1.5 nats per token are guaranteed" in found
+    assert shrink_warnings(check_shrink(encoder())) == ()
 
 
 def test_objectives_have_their_own_words() -> None:

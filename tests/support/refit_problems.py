@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
-from depthgauge.surgery.repair_normed import normed_maps
+from depthgauge.surgery.repair import output_maps
 
 LAYER = 1
 
@@ -28,15 +28,15 @@ class Problem:
         self.states = self.runner.through([0], self.runner.embed(self.ids))
         assert self.checkpoint.family is not None
         self.family = self.checkpoint.family
-        self.attention, self.mlp = normed_maps(self.runner.blocks[LAYER], self.family)
+        self.attention, self.mlp = output_maps(self.runner.blocks[LAYER], self.family)
 
     def output(self) -> Tensor:
         return self.runner.through([LAYER], self.states)
 
-    def targets(self, modules: Iterable[nn.Module | None], size: float = 0.1) -> Tensor:
+    def targets(self, modules: Iterable[nn.Module], size: float = 0.1) -> Tensor:
         """Return the outputs of the block after noise was added to the parameters of modules; they are restored."""
         generator = torch.Generator().manual_seed(6)
-        parameters = [p for module in modules if module is not None for p in module.parameters()]
+        parameters = [p for module in modules for p in module.parameters()]
         with torch.no_grad(), restored(parameters):
             for p in parameters:
                 p += size * torch.randn(p.shape, generator=generator).to(p)

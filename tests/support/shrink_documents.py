@@ -6,7 +6,8 @@ from typing import Any
 HOSTILE = "</script><script>alert(1)</script>"
 
 _SETTINGS = {
-    "remove": "7", "max_increase": None, "confidence": 0.95, "effort": "default", "no_repair": False, "heal": 200,
+    "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
+    "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200",
     "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
     "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "force": False,
     "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
@@ -16,22 +17,30 @@ _REMOVED = [10, 12, 13, 14, 16, 21, 25]
 
 def _search() -> list[dict[str, Any]]:
     order = [13, 14, 12, 16, 21, 10, 25]
-    return [
-        {"layer": layer, "step": 0.75 + 0.03125 * k, "unrepaired": 3.5 + 0.11 * k, "objective": 3.46 + 0.061 * k}
-        for k, layer in enumerate(order)
-    ]
+    return [{"layer": layer, "objective": 3.5 + 0.11 * k} for k, layer in enumerate(order)]
 
 
-def _repair() -> list[dict[str, Any]]:
-    kept = [layer for layer in range(30) if layer not in _REMOVED]
+def _candidates() -> list[dict[str, Any]]:
+    measured = {"increase": 0.95, "error": 0.031, "repaired": 0.44, "repaired_error": 0.014}
     return [
-        {"layer": layer, "step": 0.0 if layer < 9 else 0.5 + 0.02 * k, "objective": 3.86 - 0.004 * k}
-        for k, layer in enumerate(kept)
+        {"methods": ["greedy search"], "removed": _REMOVED, **measured, "chosen": True},
+        {
+            "methods": ["angular distance (UIDL)", "best run of adjacent blocks"], "removed": list(range(12, 19)),
+            **measured, "increase": 0.87, "repaired": None, "repaired_error": None, "chosen": False,
+        },
+    ]  # fmt: skip
+
+
+def _stages() -> list[dict[str, Any]]:
+    return [
+        {"name": "least squares", "before": 4.37, "after": 3.95, "error": 0.02, "kept": True},
+        {"name": "distillation", "before": 3.95, "after": 3.96, "error": 0.004, "kept": False},
     ]
 
 
 def _curve() -> list[dict[str, Any]]:
-    ours = [{"method": "depthgauge", "removed": count, "increase": 0.062 * count**1.1} for count in range(1, 8)]
+    ours = [{"method": "depthgauge", "removed": 7, "increase": 0.44}]
+    ours += [{"method": "greedy search", "removed": count, "increase": 0.12 * count**1.1} for count in range(1, 8)]
     peers = {"block influence (ShortGPT)": 0.22, "angular distance (UIDL)": 0.19}
     return ours + [
         {"method": method, "removed": count, "increase": factor * count**1.1}
@@ -63,7 +72,7 @@ def _calibration(window: int, bos: bool | None) -> dict[str, Any]:
 PLAN: dict[str, Any] = {
     "schema": "depthgauge.plan/1", "version": "0.2.0", "model": "models/SmolLM2-135M", "family": "llama",
     "files": {"model.safetensors": "23" * 32}, "layers": 30, "removed": _REMOVED, "search": _search(),
-    "swaps": [[11, 25]], "settings": _SETTINGS, "calibration": _calibration(512, True),
+    "candidates": _candidates(), "settings": _SETTINGS, "calibration": _calibration(512, True),
 }  # fmt: skip
 """The plan of `DOCUMENT`, as `--plan-only` writes it."""
 
@@ -90,7 +99,8 @@ DOCUMENT: dict[str, Any] = {
         "decode_before": 0.04113, "decode_after": 0.0318, "what": "512 tokens, then 16 new tokens, on cpu",
     },
     "parameters": {"before": 134515008, "after": 109741248}, "bytes": {"before": 538090408, "after": 438994712},
-    "memory": {"before": 546060032, "after": 445104192}, "curve": _curve(), "repair": _repair(),
+    "memory": {"before": 546060032, "after": 445104192}, "curve": _curve(), "stages": _stages(),
+    "durations": {"loading": 12.5, "search": 600.0, "repair and comparison": 700.0},
     "heal": {"steps": 200, "before": 3.8124, "after": 3.7611, "kept": True},
     "reload": {
         "difference": 3.1e-7, "layers": 23, "generation": "equal with and without cache"
@@ -136,7 +146,7 @@ def limit_not_reached() -> dict[str, Any]:
     for name in ("parameters", "bytes"):
         document[name]["after"] = None
     nothing = dict.fromkeys(("speed", "memory", "reload", "heal", "out"))
-    return document | nothing | {"texts": [], "repair": [], "repaired": False}
+    return document | nothing | {"texts": [], "stages": [], "repaired": False}
 
 
 def encoder() -> dict[str, Any]:
@@ -149,8 +159,8 @@ def encoder() -> dict[str, Any]:
     calibration = _calibration(128, None)
     calibration["sources"] = [calibration["sources"][0], calibration["sources"][3]]
     plan = document["plan"] | {
-        "model": "minilm", "family": "bert", "layers": 6, "removed": [3], "swaps": [], "calibration": calibration,
-        "search": [{"layer": 3, "step": 1.0, "unrepaired": 0.52, "objective": 0.31}],
+        "model": "minilm", "family": "bert", "layers": 6, "removed": [3], "candidates": [], "calibration": calibration,
+        "search": [{"layer": 3, "objective": 0.52}],
         "settings": _SETTINGS | {"remove": "1", "heal": None, "text": ["corpus.txt"]},
     }  # fmt: skip
     quantile = {"increase": 0.3911, "share": 0.95, "confidence": 0.95, "windows": 120}
@@ -163,7 +173,7 @@ def encoder() -> dict[str, Any]:
             "decode_after": None, "what": "128 tokens, then 0 new tokens, on cpu",
         },
         "memory": None, "curve": [{"method": "depthgauge", "removed": 1, "increase": 0.3}],
-        "repair": [{"layer": k, "step": 1.0, "objective": 0.31} for k in (0, 1, 2, 4, 5)], "heal": None,
+        "stages": [{"name": "distillation", "before": 0.52, "after": 0.31, "error": 0.01, "kept": True}], "heal": None,
         "reload": {"difference": 0.0, "layers": 5, "generation": "not applicable"}, "plan": plan,
         "notes": ["the model is an encoder: no perplexity is claimed"],
     }  # fmt: skip

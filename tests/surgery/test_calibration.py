@@ -144,7 +144,7 @@ def test_several_texts_have_equal_shares(decoder: Checkpoint, tokenizer: Any, wr
 @pytest.mark.parametrize(
     ("sampled", "expected"),
     [
-        (0.0, [(10, 6, 12), (0, 0, 3)]),
+        (0.0, [(10, 6, 12), (0, 0, 1)]),
         (1.0, [(0, 0, 12), (10, 6, 3)]),
         (0.01, [(9, 5, 12), (1, 1, 3)]),
         (0.99, [(1, 1, 12), (9, 5, 3)]),

@@ -13,8 +13,10 @@ from increase_populations import POPULATIONS, Population
 from scipy import stats
 
 from depthgauge.errors import InputError
+from depthgauge.progress import Durations
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import shrunk_model
+from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import ASSUMPTION, quantile_guarantee, windows_needed
 from depthgauge.surgery.shrunk_model import largest_within
 
@@ -126,11 +128,13 @@ def _sequence_failures(decide: Decide, together: bool) -> tuple[int, int]:
 def in_sequence(bounds: list[float | None]) -> int | None:
     """Run `largest_within` on models that are their sizes."""
     steps = [SimpleNamespace(layer=layer) for layer in range(len(bounds))]
-    shrinker: Any = SimpleNamespace(steps=steps, runner=[*steps, None], remove_until=lambda count, limit: None)
+    shrinker: Any = SimpleNamespace(
+        steps=steps, runner=[*steps, None], remove_until=lambda count, limit: None, sets=range, durations=Durations()
+    )
     certifier: Any = SimpleNamespace(
         measure=lambda model, label: model, bound=lambda size: SimpleNamespace(increase=bounds[size - 1])
     )
-    best, tested = largest_within(shrinker, certifier, 0.5, ShrinkOptions(), None)
+    best, tested = largest_within(Candidates(shrinker, 0), certifier, 0.5, ShrinkOptions(), None)
     failed = [size.removed for size in tested if not size.passed]
     assert failed in ([], [len(tested)])
     return None if best is None else best.model - 1
@@ -138,9 +142,7 @@ def in_sequence(bounds: list[float | None]) -> int | None:
 
 @pytest.fixture
 def models_are_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        shrunk_model, "make_model", lambda shrinker, removed, *others: SimpleNamespace(model=len(removed))
-    )
+    monkeypatch.setattr(shrunk_model, "make_model", lambda candidates, sets, *others: SimpleNamespace(model=len(sets)))
 
 
 @pytest.mark.usefixtures("models_are_sizes")

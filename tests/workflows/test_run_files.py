@@ -75,8 +75,8 @@ def test_resume_does_not_replace_a_page_that_no_run_wrote(
         run(shared, out=out, report=page, resume=True)
     page.unlink()
     with monkeypatch.context() as patch:
-        for module in ("gauge", "shrink"):
-            patch.setattr(f"depthgauge.workflows.{module}.page_of", crash)
+        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
+        patch.setattr("depthgauge.workflows.shrink.sizes_page_text", crash)
         with pytest.raises(StoppedError):
             run(shared, out=out, report=page)
     assert out.exists()
@@ -96,7 +96,7 @@ def test_an_output_that_was_changed_after_the_interruption_is_not_replaced(
 ) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.html"
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge.page_of", crash)
+        patch.setattr("depthgauge.workflows.gauge.page_text", crash)
         with pytest.raises(StoppedError):
             gauged(shared, out=out, report=page)
     out.write_text(out.read_text() + "with my remarks")

@@ -234,8 +234,15 @@ class BlockRunner(Stack):
             yield start, states[start : start + self.batch].to(self.device, dtype)
 
     def output(self, states: Float[Tensor, "batch n d"]) -> Tensor:
-        """Return the logits, or the final states of a model without a head, for the states after the last block."""
-        return self.run(torch.zeros(states.shape[:2], dtype=torch.long), start=len(self), state=states)
+        """Return the logits, or the final states of a model without a head, for the states after the last block.
+
+        Gradients with respect to the states are computed where gradients are enabled.
+        """
+        self.session.begin(first=len(self))
+        with ExitStack() as patches:
+            for layer, block in enumerate(self.blocks):
+                patches.enter_context(self._passing(block, states if layer == len(self) - 1 else None))
+            return self._forward(torch.zeros(states.shape[:2], dtype=torch.long))
 
 
 def batch_size(model: Any, window: int, loss: bool) -> int:

@@ -9,7 +9,7 @@ import typer
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import DepthgaugeError, InputError
-from depthgauge.results.shrink_options import MODEL, SIZE, TEXT, ShrinkOptions
+from depthgauge.results.shrink_options import HOW_MUCH, MODEL, SIZE, TEXT, WAYS, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
 
@@ -68,6 +68,11 @@ def command(
     `depthgauge shrink ./model --remove 7 --out ./smaller` needs no text: the model is calibrated on text that it writes
     itself, and the guarantee is about such text.
 
+    `depthgauge shrink ./model --text corpus.txt --sizes 2,4,6,8 --out ./smaller --report sizes.html` searches once and
+    writes `./smaller-2`, `./smaller-4` and so on, and one page with the loss, size and speed of each.
+
+    `depthgauge shrink ./model --remove-layers 12-18 --out ./smaller` removes exactly these blocks.
+
     After an interruption, run the same command with `--resume`.
     """
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
@@ -81,8 +86,10 @@ def command(
         note(f"plan written to {plan_only}; use it with --from-plan")
         return
     with progress_bar("shrinking") as progress:
-        record = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files).record
-    _print(record, as_json)
+        result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
+    for one in result.sizes if options.sizes is not None and not as_json else (result,):
+        _print(one.record, as_json)
+    record = result.record
     if record.guarantee is not None and limit_failed(record.guarantee):  # it is printed, but there is no model
         raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))
 
@@ -90,11 +97,12 @@ def command(
 def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> None:
     """Raise if options, or the flags of `files`, are missing or contradict each other."""
     out, plan_only = files["--out"], files["--plan-only"]
-    sizes = {"--remove": options.remove, "--max-increase": options.max_increase, "--from-plan": files["--from-plan"]}
-    given = [flag for flag, value in sizes.items() if value is not None]
+    asked = {flag: getattr(options, name) for flag, name in zip(WAYS, HOW_MUCH, strict=True)}
+    asked["--from-plan"] = files["--from-plan"]
+    given = [flag for flag, value in asked.items() if value is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise InputError(f"give exactly one of --remove, --max-increase and --from-plan, got {found}")
+        raise InputError(f"give exactly one of {', '.join(WAYS)} and --from-plan, got {found}")
     if plan_only is not None:
         if given == ["--from-plan"]:
             raise InputError("--plan-only makes a plan and --from-plan uses one; leave one of them out")

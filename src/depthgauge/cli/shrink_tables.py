@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.markup import escape
 
-from depthgauge._format import counted, number
+from depthgauge._format import counted, number, ranges
 from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
     calibration_sentence,
+    durations_sentence,
     guarantee_sentences,
     heal_sentence,
     increase_text,
@@ -18,7 +19,9 @@ from depthgauge.results.shrink_verdicts import (
     reload_sentence,
     shrink_costs,
     stack_picture,
+    stage_sentence,
     text_label,
+    with_error,
 )
 
 
@@ -32,11 +35,16 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
         yield from tested_tables(record, width)
     yield from map(_line, guarantee_sentences(record))
     yield from cost_tables(record, width)
+    yield from candidate_tables(record.plan, width)
+    for stage in record.stages:
+        yield _line(stage_sentence(stage))
     if record.heal is not None:
         yield _line(heal_sentence(record.heal))
     if record.reload is not None:
         yield _line(reload_sentence(record.reload))
     yield _line(calibration_sentence(record.plan.calibration, record.seconds))
+    if record.durations:
+        yield _line(durations_sentence(record))
     for remark in record.notes:
         yield _line(f"note: {remark}")
 
@@ -48,8 +56,7 @@ def plan_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
     yield from stack_lines(plan.layers, plan.removed, width)
     if plan.search:
         yield from search_tables(plan, width)
-    for back, instead in plan.swaps:
-        yield f"then layer {back} was put back and layer {instead} removed instead"
+    yield from candidate_tables(plan, width)
     yield _line(calibration_sentence(plan.calibration))
 
 
@@ -110,15 +117,25 @@ def cost_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
 def search_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
     """Yield one row per removal, in order."""
     key = Column("removed", [str(step.layer) for step in plan.search])
-    columns = [
-        Column("repair step", [number(step.step) for step in plan.search]),
-        Column("not repaired", [number(step.unrepaired, 4) for step in plan.search]),
-        Column("repaired", [number(step.objective, 4) for step in plan.search]),
-    ]
-    caption = (
-        "The objective on the selection windows after each removal, before and after the block before it was repaired."
-    )
+    columns = [Column("objective", [number(step.objective, 4) for step in plan.search])]
+    caption = "The objective on the selection windows after each removal, without repair."
     yield from stacked("Search, in the order of removal", key, columns, width, caption=caption)
+
+
+def candidate_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
+    """Yield one row per set of blocks that was compared, the best first."""
+    found = plan.candidates
+    if not found:
+        return
+    key = Column("chosen by", [", ".join(one.methods) for one in found], text=True)
+    columns = [
+        Column("removed", [ranges(one.removed) for one in found], text=True),
+        Column("without repair", [with_error(one.increase, one.error) for one in found]),
+        Column("repaired", [with_error(one.repaired, one.repaired_error) for one in found]),
+        Column("", ["← this one" if one.chosen else "" for one in found], text=True),
+    ]
+    caption = "Mean increase of the objective on the selection windows ± its standard error."
+    yield from stacked("Choices compared", key, columns, width, caption=caption)
 
 
 def _line(sentence: str) -> str:

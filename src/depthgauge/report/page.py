@@ -73,7 +73,11 @@ def section(subject: Subject, settings: GaugeSettings) -> Section:
 
 def render(result: GaugeRecord | ShrinkRecord | MonitorRecord, plotly: str) -> str:
     """Return the page of a result, with `plotly`, the source code of plotly.js, inside."""
-    page = page_of(result)
+    return render_page(page_of(result), plotly)
+
+
+def render_page(page: Page, plotly: str) -> str:
+    """Return a page as HTML, with `plotly`, the source code of plotly.js, inside."""
     library, script = _for_script(plotly), _for_script(_asset("page.js"))
     data = {
         f"s{k}-{part.name}": [view.to_json() for view in part.chart.views]

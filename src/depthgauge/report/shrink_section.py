@@ -10,16 +10,20 @@ from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
     SHORT_TEXTS,
+    durations_sentence,
     guarantee_sentences,
     heal_sentence,
     increase_text,
     limit_failed,
+    measured_increase,
     objective_label,
     reload_sentence,
     shrink_costs,
     shrink_verdict,
+    stage_sentence,
     text_label,
     why_not_guaranteed,
+    with_error,
 )
 
 _OURS = "depthgauge"
@@ -36,14 +40,15 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     """Return the stack before and after, one cell per block."""
     if not record.removed:
         return None
-    steps = {step.layer: step.step for step in record.repair}
-    gone = set(record.removed)
+    gone, is_healed = set(record.removed), record.heal is not None and record.heal.kept
+    # The repair changes blocks from the one before the first gap on.
+    first = 0 if is_healed else min(gone) - 1 if record.repaired else record.layers_before
     kept = [layer for layer in range(record.layers_before) if layer not in gone]
-    states = [_REMOVED if layer in gone else _state(layer, steps) for layer in range(record.layers_before)]
-    after = [*(_state(layer, steps) for layer in kept), *[None] * len(gone)]
+    states = [_REMOVED if layer in gone else _state(layer, first) for layer in range(record.layers_before)]
+    after = [*(_state(layer, first) for layer in kept), *[None] * len(gone)]
     before_text = [f"layer {layer}<br><b>{_STATES[state][0]}</b>" for layer, state in enumerate(states)]
     after_text = [
-        f"layer {k} of the smaller model<br>layer {layer} of the source<br><b>{_STATES[_state(layer, steps)][0]}</b>"
+        f"layer {k} of the smaller model<br>layer {layer} of the source<br><b>{_STATES[_state(layer, first)][0]}</b>"
         for k, layer in enumerate(kept)
     ] + ["no layer here"] * len(gone)
     names = list(map(str, range(record.layers_before)))
@@ -60,17 +65,17 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     sizes = f"{counted(record.layers_before, 'layer')} before, {record.layers_after} after"
     words = f"{sizes}; removed: {ranges(sorted(record.removed))}."
     rows = tuple(
-        (layer, _STATES[state][0], kept.index(layer) if layer not in gone else None, steps.get(layer))
+        (layer, _STATES[state][0], kept.index(layer) if layer not in gone else None)
         for layer, state in enumerate(states)
     )
-    table = Table("Every layer", ("layer", "what happened", "new number", "repair step"), rows)
+    table = Table("Every layer", ("layer", "what happened", "new number"), rows)
     chart = single(f"The stack of layers before and after. {words}", 200, drawn)
     caption = f"{words} Layers are counted from 0; the smaller model numbers its layers again."
     return PagePart("stack", "What was removed", caption, chart, table)
 
 
-def _state(layer: int, steps: dict[int, float]) -> int:
-    return _REPAIRED if steps.get(layer) else _SAME
+def _state(layer: int, first: int) -> int:
+    return _REPAIRED if layer >= first else _SAME
 
 
 def _legend(name: str, color: str) -> Figure:
@@ -162,8 +167,8 @@ def curve_part(record: ShrinkRecord) -> PagePart | None:
         tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
     caption = (
-        f"Measured on the selection windows, the other methods without repair. {words} The increases by text were "
-        "measured on other windows."
+        f"Measured on the selection windows; only the result was repaired. {words} The increases by text were measured "
+        "on other windows."
     )
     chart = single(alt, 380, figure(*traces, x=x, y={"title": added}, right=12, top=76))
     return PagePart("curve", "Other ways to choose the layers", caption, chart, table, half=True)
@@ -182,33 +187,48 @@ def _line(method: str, points: Sequence[CurvePoint], color: str) -> Figure:
     }  # fmt: skip
 
 
-def repair_part(record: ShrinkRecord) -> PagePart | None:
-    """Return the step length of the repair of every kept layer."""
-    steps = record.repair
-    if not steps:
+def candidate_part(record: ShrinkRecord) -> PagePart | None:
+    """Return every set of blocks that was compared, without and with repair."""
+    found = record.plan.candidates
+    if not found:
         return None
-    texts = [
-        f"layer {step.layer}<br>step length <b>{number(step.step)}</b><br>objective {number(step.objective, 4)}"
-        for step in steps
-    ]
-    trace = {
-        "type": "bar", "x": list(range(len(steps))), "y": [step.step for step in steps], "showlegend": False,
-        "marker": {"color": "@blue"}, **hovering(texts),
-    }  # fmt: skip
-    named = list(range(0, len(steps), -(-len(steps) // 15)))
-    ticks = {"tickvals": named, "ticktext": [str(steps[k].layer) for k in named]}
-    x = {"title": "layer of the source", **ticks, "showgrid": False}
-    drawn = figure(trace, x=x, y={"title": "step length", "rangemode": "tozero"}, bargap=0.25)
-    changed = sum(1 for step in steps if step.step)
-    words = f"{changed} of {counted(len(steps), 'layer')} changed."
-    caption = (
-        f"{words} Each layer's output weights are fitted to the states of the source model. The selection windows "
-        "choose how far to go: 0 leaves the layer as it is, 1 takes the full fit."
+    names = [label(short(f"{ranges(one.removed)} ({', '.join(one.methods)})", 40)) for one in found]
+    places = list(range(len(found)))
+    both = (("without repair", "@faint", "increase", "error"), ("repaired", MEASURED, "repaired", "repaired_error"))
+    traces = [
+        {
+            "type": "bar", "orientation": "h", "name": name, "y": places, "marker": {"color": color},
+            "x": [getattr(one, value) for one in found], "showlegend": True,
+            "error_x": {
+                "type": "data", "width": 0, "thickness": 1.5, "color": "@ink",
+                "array": [getattr(one, error) or 0.0 for one in found],
+            },
+            **hovering([
+                f"without {ranges(one.removed)}, {name}<br>"
+                f"<b>{with_error(getattr(one, value), getattr(one, error))}</b>"
+                for one in found
+            ]),
+        }
+        for name, color, value, error in both
+    ]  # fmt: skip
+    y = {"tickvals": places, "ticktext": names, "autorange": "reversed", "showgrid": False, "automargin": True}
+    x = {"title": objective_label(record.objective).added, "rangemode": "tozero"}
+    drawn = figure(*traces, x=x, y=y, left=16, right=16, top=40, bargap=0.35, barmode="group")
+    rows = tuple(
+        (", ".join(one.methods), ranges(one.removed), one.increase, one.error, one.repaired, one.repaired_error)
+        for one in found
     )
-    rows = tuple((step.layer, step.step, step.objective) for step in steps)
-    table = Table("Repair, layer by layer", ("layer", "step length", "objective after it"), rows)
-    chart = single(f"Bar chart of the step length of the repair by layer. {words}", 300, drawn)
-    return PagePart("repair", "How each layer was repaired", caption, chart, table, half=True)
+    columns = ("chosen by", "removed", "without repair", "standard error", "repaired", "standard error")
+    table = Table("Choices compared on the selection windows", columns, rows)
+    stages = " ".join(f"{capital(stage_sentence(stage))}." for stage in record.stages)
+    chosen = next((ranges(one.removed) for one in found if one.chosen), DASH)
+    caption = (
+        "Every set was measured on the same selection windows; the thin lines show the standard error. "
+        f"Removed: {chosen}. {stages}"
+    )
+    alt = f"Bar chart of {x['title']} for {counted(len(found), 'set')} of layers, without and with repair."
+    chart = single(alt, 120 + 56 * len(found), drawn)
+    return PagePart("candidates", "Every choice, without and with repair", caption, chart, table)
 
 
 SAVED = "model"
@@ -217,22 +237,79 @@ _OUT = "smaller"
 """The output directory that a page suggests where none was written."""
 
 
-def shrink_page(record: ShrinkRecord) -> Page:
-    """Return the page of a result of `shrink`."""
+def shrink_page(*records: ShrinkRecord) -> Page:
+    """Return the page of a result of `shrink`, or of the results of all sizes of a run."""
     saving = (
         "The model was shrunk from Python and has no file. Save it and its tokenizer first with "
         f'`model.save_pretrained("{SAVED}")` and `tokenizer.save_pretrained("{SAVED}")`.'
     )
-    plan = record.plan
+    record, plan = records[-1], records[-1].plan
+    sections = tuple(
+        Section(
+            one.name if len(records) == 1 else f"{one.name} without {counted(len(one.removed), 'layer')}",
+            capital(shrink_verdict(one)),
+            shrink_facts(one),
+            shrink_parts(one),
+        )
+        for one in records
+    )
+    if len(records) > 1:
+        sizes = ", ".join(str(len(one.removed)) for one in records)
+        lead = f"One search, {counted(len(records), 'model')}: {sizes} layers removed."
+        sections = (Section(record.name, lead, (("source", plan.model),), (sizes_part(records),)), *sections)
     return Page(
         version=record.version,
         heading="How small can it be?",
         lead=f"A checkpoint shrunk with depthgauge {record.version}: what was removed, what it costs, what it saves.",
-        sections=(Section(record.name, capital(shrink_verdict(record)), shrink_facts(record), shrink_parts(record)),),
+        sections=sections,
         command=shrink_command(record),
         settings=settings_table({"model": plan.model, **plan.settings.given()}),
         preparation="" if plan.files else saving,
     )
+
+
+def sizes_part(records: Sequence[ShrinkRecord]) -> PagePart:
+    """Return the increase with its interval, the size and the speed against the number of removed layers."""
+    label_ = objective_label(records[0].objective)
+    kinds = list(dict.fromkeys((text.kind, text.name) for one in records for text in one.texts))
+    colors, traces, rows = iter((MEASURED, *_COLORS) * len(kinds)), [], []
+    for kind, name in kinds:
+        found = [(one, text) for one in records for text in one.texts if (text.kind, text.name) == (kind, name)]
+        color = next(colors)
+        traces.append({
+            "type": "scatter", "mode": "lines+markers", "name": label(short(text_label(found[0][1]), 32)),
+            "x": [len(one.removed) for one, _ in found], "y": [text.increase for _, text in found],
+            "line": {"color": color}, "marker": {"color": color, "size": 7}, "showlegend": True,
+            "error_y": {
+                "type": "data", "symmetric": False, "width": 3, "color": color,
+                "array": [_error_bar(text)[1] for _, text in found],
+                "arrayminus": [_error_bar(text)[0] for _, text in found],
+            },
+            **hovering([
+                f"{counted(len(one.removed), 'layer')} removed<br>"
+                f"<b>{label(increase_text(text.increase, text.low, text.high))}</b>"
+                for one, text in found
+            ]),
+        })  # fmt: skip
+    for one in records:
+        costs = {cost.name: cost.ratio for cost in shrink_costs(one)}
+        bound = None if one.guarantee is None else one.guarantee.quantile.increase
+        shown = [costs.get(name) for name in ("parameters", "size on disk", "prefill", "decode, per token")]
+        rows.append((len(one.removed), measured_increase(one), bound, *shown, one.out or DASH))
+    columns = (
+        "layers removed", "increase", "guaranteed", "parameters", "size on disk", "prefill time", "decode time",
+        "written to",
+    )  # fmt: skip
+    x = {"title": "layers removed", "tickvals": [len(one.removed) for one in records], "showgrid": False}
+    drawn = figure(*traces, x=x, y={"title": label_.added, "rangemode": "tozero"}, right=12, top=76)
+    words = "; ".join(f"{len(one.removed)}: {measured_increase(one)}" for one in records)
+    caption = (
+        "On windows that nothing was fitted or selected on, with 95 % confidence intervals. Costs are relative to the "
+        "source model; below 1 is smaller or faster."
+    )
+    alt = f"Line chart of {label_.added} by number of removed layers, one line per kind of text. {words}."
+    table = Table("Every size", columns, tuple(rows))
+    return PagePart("sizes", "Choose by looking", caption, single(alt, 420, drawn), table, table_open=True)
 
 
 def shrink_command(record: ShrinkRecord) -> str:
@@ -265,7 +342,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
 
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
-    makers = (stack_part, guarantee_part, text_part, curve_part, cost_part, repair_part, search_part, notes_part)
+    makers = (stack_part, guarantee_part, text_part, curve_part, candidate_part, cost_part, search_part, notes_part)
     return present(*(make(record) for make in makers))
 
 
@@ -333,16 +410,9 @@ def search_part(record: ShrinkRecord) -> PagePart | None:
     plan = record.plan
     if not plan.search:
         return None
-    rows = tuple((k + 1, step.layer, step.unrepaired, step.step, step.objective) for k, step in enumerate(plan.search))
-    columns = ("removal", "layer", "not repaired", "repair step", "repaired")
-    swaps = [f"layer {back} was put back and layer {instead} removed instead" for back, instead in plan.swaps]
-    caption = (
-        "The objective on the selection windows after each removal, before and after the repair of the layer before it."
-    )
-    if len(plan.removed) < len(plan.search):
-        caption += f" The model without the first {len(plan.removed)} of them was written."
-    if swaps:
-        caption += f" Then {'; '.join(swaps)}."
+    rows = tuple((k + 1, step.layer, step.objective) for k, step in enumerate(plan.search))
+    columns = ("removal", "layer", "objective")
+    caption = "The objective on the selection windows after each removal, without repair."
     return PagePart("search", "The search", caption, None, Table("Removals in order", columns, rows), table_open=True)
 
 
@@ -350,6 +420,7 @@ def notes_part(record: ShrinkRecord) -> PagePart | None:
     """Return the check of the written model, healing, remarks and versions."""
     lines = [reload_sentence(record.reload)] if record.reload is not None else []
     lines += [heal_sentence(record.heal)] if record.heal is not None else []
+    lines += [durations_sentence(record)] if record.durations else []
     caption = " ".join(f"{capital(line)}." for line in (*lines, *record.notes))
     if not caption and not record.versions:
         return None

@@ -1,11 +1,13 @@
 """Write the page of a result."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from depthgauge._io import write_text
 from depthgauge.errors import InputError, missing_extra, require_path, require_type
-from depthgauge.report.page import render
+from depthgauge.report.page import render, render_page
+from depthgauge.report.shrink_section import shrink_page
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
 from depthgauge.results.record import ResultError, load_document
@@ -44,13 +46,18 @@ def write_report(
         expected = "a result of gauge or shrink, a log of Monitor, the document of one, or the path of one"
         require_type("result", result, (dict, GaugeRecord, ShrinkRecord, MonitorRecord), expected)
         record = _check(result, "the result") if isinstance(result, dict) else result
-    write_text(out, page_of(record))
+    write_text(out, page_text(record))
     return Path(out)
 
 
-def page_of(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
-    """Return the page of a record."""
+def page_text(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
+    """Return the page of a record as HTML."""
     return render(record, plotly_code())
+
+
+def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
+    """Return one page about the sizes that a run of `shrink` made, as HTML."""
+    return render_page(shrink_page(*records), plotly_code())
 
 
 def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:

@@ -20,7 +20,7 @@ TERMS: Mapping[str, str] = {
     "fold": "a run of layers replaced by one averaging layer",
     "what-if": "the loss added when a part of one layer is skipped, with its 95 % interval",
     "static error": "relative error of a head's output with the best fixed attention pattern",
-    "repair": "refit of the weights that write into the residual stream, after blocks were removed",
+    "repair": "a change of output maps, gains and biases of the kept blocks, after blocks were removed",
     "certify windows": "text that nothing was fitted or selected on; the numbers of shrink are measured on it",
     "guarantee": "bound on the increase of the loss for future windows exchangeable with the certify windows",
     "rank correlation": "Spearman's correlation of a layer score with the measured cost; 1: same order",

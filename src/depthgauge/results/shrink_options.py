@@ -3,19 +3,25 @@
 import math
 import numbers
 import re
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from depthgauge._format import counted
-from depthgauge.errors import InputError, require_count, require_positive, require_seed, unknown_name
+from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
 from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
 ABOUT_FILES = ("dtype", "device", "device_map", "tokenizer", "trust_remote_code", "allow_pickle", "ignore_unused")
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
+
+
+HOW_MUCH = ("remove", "remove_layers", "sizes", "max_bytes", "max_increase")
+"""Options of which exactly one says how much to remove."""
+WAYS = tuple(f"--{name.replace('_', '-')}" for name in HOW_MUCH)
 
 
 _ANY, _SIZE, _TEXT, _MODEL = (Meta(extra={"only": panel}) for panel in (None, SIZE, TEXT, MODEL))
@@ -28,15 +34,19 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     Attributes:
         remove: How many blocks to remove: a number, 7, or a share, 25%, rounded down, at least 1.
+        remove_layers: Remove exactly these blocks, counted from 0; both ends of a range are removed: 12-18 or 6,8-9.
+        sizes: Numbers of blocks to remove, 2,4,6: one search, one model for each, in OUT-2, OUT-4 and OUT-6.
+        max_bytes: Remove as few blocks as make the weights fit this size on disk: 1.2GB or 800MB.
         max_increase: Remove as many blocks as the guarantee allows: the loss grows by at most this (nats/token).
+        keep: Blocks that are never removed: 0,1,29.
         confidence: Confidence of the guarantee  [default: 0.95].
         effort: quick, default or high: more calibration windows, a wider search, more time.
         no_repair: Remove blocks without changing any weights.
-        heal: After the repair, train this many steps towards the dense model's predictions.
+        heal: After the repair, train this many steps towards the dense model's predictions; auto: as long as it helps.
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
-        sampled: Share of calibration windows sampled from the model  [default: 0.5].
+        sampled: Share of calibration windows sampled from the model  [default: a third].
         window: Tokens per window  [default: 512, with --effort quick 256].
         bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
@@ -51,11 +61,15 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     """
 
     remove: Annotated[str | None, _SIZE] = None
+    remove_layers: Annotated[str | None, _SIZE] = None
+    sizes: Annotated[str | None, _SIZE] = None
+    max_bytes: Annotated[str | None, _SIZE] = None
     max_increase: Annotated[float | None, _SIZE] = None
+    keep: Annotated[str | None, _SIZE] = None
     confidence: Annotated[float, _SIZE] = 0.95
     effort: Annotated[str, _ANY] = "default"
     no_repair: Annotated[bool, _ANY] = False
-    heal: Annotated[int | None, _ANY] = None
+    heal: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
     as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
@@ -80,19 +94,20 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         """Raise for options that contradict each other or are out of range."""
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)
+        given = [f"--{name.replace('_', '-')}" for name in HOW_MUCH if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise InputError(f"say how much to remove by exactly one of {', '.join(WAYS)}, got {found}")
         if self.max_increase is not None:
             require_positive("max-increase", self.max_increase, "the largest increase of the loss in nats per token")
-            if self.remove is not None:
-                raise InputError("--remove and --max-increase exclude each other: give the size or the limit, not both")
-        elif self.remove is None:
-            raise InputError(
-                "say how much to remove: a number or a share with --remove, or a limit with --max-increase"
-            )
+        if self.keep is not None and self.remove_layers is not None:
+            raise InputError("--remove-layers names the blocks to remove, so there is nothing for --keep; leave it out")
         if not 0.5 <= self.confidence <= 0.9999:
             meaning = "it is the probability that the guarantee is true"
             raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
         if self.heal is not None:
-            require_count("heal", self.heal, "the number of training steps after the repair")
+            if self.heal != "auto" and not (re.fullmatch(r"[0-9]{1,9}", self.heal) and int(self.heal) > 0):
+                raise InputError(f"heal must be a positive number of training steps, or auto, got {self.heal!r}")
             if self.no_repair:
                 raise InputError("--heal trains the weights and --no-repair keeps them; leave one of them out")
         if self.sampled is not None and not 0 <= self.sampled <= 1:
@@ -111,6 +126,48 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
                 f"--sampled {self.sampled:g} needs --text: without text, all windows are sampled from the model; give "
                 "a text, or leave --sampled out"
             )
+
+    def layers_to_remove(self, layers: int, name: str) -> tuple[int, ...] | None:
+        """Return the blocks of `remove_layers` in the model `name` with this many layers; None if not given.
+
+        >>> ShrinkOptions(remove_layers="6,8-9").layers_to_remove(12, "model")
+        (6, 8, 9)
+        """
+        if self.remove_layers is None:
+            return None
+        found = _layer_numbers("remove-layers", self.remove_layers, layers, name)
+        if len(found) >= layers:
+            raise InputError(f"remove-layers names all {counted(layers, 'block')} of {name}; at least one must stay")
+        return found
+
+    def protected(self, layers: int, name: str) -> tuple[int, ...]:
+        """Return the blocks of `keep` in the model `name` with this many layers."""
+        return () if self.keep is None else _layer_numbers("keep", self.keep, layers, name)
+
+    def counts(self, layers: int, name: str) -> tuple[int, ...]:
+        """Return the numbers of blocks of `sizes`, in increasing order.
+
+        >>> ShrinkOptions(sizes="4,2").counts(12, "model")
+        (2, 4)
+        """
+        parts = (self.sizes or "").split(",")
+        if not all(re.fullmatch(r"\s*[0-9]{1,5}\s*", part) for part in parts):
+            raise InputError(
+                f"sizes must be numbers of blocks with commas between them, such as 2,4,6, got {self.sizes!r}"
+            )
+        return tuple(sorted({msgspec.structs.replace(self, remove=part.strip()).count(layers, name) for part in parts}))
+
+    def byte_limit(self) -> int:
+        """Return the bytes of `max_bytes`: kB, MB and GB are powers of 1,000, and KiB, MiB and GiB of 1,024.
+
+        >>> ShrinkOptions(max_bytes="1.5GB").byte_limit(), ShrinkOptions(max_bytes="2 KiB").byte_limit()
+        (1500000000, 2048)
+        """
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B?\s*", self.max_bytes or "")
+        if match is None or float(match[1]) <= 0:
+            raise InputError(f"max-bytes must be a size such as 1.2GB or 800MiB, got {self.max_bytes!r}")
+        power = " KMGT".index(match[2].upper() or " ")
+        return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
     def count(self, layers: int, name: str) -> int:
         """Return the number of blocks that `remove` stands for in the model `name` with this many layers.
@@ -144,9 +201,42 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
     """
     known = ShrinkOptions.__struct_fields__
     given = {name: value for name, value in fields.items() if value is not None or name not in known}
-    return combine_options(
-        ShrinkOptions, "shrink", options, given, {"remove": _remove_text, "text": _text_list, "tokenizer": str}
-    )
+    normal: dict[str, Callable[[Any], Any]] = {
+        "remove": _remove_text,
+        "text": _text_list,
+        "heal": _as_text,
+        "tokenizer": str,
+    }
+    normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "heal"), _as_text)
+    return combine_options(ShrinkOptions, "shrink", options, given, normal)
+
+
+def _as_text(value: Any) -> Any:
+    """Return a number, or a list of numbers, as the command line writes it.
+
+    >>> _as_text(200), _as_text([2, 4]), _as_text("auto")
+    ('200', '2,4', 'auto')
+    """
+    if isinstance(value, list | tuple | range):
+        return ",".join(map(str, value))
+    return str(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else value
+
+
+def _layer_numbers(option: str, text: str, layers: int, name: str) -> tuple[int, ...]:
+    """Return the blocks that a text such as `0,2-4` names, in increasing order."""
+    found: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part)
+        if match is None:
+            raise InputError(f"{option} must name blocks, such as 12-18 or 6,8-9, got {text!r}")
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < layers:
+            raise InputError(
+                f"{option}: {part.strip()} is not a block or an increasing range of {name}, whose {layers} blocks are "
+                f"0 to {layers - 1}"
+            )
+        found |= {*range(first, last + 1)}
+    return tuple(sorted(found))
 
 
 def _text_list(text: Any) -> list[str]:

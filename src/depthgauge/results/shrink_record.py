@@ -1,8 +1,11 @@
 """The result of `shrink` as records; `depthgauge.json` next to a shrunk model holds one."""
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from depthgauge._format import counted, number
 from depthgauge._frames import frame
@@ -17,25 +20,49 @@ MOST_LAYERS = 10_000
 
 
 class SearchStep(Record, frozen=True, kw_only=True):
-    """One removal of the search.
+    """One removal of the search: the block, counted from 0 in the source model, and the objective without it.
 
-    - `layer`: the block, counted from 0 in the source model
-    - `step`: step length of the repair of the block before it; 0 if it was not repaired
-    - `unrepaired`, `objective`: the objective on the selection windows before and after that repair
+    The objective is the mean over the selection windows, without repair.
     """
 
     layer: Count
-    step: Number
-    unrepaired: Number
     objective: Number
 
 
-class RepairStep(Record, frozen=True, kw_only=True):
-    """The repair of one kept block: the step length that the selection windows chose, and the objective after it."""
+class CandidateRecord(Record, frozen=True, kw_only=True):
+    """One set of blocks, measured as a finished model on the selection windows.
 
-    layer: Count
-    step: Number
-    objective: Number
+    - `methods`: the methods that chose this set
+    - `increase`, `error`: mean increase of the objective without repair, and its standard error
+    - `repaired`, `repaired_error`: the same after repair; None if the set was not repaired
+    - `chosen`: whether this set was removed
+    """
+
+    methods: tuple[str, ...]
+    removed: tuple[Count, ...]
+    increase: Measured
+    error: Measured
+    repaired: Measured
+    repaired_error: Measured
+    chosen: bool
+
+    @property
+    def best(self) -> float:
+        """The smaller increase of the two."""
+        return min(value for value in (self.increase, self.repaired, math.inf) if value is not None)
+
+
+class RepairStage(Record, frozen=True, kw_only=True):
+    """One stage of the repair: the objective on the selection windows before and after it.
+
+    `error` is the standard error of the difference; the stage was `kept` if its gain is larger.
+    """
+
+    name: str
+    before: Measured
+    after: Measured
+    error: Measured
+    kept: bool
 
 
 class SourceRecord(Record, frozen=True, kw_only=True):
@@ -64,7 +91,8 @@ class PlanRecord(Record, frozen=True, kw_only=True):
 
     - `model`: path of the source model; `files`: SHA-256 of its weight files
     - `removed`: the blocks, counted from 0 in the source model
-    - `search`, `swaps`: the steps of the search; each swap is [block put back, block removed instead]
+    - `search`: the steps of the search
+    - `candidates`: the sets of blocks that were compared, the best first
     - `settings`: the options with their defaults filled in
     """
 
@@ -76,7 +104,7 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     layers: Count
     removed: tuple[Count, ...]
     search: tuple[SearchStep, ...] = ()
-    swaps: tuple[tuple[Count, Count], ...] = ()
+    candidates: tuple[CandidateRecord, ...] = ()
     settings: ShrinkOptions
     calibration: CalibrationRecord
 
@@ -185,11 +213,14 @@ class CurvePoint(Record, frozen=True, kw_only=True):
 
 
 class HealRecord(Record, frozen=True, kw_only=True):
-    """Training after the repair: the objective on the selection windows before and after; `kept` if it is lower."""
+    """Training after the repair: the objective on the selection windows before and after it.
+
+    It was `kept` if its gain is larger than the standard error of the gain.
+    """
 
     steps: Count
-    before: Number
-    after: Number
+    before: Measured
+    after: Measured
     kept: bool
 
 
@@ -214,7 +245,8 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `loss`, `texts`, `guarantee`: on certify windows, which nothing was fitted or selected on
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
-    - `repair`: the repair of each kept block, in order
+    - `stages`: the stages of the repair
+    - `durations`: the seconds of each part of the run, in order
     - `out`: the directory of the shrunk model; None if nothing was written
     """
 
@@ -234,7 +266,8 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     bytes: BeforeAfter
     memory: BeforeAfter | None
     curve: tuple[CurvePoint, ...]
-    repair: tuple[RepairStep, ...]
+    stages: tuple[RepairStage, ...] = ()
+    durations: dict[str, Number] = msgspec.field(default_factory=dict)
     heal: HealRecord | None
     reload: ReloadRecord | None
     plan: PlanRecord
@@ -247,8 +280,10 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     def looks(self) -> int:
         """How many sizes may have been tested on the certify windows before this one was chosen."""
         tested = () if self.guarantee is None else self.guarantee.tested
-        is_chosen = self.plan.settings.max_increase is not None
-        return max(1, len(tested) or (len(self.plan.search) if is_chosen else 0))
+        settings = self.plan.settings
+        if settings.sizes is not None:
+            return len(settings.counts(self.layers_before, self.name))
+        return max(1, len(tested) or (len(self.plan.search) if settings.max_increase is not None else 0))
 
     def summary(self) -> Mapping[str, str]:
         """Return the depth, the removed blocks, the loss and the output directory."""
@@ -264,8 +299,9 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
         """Return a `pandas.DataFrame`.
 
         Args:
-            table: `texts` (one row per kind of text), `curve` (per method and number of removed blocks), `search` (per
-                removal), `repair` (per kept block) or `tested` (per size that was tested against `--max-increase`).
+            table: `texts` (one row per kind of text), `candidates` (per set of blocks), `curve` (per method and number
+                of removed blocks), `search` (per removal), `stages` (per stage of the repair) or `tested` (per size
+                that was tested against `--max-increase`).
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -274,7 +310,8 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
             "texts": self.texts,
             "curve": self.curve,
             "search": self.plan.search,
-            "repair": self.repair,
+            "candidates": self.plan.candidates,
+            "stages": self.stages,
             "tested": () if self.guarantee is None else self.guarantee.tested,
         }
         if table not in rows:
@@ -317,7 +354,10 @@ def _with_defaults(plan: Any) -> Any:
     """Return a parsed plan without the settings that are null: earlier versions wrote null for each default."""
     if not isinstance(plan, dict) or not isinstance(settings := plan.get("settings"), dict):
         return plan
-    return {**plan, "settings": {name: value for name, value in settings.items() if value is not None}}
+    filled = {name: value for name, value in settings.items() if value is not None}
+    if isinstance(filled.get("heal"), int):  # a number before there was `auto`
+        filled["heal"] = str(filled["heal"])
+    return {**plan, "settings": filled}
 
 
 def _refuse(problems: Iterator[str], name: str, advice: str) -> None:
@@ -333,7 +373,6 @@ def _problems(record: ShrinkRecord) -> Iterator[str]:
     yield from _removed_problems(removed, before, "removed")
     if after != before - len(removed):
         yield f"layers_after: {after} is not {before} less {counted(len(removed), 'removed layer')}"
-    yield from _layer_problems({f"repair[{k}].layer": step.layer for k, step in enumerate(record.repair)}, before)
 
 
 def _plan_problems(plan: PlanRecord, place: str) -> Iterator[str]:
@@ -342,6 +381,8 @@ def _plan_problems(plan: PlanRecord, place: str) -> Iterator[str]:
     yield from _removed_problems(plan.removed, plan.layers, f"{place}removed")
     found = {f"{place}search[{k}].layer": step.layer for k, step in enumerate(plan.search)}
     yield from _layer_problems(found, plan.layers)
+    for k, candidate in enumerate(plan.candidates):
+        yield from _removed_problems(candidate.removed, plan.layers, f"{place}candidates[{k}].removed")
 
 
 def _removed_problems(removed: tuple[int, ...], count: int, place: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from depthgauge.results.shrink_record import (
     GuaranteeRecord,
     HealRecord,
     ReloadRecord,
+    RepairStage,
     ShrinkRecord,
     TextRecord,
 )
@@ -58,6 +59,9 @@ ABOUT = {"text": "your text", "sampled": "text that the model writes itself", "b
 SHORT_TEXTS = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
 
+DAMAGE, DAMAGE_BOUND, DAMAGE_RATIO = 0.5, 1.0, 3.0
+"""A model is called damaged if its loss grows by more than this (nats per token), if the guarantee is above this, or if
+the loss on its own samples grows by more than this times as much as on the user's text."""
 LARGEST_RATIO = 1e6
 """Ratios of costs beyond this come from damaged documents and are not shown."""
 
@@ -83,6 +87,8 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     verb = "is" if record.layers_after == 1 else "are"
     kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} {verb} kept"
     measured = objective_label(record.objective).by(measured_increase(record))
+    compared = comparison(record)
+    measured += f"; {compared}" if compared else ""
     if guarantee is None or guarantee.quantile.increase is None:
         return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
     quantile = guarantee.quantile
@@ -91,6 +97,41 @@ def shrink_verdict(record: ShrinkRecord) -> str:
         f"on {_share(quantile.share)} of windows {_at_most(quantile.increase, record.objective)} (confidence "
         f"{_share(quantile.confidence)}); measured: {measured}"
     )
+
+
+def comparison(record: ShrinkRecord) -> str:
+    """Compare the result with all sets of blocks without repair, on the selection windows; empty if none is known."""
+    chosen = next((one for one in record.plan.candidates if one.chosen and one.removed == record.removed), None)
+    bare = {one.removed: one.increase for one in record.plan.candidates if one.increase is not None}
+    if chosen is None or not bare:
+        return ""
+    best = min(bare, key=lambda removed: bare[removed])
+    gain = bare[best] - chosen.best
+    if gain > 0:
+        what = "the best of " + counted(len(bare), "choice") if len(bare) > 1 else "the same blocks"
+        return f"on the selection windows {number(gain)} below {what} without repair"
+    return f"no better than removing {ranges(best)} without repair"
+
+
+def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
+    """Return what is alarming about a shrunk language model, as one sentence, or nothing."""
+    increases = {text.kind: text.increase for text in record.texts if text.increase is not None}
+    largest, written, sampled = max(increases.values(), default=0.0), increases.get("text"), increases.get("sampled")
+    bound = None if record.guarantee is None else record.guarantee.quantile.increase
+    found = []
+    if largest > DAMAGE:
+        found.append(f"the loss grows by {number(largest)} nats per token")
+    if written is not None and sampled is not None and sampled > DAMAGE_RATIO * max(written, 0.0) and sampled > 0.1:
+        found.append(
+            f"on text that the model writes itself it grows by {number(sampled)}, more than {number(DAMAGE_RATIO)} "
+            "times as much as on your text"
+        )
+    if bound is not None and bound > DAMAGE_BOUND:
+        found.append(f"only {number(bound)} nats per token are guaranteed")
+    if record.objective != "loss" or not found:
+        return ()
+    advice = "remove fewer blocks" + ("" if record.heal is not None else ", or train it with --heal auto")
+    return (f"warning: this model is damaged: {', and '.join(found)}; {advice}",)
 
 
 def about_text(record: ShrinkRecord) -> str:
@@ -123,6 +164,15 @@ def increase_text(increase: float | None, low: float | None, high: float | None)
     ('0.431 [0.38, 0.485]', '0.431', '–')
     """
     return number(increase) + ("" if low is None or high is None else f" [{number(low)}, {number(high)}]")
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    """Return a mean with its standard error.
+
+    >>> with_error(0.4312, 0.0123), with_error(0.4312, None), with_error(None, None)
+    ('0.431 ± 0.012', '0.431', '–')
+    """
+    return number(value) + ("" if value is None or error is None else f" ± {number(error, 2)}")
 
 
 def why_not_guaranteed(record: ShrinkRecord) -> str:
@@ -168,6 +218,23 @@ def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
         f"{counted(quantile.windows, 'window')}{tested})."
     )
     return (bound, guarantee.assumption)
+
+
+def stage_sentence(stage: RepairStage) -> str:
+    """Return what a stage of the repair did."""
+    return (
+        f"repair by {stage.name}: the objective on the selection windows went from {number(stage.before, 4)} to "
+        f"{number(stage.after, 4)} (standard error of the difference {number(stage.error, 2)}); it was "
+        f"{'kept' if stage.kept else 'undone'}"
+    )
+
+
+def durations_sentence(record: ShrinkRecord) -> str:
+    """Return the share of each part of the run, the longest first; empty if it was not recorded."""
+    total = sum(record.durations.values())
+    parts = sorted(record.durations.items(), key=lambda part: -part[1])
+    shares = [f"{name} {number(100 * seconds / total, 2)} %" for name, seconds in parts if seconds >= 0.005 * total > 0]
+    return f"time: {', '.join(shares)}" if shares else ""
 
 
 def heal_sentence(heal: HealRecord) -> str:

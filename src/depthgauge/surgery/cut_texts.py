@@ -108,7 +108,7 @@ class CalibrationRequest:
     @property
     def samples(self) -> CalibrationSizes:
         """The number of sampled windows in each part."""
-        if not self.decoder:
+        if not self.decoder or self.sampled == 0:
             return CalibrationSizes(0, 0, 0)
         if not self.texts:
             return self.sizes

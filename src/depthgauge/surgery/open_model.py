@@ -31,7 +31,7 @@ from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, C
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.student import effort_of
 
-SAMPLED = 0.5
+SAMPLED = 1 / 3
 """Share of calibration windows that are sampled from the model, where there is a text."""
 
 
@@ -133,8 +133,15 @@ def _cut_texts(
 ) -> CutTexts:
     """Check the options against the model, read the texts and cut them into windows; nothing here needs the weights."""
     settings.check_model(decoder, name)
-    if settings.remove is not None:
-        settings.count(int(config.get_text_config().num_hidden_layers), name)
+    layers = int(config.get_text_config().num_hidden_layers)
+    for check, is_given in (
+        (settings.count, settings.remove), (settings.counts, settings.sizes), (settings.protected, settings.keep),
+        (settings.layers_to_remove, settings.remove_layers),
+    ):  # fmt: skip
+        if is_given is not None:
+            check(layers, name)
+    if settings.max_bytes is not None:
+        settings.byte_limit()
     effort, context = effort_of(settings), context_length(config)
     request = CalibrationRequest(
         tuple(find_text(text, settings.as_is) for text in settings.text),

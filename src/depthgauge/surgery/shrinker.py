@@ -1,79 +1,70 @@
-"""Choose the blocks to remove and repair the others.
+"""Search for sets of blocks to remove.
 
-The search is greedy: the best candidates are compared after repair. Then single blocks are exchanged where that helps.
+The search is greedy and changes no weights: at each removal, the block whose loss costs least is removed. Beside its
+result, other sets are known: those of published methods, the best run of adjacent blocks, and the result of the search
+after exchanges of single blocks. `candidates.py` compares them as finished models.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.scores import angular_distance, block_influence
-from depthgauge.results.shrink_record import CurvePoint, RepairStep, SearchStep
-from depthgauge.surgery.repair import Change
-from depthgauge.surgery.repair_block import repair_block
+from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
 
-OURS = "depthgauge"
-SEARCH_ITERATIONS = 4
-"""Most steps of a repair during the search, in families where it is not a linear problem."""
+OURS, GREEDY, EXCHANGED, RUN = "depthgauge", "greedy search", "greedy search, exchanged", "best run of adjacent blocks"
+GIVEN = "given blocks"
+
+Removed = tuple[int, ...]
+"""Blocks to remove, in increasing order."""
 
 
-def by_influence(dense: DenseStates, count: int) -> tuple[int, ...]:
-    """Return the `count` blocks with the smallest block influence (ShortGPT)."""
-    influence = [block_influence(dense.at(k), dense.at(k + 1)) for k in range(dense.layers)]
-    return tuple(sorted(sorted(range(dense.layers), key=influence.__getitem__)[:count]))
+def by_influence(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed:
+    """Return the `count` allowed blocks with the smallest block influence (ShortGPT)."""
+    influence = {k: block_influence(dense.at(k), dense.at(k + 1)) for k in allowed}
+    return tuple(sorted(sorted(allowed, key=influence.__getitem__)[:count]))
 
 
-def by_angle(dense: DenseStates, count: int) -> tuple[int, ...]:
+def by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> Removed | None:
     """Return the `count` adjacent blocks with the smallest angular distance between X_ℓ and X_{ℓ+count} (UIDL)."""
-    starts = range(dense.layers - count + 1)
-    first = min(starts, key=lambda k: angular_distance(dense.at(k), dense.at(k + count)))
-    return tuple(range(first, first + count))
+    return next(iter(runs_by_angle(dense, count, allowed)), None)
 
 
-PEERS: Mapping[str, Callable[[DenseStates, int], tuple[int, ...]]] = {
+def runs_by_angle(dense: DenseStates, count: int, allowed: Sequence[int]) -> list[Removed]:
+    """Return all runs of `count` adjacent allowed blocks, in the order of the angular distances across them."""
+    starts = [k for k in range(dense.layers - count + 1) if {*range(k, k + count)} <= {*allowed}]
+    starts.sort(key=lambda k: angular_distance(dense.at(k), dense.at(k + count)))
+    return [tuple(range(k, k + count)) for k in starts]
+
+
+PEERS: Mapping[str, Callable[[DenseStates, int, Sequence[int]], Removed | None]] = {
     "block influence (ShortGPT)": by_influence,
     "angular distance (UIDL)": by_angle,
 }
-"""Published methods that choose blocks to remove from the dense model's states alone."""
-
-
-Removal = tuple[SearchStep, Change | None]
-"""One removal, and the repair of the block before it; None if that is not repaired."""
+"""Published methods that choose blocks to remove from the dense model's states alone. None: no run is allowed."""
 
 
 class Shrinker(Student):
-    """The search for blocks to remove, and the repair of those that stay.
+    """The search for blocks to remove.
 
     - `steps`: the removals of the search so far
-    - `swaps`: the accepted exchanges as (block put back, block removed instead)
+    - `protected`: blocks that are never removed
     - `window_seconds`: about how long a forward pass of one window takes
     """
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        """Run the dense model on the calibration windows; the arguments are those of `Student`."""
+    def __init__(self, *args: Any, protected: Iterable[int] = (), **keywords: Any) -> None:
+        """Run the dense model on the calibration windows; the other arguments are those of `Student`."""
         started = time.perf_counter()
         super().__init__(*args, **keywords)
         self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
+        self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
-        self.swaps: tuple[tuple[int, int], ...] = ()
         self._scores: dict[int, float] = {}
         self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
-
-    def repair_seconds(self) -> float:
-        """Return about how long one repair of the search takes, measured on a few windows; 0 without repair."""
-        if not self.repairs:
-            return 0.0
-        windows, every = self.effort.ranking, len(self.fit.ids)
-        inputs, targets = self.fit.at(0)[:windows], self.fit.at(2)[:windows]  # as if the second block were removed
-        started = time.perf_counter()
-        self._quick_repair(0, inputs, targets)
-        return (time.perf_counter() - started) * every / len(inputs)
 
     def token_seconds(self) -> float:
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
@@ -85,207 +76,125 @@ class Shrinker(Student):
             self.checkpoint.model(input_ids=ids).logits.cpu()
         return time.perf_counter() - started
 
+    @property
+    def allowed(self) -> list[int]:
+        """The blocks of the dense model that may be removed."""
+        return [layer for layer in range(len(self.runner)) if layer not in self.protected]
+
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Remove blocks one by one, up to `count`, or until one increases the objective by more than `limit`."""
-        while len(self.steps) < count:
-            self._remove_one()
+        """Remove blocks one by one, up to `count`, or until one increases the objective by more than `limit`.
+
+        Each removal starts from the original weights and continues the search so far.
+        """
+        while len(self.steps) < min(count, len(self.allowed)):
+            known: list[dict[str, Any]] = self.journal.get("search", [])
+            done = len(self.steps)
+            self._remove(SearchStep(**known[done]) if done < len(known) else self._best())
             if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
-    def candidates(self) -> list[int]:
-        """Return the remaining blocks in the order of their last ranking, the least important first."""
-        return sorted(self.kept, key=lambda layer: self._scores.get(layer, 0.0))
+    @property
+    def path(self) -> list[int]:
+        """The blocks that are left by the search, in order."""
+        gone = {step.layer for step in self.steps}
+        return [layer for layer in range(len(self.runner)) if layer not in gone]
 
-    def _remove_one(self) -> None:
-        """Remove one more block; a removal of an interrupted run is repeated without comparing candidates."""
-        known: list[dict[str, Any]] = self.journal.get("search", [])
-        done = len(self.steps)
-        step, change = self._repeated(SearchStep(**known[done])) if done < len(known) else self._best()
-        place = self.kept.index(step.layer)
-        if change is not None:
-            self.apply(change, step.step)
-        del self.kept[place], self._states[place]
-        self._scores.pop(step.layer, None)
-        for index in range(max(place - 1, 0), len(self.kept)):
-            self._states[index + 1] = self.runner.through([self.kept[index]], self._states[index])
+    def ranked(self) -> list[int]:
+        """Return the removable blocks that the search has left, in the order of their last ranking."""
+        left = [layer for layer in self.path if layer not in self.protected]
+        return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
+
+    def _best(self) -> SearchStep:
+        """Rank the blocks by the objective on a few windows without each of them; measure the best one on all."""
+        path, blocks = self.path, self.ranked()[: self.effort.breadth if self.steps else None]
+        for done, layer in enumerate(blocks):
+            self.progress(done, len(blocks), f"removal {len(self.steps) + 1}, block {layer}")
+            place = path.index(layer)
+            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], self.effort.ranking)
+        best = min(blocks, key=self._scores.__getitem__)
+        place = path.index(best)
+        return SearchStep(layer=best, objective=self.objective_after(path[place + 1 :], self._states[place]))
+
+    def _remove(self, step: SearchStep) -> None:
+        """Remove the block of a step, and compute the states after it again."""
+        place = self.path.index(step.layer)
         self.steps += (step,)
+        self._scores.pop(step.layer, None)
+        path = self.path
+        del self._states[place + 1]
+        for index in range(place, len(path)):
+            self._states[index + 1] = self.runner.through([path[index]], self._states[index])
+        known: list[dict[str, Any]] = self.journal.get("search", [])
         if len(self.steps) > len(known):
-            # One write for both: a resumed run must rank the candidates as this one does.
+            # One write for both: a resumed run must rank the blocks as this one does.
             self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
             self.journal.put("search", [step.to_json() for step in self.steps])
         elif len(self.steps) == len(known):
             self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
 
-    def _best(self) -> Removal:
-        """Rank the candidates without repair on a few windows, then compare the best ones after repair on all."""
-        ranked = self.candidates()[: self.effort.breadth if self.steps else None]
-        turn = f"removal {len(self.steps) + 1}"
-        for done, layer in enumerate(ranked):
-            self.progress(done, len(ranked), f"{turn}, block {layer}")
-            place = self.kept.index(layer)
-            self._scores[layer] = self.objective_after(self.kept[place + 1 :], self._states[place], self.effort.ranking)
-        finalists = sorted(ranked, key=lambda layer: self._scores[layer])[: self.effort.finalists]
-        inputs = self._fit_inputs([self.kept.index(layer) - 1 for layer in finalists]) if self.repairs else {}
-        found = []
-        for done, layer in enumerate(finalists):
-            self.progress(done, len(finalists), f"{turn}, repair before block {layer}")
-            found.append(self._compared(layer, inputs))
-        return min(found, key=lambda removal: removal[0].objective)
+    def sets(self, count: int) -> dict[str, Removed]:
+        """Return the sets of `count` blocks that are known, by the method that chose them."""
+        found = tuple(sorted(step.layer for step in self.steps[:count]))
+        return {GREEDY: found, EXCHANGED: self.exchanged(found), **self.peer_sets(count)}
 
-    def _compared(self, layer: int, inputs: dict[int, Tensor]) -> Removal:
-        """Measure the removal of a block on all selection windows, without and with repair of the block before it."""
-        place = self.kept.index(layer)
-        later = self.kept[place + 1 :]
-        unrepaired = self.objective_after(later, self._states[place])
-        objective, length, change = unrepaired, 0.0, None
-        if place > 0 and self.repairs:
-            change = self._change(place, inputs[place - 1])
-            layers, states = [self.kept[place - 1], *later], self._states[place - 1]
-            objective, length = self._best_step(change, layers, states, unrepaired)
-        step = SearchStep(layer=layer, step=length, unrepaired=unrepaired, objective=objective)
-        return step, change if length else None
+    def peer_sets(self, count: int) -> dict[str, Removed]:
+        """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
+        made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
+        runs = runs_by_angle(self.select, count, self.allowed)[: self.effort.breadth]
+        made[RUN] = min(runs, key=lambda run: self.mean_without(run, self.effort.ranking), default=None)
+        return {name: removed for name, removed in made.items() if removed is not None}
 
-    def _best_step(self, change: Change, layers: Sequence[int], states: Tensor, without: float) -> tuple[float, float]:
-        """Return the smallest objective after these layers, `without` the change or with it, and its step length."""
-        best = (without, 0.0)
-        for length in self.effort.steps:
-            change.apply(length)
-            best = min(best, (self.objective_after(layers, states), length))
-        change.apply(0.0)
-        return best
+    def exchanged(self, removed: Removed) -> Removed:
+        """Exchange single blocks of a set, those that the search removed last first, where that lowers the objective.
 
-    def _repeated(self, step: SearchStep) -> Removal:
-        """Return the removal that an interrupted run chose."""
-        place = self.kept.index(step.layer)
-        return step, self._change(place, self._fit_inputs([place - 1])[place - 1]) if step.step else None
-
-    def _change(self, place: int, states: Float[Tensor, "windows n d"]) -> Change:
-        """Fit the block before kept[place] to the dense states after kept[place]."""
-        return self._quick_repair(self.kept[place - 1], states, self.fit.at(self.following(self.kept[place])))
-
-    def _quick_repair(self, layer: int, states: Tensor, targets: Tensor) -> Change:
-        return repair_block(self.runner, layer, states, targets, joint=False, iterations=SEARCH_ITERATIONS)
-
-    def _fit_inputs(self, places: Sequence[int]) -> dict[int, Tensor]:
-        """Return the inputs of some kept blocks on the fit windows, in one pass over the student."""
-        found: dict[int, Tensor] = {}
-        state = self.fit.at(0)
-        for place in range(max(places, default=-1) + 1):
-            if place in places:
-                found[place] = state
-            if place < max(places):
-                state = self.runner.through([self.kept[place]], state)
-        return found
-
-    def exchange(self) -> None:
-        """Compare the result of the search with other sets of blocks, then exchange single blocks where that helps.
-
-        Every set is measured by the objective on the selection windows after the blocks before its gaps are repaired.
-        The greedy search cannot undo an early removal, so the blocks that a published method chooses can be better.
+        Every set is measured on all selection windows, without repair.
         """
-        found, order, effort = self.removed, self.candidates(), self.effort
-        starts = [found, *(tuple(sorted(choose(self.select, len(found)))) for choose in PEERS.values())]
-        for done, start in enumerate(starts):
-            self.progress(done, len(starts), f"without blocks {', '.join(map(str, start))}")
-            self._gaps_repaired(start)
-        removed = min(starts, key=self._gaps_repaired)
-        accepted = list(zip(sorted({*found} - {*removed}), sorted({*removed} - {*found}), strict=True))
-        latest = [step.layer for step in reversed(self.steps)]
-        per_block = max(1, effort.swaps // max(1, len(removed)))
-        tried = 0
-        for one in sorted(removed, key=lambda layer: latest.index(layer) if layer in latest else -1):
-            trials: dict[int, float] = {}
-            for other in order[:per_block]:
-                if tried == effort.swaps or other in removed:
-                    continue
-                self.progress(tried, effort.swaps, f"exchange block {one} for block {other}")
-                tried += 1
-                trials[other] = self._gaps_repaired(sorted({*removed, other} - {one}))
-            chosen = min(trials, key=lambda layer: trials[layer], default=None)
-            if chosen is not None and trials[chosen] < self._gaps_repaired(removed):
-                removed = tuple(sorted({*removed, chosen} - {one}))
-                accepted.append((one, chosen))
-        self.keep_all_but(removed)
-        self.swaps = tuple(accepted)
+        others, swaps, tried = self.ranked(), self.effort.swaps, 0
+        for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
+            trials: dict[Removed, float] = {}
+            for other in others[: max(1, swaps // max(1, len(removed)))]:
+                if tried < swaps and other not in removed:
+                    self.progress(tried, swaps, f"exchange block {one} for block {other}")
+                    trial = tuple(sorted({*removed, other} - {one}))
+                    trials[trial] = self.mean_without(trial)
+                    tried += 1
+            best = min(trials, key=trials.__getitem__, default=removed)
+            if trials and trials[best] < self.mean_without(removed):
+                removed = best
+        return removed
 
-    def _gaps_repaired(self, removed: Sequence[int]) -> float:
-        """Return the objective without these blocks, after repair of the block before every gap.
+    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
+        """Return the mean objective without these blocks, unrepaired, on the first `windows` selection windows.
 
         Each set is measured once, and remembered in the journal.
         """
-        known: dict[str, float] = dict(self.journal.get("exchanges", {}))
-        key = ",".join(map(str, removed))
-        if key in known:
-            return known[key]
-        self.keep_all_but(removed)
-        fit, select = self.fit.at(0), self.select.at(0)
-        gaps = [layer for layer in self.kept if self.following(layer) != layer + 1]
-        for layer in self.kept:
-            if self.repairs and layer in gaps:
-                self.apply(self._quick_repair(layer, fit, self.fit.at(self.following(layer))), 1.0)
-            select = self.runner.through([layer], select)
-            if gaps and layer < gaps[-1]:
-                fit = self.runner.through([layer], fit)
-        value = float(self.objective(select).mean())
-        self.restore()
-        self.journal.put("exchanges", known | {key: value})
-        return value
+        key = ",".join(map(str, removed)) + ("" if windows is None else f" on {windows}")
+        known: dict[str, float] = self.journal.get("sets", {})
+        if key not in known:
+            self.keep_all_but(removed)
+            place = self.first_gap
+            self.journal.put(
+                "sets", known | {key: self.objective_after(self.kept[place:], self.select.at(place), windows)}
+            )
+        return float(self.journal.get("sets")[key])
 
-    def repair(self, removed: Sequence[int]) -> tuple[tuple[RepairStep, ...], float]:
-        """Remove exactly these blocks from the original model and repair all kept blocks, in order.
-
-        Each block is fitted on the outputs of the repaired blocks before it. Its step length is the one of
-        `effort.steps` with the smallest objective on the selection windows, or 0 if none is smaller than without the
-        repair. The objective therefore never increases. Steps of an interrupted run keep their length.
-
-        Returns:
-            The steps of the repair, and the objective on the selection windows after it.
-        """
-        self.keep_all_but(removed)
-        fit, select = self.fit.at(0), self.select.at(0)
-        value = self.objective_after(self.kept, select)
-        if not self.repairs:
-            return (), value
-        name = "repair " + ",".join(map(str, self.removed))
-        known: list[dict[str, Any]] = self.journal.get(name, [])
-        steps: list[RepairStep] = []
-        for place, layer in enumerate(self.kept):
-            self.progress(place, len(self.kept), f"repair of block {layer}")
-            change = repair_block(self.runner, layer, fit, self.fit.at(self.following(layer)), joint=True)
-            if place < len(known):
-                value, length = known[place]["objective"], known[place]["step"]
-            else:
-                value, length = self._best_step(change, self.kept[place:], select, value)
-            self.apply(change, length)
-            steps.append(RepairStep(layer=layer, step=length, objective=value))
-            if place >= len(known):
-                self.journal.put(name, [step.to_json() for step in steps])
-            fit, select = self.runner.through([layer], fit), self.runner.through([layer], select)
-        return tuple(steps), value
-
-    def curve(self, removed: Sequence[int], final: float) -> tuple[CurvePoint, ...]:
+    def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
 
-        Our own points are those of the search, and the finished model without the blocks `removed`, whose objective is
-        `final`. The peers' choices are measured without repair at three sizes.
+        The finished model without the blocks `removed` has the objective `final`. The search and the peers are measured
+        without repair, the peers at three sizes.
         """
-        self.restore()
-        ours = [step.objective for step in self.steps][: len(removed) - 1]
-        places = [*range(1, len(ours) + 1), len(removed)]
-        points = [
-            CurvePoint(method=OURS, removed=count, increase=value - self.dense)
-            for count, value in zip(places, [*ours, final], strict=True)
+        points = [CurvePoint(method=OURS, removed=len(removed), increase=final - self.dense)]
+        points += [
+            CurvePoint(method=GREEDY, removed=count, increase=step.objective - self.dense)
+            for count, step in enumerate(self.steps[: len(removed)], 1)
         ]
         sizes = sorted({-(-len(removed) // 3), -(-2 * len(removed) // 3), len(removed)})
-        known: dict[str, float] = dict(self.journal.get("curve", {}))
         for method, choose in PEERS.items():
             for count in sizes:
-                key = f"{method} {count}"
-                if key not in known:
-                    self.progress(len(known), len(PEERS) * len(sizes), f"{method}, {counted(count, 'block')}")
-                    gone = choose(self.select, count)
-                    kept = [layer for layer in range(len(self.runner)) if layer not in gone]
-                    known[key] = self.objective_after(kept, self.select.at(0)) - self.dense
-                    self.journal.put("curve", known)
-                points.append(CurvePoint(method=method, removed=count, increase=known[key]))
+                self.progress(0, 1, f"{method}, {counted(count, 'block')}")
+                gone = choose(self.select, count, self.allowed)
+                if gone is not None:
+                    increase = self.mean_without(gone) - self.dense
+                    points.append(CurvePoint(method=method, removed=count, increase=increase))
         return tuple(points)

@@ -17,11 +17,10 @@ from depthgauge._journal import Journal
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
-from depthgauge.progress import Step, silent
+from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
-from depthgauge.surgery.repair import Change
 
 _SHARE = 0.35
 """The share of free memory that the states of one set of windows may take."""
@@ -29,14 +28,14 @@ _SHARE = 0.35
 
 @dataclass(frozen=True)
 class Effort:
-    """Numbers of windows and candidates.
+    """Numbers of windows, candidates and training steps.
 
     - `fit`, `select`, `certify`: windows of each part
-    - `ranking`: selection windows on which all candidates are ranked
-    - `breadth`: candidates that are ranked at each removal after the first
-    - `finalists`: candidates that are compared after repair, on all selection windows
-    - `swaps`: exchanges of a removed and a kept block that are tried at the end
-    - `steps`: step lengths of the repair that are compared, besides 0
+    - `ranking`: selection windows on which the search ranks blocks
+    - `breadth`: blocks that are ranked at each removal after the first
+    - `swaps`: exchanges of a removed and a kept block that are tried after the search
+    - `finalists`: sets of blocks that are repaired and compared as finished models
+    - `steps`, `tokens`: training steps of the repair, and tokens per step
     - `window`: tokens per window, unless the model's context is shorter
     """
 
@@ -45,16 +44,17 @@ class Effort:
     certify: int
     ranking: int
     breadth: int
-    finalists: int
     swaps: int
-    steps: tuple[float, ...]
+    finalists: int
+    steps: int
+    tokens: int
     window: int = 512
 
 
 EFFORT: Mapping[str, Effort] = {
-    "quick": Effort(32, 8, 60, 4, 8, 2, 0, (1.0,), window=256),
-    "default": Effort(320, 48, 120, 12, 12, 3, 8, (1.0, 0.5)),
-    "high": Effort(640, 64, 240, 32, 10**6, 6, 48, (1.0, 0.7, 0.4)),
+    "quick": Effort(48, 24, 60, 8, 8, 0, 1, 80, 512, window=256),
+    "default": Effort(192, 64, 120, 16, 12, 12, 3, 150, 2048),
+    "high": Effort(384, 128, 240, 32, 10**6, 48, 6, 400, 4096),
 }
 
 
@@ -154,9 +154,10 @@ class Student:
     - `kept`: the blocks that remain, in order
     - `runner`: the model's blocks
     - `fit`, `select`: the dense model on the windows that repairs are fitted on and choices are compared on
-    - `objective`: the objective on the selection windows; `dense` is its value for the dense model
+    - `objective`: the objective on the selection windows; `dense_losses` are its values for the dense model
     - `effort`, `repairs`: how much work to do, and whether weights may change
     - `journal`: the finished steps of an interrupted run
+    - `durations`: how long search, repair and healing took
     """
 
     def __init__(
@@ -168,16 +169,18 @@ class Student:
         effort: Effort,
         repair: bool = True,
         journal: Journal | None = None,
+        durations: Durations | None = None,
         progress: Step = silent,
     ) -> None:
         require_supported(checkpoint)
+        self.durations = durations or Durations()
         self.checkpoint, self.effort, self.repairs = checkpoint, effort, repair
         self.journal, self.progress = journal or Journal(), progress
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)
         self.objective = Objective(self.runner, select, self.select.final)
-        self.dense = float(self.objective(self.select.final).mean())
+        self.dense_losses = self.objective(self.select.final)
         self.kept = list(range(len(self.runner)))
         self._originals: dict[nn.Parameter, Tensor] = {}
 
@@ -186,6 +189,11 @@ class Student:
 
     def __exit__(self, *error: object) -> None:
         self.restore()
+
+    @property
+    def dense(self) -> float:
+        """The mean objective of the dense model on the selection windows."""
+        return float(self.dense_losses.mean())
 
     @property
     def removed(self) -> tuple[int, ...]:
@@ -202,11 +210,11 @@ class Student:
         """Return the depth at which the dense state matches the output of a kept layer: the next kept layer, or L."""
         return next((other for other in self.kept if other > layer), len(self.runner))
 
-    def apply(self, change: Change, step: float) -> None:
-        """Change weights for good; `restore` can still undo it."""
-        for parameter, before in zip(change.parameters, change.before, strict=True):
-            self._originals.setdefault(parameter, before)
-        change.apply(step)
+    def remember(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Keep the original values of weights that are about to change, so that `restore` can undo it."""
+        for parameter in parameters:
+            if parameter not in self._originals:
+                self._originals[parameter] = parameter.detach().clone()
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -215,12 +223,22 @@ class Student:
             parameter.copy_(value)
         self._originals.clear()
 
+    @property
+    def first_gap(self) -> int:
+        """The number of kept blocks before the first removed one; the shrunk model equals the dense one up to there."""
+        return next((place for place, layer in enumerate(self.kept) if place != layer), len(self.kept))
+
     def objective_after(
         self, layers: Sequence[int], states: Float[Tensor, "windows n d"], windows: int | None = None
     ) -> float:
         """Return the mean objective after running the given layers from `states`, on the first `windows` windows."""
         part = slice(0, windows)
         return float(self.objective(self.runner.through(layers, states[part]), part).mean())
+
+    def losses(self) -> Float[Tensor, " select"]:
+        """Return the objective of the shrunk model on every selection window."""
+        place = max(0, self.first_gap - 1)
+        return self.objective(self.runner.through(self.kept[place:], self.select.at(place)))
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model."""

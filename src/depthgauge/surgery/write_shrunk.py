@@ -2,8 +2,7 @@
 
 import json
 import re
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.certify import Certifier
@@ -31,31 +31,35 @@ def write_shrunk(
     *,
     overwrite: bool,
     journal: Journal | None = None,
+    finish: Callable[[ShrinkRecord], ShrinkRecord] = lambda record: record,
+    durations: Durations | None = None,
 ) -> ShrinkRecord:
     """Write a model, load it in a fresh process, compare, and describe it with the reloaded model's losses.
 
-    `record` is the result without the losses of the shrunk model, and `checkpoint` the model that it was made from. The
-    journal notes the directory before it gets its final name.
+    `record` is the result without the losses of the shrunk model, and `checkpoint` the model that it was made from.
+    `finish` completes the record once everything was measured. The journal notes the directory before it gets its final
+    name.
 
     Raises:
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
     """
-    started, source = time.perf_counter(), checkpoint.source
+    source, durations = checkpoint.source, durations or Durations()
     device = "auto" if record.plan.settings.device_map else str(checkpoint.device)
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
     with written_model(model, source, tokenizer, out, overwrite=overwrite) as folder:
         certifier.progress(0, 1, "loading the result in a fresh process")
-        reload, losses = verify_reload(
-            folder, certifier.ids, model, device=device, dense=certifier.states, compute=compute
-        )
+        with durations("check in a new process"):
+            reload, losses = verify_reload(
+                folder, certifier.ids, model, device=device, dense=certifier.states, compute=compute
+            )
         record = msgspec.structs.replace(
             certifier.certified(record, losses),
             bytes=BeforeAfter(before=record.bytes.before, after=weight_bytes(Source(folder))),
             reload=reload,
             out=str(out),
-            seconds=record.seconds + time.perf_counter() - started,
         )
+        record = finish(record)
         text = msgspec.json.format(msgspec.json.encode(record)).decode() + "\n"
         if journal is not None:
             journal.claim(out, text)
@@ -113,8 +117,8 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
     )
     if record.repaired:
         yield (
-            "The remaining weights were repaired: the maps that write into the residual stream were refitted to the "
-            "states of the source model."
+            "The remaining weights were repaired: the maps that write into the residual stream, gains and biases were "
+            "fitted to what the source model computes."
         )
     else:
         yield "The remaining weights are unchanged."

@@ -10,7 +10,7 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.text_files import split_field
 from depthgauge.errors import OutputError
 from depthgauge.progress import Step, no_message, silent
-from depthgauge.report.write import page_of, plotly_code, write_report
+from depthgauge.report.write import page_text, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
@@ -107,7 +107,7 @@ def gauge(
                 journal.write(out, result.dump(), overwrite)
                 message(f"result written to {out}")
             if report is not None:
-                journal.write(report, page_of(result), overwrite)
+                journal.write(report, page_text(result), overwrite)
                 message(f"page written to {report}")
         except OutputError as error:
             error.result = result

@@ -3,33 +3,28 @@
 from dataclasses import dataclass
 
 from depthgauge._format import duration
-from depthgauge.results.shrink_options import ShrinkOptions
-from depthgauge.results.shrink_record import PlanRecord
-from depthgauge.surgery.calibration import Calibration
-from depthgauge.surgery.open_model import OpenedModel
-from depthgauge.surgery.shrinker import PEERS, Shrinker
-from depthgauge.surgery.shrunk_model import heal_batch
+from depthgauge.surgery.distill import windows_per_step
+from depthgauge.surgery.shrunk_model import HEAL_TOKENS
 from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
 from depthgauge.surgery.student import Effort
 
-JOINT = 3.0
-"""About how long the repair of a block takes at the end, in durations of one during the search: it refits twice as many
-maps, in two stages or in three times as many iterations."""
 _SPEED_RUNS = 2 * (REPEATS + 1)
 """Runs of the two models when their speed is compared."""
+_TRAINED = 2.5
+"""About how long training on a window takes, in forward passes of the dense model: the kept blocks after the first gap
+forward and backward, and the head three times."""
+_HEALED = 4.0
+"""The same where all blocks are trained."""
 
 
 @dataclass(frozen=True)
 class PartCosts:
-    """Measured seconds of parts of the work.
+    """Measured seconds: a forward pass of one window, of one token (0 for models that do not generate), a new process.
 
-    - `window`, `token`: a forward pass of one window, and of one token; the latter is 0 for models that do not generate
-    - `repair`: one repair of a block during the search; 0 without repair
-    - `fresh`: starting a process that imports transformers and loads the model
+    The new process imports transformers and loads the model.
     """
 
     window: float
-    repair: float
     token: float
     fresh: float
 
@@ -39,98 +34,63 @@ class ShrinkJob:
     """What is left to do after the dense model has run on the calibration windows.
 
     - `effort`, `layers`: how much work each step is
-    - `count`: blocks to remove; with a limit on the loss, a guess
+    - `counts`: blocks to remove, for each model that is made; with a limit on the loss, a guess
     - `certify`: number of certify windows
-    - `is_planned`, `stops`: whether a plan says which blocks to remove, and whether the run stops after the search
-    - `sizes`, `healed`: how many models are made and measured, and the windows on which each of them is trained
+    - `window`: tokens per window
+    - `is_given`, `stops`: whether the blocks are given, and whether the run stops after the search
+    - `repairs`, `healed`: whether weights are repaired, and the steps of healing
     - `writes`: whether the model is written and verified in a fresh process
     """
 
     effort: Effort
     layers: int
-    count: int
+    counts: tuple[int, ...]
     certify: int
-    is_planned: bool = False
-    sizes: int = 1
+    window: int
+    is_given: bool = False
+    repairs: bool = True
     healed: int = 0
     stops: bool = False
     writes: bool = False
 
 
-def time_left(
-    shrinker: Shrinker,
-    opened: OpenedModel,
-    calibration: Calibration,
-    settings: ShrinkOptions,
-    followed: PlanRecord | None,
-    *,
-    stops: bool = False,
-    writes: bool = False,
-) -> str:
-    """Return a sentence about how long the rest takes, which is measured on a few windows.
-
-    The run may follow a plan, stop after the search, or write the model.
-    """
-    layers, is_limited = len(shrinker.runner), followed is None and settings.max_increase is not None
-    count = max(2, layers // 3)
-    if followed is not None:
-        count = len(followed.removed)
-    elif settings.remove is not None:
-        count = settings.count(layers, opened.checkpoint.name)
-    job = ShrinkJob(
-        shrinker.effort,
-        layers,
-        count,
-        certify=len(calibration.certify),
-        is_planned=followed is not None,
-        sizes=count if is_limited else 1,
-        healed=(settings.heal or 0) * heal_batch(calibration.record.window),
-        stops=stops,
-        writes=writes,
-    )
-    costs = PartCosts(shrinker.window_seconds, shrinker.repair_seconds(), shrinker.token_seconds(), opened.fresh)
-    steps = "the search" if stops else "search, repair and measurement"
-    then = ", and a new process that loads the result" if writes else ""
-    return f"about {duration(seconds_left(job, costs))} left: {steps}{then}"
+def time_left(job: ShrinkJob, costs: PartCosts, is_most: bool) -> str:
+    """Return a sentence about how long the rest of a run takes, about or at most."""
+    parts = "search and comparison" if job.stops else "search, repair and measurement"
+    then = ", and a new process that loads the result" if job.writes else ""
+    return f"{'at most' if is_most else 'about'} {duration(seconds_left(job, costs))} left: {parts}{then}"
 
 
 def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:
-    """Return the expected duration of a job.
-
-    The objective after a removal or a repair needs about half of the model.
-    """
-    search = 0.0 if job.is_planned else _search(job, costs)
-    return search if job.stops else search + job.sizes * _model(job, costs) + _end(job, costs)
+    """Return the expected duration of a job. The objective after a removal needs about half of the model."""
+    search = 0.0 if job.is_given else _search(job, costs)
+    made = len(job.counts) * _compared(job, costs)
+    if job.stops:
+        return search + made
+    return search + made + len(job.counts) * _model(job, costs) + job.certify * costs.window
 
 
 def _search(job: ShrinkJob, costs: PartCosts) -> float:
-    """Ranking, repair of the finalists, and exchanges, which only a given number of blocks has."""
-    effort, fit = job.effort, job.effort.fit if costs.repair else 0
-    ranked = job.layers + min(effort.breadth, job.layers) * max(0, job.count - 1)
-    compared = effort.finalists * (1 + len(effort.steps)) * effort.select
-    windows = 0.6 * effort.ranking * ranked + job.count * (0.6 * compared + 0.8 * fit)
-    repairs: float = job.count * effort.finalists
-    if job.sizes == 1:
-        trials = 1 + len(PEERS) + effort.swaps
-        windows += trials * (0.8 * fit + effort.select)
-        repairs += trials * (1 + job.count) / 2  # gaps: from one run of blocks to single blocks
-    return windows * costs.window + repairs * costs.repair
+    """Ranking and exchanges."""
+    effort = job.effort
+    ranked = job.layers + min(effort.breadth, job.layers) * max(0, job.counts[-1] - 1)
+    windows = effort.ranking * ranked + effort.select * (job.counts[-1] + len(job.counts) * effort.swaps)
+    return 0.6 * windows * costs.window
+
+
+def _compared(job: ShrinkJob, costs: PartCosts) -> float:
+    """The sets of blocks without repair, and the repair of the best ones."""
+    effort = job.effort
+    windows = 0.6 * (5 * effort.select + min(effort.breadth, job.layers) * effort.ranking)
+    finalists = (1 if job.is_given else effort.finalists) if job.repairs else 0
+    trained = effort.steps * windows_per_step(effort.tokens, effort.fit, job.window)
+    return (windows + finalists * (_TRAINED * trained + 3 * effort.fit + 2 * effort.select)) * costs.window
 
 
 def _model(job: ShrinkJob, costs: PartCosts) -> float:
-    """Repair of all kept blocks, training, and the loss on the certify windows."""
-    effort, kept = job.effort, job.layers - job.count
-    windows: float = job.certify + 4 * job.healed  # the dense model forward, the shrunk one forward and backward
-    repair = 0.0
-    if costs.repair:
-        windows += 0.6 * kept * effort.select * len(effort.steps) + effort.fit
-        repair = JOINT * kept * costs.repair
-    return windows * costs.window + repair
-
-
-def _end(job: ShrinkJob, costs: PartCosts) -> float:
-    """The dense model on the certify windows, the curve, the comparison of speed, and the fresh process."""
-    windows = job.certify + 6 * job.effort.select + _SPEED_RUNS
+    """Healing, the loss on the certify windows, the curve, the comparison of speed, and the fresh process."""
+    healed = job.healed * windows_per_step(HEAL_TOKENS, job.effort.fit, job.window)
+    windows = _HEALED * healed + job.certify + 4 * job.effort.select + _SPEED_RUNS
     seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
     if job.writes:
         seconds += costs.fresh + 2 * NEW_TOKENS * costs.token

@@ -1,0 +1,354 @@
+"""One run of `shrink`: calibrate, search, compare, repair, measure and write, for one number of blocks or several."""
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from depthgauge._format import counted, size_text
+from depthgauge._journal import RECORD, Journal
+from depthgauge._version import __version__
+from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.load import parameter_count
+from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
+from depthgauge.errors import InputError
+from depthgauge.progress import Durations, Step
+from depthgauge.results.record import load_document
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import (
+    SHRINK_ADVICE,
+    BeforeAfter,
+    CandidateRecord,
+    PlanRecord,
+    ShrinkRecord,
+    TestedSize,
+    check_shrink,
+)
+from depthgauge.results.shrink_verdicts import shrink_warnings
+from depthgauge.surgery.calibration import Calibration, prepare_calibration
+from depthgauge.surgery.candidates import Candidates
+from depthgauge.surgery.certify import Certifier, as_dtype
+from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
+from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
+from depthgauge.surgery.speed import compare_speed
+from depthgauge.surgery.student import effort_of
+from depthgauge.surgery.write_shrunk import write_shrunk
+from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, time_left
+
+
+@dataclass(frozen=True, eq=False)
+class FinishedModel:
+    """A record, and the model that it describes; None if there is no model in memory."""
+
+    record: ShrinkRecord
+    model: Any
+
+
+class ShrinkRun:
+    """A run that has loaded its model and run it on the calibration windows.
+
+    - `opened`, `calibration`: the model, and the windows
+    - `shrinker`, `certifier`: the dense model on the selection windows and on the certify windows
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        source: Source | None,
+        settings: ShrinkOptions,
+        tokenizer: Any,
+        followed: PlanRecord | None,
+        journal: Journal,
+        progress: Step,
+        message: Callable[[str], None],
+    ) -> None:
+        self.started, self.durations = time.perf_counter(), Durations()
+        self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
+        self.progress = progress
+        with self.durations("loading"):
+            self.opened = open_model(model, source, settings, tokenizer, followed, message)
+        self._describe_in_journal(model)
+        checkpoint = self.opened.checkpoint
+        self.protected = settings.protected(checkpoint.layers, checkpoint.name)
+        with self.durations("calibration windows"):
+            self.calibration = self._calibrated()
+        with self.durations("dense model"):
+            self.shrinker = Shrinker(
+                checkpoint,
+                self.calibration.fit.ids,
+                self.calibration.select.ids,
+                effort=effort_of(settings),
+                repair=not settings.no_repair,
+                journal=journal,
+                durations=self.durations,
+                progress=progress,
+                protected=self.protected,
+            )
+        self.candidates = Candidates(self.shrinker, settings.seed)
+
+    def _describe_in_journal(self, model: Any) -> None:
+        opened, followed = self.opened, self.followed
+        about = {
+            "version": __version__,
+            "model": str(model) if isinstance(model, str | Path) else opened.checkpoint.name,
+            "files": opened.files,
+            "settings": self.settings.to_json(),
+            "removed": None if followed is None else list(followed.removed),
+            "window": [list(opened.start.before), list(opened.start.after)],
+        }
+        if not opened.files:
+            about["digest of the weights"] = weights_digest(opened.checkpoint.model)
+        self.journal.begin(about)
+
+    def _calibrated(self) -> Calibration:
+        opened = self.opened
+        made = prepare_calibration(
+            opened.checkpoint, opened.tokenizer, opened.texts, opened.start,
+            progress=self.progress, message=self.message,
+        )  # fmt: skip
+        digest = made.record.sha256
+        self.journal.describe("digest of the calibration windows", digest)
+        if self.followed is not None and self.followed.calibration.sha256 != digest:
+            self.message("the calibration windows differ from those of the plan (another text, device or version)")
+        return made
+
+    def counts(self) -> tuple[int, ...]:
+        """Return the numbers of blocks to remove, each of which makes a model."""
+        settings, checkpoint = self.settings, self.opened.checkpoint
+        layers, name, given = checkpoint.layers, checkpoint.name, self.given
+        if given is not None:
+            return (len(given),)
+        if settings.sizes is not None:
+            found = settings.counts(layers, name)
+        elif settings.max_bytes is not None:
+            found = (blocks_over(checkpoint.model, layers, settings.byte_limit(), self.opened.stored, name),)
+        else:
+            found = (settings.count(layers, name),)
+        left = layers - len(self.protected)
+        if found[-1] > left:
+            raise InputError(f"{found[-1]} blocks cannot be removed from {name}: --keep leaves {left} of {layers}")
+        return found
+
+    @property
+    def given(self) -> Removed | None:
+        """The blocks that a plan or the user names."""
+        if self.followed is not None:
+            return self.followed.removed
+        checkpoint = self.opened.checkpoint
+        return self.settings.layers_to_remove(checkpoint.layers, checkpoint.name)
+
+    def sets(self, count: int) -> dict[str, Removed]:
+        """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
+        with self.durations("search"):
+            if self.given is None:
+                self.shrinker.remove_until(count)
+                return self.shrinker.sets(count)
+            others = {} if self.followed is not None else self.shrinker.peer_sets(count)
+            return {GIVEN: self.given} | others
+
+    def only_plan(self) -> PlanRecord:
+        """Search and compare, without making a model."""
+        self._estimate(self.counts(), stops=True)
+        (count,) = self.counts()
+        sets = self.sets(count)
+        with self.durations("repair and comparison"):
+            removed, compared = self.candidates.choose(sets, self.given)
+        return self.plan(removed, compared)
+
+    def finish(self, out: str | Path | None, overwrite: bool) -> list[FinishedModel]:
+        """Make, measure and write the model of every size."""
+        settings, opened = self.settings, self.opened
+        counts = () if self._limit is not None else self.counts()
+        layers = opened.checkpoint.layers
+        self._estimate(counts or tuple(range(1, max(3, layers // 3 + 1))), writes=out is not None)
+        with self.durations("certification"):
+            self.certifier = Certifier(
+                opened.checkpoint.model, self.calibration, settings.confidence,
+                loss=opened.checkpoint.objective == "loss", progress=self.progress,
+            )  # fmt: skip
+        if self._limit is not None:
+            shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
+            return [self._written(shrunk, tested, out, overwrite)]
+        made = []
+        for count in counts:
+            folder = out if out is None or settings.sizes is None else f"{out}-{count}"
+            if folder is not None and self.journal.has_written(folder):  # by the same run, before it was interrupted
+                record = check_shrink(load_document(Path(folder) / RECORD, SHRINK_ADVICE), str(folder))
+                made.append(FinishedModel(record, None))
+                continue
+            shrunk = make_model(self.candidates, self.sets(count), settings, opened.stored, self.given)
+            made.append(self._written(shrunk, (), folder, overwrite))
+        return made
+
+    def _estimate(self, counts: tuple[int, ...], *, stops: bool = False, writes: bool = False) -> None:
+        """Say how long the rest takes, with these numbers of blocks."""
+        heal, shrinker = self.settings.heal, self.shrinker
+        job = ShrinkJob(
+            shrinker.effort,
+            len(shrinker.runner),
+            counts,
+            certify=len(self.calibration.certify),
+            window=self.calibration.record.window,
+            is_given=self.given is not None,
+            repairs=shrinker.repairs,
+            healed=ROUND * MOST_ROUNDS if heal == "auto" else int(heal or 0),
+            stops=stops,
+            writes=writes,
+        )
+        costs = PartCosts(shrinker.window_seconds, shrinker.token_seconds(), self.opened.fresh)
+        self.message(time_left(job, costs, is_most=heal == "auto"))
+
+    @property
+    def _limit(self) -> float | None:
+        return self.settings.max_increase if self.followed is None else None  # a plan has its size
+
+    def _written(
+        self, shrunk: ShrunkModel | None, tested: tuple[TestedSize, ...], out: str | Path | None, overwrite: bool
+    ) -> FinishedModel:
+        """Describe a model, measure it, and write it if there is a directory for it."""
+        record = self._described(shrunk, tested)
+        if shrunk is None:
+            return FinishedModel(record, None)
+        certifier, opened = self.certifier, self.opened
+        if out is None:
+            with self.durations("certification"):
+                record = certifier.certified(record, certifier.measure(shrunk.model))
+            return FinishedModel(self._finished(record), shrunk.model)
+        record = write_shrunk(
+            shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
+            overwrite=overwrite or self.journal.has_written(out), journal=self.journal, finish=self._finished,
+            durations=self.durations,
+        )  # fmt: skip
+        self.message(f"model written to {out}")
+        return FinishedModel(record, shrunk.model)
+
+    def _finished(self, record: ShrinkRecord) -> ShrinkRecord:
+        """Return a record with the durations and with warnings about what was measured."""
+        notes = (*shrink_warnings(record), *record.notes)
+        seconds = time.perf_counter() - self.started
+        return msgspec.structs.replace(record, notes=notes, durations=self.durations.seconds, seconds=seconds)
+
+    def plan(self, removed: Removed, candidates: tuple[CandidateRecord, ...]) -> PlanRecord:
+        """Return the plan of this run, or the one that it follows."""
+        if self.followed is not None:
+            return self.followed
+        checkpoint = self.opened.checkpoint
+        return PlanRecord(
+            version=__version__,
+            model=checkpoint.name if checkpoint.source is None else str(checkpoint.source.path),
+            family=str(checkpoint.config.model_type),
+            files=self.opened.files,
+            layers=checkpoint.layers,
+            removed=removed,
+            search=self.shrinker.steps,
+            candidates=candidates,
+            settings=self.settings,
+            calibration=self.calibration.record,
+        )
+
+    def _described(self, shrunk: ShrunkModel | None, tested: tuple[TestedSize, ...]) -> ShrinkRecord:
+        """Describe a run before its losses are known; measures the speed of both models.
+
+        There is no shrunk model if no size stays within the limit.
+        """
+        checkpoint, certifier = self.opened.checkpoint, self.certifier
+        made = shrunk or ShrunkModel(None, (), (), (), None, 0.0)
+        after = None if shrunk is None else parameter_count(shrunk.model)
+        source = checkpoint.source
+        record = ShrinkRecord(
+            version=__version__,
+            name=checkpoint.name,
+            objective=checkpoint.objective,
+            layers_before=checkpoint.layers,
+            layers_after=checkpoint.layers - len(made.removed),
+            removed=made.removed,
+            repaired=made.repaired,
+            **certifier.uncertified(self._limit, tested),
+            speed=None,
+            parameters=BeforeAfter(before=parameter_count(checkpoint.model), after=after),
+            bytes=BeforeAfter(before=None if source is None else weight_bytes(source), after=None),
+            memory=None,
+            curve=() if shrunk is None else self.shrinker.curve(made.removed, made.objective),
+            stages=made.stages,
+            heal=made.heal,
+            reload=None,
+            plan=self.plan(made.removed, made.candidates),
+            notes=(),
+            versions={
+                "depthgauge": __version__,
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "transformers": str(transformers().__version__),
+                "machine": platform.machine(),
+            },
+            seconds=time.perf_counter() - self.started,
+            out=None,
+        )
+        if shrunk is None:
+            return record
+        self.progress(0, 1, "speed of both models")
+        dense = checkpoint.model
+        with self.durations("speed"):
+            speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
+        notes = (*_notes(record, self.opened, shrunk), f"memory: {kind}")
+        return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
+
+
+def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
+    """Return the directories that a run writes; with `sizes`, those that the numbers of blocks give."""
+    if settings.sizes is None:
+        return [Path(out)]
+    return [Path(f"{out}-{count}") for count in settings.counts(2**16, "the model")]
+
+
+def blocks_over(model: Any, layers: int, limit: int, stored: torch.dtype | None, name: str) -> int:
+    """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
+
+    Weights are counted in the dtype `stored`, or in their own.
+    """
+
+    def size(weights: Any) -> int:
+        return sum(one.numel() * (one.dtype if stored is None else stored).itemsize for one in weights)
+
+    total = size(model.parameters())
+    blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
+    for count in range(1, layers):
+        if total - sum(blocks[:count]) <= limit:
+            return count
+    least = total - sum(blocks[:-1])
+    raise InputError(
+        f"--max-bytes {size_text(limit)} is too small: {name} takes {size_text(total)}, and with one block left "
+        f"{size_text(least)}"
+    )
+
+
+def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
+    checkpoint, notes = opened.checkpoint, []
+    if checkpoint.source is not None and checkpoint.source.gguf is not None:
+        notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}")
+    if checkpoint.objective != "loss":
+        notes.append(
+            "the model is not a causal language model: the numbers are relative distances of its final states from "
+            "the dense model's, and no perplexity is claimed"
+        )
+        if checkpoint.measured is not checkpoint.model:
+            head = type(checkpoint.model).__name__
+            notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
+    if shrunk.stages and not shrunk.repaired:
+        notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
+    if shrunk.heal is not None and not shrunk.heal.kept:
+        notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
+    if record.looks > 1 and record.guarantee is not None and not record.guarantee.tested:
+        notes.append(
+            f"{counted(record.looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
+        )
+    return notes

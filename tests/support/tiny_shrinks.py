@@ -1,0 +1,27 @@
+"""Tiny checkpoints for `shrink`, and short runs of it."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_checkpoints import save_tokenizer
+from tiny_models import tiny_model
+
+from depthgauge.checkpoints.library import quiet
+from depthgauge.workflows.shrink import ShrinkResult, shrink
+
+LAYERS = 4
+
+
+def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: int = LAYERS) -> Path:
+    """Save a tiny checkpoint with a tokenizer."""
+    model = tiny_model(name, layers=layers).to(dtype)
+    with quiet():
+        model.save_pretrained(folder)
+    save_tokenizer(folder, special=not hasattr(model, "lm_head"))
+    return folder
+
+
+def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
+    keywords: dict[str, Any] = {"window": 16, "effort": "quick", "text": text} | changes
+    return shrink(model, **keywords)

@@ -1,0 +1,44 @@
+"""Tiny models of every family after a short training: random weights say nothing about which blocks matter."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from tiny_models import ENCODERS, tiny_model
+from tiny_training import VOCABULARY, batches
+
+FIRST = 3
+"""The smallest token id that is not special."""
+
+
+def sequences(seed: int, count: int, length: int = 24) -> torch.Tensor:
+    """Return sequences whose second half repeats the first."""
+    return next(batches(seed, batch=count, tokens=length)) + FIRST
+
+
+def trained_model(name: str, layers: int = 5, steps: int = 80) -> Any:
+    """Return a model that was trained to predict the next token; an encoder, to find the original of noisy tokens."""
+    model = tiny_model(name, spread=0.15, layers=layers).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    noise = torch.Generator().manual_seed(1)
+    for ids in _stream(steps):
+        if name in ENCODERS:
+            is_noisy = torch.rand(ids.shape, generator=noise) < 0.2
+            drawn = torch.randint(FIRST, FIRST + VOCABULARY, ids.shape, generator=noise)
+            states = model(input_ids=torch.where(is_noisy, drawn, ids)).last_hidden_state
+            logits, wanted = states @ model.get_input_embeddings().weight.T, ids
+        else:
+            logits, wanted = model(input_ids=ids).logits[:, :-1], ids[:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.eval()
+
+
+def _stream(steps: int) -> Iterator[torch.Tensor]:
+    for step, ids in enumerate(batches(0, batch=16, tokens=24)):
+        if step == steps:
+            return
+        yield ids + FIRST

@@ -1,0 +1,147 @@
+"""The chosen model is never worse on the selection windows than any alternative, on trained models of every family."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DECODERS, MODELS, tiny_model
+from trained_models import sequences, trained_model
+
+from depthgauge._journal import Journal
+from depthgauge.checkpoints.load import wrap
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery import candidates as module
+from depthgauge.surgery.candidates import Candidates, difference
+from depthgauge.surgery.shrinker import GREEDY, PEERS, Shrinker
+from depthgauge.surgery.shrunk_model import make_model
+from depthgauge.surgery.student import Effort
+
+SMALL = Effort(48, 24, 60, 12, 10**6, 4, 2, 24, 96)
+COUNT = 2
+
+
+def shrinker_of(model: Any, effort: Effort = SMALL, **keywords: Any) -> Shrinker:
+    fit, select = sequences(5, effort.fit), sequences(6, effort.select)
+    return Shrinker(wrap(model), fit, select, effort=effort, **keywords)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_alternative_is_better_than_what_is_written(name: str) -> None:
+    torch.manual_seed(0)
+    with shrinker_of(trained_model(name)) as shrinker:
+        if name in DECODERS:
+            assert shrinker.dense < 0.8 * math.log(32)  # it has learned something
+        shrinker.remove_until(COUNT)
+        sets = shrinker.sets(COUNT)
+        made = make_model(Candidates(shrinker, 0), sets, ShrinkOptions(remove="2"), None)
+        written = shrinker.objective.of_model(made.model)
+        assert written == pytest.approx(made.objective, rel=1e-4)
+        chosen = next(one for one in made.candidates if one.chosen)
+        assert chosen.removed == made.removed
+        for removed in sets.values():
+            assert written <= shrinker.mean_without(removed) + 1e-5
+        for one in made.candidates:
+            finished = one.increase if one.repaired is None else one.repaired
+            assert made.objective - shrinker.dense <= finished + 1e-6
+        repaired = [one for one in made.candidates if one.repaired is not None]
+        assert len(repaired) == min(SMALL.finalists, len(made.candidates))
+        for stage in made.stages:
+            assert stage.kept == (stage.before - stage.after > stage.error)
+
+
+def test_the_repair_helps_where_it_can() -> None:
+    """A repair that is never kept would pass the test above."""
+    kept = set()
+    for name in ("llama", "gemma3", "bert"):
+        with shrinker_of(trained_model(name)) as shrinker:
+            shrinker.remove_until(1)
+            made = Candidates(shrinker, 0).repair((shrinker.steps[0].layer,))
+            kept |= {(name, stage.name) for stage in made.stages if stage.kept}
+    assert {("gemma3", "distillation"), ("bert", "distillation")} < kept
+    assert kept & {("llama", "least squares"), ("llama", "distillation")}
+    assert not {("gemma3", "least squares"), ("bert", "least squares")} & kept
+
+
+@pytest.mark.parametrize("damage", [0.5, -0.5])
+def test_a_stage_that_does_not_help_is_undone(damage: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(shrinker: Shrinker, place: int, weights: list[Any], **keywords: Any) -> None:
+        with torch.no_grad():
+            for weight in weights:
+                weight += damage * weight
+
+    monkeypatch.setattr(module, "distill", spoil)
+    with shrinker_of(trained_model("gemma3", steps=60)) as shrinker:
+        candidates = Candidates(shrinker, 0)
+        made = candidates.repair((3,))
+        assert [stage.kept for stage in made.stages] == [False]
+        shrinker.keep_all_but((3,))
+        assert torch.equal(shrinker.losses(), made.losses)
+
+
+def test_given_blocks_are_removed_and_shown_beside_the_others() -> None:
+    with shrinker_of(tiny_model("llama", layers=5)) as shrinker:
+        given = (0, 4)
+        removed, records = Candidates(shrinker, 0).choose({"given": given, **shrinker.peer_sets(2)}, given)
+    assert removed == given
+    assert [one.removed for one in records if one.chosen] == [given]
+    assert [one.removed for one in records if one.repaired is not None] == [given]
+    assert {method for one in records for method in one.methods} > set(PEERS)
+
+
+def test_protected_blocks_stay() -> None:
+    with shrinker_of(tiny_model("llama", layers=6), protected=(1, 2)) as shrinker:
+        shrinker.remove_until(3)
+        for name, removed in shrinker.sets(3).items():
+            assert not {1, 2} & {*removed}, name
+        assert shrinker.sets(3)[GREEDY]
+
+
+def test_a_repair_of_an_interrupted_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(journal: Journal) -> Any:
+        with shrinker_of(tiny_model("llama", layers=4), journal=journal) as shrinker:
+            made = Candidates(shrinker, 0).repair((2,))
+            return made.stages, made.losses, shrinker.model().state_dict()
+
+    stages, losses, weights = run(Journal())
+    with Journal(tmp_path / "out") as journal:
+        run(journal)
+        assert (tmp_path / "out.partial" / "repair-2.pt").is_file()
+        monkeypatch.setattr(module, "distill", None)  # it must not be called again
+        again = run(journal)
+    assert again[0] == stages
+    assert torch.equal(again[1], losses)
+    assert all(torch.equal(weights[key], again[2][key]) for key in weights)
+
+
+def test_differences_are_paired() -> None:
+    """The spread between windows cancels: the error is that of the differences."""
+    base = 100 * torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    mean, error = difference(base + 0.5, base)
+    assert mean == pytest.approx(0.5)
+    assert error < 1e-12
+    assert difference(base[:1], base[:1])[1] == math.inf
+
+
+def test_the_weights_of_the_dense_model_are_put_back() -> None:
+    model = tiny_model("gemma3", layers=4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with shrinker_of(model) as shrinker:
+        Candidates(shrinker, 0).choose({"one": (1,), "two": (2,)})
+        assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+        make_model(Candidates(shrinker, 0), {"one": (1,)}, ShrinkOptions(remove="1", heal="3"), None)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("heal", ["10", "auto"])
+def test_healing_is_kept_only_if_it_helps(heal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("depthgauge.surgery.shrunk_model.ROUND", 10)
+    monkeypatch.setattr("depthgauge.surgery.shrunk_model.MOST_ROUNDS", 3)
+    with shrinker_of(trained_model("llama", steps=60)) as shrinker:
+        settings = ShrinkOptions(remove="1", heal=heal)
+        made = make_model(Candidates(shrinker, 0), {"one": (2,)}, settings, None)
+        assert made.heal is not None
+        assert shrinker.objective.of_model(made.model) == pytest.approx(made.objective, rel=1e-4)
+        assert made.heal.kept == (made.heal.steps % 10 == 0 and made.objective < (made.heal.before or 0))
+        assert made.heal.steps in ((10,) if heal == "10" else (10, 20, 30))
