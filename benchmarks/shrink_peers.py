@@ -38,7 +38,9 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.layers import BlockRunner, hidden_out
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
+from depthgauge.surgery.repair import is_linear
 from depthgauge.surgery.student import Objective
 
 GREEDY_WINDOWS = 16
@@ -239,6 +241,12 @@ REPAIRS: Mapping[str, Callable[[Dense, Sequence[int]], Repair]] = {
     "diagonal": diagonal,
 }
 """Name → function of the dense model on the calibration windows and the removed blocks."""
+
+
+def repairs_of(checkpoint: Checkpoint) -> dict[str, Callable[[Dense, Sequence[int]], Repair]]:
+    """Return the repairs that a model allows: behind a norm, the last map of an MLP cannot take ReplaceMe's map."""
+    fits = checkpoint.family is not None and is_linear(checkpoint.family)
+    return {name: fit for name, fit in REPAIRS.items() if fits or fit is not replaceme}
 
 
 def hadamard_matrix(order: int) -> Float[Tensor, "order order"]:

@@ -5,18 +5,19 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
+from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 
-WINDOW = 512
-"""Tokens per window."""
+PIECE = 20_000
+"""Characters of the pieces into which a text is divided."""
 FORTUNES = Path("/usr/share/games/fortunes")
 FORTUNE_FILES = ("literature", "people", "wisdom", "work", "science", "politics", "computers", "songs-poems")
 HANDBOOK = Path("/usr/share/doc/debian-handbook/html/en-US")
@@ -58,56 +59,66 @@ def _paragraphs(pages: Sequence[str]) -> list[str]:
     return [text for text in plain if len(text) >= PARAGRAPH]
 
 
+def write_random_texts(folder: Path) -> list[Path]:
+    """Write three files of random words w1 … w63."""
+    made = []
+    for seed, name in enumerate("abc"):
+        drawn = torch.randint(1, 64, (12_000,), generator=torch.Generator().manual_seed(seed)).tolist()
+        made.append(folder / f"{name}.txt")
+        made[-1].write_text(" ".join(f"w{word}" for word in drawn), encoding="utf-8")
+    return made
+
+
+def divide_texts(texts: Sequence[Path], folder: Path) -> tuple[dict[str, Path], dict[str, Path]]:
+    """Divide texts into a part to calibrate on and one to evaluate on, which is every third piece of `PIECE` letters.
+
+    Returns:
+        The files of both parts in `folder`, by the name of the text, which is that of its file without the ending.
+    """
+    parts: tuple[dict[str, Path], dict[str, Path]] = ({}, {})
+    for path in texts:
+        try:
+            text = path.read_text("utf-8")
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        for part, is_unseen in zip(parts, (False, True), strict=True):
+            part[path.stem] = folder / ("unseen" if is_unseen else "known") / path.name
+            part[path.stem].parent.mkdir(exist_ok=True)
+            chosen = [piece for index, piece in enumerate(pieces) if (index % 3 == 2) is is_unseen]
+            part[path.stem].write_text("\n\n".join(chosen), encoding="utf-8")
+    return parts
+
+
 def windows_of_texts(
-    checkpoint: Checkpoint, texts: Sequence[Path], windows: int, seed: int
+    texts: Mapping[str, Path], *, checkpoint: Checkpoint, tokenizer: Any, window: int, count: int, seed: int
 ) -> dict[str, Int[Tensor, "windows n"]]:
-    """Cut texts into windows, in random order.
+    """Cut texts into windows in random order; they start with the BOS token if that lowers the loss on the first text.
 
     Args:
-        checkpoint: the model; windows start with its BOS token if that lowers the loss on the first text.
-        texts: paths of UTF-8 files; the name of a file without its ending names the text.
-        windows: how many windows to draw from each text.
+        texts: name → path of a UTF-8 file.
+        checkpoint: the model.
+        tokenizer: its tokenizer.
+        window: tokens per window.
+        count: how many windows to draw from each text.
         seed: chooses the windows and their order.
     """
-    source = checkpoint.source
-    if source is None:
-        raise InputError(f"{checkpoint.name} has no files with a tokenizer; give --windows instead of --text")
-    tokenizer = load_tokenizer(source, Placement())
     context = context_length(checkpoint.config)
 
     def cut(text: Path, special: tuple[Sequence[int], Sequence[int]]) -> Tensor:
-        wanted = windows * WINDOW
+        wanted = count * window
         return read_windows(
-            tokenizer, text, tokens=wanted, window=WINDOW, context=context, seed=seed, special=special
+            tokenizer, text, tokens=wanted, window=window, context=context, seed=seed, special=special
         ).ids
 
-    start = plan_start("auto", source, tokenizer)
+    start = plan_start("auto", checkpoint.source, tokenizer)
     if start.candidate is not None:
-        start = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in cut(texts[0], ((), ()))[:3]])
+        first = next(iter(texts.values()))
+        start = measure_start(start, checkpoint, [ids[len(start.before) :] for ids in cut(first, ((), ()))[:3]])
     found = {}
-    for text in texts:
+    for name, text in texts.items():
         ids = cut(text, (start.before, start.after))
-        found[text.stem] = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
+        if len(ids) < count:
+            raise InputError(f"{name} has {len(ids)} windows, but {count} are needed; give a longer text")
+        found[name] = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(seed))]
     return found
-
-
-def windows_of_file(path: Path) -> dict[str, Int[Tensor, "windows n"]]:
-    """Read windows in random order from a file made by `torch.save`: a dictionary of name → token ids."""
-    try:
-        given = torch.load(path, weights_only=True)
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    if not isinstance(given, dict) or not all(isinstance(ids, Tensor) and ids.dim() == 2 for ids in given.values()):
-        raise InputError(f"{path} must contain a dictionary of name → token ids of shape (windows, {WINDOW})")
-    return {str(name): ids.long() for name, ids in given.items()}
-
-
-def require_windows(windows: Mapping[str, Int[Tensor, "windows n"]], needed: int) -> None:
-    """Raise unless there are several texts with enough windows of equal length."""
-    if len(windows) < 2:
-        raise InputError(f"at least two texts are needed, got {len(windows)}; give --text once for each")
-    for name, ids in windows.items():
-        if len(ids) < needed:
-            raise InputError(f"{name} has {len(ids)} windows, but {needed} are needed; give a longer text")
-    if len({ids.shape[1] for ids in windows.values()}) > 1:
-        raise InputError("the windows of all texts must have the same number of tokens")

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from beartype import BeartypeConf, beartype
-from forked import run_script
+from forked import ForkedScript
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -57,7 +57,7 @@ def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `shrink` check what it wrote in a forked process. tests/surgery/test_reload.py starts real ones."""
     from depthgauge.surgery import verify
 
-    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(run=run_script, DEVNULL=None))
+    monkeypatch.setattr(verify, "subprocess", SimpleNamespace(Popen=ForkedScript, PIPE=None, DEVNULL=None))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,15 +3,13 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from benchmark_files import benchmark
-from layered_models import layered_model
 from tiny_checkpoints import save_checkpoint, text_of
 
-from depthgauge.checkpoints.layers import BlockRunner
-from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError
 
@@ -24,12 +22,13 @@ OURS, HEALED = judge.OURS, judge.HEALED
 # --- claims -----------------------------------------------------------------------------------------------------------
 
 
-def row(method: str, values: tuple[float, float], setting: str = "known", removed: int = 7) -> object:
-    return judge.Row(setting, "all", method, removed, dict(zip("ab", values, strict=True)))
+def row(method: str, values: tuple[float, float], source: str = "all", removed: int = 7) -> object:
+    own = ("a", "b") if source == "all" else (source,)
+    return judge.Row(source, own, method, removed, dict(zip("ab", values, strict=True)))
 
 
-def unmet(rows: list[object], layers: int = 12) -> list[str]:
-    return [claim.text for claim in judge.claims(rows, layers) if not claim.met]
+def unmet(rows: list[object], layers: int = 12, effort: str = "default") -> list[str]:
+    return [claim.text for claim in judge.claims(rows, layers, effort) if not claim.met]
 
 
 def test_the_best_peer_of_each_text_counts() -> None:
@@ -37,19 +36,20 @@ def test_the_best_peer_of_each_text_counts() -> None:
     assert unmet([*rivals, row(OURS, (0.5, 0.5))]) == []
     worse = unmet([*rivals, row(OURS, (0.1, 1.1))])
     assert len(worse) == 1
-    assert "7 blocks, b:" in worse[0]
+    assert "7 blocks, depthgauge, b:" in worse[0]
 
 
-def test_the_mean_is_compared_in_the_known_setting_at_seven_and_eleven_blocks() -> None:
-    for setting, removed, count in [("known", 7, 1), ("known", 11, 1), ("known", 3, 0), ("unknown", 7, 0)]:
-        rows = [row("UIDL", (1.0, 1.0), setting, removed), row(OURS, (0.61, 0.61), setting, removed)]
-        assert len(unmet(rows)) == count
+def test_the_mean_is_compared_where_a_fifth_of_the_blocks_is_removed() -> None:
+    for removed, count in [(2, 0), (3, 1)]:
+        assert len(unmet([row("UIDL", (1.0, 1.0), removed=removed), row(OURS, (0.61, 0.61), removed=removed)])) == count
     assert unmet([row("UIDL", (1.0, 1.0)), row(OURS, (0.6, 0.6))]) == []
+    assert unmet([row("UIDL", (1.0, 1.0), "a"), row(OURS, (0.6, 0.75), "a")]) == []
+    assert len(unmet([row("UIDL", (1.0, 1.0), "a"), row(OURS, (0.61, 0.76), "a")])) == 2
 
 
 def test_other_sizes_and_settings_are_not_compared() -> None:
-    rows = [row("UIDL", (0.1, 0.1), removed=3), row("UIDL", (0.1, 0.1), "unknown"), row(OURS, (5.0, 5.0))]
-    assert judge.claims(rows, 12) == []
+    rows = [row("UIDL", (0.1, 0.1), removed=3), row("UIDL", (0.1, 0.1), "a"), row(OURS, (5.0, 5.0))]
+    assert judge.claims(rows, 12, "default") == []
 
 
 def test_numbers_that_are_not_finite_do_not_help_anyone() -> None:
@@ -60,117 +60,85 @@ def test_numbers_that_are_not_finite_do_not_help_anyone() -> None:
     assert json.loads(document)["increase"] == {"a": None, "b": None}
 
 
-def test_targets_apply_to_thirty_layers() -> None:
-    over = [row(OURS, (0.5, 0.5)), row(HEALED, (0.4, 0.4)), row("UIDL", (9.0, 9.0))]
+def test_targets_belong_to_a_model_and_an_effort() -> None:
+    over = [row(OURS, (0.5, 0.5)), row(HEALED, (0.6, 0.6), removed=4)]
     assert unmet(over) == []
-    assert len(unmet(over, 30)) == 2
-    mixed = [row(OURS, (0.4, 0.4), "unknown"), row(OURS, (0.7, 0.7), "unknown")]
-    assert unmet(mixed, 30) == []  # the mean over all unknown settings is judged
+    assert len(unmet(over, 30)) == 1
+    assert unmet(over, 30, "quick") == []
+    assert len(unmet(over, 18)) == 1
+    assert all("target" in text for text in unmet(over, 30) + unmet(over, 18))
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- a run on a random model ------------------------------------------------------------------------------------------
 
 
-def runner_and_windows(count: int) -> tuple[BlockRunner, dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    windows = {name: torch.randint(3, 40, (count, 9), generator=generator) for name in "abc"}
-    return BlockRunner(wrap(layered_model("llama"), "tiny"), windows["a"][:1]), windows
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, Any]:
+    out = tmp_path / "made" / "shrink.json"
+    monkeypatch.setattr(sys, "argv", ["shrink.py", "--effort", "quick", "--out", str(out), *arguments])
+    assert shrink.main() == 0
+    found: dict[str, Any] = json.loads(out.read_text("utf-8"))
+    return found
 
 
-def content(ids: torch.Tensor) -> set[tuple[int, ...]]:
-    return {tuple(one) for one in ids.tolist()}
-
-
-def test_evaluation_windows_are_used_for_nothing_else() -> None:
-    runner, windows = runner_and_windows(12)
-    made = shrink.settings_of(runner, windows, evaluated=4, calibrated=8, counts=(2, 1), unknown=["a", "c"])
-    assert [(one.name, one.source, tuple(one.evaluation)) for one in made] == [
-        ("known", "all", ("a", "b", "c")),
-        ("unknown", "a", ("b", "c")),
-        ("unknown", "c", ("a", "b")),
-    ]
-    for one in made:
-        assert one.counts == (1, 2)
-        assert sum(len(ids) for ids in one.calibration.values()) == 8
-        used = set().union(*(content(ids) for ids in one.calibration.values()))
-        assert len(used) == 8
-        assert all(len(dense.ids) == 4 and not used & content(dense.ids) for dense in one.evaluation.values())
-    assert sorted(len(ids) for ids in made[0].calibration.values()) == [2, 3, 3]
-    assert list(made[1].calibration) == ["a"]
-
-
-@pytest.mark.parametrize("counts", [(0,), (1, 5), (7,)])
-def test_impossible_numbers_of_blocks_are_refused(counts: tuple[int, ...]) -> None:
-    runner, windows = runner_and_windows(3)
-    with pytest.raises(InputError, match="--remove must name numbers from 1 to 4"):
-        shrink.settings_of(runner, windows, evaluated=1, calibrated=2, counts=counts, unknown=[])
-
-
-def test_our_method_returns_losses_of_every_window() -> None:
-    runner, windows = runner_and_windows(12)
-    setting = shrink.settings_of(runner, windows, evaluated=3, calibrated=9, counts=(1, 3), unknown=[])[0]
-    before = {name: value.clone() for name, value in runner.checkpoint.model.state_dict().items()}
-    made = shrink.ours(setting, effort="quick", heal=1, seed=0)
-    assert made.keys() == {OURS, HEALED}
-    for by_count in made.values():
-        assert list(by_count) == [1, 3]
-        for losses in by_count.values():
-            assert {name: len(part) for name, part in losses.items()} == dict.fromkeys("abc", 3)
-    assert all(torch.equal(value, before[name]) for name, value in runner.checkpoint.model.state_dict().items())
-
-
-def test_the_increase_of_the_dense_model_is_zero() -> None:
-    runner, windows = runner_and_windows(6)
-    setting = shrink.settings_of(runner, windows, evaluated=3, calibrated=3, counts=(1,), unknown=[])[0]
-    losses = shrink.model_losses(runner.checkpoint.model, setting.evaluation)
-    assert all(abs(value) < 1e-6 for value in shrink.row_of(setting, "dense", 1, losses).increase.values())
-
-
-def test_the_peers_run_on_a_random_llama(
+def test_all_methods_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "made" / "shrink.json"
-    monkeypatch.setattr(sys, "argv", ["shrink.py", "--peers-only", "--calibration", "9", "--out", str(out)])
-    assert shrink.main() == 0
-    found = json.loads(out.read_text("utf-8"))
+    found = run(tmp_path, monkeypatch, "--remove", "1", "2", "--source", "a", "--heal", "1")
     assert found["met"] is None
-    assert len(found["rows"]) == 2 * 2 * 3 * 5  # settings, sizes, choices, repairs
-    assert all(len(one["blocks"]) == one["removed"] for one in found["rows"])
+    assert len(found["rows"]) == 2 * 2 * (3 * 5 + 2)  # settings, sizes; choices and repairs, and ours
+    assert all(len(one["blocks"]) == one["removed"] for one in found["rows"] if one["method"] not in (OURS, HEALED))
+    assert all(set(one["increase"]) == {"a", "b", "c"} for one in found["rows"])
+    stages = found["seconds"]["a, depthgauge"]
+    assert {"search", "repair and comparison", "total"} < stages.keys()
+    assert sum(stages.values()) <= 2 * stages["total"] + 1e-6
     assert "SLEB + ReplaceMe" in capsys.readouterr().out
+
+
+def test_one_setting_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = run(tmp_path, monkeypatch, "--source", "b", "--only", "b", "--no-peers")
+    assert [(one["source"], one["method"]) for one in found["rows"]] == [("b", OURS)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--remove", "5"], "--remove must name numbers from 1 to 4"),
+        (["--source", "x"], "--source must name one of a, b, c, got x"),
+        (["--checkpoint", "m", "--text", "t"], "at least two texts are needed, got 1"),
+    ],
+)
+def test_bad_input_is_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["shrink.py", *arguments])
+    assert shrink.main() == 2
+    assert message in capsys.readouterr().err
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_windows_are_cut_from_texts_and_read_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(texts, "WINDOW", 8)
-    save_checkpoint(tmp_path / "model", "llama")
-    source = find(tmp_path / "model")
-    checkpoint = load_model(source, load_config(source, Placement(device="cpu")), Placement(device="cpu"))
-    paths = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    for seed, path in enumerate(paths):
-        path.write_text(text_of(200, seed), encoding="utf-8")
-    made = texts.windows_of_texts(checkpoint, paths, 20, 0)
-    assert {name: tuple(ids.shape) for name, ids in made.items()} == {"one": (20, 8), "two": (20, 8)}
-    assert len(content(made["one"])) == 20
-    torch.save({name: ids.int() for name, ids in made.items()}, tmp_path / "data.pt")
-    again = texts.windows_of_file(tmp_path / "data.pt")
-    assert all(again[name].dtype == torch.int64 and torch.equal(again[name], made[name]) for name in made)
-    texts.require_windows(again, 20)
-    with pytest.raises(InputError, match="one has 20 windows, but 21 are needed"):
-        texts.require_windows(again, 21)
-
-
-def test_bad_windows_are_refused(tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(3)}, tmp_path / "flat.pt")
-    with pytest.raises(InputError, match="must contain a dictionary"):
-        texts.windows_of_file(tmp_path / "flat.pt")
+def test_no_piece_of_a_text_is_in_both_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(texts, "PIECE", 4)
+    (tmp_path / "one.txt").write_text("aaaabbbbccccddddeeeeffffg", encoding="utf-8")
+    known, unseen = texts.divide_texts([tmp_path / "one.txt"], tmp_path)
+    assert known["one"].read_text("utf-8").split() == ["aaaa", "bbbb", "dddd", "eeee", "g"]
+    assert unseen["one"].read_text("utf-8").split() == ["cccc", "ffff"]
     with pytest.raises(InputError, match="cannot read"):
-        texts.windows_of_file(tmp_path / "none.pt")
-    with pytest.raises(InputError, match="at least two texts"):
-        texts.require_windows({"a": torch.zeros(3, 4)}, 1)
-    with pytest.raises(InputError, match="same number of tokens"):
-        texts.require_windows({"a": torch.zeros(3, 4), "b": torch.zeros(3, 5)}, 1)
+        texts.divide_texts([tmp_path / "none.txt"], tmp_path)
+
+
+def test_windows_are_cut_from_texts(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "model", "llama")
+    source, here = find(tmp_path / "model"), Placement(device="cpu")
+    checkpoint = load_model(source, load_config(source, here), here)
+    (tmp_path / "one.txt").write_text(text_of(200, 0), encoding="utf-8")
+    cut = {"checkpoint": checkpoint, "tokenizer": load_tokenizer(source, here), "window": 8, "seed": 0}
+    (ids,) = texts.windows_of_texts({"one": tmp_path / "one.txt"}, count=20, **cut).values()
+    assert ids.shape == (20, 8)
+    assert len({tuple(one) for one in ids.tolist()}) == 20
+    with pytest.raises(InputError, match="needed"):
+        texts.windows_of_texts({"one": tmp_path / "one.txt"}, count=2000, **cut)
 
 
 def test_texts_are_extracted_from_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

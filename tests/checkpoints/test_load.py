@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
+from tiny_gguf import write_gguf
 from tiny_models import OTHERS, tiny_model, tokens
 
 from depthgauge.checkpoints import load
@@ -28,6 +29,7 @@ from depthgauge.checkpoints.load import (
 )
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.source import count_parameters, find
+from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.checkpoints.windows import read_windows, special_tokens
 from depthgauge.errors import InputError
@@ -209,6 +211,21 @@ def test_gguf_files_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGML1234")
     with pytest.raises(InputError, match="is not a GGUF file: it does not start with the bytes GGUF"):
         find(tmp_path / "m.gguf")
+
+
+def test_a_gguf_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gguf
+
+    write_gguf(tmp_path / "m.gguf", add_bos=True)
+    parsed, parse = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or parse(path))
+    source = find(tmp_path / "m.gguf")
+    config = load_config(source, HERE)
+    plan_start("auto", source, load_tokenizer(source, HERE))
+    load_model(source, config, HERE)
+    assert parsed == [tmp_path / "m.gguf"]
+    assert "reader" not in source.__dict__  # its memory is freed
+    assert gguf.GGUFReader is not parse
 
 
 def test_a_model_too_large_is_refused_before_it_is_read(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,10 @@ def check(case: Case, force: str | None) -> AttentionPlan:
         if scale is not None and scale < 0:  # torch's GPU kernels multiply −∞ by the scale
             q, scale = -q, -scale
         same = F.scaled_dot_product_attention(q, k, v, keep, is_causal=causal, scale=scale, enable_gqa=case.groups > 1)
-        torch.testing.assert_close(out, same, equal_nan=True)
+        # Sums of large values that cancel differ by the order of summation.
+        largest = max(1.0, float(v.abs().nan_to_num(0.0, 0.0).max()))
+        tolerances = {"rtol": 1e-5, "atol": 1e-5 * largest} if out.dtype == torch.float32 else {}
+        torch.testing.assert_close(out, same, equal_nan=True, **tolerances)
     return plan
 
 

@@ -1,12 +1,12 @@
 """A function in a forked process, which a test may kill. A new process would first import torch for seconds."""
 
+import io
 import os
-import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import IO
 
 
 def forked(run: Callable[[], object]) -> int:
@@ -28,24 +28,34 @@ def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def run_script(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-    """Stand for `subprocess.run` of [python, "-I", "-c", script, argument]: run the script in a forked process."""
-    *_, script, argument = command
-    with tempfile.TemporaryFile("w+") as errors:
+class ForkedScript:
+    """Stands for `subprocess.Popen` of [python, "-I", "-c", script, …]: runs the script in a forked process.
+
+    It runs when `communicate` is called with its input, and not before.
+    """
+
+    def __init__(self, command: list[str], *, stderr: IO[str], **_: object) -> None:
+        self.script, self.arguments = command[3], command[4:]
+        self.errors, self.returncode = os.dup(stderr.fileno()), 0
+
+    def communicate(self, given: bytes | None = None) -> None:
+        if given is None:
+            return
 
         def run() -> None:
-            os.dup2(errors.fileno(), 2)
+            os.dup2(self.errors, 2)
             sys.stderr = os.fdopen(2, "w", closefd=False)
-            sys.argv = ["-c", argument]
+            sys.stdin, sys.argv = io.StringIO(given.decode()), ["-c", *self.arguments]
             for name in [one for one in sys.modules if one.partition(".")[0] == "depthgauge"]:
                 del sys.modules[name]  # the script must work without it
             try:
-                exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+                exec(compile(self.script, "script", "exec"), {"__name__": "__main__"})
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()
                 os._exit(1)
 
-        code = exit_code(forked(run))
-        errors.seek(0)
-        return subprocess.CompletedProcess(command, code, "", errors.read())
+        self.returncode = exit_code(forked(run))
+
+    def kill(self) -> None:
+        os.close(self.errors)

@@ -5,8 +5,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,7 +155,11 @@ def replied(tmp_path_factory: pytest.TempPathFactory) -> Reply:
     assert model.model.rotary_emb.inv_freq.dtype == torch.float32
     out, ids = tmp_path_factory.mktemp("replied") / "out", tokens(20, batch=3)
     write_model(model, None, None, out, {}, overwrite=False, max_shard="10KB")
-    return Reply(out, ids, model, *verify._run(out, wrap(model), ids, None, "cpu", 2, 4))
+    found, check = [], verify.FreshProcess.check
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify.FreshProcess, "check", lambda *given: found.append(check(*given)) or found[0])
+        verify_reload(out, ids, model, new_tokens=4)
+    return Reply(out, ids, model, *found[0])
 
 
 Alter = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
@@ -163,7 +169,8 @@ def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> tu
     result = json.loads(json.dumps(replied.result))
     outputs = {name: value.clone() for name, value in replied.outputs.items()}
     alter(result, outputs)
-    monkeypatch.setattr(verify, "_run", lambda *_: (result, outputs))
+    process = SimpleNamespace(check=lambda *_: (result, outputs))
+    monkeypatch.setattr(verify, "FreshProcess", lambda: nullcontext(process))
     return verify_reload(replied.out, replied.ids, replied.model)
 
 

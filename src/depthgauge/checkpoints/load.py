@@ -237,7 +237,12 @@ def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> A
 
 def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement, **keywords: Any) -> Any:
     keywords |= {"trust_remote_code": placement.trust_remote_code, **source.keywords()}
-    return attempt(source.path, what, lambda: kind.from_pretrained(source.folder, **keywords))
+
+    def load() -> Any:
+        with source.parsed_once():
+            return kind.from_pretrained(source.folder, **keywords)
+
+    return attempt(source.path, what, load)
 
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
@@ -245,12 +250,15 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     if placement.device_map is None:
         check_memory(source, placement)
     chosen, objective = loader_of(config)
-    keywords = {} if source.gguf else {"config": config, "use_safetensors": not source.pickled}
+    keywords: dict[str, Any] = {"config": config}
+    if source.gguf is None:
+        keywords["use_safetensors"] = not source.pickled
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
     keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
+    source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, str(source.path))
     if placement.device_map is None:

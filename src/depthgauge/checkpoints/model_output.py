@@ -9,8 +9,9 @@ from torch import Tensor
 
 from depthgauge.checkpoints.load import measured_part
 
-_ENTRIES = 2**22
-"""Largest number of logits converted to float32 at once (16 MB)."""
+_ENTRIES = {"cpu": 2**22, "cuda": 2**26}
+"""Largest number of logits converted to float32 at once: 16 MB, which a cache holds; 256 MB on a GPU, where each piece
+costs several launches."""
 
 
 def no_cache(model: Any) -> dict[str, bool]:
@@ -33,10 +34,10 @@ def token_losses(
 
     The logits are converted to float32 a few rows at a time, so that they are never copied as a whole.
     """
-    rows, targets = logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device)
-    count = max(1, _ENTRIES // logits.shape[-1])
+    count = max(1, _ENTRIES.get(logits.device.type, _ENTRIES["cpu"]) // logits.shape[-1])
     parts = [
         part.float().logsumexp(dim=-1) - part.float().gather(-1, target[:, None])[:, 0]
+        for rows, targets in zip(logits[:, :-1], ids[:, 1:].to(logits.device), strict=True)
         for part, target in zip(torch.split(rows, count), torch.split(targets, count), strict=True)
     ]
     return torch.cat(parts).reshape(len(ids), -1)

@@ -47,7 +47,9 @@ def command(
         typer.Option("--resume", help="Continue the interrupted run of the same command.", rich_help_panel=_FILES),
     ] = False,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the result document instead of tables; with --sizes, a list of them.")
+    ] = False,
 ) -> None:
     """Write a smaller checkpoint: remove blocks, repair the rest, and bound what it costs.
 
@@ -87,8 +89,11 @@ def command(
         return
     with progress_bar("shrinking") as progress:
         result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
-    for one in result.sizes if options.sizes is not None and not as_json else (result,):
-        _print(one.record, as_json)
+    if options.sizes is not None and as_json:
+        print_json([one.to_json() for one in result.sizes])
+    else:
+        for one in result.sizes:
+            _print(one.record, as_json)
     record = result.record
     if record.guarantee is not None and limit_failed(record.guarantee):  # it is printed, but there is no model
         raise DepthgaugeError(limit_sentence(record.guarantee, record.objective))

@@ -246,7 +246,8 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
     - `stages`: the stages of the repair
-    - `durations`: the seconds of each part of the run, in order
+    - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
+      include the sizes before this one
     - `out`: the directory of the shrunk model; None if nothing was written
     """
 

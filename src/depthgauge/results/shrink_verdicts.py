@@ -6,6 +6,7 @@ Every number that was not guaranteed is called measured, and every guarantee com
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.shrink_record import (
@@ -59,9 +60,10 @@ ABOUT = {"text": "your text", "sampled": "text that the model writes itself", "b
 SHORT_TEXTS = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
 
-DAMAGE, DAMAGE_BOUND, DAMAGE_RATIO = 0.5, 1.0, 3.0
-"""A model is called damaged if its loss grows by more than this (nats per token), if the guarantee is above this, or if
-the loss on its own samples grows by more than this times as much as on the user's text."""
+DAMAGE, DAMAGE_BOUND, DAMAGE_RATIO, DAMAGE_LEAST = 0.5, 1.0, 3.0, 0.1
+"""A model is called damaged if its loss grows by more than `DAMAGE` (nats per token), if the guarantee is above
+`DAMAGE_BOUND`, or if the loss on its own samples grows by more than `DAMAGE_LEAST`, and more than `DAMAGE_RATIO` times
+as much as on the user's texts."""
 LARGEST_RATIO = 1e6
 """Ratios of costs beyond this come from damaged documents and are not shown."""
 
@@ -115,13 +117,15 @@ def comparison(record: ShrinkRecord) -> str:
 
 def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
     """Return what is alarming about a shrunk language model, as one sentence, or nothing."""
-    increases = {text.kind: text.increase for text in record.texts if text.increase is not None}
-    largest, written, sampled = max(increases.values(), default=0.0), increases.get("text"), increases.get("sampled")
+    increases = [(text.kind, text.increase) for text in record.texts if text.increase is not None]
+    largest = max((increase for _, increase in increases), default=0.0)
+    by_kind = {about: [one for kind, one in increases if kind == about] for about in ("text", "sampled")}
+    written, sampled = (mean(found) if found else None for found in by_kind.values())
     bound = None if record.guarantee is None else record.guarantee.quantile.increase
     found = []
     if largest > DAMAGE:
         found.append(f"the loss grows by {number(largest)} nats per token")
-    if written is not None and sampled is not None and sampled > DAMAGE_RATIO * max(written, 0.0) and sampled > 0.1:
+    if written is not None and sampled is not None and sampled > max(DAMAGE_RATIO * written, DAMAGE_LEAST):
         found.append(
             f"on text that the model writes itself it grows by {number(sampled)}, more than {number(DAMAGE_RATIO)} "
             "times as much as on your text"

@@ -30,6 +30,9 @@ from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 KINDS = ("text", "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
+SAMPLE_TOKENS = 128
+"""A sampled window consists of samples of at most this many tokens, one after the other: drawing many short samples at
+once takes fewer steps than drawing few long ones."""
 SAMPLING_ROUNDS = 8
 """How often samples are drawn until enough of them are different."""
 
@@ -143,16 +146,18 @@ def _samples(
     """Sample windows from the model; draw again in place of windows that repeat."""
     sizes, window, before = texts.request.samples, texts.window, start.before
     made = torch.empty(0, window, dtype=torch.int64)
+    samples = -(-window // SAMPLE_TOKENS)  # in each window
     for turn in range(SAMPLING_ROUNDS):
+        missing = sizes.total - len(made)
         drawn = sample_windows(
             checkpoint,
-            windows=sizes.total - len(made),
-            window=window,
+            windows=samples * missing,
+            window=-(-window // samples),
             before=before,
             seed=_derived_seed(texts.request.seed, f"samples {turn}"),
             starts=starts,
             progress=progress,
-        )
+        ).reshape(missing, -1)[:, :window]
         fresh = drop_repeated(drawn[:, len(before) :], seen, texts.compared)
         made = torch.cat([made, surround(fresh, before, ())])
         if len(made) == sizes.total:

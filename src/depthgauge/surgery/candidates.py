@@ -67,10 +67,7 @@ class Candidates:
         methods: dict[Removed, list[str]] = {}
         for method, removed in sets.items():
             methods.setdefault(removed, []).append(method)
-        bare: dict[Removed, Losses] = {}
-        for removed in methods:
-            shrinker.keep_all_but(removed)
-            bare[removed] = shrinker.losses()
+        bare = {removed: shrinker.losses_without(removed) for removed in methods}
         order = sorted(bare, key=lambda removed: float(bare[removed].mean()))
         finished = dict(bare)
         repaired: dict[Removed, Repaired] = {}
@@ -105,15 +102,16 @@ class Candidates:
         unless its gain on the selection windows is larger than its standard error.
         """
         shrinker = self.shrinker
+        bare = shrinker.losses_without(removed)
         shrinker.keep_all_but(removed)
         if not shrinker.repairs:
-            return Repaired((), shrinker.losses(), [])
+            return Repaired((), bare, [])
         place = max(0, shrinker.first_gap - 1)
         weights = self.repairable(place)
         shrinker.remember(weights)
         made = self._known(removed, weights)
         if made is None:
-            made = self._repaired(place, weights)
+            made = self._repaired(place, weights, bare)
             self._save(removed, made)
         if self._best is None or float(made.losses.mean()) <= float(self._best[1].losses.mean()):
             self._best = removed, made
@@ -130,7 +128,8 @@ class Candidates:
             found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
         return list(found)
 
-    def _repaired(self, place: int, weights: list[nn.Parameter]) -> Repaired:
+    def _repaired(self, place: int, weights: list[nn.Parameter], losses: Losses) -> Repaired:
+        """Try the stages of the repair, one after the other; `losses` are those before it."""
         shrinker, effort = self.shrinker, self.shrinker.effort
         family = shrinker.checkpoint.family
         assert family is not None
@@ -139,7 +138,7 @@ class Candidates:
         trials["distillation"] = partial(
             distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
         )
-        losses, stages = shrinker.losses(), []
+        stages = []
         for name, run in trials.items():
             before = [weight.detach().clone() for weight in weights]
             run()

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 from depthgauge._io import write_atomically
 from depthgauge.surgery.student import Student
@@ -152,8 +153,8 @@ def _order(windows: int, count: int, seed: int) -> Int[Tensor, " count"]:
 
 
 def _divergence(target: Float[Tensor, "batch n v"], made: Float[Tensor, "batch n v"]) -> Tensor:
-    log_p, log_q = target.float().log_softmax(-1), made.float().log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()
+    """Return the mean of KL(target ‖ made), up to the entropy of the target, which no weight changes."""
+    return functional.cross_entropy(made.flatten(0, 1).float(), target.flatten(0, 1).float().softmax(-1))
 
 
 def _distance(target: Float[Tensor, "batch n d"], made: Float[Tensor, "batch n d"]) -> Tensor:

@@ -1,7 +1,8 @@
 """The program that `verify.py` runs in a fresh Python process; it uses transformers alone.
 
-It loads a directory as any user would, computes outputs and losses of windows, generates text with and without the
-key–value cache, and writes what it found to files. Importing depthgauge raises an error here.
+It imports transformers and waits for a line on its standard input. Then it loads a directory as any user would,
+computes outputs and losses of windows, generates text with and without the key–value cache, and writes what it found to
+files. Importing depthgauge raises an error here.
 """
 
 import hashlib
@@ -21,15 +22,21 @@ class WithoutDepthgauge:
             raise ImportError("the fresh process must not import depthgauge")
 
 
-def main(exchange: Path) -> None:
-    """Read `request.json` and `windows.safetensors` in a directory; write `result.json` and `outputs.safetensors`."""
-    request = json.loads((exchange / "request.json").read_text("utf-8"))
+def main(exchange: Path, paths: list[str]) -> None:
+    """Read `request.json` and `windows.safetensors` in a directory; write `result.json` and `outputs.safetensors`.
+
+    Modules are found on `paths` too. Nothing is done if the standard input ends without a line.
+    """
     sys.meta_path.insert(0, WithoutDepthgauge())
-    sys.path.extend(path for path in request["path"] if path not in sys.path)
+    sys.path.extend(path for path in paths if path not in sys.path)
     import torch
     from safetensors.torch import load_file, save_file
 
     transformers: Any = import_module("transformers")
+    import_module("transformers.models.auto.modeling_auto")
+    if not sys.stdin.readline():
+        return
+    request = json.loads((exchange / "request.json").read_text("utf-8"))
     torch.set_num_threads(request["threads"])
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -73,7 +80,7 @@ def main(exchange: Path) -> None:
                 dense = given["dense"][index].double()
                 result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))
             if index < request["compared"]:
-                outputs[str(index)] = made.cpu().contiguous()
+                outputs[str(index)] = made[request["positions"]].cpu().contiguous()
         if is_loss and request["new_tokens"]:
             prompt = given["ids"][:1, : request["prompt"]].to(device)
             result |= generations(model, prompt, request["new_tokens"])
@@ -136,4 +143,4 @@ def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
-from depthgauge._format import counted
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
@@ -82,14 +83,22 @@ class Shrinker(Student):
         return [layer for layer in range(len(self.runner)) if layer not in self.protected]
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Remove blocks one by one, up to `count`, or until one increases the objective by more than `limit`.
-
-        Each removal starts from the original weights and continues the search so far.
-        """
+        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`."""
+        known = [SearchStep(**step) for step in self.journal.get("search", [])]
         while len(self.steps) < min(count, len(self.allowed)):
-            known: list[dict[str, Any]] = self.journal.get("search", [])
             done = len(self.steps)
-            self._remove(SearchStep(**known[done]) if done < len(known) else self._best())
+            if done < len(known):
+                self._remove(known[done].layer)
+                self.steps += (known[done],)
+                if done + 1 == len(known):
+                    self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
+            else:
+                layer = self._cheapest()
+                self._remove(layer)
+                self.steps += (SearchStep(layer=layer, objective=float(self.objective(self._states[-1]).mean())),)
+                # One write for both: a resumed run must rank the blocks as this one does.
+                self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
+                self.journal.put("search", [step.to_json() for step in self.steps])
             if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
@@ -104,33 +113,34 @@ class Shrinker(Student):
         left = [layer for layer in self.path if layer not in self.protected]
         return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
 
-    def _best(self) -> SearchStep:
-        """Rank the blocks by the objective on a few windows without each of them; measure the best one on all."""
-        path, blocks = self.path, self.ranked()[: self.effort.breadth if self.steps else None]
+    def _cheapest(self) -> int:
+        """Return the block whose removal costs least on the ranking windows.
+
+        Only the best blocks of the last ranking are ranked again. The first time, half of the windows rank all blocks.
+        """
+        if not self.steps:
+            self._rank(self.ranked(), -(-self.effort.ranking // 2))
+        best = self.ranked()[: self.effort.breadth]
+        self._rank(best, self.effort.ranking)
+        return min(best, key=self._scores.__getitem__)
+
+    def _rank(self, blocks: Sequence[int], windows: int) -> None:
+        """Measure the increase of the objective on the first selection windows without each of the blocks."""
+        path, dense = self.path, float(self.dense_losses[:windows].mean())
         for done, layer in enumerate(blocks):
             self.progress(done, len(blocks), f"removal {len(self.steps) + 1}, block {layer}")
             place = path.index(layer)
-            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], self.effort.ranking)
-        best = min(blocks, key=self._scores.__getitem__)
-        place = path.index(best)
-        return SearchStep(layer=best, objective=self.objective_after(path[place + 1 :], self._states[place]))
+            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], windows) - dense
 
-    def _remove(self, step: SearchStep) -> None:
-        """Remove the block of a step, and compute the states after it again."""
-        place = self.path.index(step.layer)
-        self.steps += (step,)
-        self._scores.pop(step.layer, None)
+    def _remove(self, layer: int) -> None:
+        """Leave a block out, and compute the states after it again."""
         path = self.path
+        place = path.index(layer)
+        path.remove(layer)
+        self._scores.pop(layer, None)
         del self._states[place + 1]
         for index in range(place, len(path)):
             self._states[index + 1] = self.runner.through([path[index]], self._states[index])
-        known: list[dict[str, Any]] = self.journal.get("search", [])
-        if len(self.steps) > len(known):
-            # One write for both: a resumed run must rank the blocks as this one does.
-            self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
-            self.journal.put("search", [step.to_json() for step in self.steps])
-        elif len(self.steps) == len(known):
-            self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of `count` blocks that are known, by the method that chose them."""
@@ -147,7 +157,7 @@ class Shrinker(Student):
     def exchanged(self, removed: Removed) -> Removed:
         """Exchange single blocks of a set, those that the search removed last first, where that lowers the objective.
 
-        Every set is measured on all selection windows, without repair.
+        The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
         others, swaps, tried = self.ranked(), self.effort.swaps, 0
         for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
@@ -156,45 +166,47 @@ class Shrinker(Student):
                 if tried < swaps and other not in removed:
                     self.progress(tried, swaps, f"exchange block {one} for block {other}")
                     trial = tuple(sorted({*removed, other} - {one}))
-                    trials[trial] = self.mean_without(trial)
+                    trials[trial] = self.mean_without(trial, self.effort.ranking)
                     tried += 1
             best = min(trials, key=trials.__getitem__, default=removed)
-            if trials and trials[best] < self.mean_without(removed):
+            if self.mean_without(best) < self.mean_without(removed):
                 removed = best
         return removed
 
-    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
-        """Return the mean objective without these blocks, unrepaired, on the first `windows` selection windows.
+    def losses_without(self, removed: Removed, windows: int | None = None) -> Float[Tensor, " windows"]:
+        """Return the objective without these blocks, unrepaired, on each of the first `windows` selection windows.
 
         Each set is measured once, and remembered in the journal.
         """
         key = ",".join(map(str, removed)) + ("" if windows is None else f" on {windows}")
-        known: dict[str, float] = self.journal.get("sets", {})
+        known: dict[str, list[float]] = self.journal.get("sets", {})
         if key not in known:
             self.keep_all_but(removed)
-            place = self.first_gap
-            self.journal.put(
-                "sets", known | {key: self.objective_after(self.kept[place:], self.select.at(place), windows)}
-            )
-        return float(self.journal.get("sets")[key])
+            place, part = self.first_gap, slice(0, windows)
+            found = self.objective(self.runner.through(self.kept[place:], self.select.at(place)[part]), part)
+            known = known | {key: found.tolist()}
+            self.journal.put("sets", known)
+        return torch.tensor(known[key], dtype=torch.float64)
+
+    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
+        """Return the mean of `losses_without`."""
+        return float(self.losses_without(removed, windows).mean())
 
     def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
 
-        The finished model without the blocks `removed` has the objective `final`. The search and the peers are measured
-        without repair, the peers at three sizes.
+        The finished model without the blocks `removed` has the objective `final`. The search and the published methods
+        are measured without repair, the latter at this size alone.
         """
-        points = [CurvePoint(method=OURS, removed=len(removed), increase=final - self.dense)]
+        count = len(removed)
+        points = [CurvePoint(method=OURS, removed=count, increase=final - self.dense)]
         points += [
-            CurvePoint(method=GREEDY, removed=count, increase=step.objective - self.dense)
-            for count, step in enumerate(self.steps[: len(removed)], 1)
+            CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
+            for done, step in enumerate(self.steps[:count], 1)
         ]
-        sizes = sorted({-(-len(removed) // 3), -(-2 * len(removed) // 3), len(removed)})
         for method, choose in PEERS.items():
-            for count in sizes:
-                self.progress(0, 1, f"{method}, {counted(count, 'block')}")
-                gone = choose(self.select, count, self.allowed)
-                if gone is not None:
-                    increase = self.mean_without(gone) - self.dense
-                    points.append(CurvePoint(method=method, removed=count, increase=increase))
+            gone = choose(self.select, count, self.allowed)
+            if gone is not None:
+                self.progress(0, 1, method)
+                points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
         return tuple(points)

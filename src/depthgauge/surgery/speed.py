@@ -13,7 +13,7 @@ from depthgauge._format import counted
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
-REPEATS, NEW_TOKENS = 5, 16
+REPEATS, NEW_TOKENS = 3, 8
 """How often each model is measured, and the tokens that each repetition generates, by default."""
 
 

@@ -32,7 +32,7 @@ class Effort:
 
     - `fit`, `select`, `certify`: windows of each part
     - `ranking`: selection windows on which the search ranks blocks
-    - `breadth`: blocks that are ranked at each removal after the first
+    - `breadth`: blocks that are ranked at each removal, and runs of adjacent blocks
     - `swaps`: exchanges of a removed and a kept block that are tried after the search
     - `finalists`: sets of blocks that are repaired and compared as finished models
     - `steps`, `tokens`: training steps of the repair, and tokens per step
@@ -52,8 +52,8 @@ class Effort:
 
 
 EFFORT: Mapping[str, Effort] = {
-    "quick": Effort(48, 24, 60, 8, 8, 0, 1, 80, 512, window=256),
-    "default": Effort(192, 64, 120, 16, 12, 12, 3, 150, 2048),
+    "quick": Effort(48, 24, 60, 8, 6, 0, 1, 80, 512, window=256),
+    "default": Effort(192, 64, 120, 16, 8, 12, 3, 150, 2048),
     "high": Effort(384, 128, 240, 32, 10**6, 48, 6, 400, 4096),
 }
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,54 @@ from depthgauge.surgery.fresh_process import digests
 
 PROMPT = 32
 """Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""
+POSITIONS = 64
+"""Tokens of a window whose outputs are compared, evenly spaced: all logits of a window can take half a gigabyte."""
 _PRECISIONS = {torch.float64: 2**16, torch.float32: 2**8, torch.float16: 2**4, torch.bfloat16: 2**3}
 """Tolerance of a comparison, as a multiple of the dtype's epsilon. Rounding accumulates over the layers."""
+
+
+class FreshProcess:
+    """A new Python process without depthgauge. It imports transformers at once, which takes seconds, and then waits.
+
+    Use it as a context manager, which ends the process. It checks one model.
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="depthgauge-")
+        self.exchange = Path(self._folder.name)
+        script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
+        offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        with open(self.exchange / "errors", "w", encoding="utf-8") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-c", script, self._folder.name, *(path for path in sys.path if path)],
+                env=os.environ | offline,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+
+    def __enter__(self) -> "FreshProcess":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._folder.cleanup()
+
+    def check(self, request: dict[str, Any], windows: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Let the process do what is requested; return its result and its outputs."""
+        from safetensors.torch import load_file, save_file
+
+        (self.exchange / "request.json").write_text(json.dumps(request), "utf-8")
+        save_file(windows, self.exchange / "windows.safetensors")
+        self._process.communicate(b"go\n")
+        if self._process.returncode != 0 or not (self.exchange / "result.json").is_file():
+            lines = (self.exchange / "errors").read_text("utf-8", "replace").splitlines()
+            said = [line.strip() for line in lines if line.strip()]
+            reason = said[-1][:300] if said else f"exit code {self._process.returncode}"
+            raise VerificationError(f"a fresh process cannot run {request['out']}: {reason}")
+        result: dict[str, Any] = json.loads((self.exchange / "result.json").read_text("utf-8"))
+        return result, load_file(self.exchange / "outputs.safetensors")
 
 
 @torch.no_grad()
@@ -39,13 +86,14 @@ def verify_reload(
     compared: int = 2,
     new_tokens: int = 16,
     compute: torch.dtype | None = None,
+    process: FreshProcess | None = None,
 ) -> tuple[ReloadRecord, Float[Tensor, " windows"]]:
     """Load a written model in a fresh process without depthgauge and compare it with the model in memory.
 
     The process loads `out` with `AutoModelForCausalLM` or `AutoModel`. These must hold:
 
     - every tensor is equal bit for bit, none is missing, and the number of layers is equal
-    - the outputs of the first `compared` windows are equal to the precision of the dtype
+    - the outputs of the first `compared` windows are equal to the precision of the dtype, at up to `POSITIONS` tokens
     - greedy generation with the key–value cache gives the tokens and logits of generation without it; where the logits
       of two tokens are equal to the precision of the dtype, either token may follow
 
@@ -59,6 +107,7 @@ def verify_reload(
         new_tokens: number of tokens to generate; 0 skips the comparison.
         compute: the dtype in which both models compute, by default the stored one. Half precision is slow on many
             CPUs, and a wider dtype holds the same weights exactly.
+        process: a process that was started before and has checked nothing yet; by default, one is started.
 
     Returns:
         What the process found, and the losses of the reloaded model per window: nats per token, or for an encoder the
@@ -72,13 +121,22 @@ def verify_reload(
         raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
     model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
-    found, outputs = _run(Path(out), checkpoint, ids, dense, device, compared, new_tokens, compute)
+    positions = torch.linspace(0, ids.shape[1] - 1, min(POSITIONS, ids.shape[1])).round().long()
+    request = {
+        "out": str(Path(out).resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
+        "positions": positions.tolist(), "threads": torch.get_num_threads(), "call": no_cache(checkpoint.measured),
+        "class": type(model).__name__, "dtype": None if compute is None else str(compute).removeprefix("torch."),
+        **_generation(checkpoint, ids.shape[1], new_tokens),
+    }  # fmt: skip
+    windows = {"ids": ids.cpu().contiguous()} | ({} if dense is None else {"dense": dense.cpu().contiguous()})
+    with FreshProcess() if process is None else nullcontext(process) as fresh:
+        found, outputs = fresh.check(request, windows)
     _check_structure(out, checkpoint, found)
     tolerance = tolerance_of(model.dtype)
     differences = []
     for index, window in enumerate(ids[:compared]):
-        ours = model_output(model, window[None].to(checkpoint.device), checkpoint.objective == "loss")[0].cpu()
-        differences.append(_relative(outputs[str(index)], ours))
+        ours = model_output(model, window[None].to(checkpoint.device), checkpoint.objective == "loss")[0]
+        differences.append(_relative(outputs[str(index)], ours[positions.to(ours.device)].cpu()))
     difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
     if not difference <= tolerance:
         raise VerificationError(
@@ -94,51 +152,13 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _PRECISIONS[dtype] * torch.finfo(dtype).eps
 
 
-def _run(
-    out: Path,
-    checkpoint: Checkpoint,
-    ids: Int[Tensor, "windows n"],
-    dense: Float[Tensor, "windows n d"] | None,
-    device: str,
-    compared: int,
-    new_tokens: int,
-    compute: torch.dtype | None = None,
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Run the fresh process and return its result and its outputs."""
-    from safetensors.torch import load_file, save_file
-
-    context = context_length(checkpoint.config)
-    prompt = min(PROMPT, ids.shape[1])
+def _generation(checkpoint: Checkpoint, window: int, new_tokens: int) -> dict[str, int]:
+    """Return the lengths of the prompt and of what is generated after it, which must fit the model's context."""
+    context, prompt = context_length(checkpoint.config), min(PROMPT, window)
     if context is not None:
         new_tokens = max(0, min(new_tokens, context - 1))
         prompt = min(prompt, context - new_tokens)
-    request = {
-        "out": str(out.resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
-        "threads": torch.get_num_threads(), "path": [path for path in sys.path if path], "prompt": prompt,
-        "new_tokens": new_tokens, "call": no_cache(checkpoint.measured), "class": type(checkpoint.model).__name__,
-        "dtype": None if compute is None else str(compute).removeprefix("torch."),
-    }  # fmt: skip
-    script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    with tempfile.TemporaryDirectory(prefix="depthgauge-") as folder:
-        exchange = Path(folder)
-        (exchange / "request.json").write_text(json.dumps(request), "utf-8")
-        windows = {"ids": ids.cpu().contiguous()} | ({} if dense is None else {"dense": dense.cpu().contiguous()})
-        save_file(windows, exchange / "windows.safetensors")
-        run = subprocess.run(
-            [sys.executable, "-I", "-c", script, folder],
-            env=os.environ | offline,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if run.returncode != 0 or not (exchange / "result.json").is_file():
-            lines = [line.strip() for line in run.stderr.splitlines() if line.strip()]
-            reason = lines[-1][:300] if lines else f"exit code {run.returncode}"
-            raise VerificationError(f"a fresh process cannot run {out}: {reason}")
-        result: dict[str, Any] = json.loads((exchange / "result.json").read_text("utf-8"))
-        return result, load_file(exchange / "outputs.safetensors")
+    return {"prompt": prompt, "new_tokens": new_tokens}
 
 
 def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.certify import Certifier
-from depthgauge.surgery.verify import verify_reload
+from depthgauge.surgery.verify import FreshProcess, verify_reload
 from depthgauge.surgery.write_model import written_model
 
 
@@ -33,12 +33,13 @@ def write_shrunk(
     journal: Journal | None = None,
     finish: Callable[[ShrinkRecord], ShrinkRecord] = lambda record: record,
     durations: Durations | None = None,
+    process: FreshProcess | None = None,
 ) -> ShrinkRecord:
     """Write a model, load it in a fresh process, compare, and describe it with the reloaded model's losses.
 
     `record` is the result without the losses of the shrunk model, and `checkpoint` the model that it was made from.
     `finish` completes the record once everything was measured. The journal notes the directory before it gets its final
-    name.
+    name. `process` is a fresh process that was started before, so that it is ready.
 
     Raises:
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
@@ -51,7 +52,13 @@ def write_shrunk(
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, losses = verify_reload(
-                folder, certifier.ids, model, device=device, dense=certifier.states, compute=compute
+                folder,
+                certifier.ids,
+                model,
+                device=device,
+                dense=certifier.states,
+                compute=compute,
+                process=process,
             )
         record = msgspec.structs.replace(
             certifier.certified(record, losses),

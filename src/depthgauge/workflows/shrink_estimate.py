@@ -73,8 +73,9 @@ def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:
 def _search(job: ShrinkJob, costs: PartCosts) -> float:
     """Ranking and exchanges."""
     effort = job.effort
-    ranked = job.layers + min(effort.breadth, job.layers) * max(0, job.counts[-1] - 1)
-    windows = effort.ranking * ranked + effort.select * (job.counts[-1] + len(job.counts) * effort.swaps)
+    ranked = job.layers / 2 + min(effort.breadth, job.layers) * job.counts[-1] + len(job.counts) * effort.swaps
+    exchanged = sum(job.counts) if effort.swaps else 0
+    windows = effort.ranking * ranked + effort.select * (job.counts[-1] + exchanged)
     return 0.6 * windows * costs.window
 
 
@@ -88,9 +89,9 @@ def _compared(job: ShrinkJob, costs: PartCosts) -> float:
 
 
 def _model(job: ShrinkJob, costs: PartCosts) -> float:
-    """Healing, the loss on the certify windows, the curve, the comparison of speed, and the fresh process."""
+    """Healing, the loss on the certify windows, the comparison of speed, and the fresh process."""
     healed = job.healed * windows_per_step(HEAL_TOKENS, job.effort.fit, job.window)
-    windows = _HEALED * healed + job.certify + 4 * job.effort.select + _SPEED_RUNS
+    windows = _HEALED * healed + job.certify + _SPEED_RUNS
     seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
     if job.writes:
         seconds += costs.fresh + 2 * NEW_TOKENS * costs.token

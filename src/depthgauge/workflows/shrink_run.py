@@ -2,7 +2,8 @@
 
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
+from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, time_left
 
@@ -174,8 +176,9 @@ class ShrinkRun:
                 loss=opened.checkpoint.objective == "loss", progress=self.progress,
             )  # fmt: skip
         if self._limit is not None:
-            shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
-            return [self._written(shrunk, tested, out, overwrite)]
+            with self._fresh_process(out) as process:
+                shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
+                return [self._written(shrunk, tested, out, overwrite, process)]
         made = []
         for count in counts:
             folder = out if out is None or settings.sizes is None else f"{out}-{count}"
@@ -183,9 +186,19 @@ class ShrinkRun:
                 record = check_shrink(load_document(Path(folder) / RECORD, SHRINK_ADVICE), str(folder))
                 made.append(FinishedModel(record, None))
                 continue
-            shrunk = make_model(self.candidates, self.sets(count), settings, opened.stored, self.given)
-            made.append(self._written(shrunk, (), folder, overwrite))
+            with self._fresh_process(folder) as process:
+                shrunk = make_model(self.candidates, self.sets(count), settings, opened.stored, self.given)
+                made.append(self._written(shrunk, (), folder, overwrite, process))
         return made
+
+    @contextmanager
+    def _fresh_process(self, out: str | Path | None) -> Iterator[FreshProcess | None]:
+        """Start the process that will check a model which is written, so that it is ready when the model is."""
+        if out is None:
+            yield None
+            return
+        with FreshProcess() as process:
+            yield process
 
     def _estimate(self, counts: tuple[int, ...], *, stops: bool = False, writes: bool = False) -> None:
         """Say how long the rest takes, with these numbers of blocks."""
@@ -210,7 +223,12 @@ class ShrinkRun:
         return self.settings.max_increase if self.followed is None else None  # a plan has its size
 
     def _written(
-        self, shrunk: ShrunkModel | None, tested: tuple[TestedSize, ...], out: str | Path | None, overwrite: bool
+        self,
+        shrunk: ShrunkModel | None,
+        tested: tuple[TestedSize, ...],
+        out: str | Path | None,
+        overwrite: bool,
+        process: FreshProcess | None,
     ) -> FinishedModel:
         """Describe a model, measure it, and write it if there is a directory for it."""
         record = self._described(shrunk, tested)
@@ -224,7 +242,7 @@ class ShrinkRun:
         record = write_shrunk(
             shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
             overwrite=overwrite or self.journal.has_written(out), journal=self.journal, finish=self._finished,
-            durations=self.durations,
+            durations=self.durations, process=process,
         )  # fmt: skip
         self.message(f"model written to {out}")
         return FinishedModel(record, shrunk.model)
