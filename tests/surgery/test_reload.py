@@ -170,7 +170,7 @@ def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> tu
     outputs = {name: value.clone() for name, value in replied.outputs.items()}
     alter(result, outputs)
     process = SimpleNamespace(check=lambda *_: (result, outputs))
-    monkeypatch.setattr(verify, "FreshProcess", lambda: nullcontext(process))
+    monkeypatch.setattr(verify, "FreshProcess", lambda _: nullcontext(process))
     return verify_reload(replied.out, replied.ids, replied.model)
 
 

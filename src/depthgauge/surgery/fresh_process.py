@@ -22,10 +22,11 @@ class WithoutDepthgauge:
             raise ImportError("the fresh process must not import depthgauge")
 
 
-def main(exchange: Path, paths: list[str]) -> None:
+def main(exchange: Path, module: str, paths: list[str]) -> None:
     """Read `request.json` and `windows.safetensors` in a directory; write `result.json` and `outputs.safetensors`.
 
-    Modules are found on `paths` too. Nothing is done if the standard input ends without a line.
+    The model's class is in `module`, which is imported early. Modules are found on `paths` too. Nothing is done if the
+    standard input ends without a line.
     """
     sys.meta_path.insert(0, WithoutDepthgauge())
     sys.path.extend(path for path in paths if path not in sys.path)
@@ -33,7 +34,8 @@ def main(exchange: Path, paths: list[str]) -> None:
     from safetensors.torch import load_file, save_file
 
     transformers: Any = import_module("transformers")
-    import_module("transformers.models.auto.modeling_auto")
+    if module.startswith("transformers."):  # not code that comes with the checkpoint
+        import_module(module)
     if not sys.stdin.readline():
         return
     request = json.loads((exchange / "request.json").read_text("utf-8"))
@@ -143,4 +145,4 @@ def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

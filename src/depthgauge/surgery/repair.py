@@ -85,11 +85,13 @@ def refit(
             hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):
             output = runner.block(layer, part)
-            target = targets[start : start + len(part)].to(output.device).double()
-            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1).double()
-            errors = (target - output.double()).flatten(0, 1)
+            # The products of a batch in float32 take half the time; the penalty is far above their rounding.
+            exact = torch.promote_types(output.dtype, torch.float32)
+            target = targets[start : start + len(part)].to(output.device, exact)
+            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1).to(exact)
+            errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
-            gram, cross = gram + weighted.T @ features, cross + errors.T @ weighted
+            gram, cross = gram + (weighted.T @ features).double(), cross + (errors.T @ weighted).double()
     columns = torch.split(_ridge_solution(gram, cross, ridge), [shape_of(module)[0] for module in maps], dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 

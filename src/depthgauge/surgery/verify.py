@@ -34,17 +34,18 @@ _PRECISIONS = {torch.float64: 2**16, torch.float32: 2**8, torch.float16: 2**4, t
 class FreshProcess:
     """A new Python process without depthgauge. It imports transformers at once, which takes seconds, and then waits.
 
-    Use it as a context manager, which ends the process. It checks one model.
+    Use it as a context manager, which ends the process. It checks one model, of the class of `model`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="depthgauge-")
         self.exchange = Path(self._folder.name)
         script = resources.files("depthgauge.surgery").joinpath("fresh_process.py").read_text("utf-8")
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
         with open(self.exchange / "errors", "w", encoding="utf-8") as errors:
+            command = [sys.executable, "-I", "-c", script, self._folder.name, type(model).__module__]
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-c", script, self._folder.name, *(path for path in sys.path if path)],
+                [*command, *filter(None, sys.path)],
                 env=os.environ | offline,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -129,7 +130,7 @@ def verify_reload(
         **_generation(checkpoint, ids.shape[1], new_tokens),
     }  # fmt: skip
     windows = {"ids": ids.cpu().contiguous()} | ({} if dense is None else {"dense": dense.cpu().contiguous()})
-    with FreshProcess() if process is None else nullcontext(process) as fresh:
+    with FreshProcess(model) if process is None else nullcontext(process) as fresh:
         found, outputs = fresh.check(request, windows)
     _check_structure(out, checkpoint, found)
     tolerance = tolerance_of(model.dtype)

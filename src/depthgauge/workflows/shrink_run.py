@@ -197,7 +197,7 @@ class ShrinkRun:
         if out is None:
             yield None
             return
-        with FreshProcess() as process:
+        with FreshProcess(self.opened.checkpoint.model) as process:
             yield process
 
     def _estimate(self, counts: tuple[int, ...], *, stops: bool = False, writes: bool = False) -> None:
