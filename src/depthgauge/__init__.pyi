@@ -2,6 +2,7 @@ from depthgauge import papers as papers
 from depthgauge import results as results
 from depthgauge._version import __version__ as __version__
 from depthgauge.certificates.certificate import certify as certify
+from depthgauge.certificates.token_set import Tokens as Tokens
 from depthgauge.checkpoints.registered_attention import register_attention as register_attention
 from depthgauge.depth.effective import effective_depth as effective_depth
 from depthgauge.depth.methods import collapse as collapse

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.cli.main import main
@@ -68,15 +68,30 @@ def test_the_table_is_for_people_and_the_ball_is_a_set_too(run, network):
     assert "3 layers → 1" in out
 
 
+def test_every_sequence_of_a_file_of_tokens(run, network, tmp_path):
+    embeddings = torch.randn(3, network.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    save_file({"embeddings": embeddings}, tmp_path / "tokens.safetensors")
+    code, out, _ = run("collapse", "net.safetensors", "--tokens", "tokens.safetensors", "--length", "4", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert (document["set"], document["exhaustive"]) == ("tokens", True)
+    assert document["about"] == f"3 vectors of width {network.dim}, up to 4 tokens"
+    assert 0 < document["lower"] <= document["upper"]
+    code, out, _ = run("collapse", "net.safetensors", "--tokens", "tokens.safetensors")
+    assert code == 0
+    assert "of these tokens" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--radius", "-1"], "radius must be a positive number, got -1.0"),
         (["--radius", "nan"], "radius must be a positive number"),
-        (["--radius", "1", "--ball", "1"], "either radius or ball"),
+        (["--radius", "1", "--ball", "1"], "exactly one of radius, ball and inputs, got radius and ball"),
         (["--method", "meanfield"], "did you mean 'mean-field'"),
         (["--effort", "highest"], "effort must be one of"),
-        (["--tokens", "0"], "tokens must be a whole number"),
+        (["--length", "0"], "tokens must be a whole number"),
+        (["--tokens", "none.safetensors"], "cannot read tokens from none.safetensors"),
         (["--out", "."], "is a directory"),
     ],
 )

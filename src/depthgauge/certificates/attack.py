@@ -165,7 +165,7 @@ def search(
     generator = torch.Generator().manual_seed(options.seed)
     target = torch.device(options.device) if options.device is not None else network.device
     pair = prepare(network, target), prepare(surrogate, target)
-    patterns = _patterns(comparison.tokens, network.causal)
+    patterns = patterns_of(comparison.tokens, network.causal)
     drawn = [_starts(comparison, counts, starts, hints, generator).to(network.dtype) for counts in patterns]
     groups: dict[int, list[int]] = {}  # the patterns that are searched in one batch, by the largest number of tokens
     for index, counts in enumerate(patterns):
@@ -190,7 +190,7 @@ def _padded(
     return torch.cat(x), torch.cat(counts)
 
 
-def _patterns(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
+def patterns_of(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
     """Return the multiplicities to try; the first token, the probe, occurs once."""
     if causal:
         return [torch.ones(n, dtype=torch.int64) for n in ([1, 2, 8, 16] if tokens is None else [tokens])]

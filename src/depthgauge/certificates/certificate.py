@@ -16,6 +16,8 @@ from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.proof import UpperBound, prove_upper
+from depthgauge.certificates.token_attack import attack_tokens
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.certificates.verify.check import verify
 from depthgauge.errors import InputError, require_count, require_radius, require_seed, require_type, unknown_name
 from depthgauge.linalg.threads import threads_for
@@ -33,7 +35,7 @@ class Certificate(UpperBound):
 
     Attributes:
         upper: the proved bound, rounding errors included; None if no finite bound was found.
-        methods: how the upper bound was obtained: "plain", "joint", "squares" or "deletion".
+        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs" or "deletion".
         notes: remarks on the upper bound.
         share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
         coordinate: the output coordinate with the largest upper bound.
@@ -45,6 +47,8 @@ class Certificate(UpperBound):
         witness: the input [n, d], a member of the set, at which the networks differ by at least `lower`.
         attack_seconds: the time of the lower bound.
         effort: "default" or "high", the effort of the proof.
+        exhaustive: whether every sequence of tokens was tried, so that `lower` is the largest error itself, up to the
+            rounding with which the sequences were compared.
     """
 
     comparison: Comparison
@@ -52,6 +56,7 @@ class Certificate(UpperBound):
     witness: Float[Tensor, "n d"]
     attack_seconds: float
     effort: str
+    exhaustive: bool = False
 
     @property
     def network(self) -> SelfAttentionNetwork:
@@ -64,8 +69,8 @@ class Certificate(UpperBound):
         return self.comparison.surrogate
 
     @property
-    def inputs(self) -> InputSet:
-        """The set of inputs: a box or a ball."""
+    def inputs(self) -> InputSet | Tokens:
+        """The set of inputs: a box, a ball, or all sequences of tokens."""
         return self.comparison.inputs
 
     @property
@@ -102,6 +107,7 @@ class Certificate(UpperBound):
             "notes": list(self.notes),
             "share": [list(heads) for heads in self.share],
             **{name: getattr(self, name) for name in ("lost_at", "seconds", "attack_seconds")},
+            **({"exhaustive": self.exhaustive, "about": str(self.inputs)} if self.inputs.kind == "tokens" else {}),
         }
 
     def __repr__(self) -> str:
@@ -117,7 +123,7 @@ class Certificate(UpperBound):
             "upper bound, proved": number(self.upper),
             "ratio": number(self.ratio),
             "inputs": str(self.inputs),
-            "tokens": "any number" if self.tokens is None else str(self.tokens),
+            "tokens": "see inputs" if self.inputs.kind == "tokens" else str(self.tokens or "any number"),
             "method": " + ".join(self.methods),
         }
         return html_facts("sup |S(X) − S'(X)|", facts)
@@ -129,6 +135,7 @@ def certify(
     *,
     radius: float | None = None,
     ball: float | None = None,
+    inputs: Tokens | None = None,
     tokens: int | None = None,
     effort: str = "default",
     starts: int | None = None,
@@ -140,15 +147,16 @@ def certify(
 ) -> Certificate:
     """Bound sup ‖S(X) − S'(X)‖max over a set of inputs from above and from below.
 
-    Give exactly one of `radius` and `ball`. The upper bound is a proof, rounding errors included. The lower bound is
-    attained at an input that a gradient search finds.
+    Give exactly one of `radius`, `ball` and `inputs`. The upper bound is a proof, rounding errors included. The lower
+    bound is attained at an input that a search finds.
 
     Args:
         network: S.
         surrogate: S', of the same width and with the same `skip` and `causal`; for example `collapse(network)`.
         radius: φ; the set is the box of all X with |X_ic| ≤ φ.
         ball: r; the set is the ball of all X with ‖x_i‖₂ ≤ r for every token x_i.
-        tokens: the number of tokens n of X; None covers any number.
+        inputs: `Tokens`; the set is that of all sequences of these tokens, so the bounds hold for every prompt.
+        tokens: the number of tokens n of X; None covers any number. Not with `inputs`, which have their own length.
         effort: "default", or "high" to sharpen the upper bound by sums of squares (seconds to minutes).
         starts: starting points of the search; None chooses 4 to 32 by network size.
         steps: gradient steps of the search from each starting point.
@@ -162,7 +170,8 @@ def certify(
 
     Raises:
         InputError: the networks do not fit together, an option is invalid, or the architecture is not covered
-            (LayerNorm; for causal networks and MLPs only surrogates with deleted or parallel attention are covered).
+            (LayerNorm; for causal networks and MLPs only surrogates with deleted or parallel attention are covered,
+            and no `inputs`).
 
     Example:
         >>> from depthgauge import collapse, random_network
@@ -171,22 +180,28 @@ def certify(
         >>> 0 < certificate.lower <= certificate.upper < 1e-4
         True
     """
-    inputs = check_request(network, surrogate, radius, ball, tokens, effort)
+    chosen = check_request(network, surrogate, radius, ball, inputs, tokens, effort)
     require_type("bounds", bounds, (BoxBounds, NoneType), "the bounds of an earlier proof, or None")
     require_type("device", device, (torch.device, str, NoneType), "a device such as cuda, or None")
-    comparison = Comparison(_plain(network), _plain(surrogate), inputs, tokens)
+    comparison = Comparison(_plain(network), _plain(surrogate), chosen, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")
         upper = prove_upper(comparison, effort, bounds)
         progress(1, 2, "attacking")
         begun = time.perf_counter()
-        witness = attack(comparison, AttackOptions(starts, steps, require_seed(seed), device), upper.hints()).expand()
+        options, is_complete = AttackOptions(starts, steps, require_seed(seed), device), False
+        if isinstance(chosen, Tokens):
+            found = attack_tokens(comparison, options)
+            witness, is_complete = found.x, found.exhaustive
+        else:
+            witness = attack(comparison, options, upper.hints()).expand()
         lower = difference_below(comparison.network, comparison.surrogate, witness)
         spent = time.perf_counter() - begun
         progress(2, 2, "")
     return Certificate(
-        **vars(upper), comparison=comparison, lower=lower, witness=witness, attack_seconds=spent, effort=effort
-    )
+        **vars(upper), comparison=comparison, lower=lower, witness=witness, attack_seconds=spent, effort=effort,
+        exhaustive=is_complete,
+    )  # fmt: skip
 
 
 def check_request(
@@ -194,19 +209,25 @@ def check_request(
     surrogate: SelfAttentionNetwork,
     radius: float | None,
     ball: float | None,
+    inputs: Tokens | None,
     tokens: int | None,
     effort: str,
-) -> InputSet:
+) -> InputSet | Tokens:
     """Check all arguments of `certify` before any long computation, and return the set of inputs."""
     require_network(network)
     require_network(surrogate, "surrogate")
-    if (radius is None) == (ball is None):
-        raise InputError(f"give either radius or ball, got radius={radius!r} and ball={ball!r}")
-    if ball is None:
+    given = [name for name, value in {"radius": radius, "ball": ball, "inputs": inputs}.items() if value is not None]
+    if len(given) != 1:
+        raise InputError(f"give exactly one of radius, ball and inputs, got {' and '.join(given) or 'none of them'}")
+    chosen: InputSet | Tokens
+    if inputs is not None:
+        require_type("inputs", inputs, (Tokens,), "Tokens(embeddings, positions)")
+        chosen = _checked_tokens(network, inputs, tokens)
+    elif ball is None:
         assert radius is not None
-        inputs = InputSet("box", require_radius(radius))
+        chosen = InputSet("box", require_radius(radius))
     else:
-        inputs = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
+        chosen = InputSet("ball", require_radius(ball, "ball", "the largest Euclidean length of a token"))
     if tokens is not None:
         require_count("tokens", tokens, "the number of tokens of an input; leave it out to cover any number")
     if effort not in EFFORTS:
@@ -217,11 +238,21 @@ def check_request(
         mine, theirs = getattr(network, name), getattr(surrogate, name)
         if mine != theirs:
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
-    if inputs.kind == "ball" and not network.skip:
-        raise InputError("ball applies to networks with skip connections, and this one has none; use radius instead")
+    if chosen.kind != "box" and not network.skip:
+        raise InputError(f"{given[0]} applies to networks with skip connections, and this one has none; use radius")
     for which, net in (("network", network), ("surrogate", surrogate)):
         if net.norm != "none":
             raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without LayerNorm")
+    if isinstance(chosen, Tokens) and not Comparison(network, surrogate, chosen).expands:
+        raise InputError("inputs applies to networks that are not causal and have no MLP; use radius instead")
+    return chosen
+
+
+def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int | None) -> Tokens:
+    if tokens is not None:
+        raise InputError("tokens cannot be combined with inputs; give the length there: Tokens(…, length=…)")
+    if inputs.width != network.dim:
+        raise InputError(f"the tokens have width {inputs.width}, and the network {network.dim}; they must be equal")
     return inputs
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import number
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.network.network import SelfAttentionNetwork
 
 
@@ -54,11 +55,14 @@ class InputSet:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison:
-    """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set, with this many rows, or any number for None."""
+    """The quantity sup ‖S(X) − S'(X)‖max over the inputs X of a set, with this many rows, or any number for None.
+
+    Sequences of tokens have their own limit on the number of rows, `inputs.length`.
+    """
 
     network: SelfAttentionNetwork
     surrogate: SelfAttentionNetwork
-    inputs: InputSet
+    inputs: InputSet | Tokens
     tokens: int | None = None
 
     def __repr__(self) -> str:

@@ -20,6 +20,8 @@ from depthgauge.certificates.deletion import Deletion, deletion_bound
 from depthgauge.certificates.difference import BoxDifference, JointParts
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.certificates.squares import Multipliers, sharpen
+from depthgauge.certificates.token_proof import TokenProof, token_proof
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up
 from depthgauge.surrogates.expansion import Expansion
@@ -239,14 +241,14 @@ class UpperBound:
     share: tuple[tuple[float, ...], ...]
     lost_at: int | None
     seconds: float
-    proof: ExpansionProof | Deletion | None
+    proof: ExpansionProof | TokenProof | Deletion | None
 
     def __repr__(self) -> str:
         return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
 
     def hints(self) -> Hints:
         """Return starting points for the attack."""
-        return self.proof.hints() if isinstance(self.proof, ExpansionProof) else NO_HINTS
+        return NO_HINTS if self.proof is None or isinstance(self.proof, Deletion) else self.proof.hints()
 
 
 def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = None) -> UpperBound:
@@ -256,8 +258,11 @@ def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = 
     """
     begun = time.perf_counter()
     is_box = comparison.inputs.kind == "box"
-    proof: ExpansionProof | Deletion
-    if comparison.expands:
+    proof: ExpansionProof | TokenProof | Deletion
+    if isinstance(comparison.inputs, Tokens):
+        proof = token_proof(comparison)
+        notes = proof.notes
+    elif comparison.expands:
         proof = box_proof(comparison, effort, bounds) if is_box else ball_proof(comparison, effort)
         notes = proof.notes
     else:

@@ -23,7 +23,16 @@ def command(
     ball: Annotated[
         float | None, typer.Option(help="Certify every input whose tokens have at most this length instead.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Certify inputs of this many tokens  [default: any].")] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="Certify every sequence of the vectors in this file instead: tensors embeddings, and positions if any."
+        ),
+    ] = None,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Certify inputs of this many tokens; with --tokens, of at most this many  [default: any]."),
+    ] = None,
     effort: Annotated[str, typer.Option(help="default, or high: sharper bounds, slower.")] = "default",
     seed: Annotated[int, typer.Option(help="Seed of the attack and of `fitted`.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the shallower network to this file.")] = None,
@@ -42,6 +51,9 @@ def command(
 
     `depthgauge collapse net.safetensors --method corrected --radius 0.5 --effort high --json` proves a sharper bound.
 
+    `depthgauge collapse net.safetensors --tokens tokens.safetensors --length 64` bounds the difference for every
+    prompt: every sequence of up to 64 of these tokens.
+
     `depthgauge collapse net.safetensors --method parallel --witness x.safetensors` writes the input on which the attack
     found the largest difference; `depthgauge gauge net.safetensors --input x.safetensors` reads it.
 
@@ -49,13 +61,17 @@ def command(
     corrected (O(η⁴)), fitted (trained against the attack, starting from the best of the others).
     """
     from depthgauge._io import check_outputs
+    from depthgauge.certificates.token_set import load_tokens
     from depthgauge.workflows.collapse import collapse_file
 
-    check_outputs({"--out": out, "--witness": witness}, {"NETWORK": network}, overwrite=overwrite)
+    read = {"NETWORK": network, "--tokens": tokens}
+    check_outputs({"--out": out, "--witness": witness}, read, overwrite=overwrite)
+    inputs = None if tokens is None else load_tokens(tokens, length)
     with progress_bar("collapsing") as progress:
         found = collapse_file(
-            network, method, radius=radius, ball=ball, tokens=tokens, effort=effort, seed=seed, progress=progress
-        )
+            network, method, radius=radius, ball=ball, inputs=inputs, tokens=length if inputs is None else None,
+            effort=effort, seed=seed, progress=progress,
+        )  # fmt: skip
     try:
         found.save(out, witness)
     finally:
@@ -75,7 +91,8 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"
-    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width):
+    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width, record.about):
         console.print(table, highlight=False)
-    for remark in record.notes:
+    remarks = ["all sequences were tried, so attained is the largest difference"] if record.exhaustive else []
+    for remark in (*remarks, *record.notes):
         console.print(f"note: {remark}", markup=False, highlight=False)

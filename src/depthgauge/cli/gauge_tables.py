@@ -70,9 +70,12 @@ def printable(name: str) -> str:
 
 
 def sandwich_tables(
-    rows: Sequence[Sandwich], printed: PrintedTheorem, title: str, width: int
+    rows: Sequence[Sandwich], printed: PrintedTheorem, title: str, width: int, about: str = ""
 ) -> Iterator[RenderableType]:
-    """Yield one row per method: the attained and the proved error, and the bound of Theorem D.1."""
+    """Yield one row per method: the attained and the proved error, and the bound of Theorem D.1.
+
+    `about` describes the tokens, if the inputs are sequences of them.
+    """
     key = Column("method", [row.method for row in rows], text=True)
     columns = [
         Column("attained", [number(row.lower) for row in rows]),
@@ -82,7 +85,8 @@ def sandwich_tables(
         Column("how", [_how(row) for row in rows], text=True),
     ]
     refused = [index for index, row in enumerate(rows) if row.refused]
-    yield from stacked(title, key, columns, width, caption=_SANDWICH_CAPTION, dim=refused)
+    inputs = f"no sequence of these tokens ({about})" if about else "no input, of any number of tokens,"
+    yield from stacked(title, key, columns, width, caption=_SANDWICH_CAPTION.replace("#", inputs), dim=refused)
     reasons: dict[str, list[str]] = {}
     for row in rows:
         if row.refused:
@@ -111,9 +115,9 @@ def _theorem(row: Sandwich, printed: PrintedTheorem) -> str:
 
 
 _SANDWICH_CAPTION = (
-    "attained: at least one input is off by this. proved: no input, of any number of tokens, is off by more. Theorem "
-    "D.1: the bound that paper A prints, in brackets where its conditions fail, false where last-layer, the network it "
-    "constructs, exceeds it. how: the method of proof; `depthgauge --glossary` explains it."
+    "attained: at least one input is off by this. proved: # is off by more. Theorem D.1: the bound that paper A prints, "
+    "in brackets where its conditions fail, false where last-layer, the network it constructs, exceeds it. how: the "
+    "method of proof; `depthgauge --glossary` explains it."
 )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float
@@ -15,11 +15,15 @@ from depthgauge._format import counted, number
 from depthgauge._frames import html_facts
 from depthgauge.certificates.attack import AttackOptions, Hints, attack, multiset_attention
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, head_tensor
-from depthgauge.certificates.certificate import Certificate, certify
+from depthgauge.certificates.certificate import Certificate, certify, check_request
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.difference import BoxDifference
 from depthgauge.certificates.lead import lead_bound
 from depthgauge.certificates.proof import UpperBound, prove_upper
+from depthgauge.certificates.token_attack import attack_tokens
+from depthgauge.certificates.token_bounds import TokenBounds
+from depthgauge.certificates.token_proof import token_proof
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import InputError, require_positive, require_radius
 from depthgauge.linalg.rounding import add_up
 from depthgauge.linalg.threads import threads_for
@@ -108,6 +112,59 @@ def shallower(network: SelfAttentionNetwork, choice: Choice) -> SelfAttentionNet
     return closed_form(network, choice) if isinstance(choice, str) else fold(network, choice)
 
 
+class Folds(Protocol):
+    """Upper bounds on |S − S'| for many shallower networks S', over one set of inputs."""
+
+    network: SelfAttentionNetwork
+
+    @property
+    def seen(self) -> Callable[[Choice], float]:
+        """The function that returns max|S − S'| on one hard input, in floating point."""
+
+    @property
+    def layer_costs(self) -> list[float]:
+        """For each layer, its contribution to the plain bound on the error of folding all layers."""
+
+    def error(self, choice: Choice) -> float:
+        """Return an upper bound on |S − S'| for one choice."""
+
+    def certificate(self, choice: Choice) -> Certificate:
+        """Return the full certificate of one choice."""
+
+
+class TokenFolds:
+    """Upper bounds over all sequences of tokens; `attack` has the `starts` and `steps` of certificates."""
+
+    def __init__(self, network: SelfAttentionNetwork, inputs: Tokens, **attack: Any) -> None:
+        self.network, self.inputs, self.attack = network.copy().to(device="cpu", dtype=torch.float64), inputs, attack
+        self.S = TokenBounds(Expansion(self.network), inputs.points())
+        self._known: dict[Choice, float] = {}
+
+    @cached_property
+    def seen(self) -> Callable[[Choice], float]:
+        """As in `Folds`."""
+        comparison = Comparison(self.network, fold(self.network, ()), self.inputs)
+        return measured_errors(self.network, attack_tokens(comparison, AttackOptions(starts=8)).x)
+
+    @cached_property
+    def layer_costs(self) -> list[float]:
+        """As in `Folds`."""
+        return [float(part.sum(0).amax()) for part in self.S.added("gap")]
+
+    def error(self, choice: Choice) -> float:
+        """As in `Folds`."""
+        if not isinstance(choice, str) and len(choice) == len(self.network):
+            return 0.0
+        if choice not in self._known:
+            comparison = Comparison(self.network, shallower(self.network, choice), self.inputs)
+            self._known[choice] = float(token_proof(comparison, self.S).value.amax())
+        return self._known[choice]
+
+    def certificate(self, choice: Choice) -> Certificate:
+        """As in `Folds`."""
+        return certify(self.network, shallower(self.network, choice), inputs=self.inputs, **self.attack)
+
+
 class FoldBounds:
     """Upper bounds on |S − S'| on the box of radius φ, for many shallower networks S'.
 
@@ -184,6 +241,7 @@ def effective_depth(
     *,
     tolerance: float,
     radius: float | None = None,
+    inputs: Tokens | None = None,
     certified: bool = True,
     x: Float[Tensor, "*batch n d"] | None = None,
     progress: Step = silent,
@@ -199,7 +257,8 @@ def effective_depth(
         network: S; not causal, without MLP and LayerNorm.
         tolerance: the largest error allowed in any entry of the output.
         radius: φ; with `certified`, the error is proved for every X with |X_ic| ≤ φ.
-        certified: prove the error for the whole box (True), or measure it on `x` (False).
+        inputs: `Tokens`, instead of `radius`: the error is proved for every sequence of these tokens.
+        certified: prove the error for the whole set (True), or measure it on `x` (False).
         x: inputs [n, d] or [..., n, d] to measure on; only without `certified`.
         progress: called as `progress(done, total, label)` while the work advances.
 
@@ -223,11 +282,14 @@ def effective_depth(
             "LayerNorm, use certify(network, collapse(network, 'last-layer'), radius=…) instead"
         )
     if certified:
-        if radius is None:
-            raise InputError("certified depth needs a radius; it is the largest |entry| an input may have")
-        require_radius(radius)
+        if (radius is None) == (inputs is None):
+            raise InputError("certified depth needs a radius, the largest |entry| an input may have, or inputs")
         with threads_for(network.dim):
-            return certified_depth(FoldBounds(network, radius), tolerance, progress=progress)
+            if inputs is not None:
+                check_request(network, network, None, None, inputs, None, "default")
+                return certified_depth(TokenFolds(network, inputs), tolerance, progress=progress)
+            assert radius is not None
+            return certified_depth(FoldBounds(network, require_radius(radius)), tolerance, progress=progress)
     if x is None:
         raise InputError("measured depth needs inputs; give x of shape [n, d] or [..., n, d]")
     network.check_input(x)
@@ -243,7 +305,7 @@ def measured_depth(
     return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, False, progress)
 
 
-def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
+def certified_depth(bounds: Folds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance with its certificate; several tolerances can share `bounds`."""
     depth = proved_depth(bounds, tolerance, progress=progress)
     if depth.method == "none":
@@ -254,7 +316,7 @@ def certified_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = si
     return replace(depth, error=proved, certificate=certificate)
 
 
-def proved_depth(bounds: FoldBounds, tolerance: float, *, progress: Step = silent) -> Depth:
+def proved_depth(bounds: Folds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance, without the certificate of the shallower network."""
 
     def error(choice: Choice) -> tuple[float, bool]:

@@ -13,6 +13,7 @@ TERMS: Mapping[str, str] = {
     "Theorem D.1": "the bound that paper A prints; (…): its conditions fail; false: an input exceeds it",
     "joint": "proof: all heads and layers bounded together",
     "plain": "proof: every head bounded alone, and the bounds added",
+    "pairs": "proof: all heads are bounded together, over pairs of tokens (--tokens)",
     "squares": "proof: the joint bound sharpened by sums of squares (--effort high)",
     "deletion": "proof: attention removed layer by layer; causal networks and networks with MLPs",
     "refuted": "for every shallower network tried, an input was found on which it exceeds the tolerance",

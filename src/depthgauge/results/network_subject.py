@@ -163,7 +163,8 @@ class PrintedTheorem(Record, frozen=True, kw_only=True):
 class CollapseRecord(Record, frozen=True, kw_only=True):
     """The result of `depthgauge collapse`: one surrogate, the sandwich on its error, and Theorem D.1 of paper A.
 
-    The keys are those of `Sandwich` and `PrintedTheorem`, with `layers_before`.
+    The keys are those of `Sandwich` and `PrintedTheorem`, with `layers_before`. For sequences of tokens, `about` says
+    which, and `exhaustive` whether all of them were tried for the lower bound.
     """
 
     method: str
@@ -186,6 +187,8 @@ class CollapseRecord(Record, frozen=True, kw_only=True):
     printed_log10: Measured
     printed_applies: bool
     printed_conditions: dict[str, bool]
+    exhaustive: bool = False
+    about: str = ""
 
     def sandwich(self) -> Sandwich:
         """Return the bounds alone."""

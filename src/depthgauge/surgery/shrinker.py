@@ -17,7 +17,12 @@ from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
 
-OURS, GREEDY, EXCHANGED, RUN = "depthgauge", "greedy search", "greedy search, exchanged", "best run of adjacent blocks"
+OURS, GREEDY, EXCHANGED, RUN = (
+    "depthgauge",
+    "greedy search",
+    "greedy search with exchanges",
+    "best run of adjacent blocks",
+)
 GIVEN = "given blocks"
 
 Removed = tuple[int, ...]

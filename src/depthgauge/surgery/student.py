@@ -52,7 +52,7 @@ class Effort:
 
 
 EFFORT: Mapping[str, Effort] = {
-    "quick": Effort(48, 24, 60, 6, 6, 0, 1, 80, 512, window=256),
+    "quick": Effort(48, 24, 60, 8, 6, 0, 1, 80, 512, window=256),
     "default": Effort(192, 64, 120, 16, 8, 12, 3, 150, 2048),
     "high": Effort(384, 128, 240, 32, 10**6, 48, 6, 400, 4096),
 }

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from depthgauge._io import write_atomically
 from depthgauge.certificates.certificate import Certificate, certify, check_request
 from depthgauge.certificates.printed import printed_bound
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.depth.methods import collapse
 from depthgauge.errors import unknown_name
 from depthgauge.network.files import load_network, save_network
@@ -43,6 +44,7 @@ def collapse_file(
     *,
     radius: float | None = None,
     ball: float | None = None,
+    inputs: Tokens | None = None,
     tokens: int | None = None,
     effort: str = "default",
     seed: int = 0,
@@ -51,22 +53,24 @@ def collapse_file(
     """Collapse the network in a file by one of `METHODS`, and certify the surrogate.
 
     The certificate is about every input with |entries| up to `radius`, by default 1, or with tokens of Euclidean length
-    up to `ball`. With `tokens=None` it holds for any number of tokens. The seed is that of the attack and of `fitted`.
+    up to `ball`, or about all sequences of the tokens `inputs`. With `tokens=None` it holds for any number of tokens.
+    The seed is that of the attack and of `fitted`.
     """
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
-    radius = 1.0 if radius is None and ball is None else radius
+    radius = 1.0 if radius is None and ball is None and inputs is None else radius
     network = load_network(path)
-    inputs = check_request(network, network, radius, ball, tokens, effort)
-    surrogate = collapse(network, method, radius=inputs.radius, seed=seed, progress=progress)
+    chosen = check_request(network, network, radius, ball, inputs, tokens, effort)
+    surrogate = collapse(network, method, radius=chosen.radius, seed=seed, progress=progress)
     certificate = certify(
-        network, surrogate, radius=radius, ball=ball, tokens=tokens, effort=effort, seed=seed, progress=progress
-    )
+        network, surrogate, radius=radius, ball=ball, inputs=inputs, tokens=tokens, effort=effort, seed=seed,
+        progress=progress,
+    )  # fmt: skip
     document = {
         "method": method,
         "layers_before": len(network),
         "layers_after": len(surrogate),
         **certificate.to_json(),
-        **printed_bound(network, inputs.radius).to_json(),
+        **printed_bound(network, chosen.radius).to_json(),
     }
     return Collapsed(msgspec.convert(document, CollapseRecord), surrogate, certificate)

@@ -15,6 +15,7 @@ from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.proof import ExpansionProof, UpperBound
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
 from depthgauge.certificates.verify.ball import BallLayers
 from depthgauge.certificates.verify.box import BoxLayers, unproved
@@ -22,6 +23,7 @@ from depthgauge.certificates.verify.deletion import ArbDeletion
 from depthgauge.certificates.verify.difference import ArbBoxDifference
 from depthgauge.certificates.verify.expansion import ArbExpansion, check_matches, negated
 from depthgauge.certificates.verify.lead import Lead
+from depthgauge.certificates.verify.tokens import token_bound
 from depthgauge.errors import VerificationError, require_count
 from depthgauge.surrogates.matching import match_heads
 
@@ -45,15 +47,21 @@ def verify(comparison: Comparison, bound: UpperBound, bits: int = 128) -> bool:
 
 def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
     network, surrogate, proof = comparison.network, comparison.surrogate, bound.proof
-    kind, radius = comparison.inputs.kind, arb(comparison.inputs.radius)
     if proof is None:
         raise VerificationError("the certificate does not contain its proof")
+    if network.skip != surrogate.skip or network.dim != surrogate.dim:
+        raise VerificationError("the networks differ in width or skip connections")
+    if isinstance(comparison.inputs, Tokens):
+        points = comparison.inputs.points()
+        _check(token_bound(ArbExpansion(network), ArbExpansion(surrogate), points, upper), upper)
+        return
+    kind, radius = comparison.inputs.kind, arb(comparison.inputs.radius)
     if isinstance(proof, Deletion):
         # ‖x_i‖₂ ≤ r implies |x_ic| ≤ r, so the bound on the box of radius r covers both sets.
         _check(ArbDeletion(network, surrogate, proof.norms.record, radius).bound(), upper)
         return
-    if network.skip != surrogate.skip or network.dim != surrogate.dim:
-        raise VerificationError("the networks differ in width or skip connections")
+    if not isinstance(proof, ExpansionProof):
+        raise VerificationError("the certificate is for a box or a ball, its proof is for tokens")
     X, Y = ArbExpansion(network), ArbExpansion(surrogate)
     if comparison.tokens == 1:
         _check(_linear(X, Y, radius, kind), upper)

@@ -1,0 +1,216 @@
+"""Layer-by-layer bounds of a network on all sequences of tokens from a finite set 𝒫 (docs/math.md §3.11).
+
+The token-dependent part of X_k is X + O with |O| ≤ own_k per coordinate, because all other terms of the expansion are
+equal for all tokens, and (P − U)1 = 0. With z = xM for x ∈ 𝒫 and R(M) = range_𝒫(xM) per coordinate,
+
+    |(P_h − U) X_k M| ≤ tanh(θ_h/4)·(R(M) + 2 own_k|M|).
+
+θ_h bounds the range of a row of scores y W x + e over the keys: y = x_i + mean(X) Z_{0:k} is linear in a token and in
+the mean, which lies in the convex hull of 𝒫, so the largest range is attained at points of 𝒫. `moved` bounds the range
+of e, the part of the scores that the errors cause.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge._records import ArrayRecord
+from depthgauge.certificates.box import (
+    RHO,
+    HeadVectors,
+    PerHead,
+    Vector,
+    drift_in_query,
+    drift_of_output,
+    head_tensor,
+    total,
+    weighted_per_head,
+)
+from depthgauge.certificates.lead import Rank1Sum
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import (
+    TINY,
+    add_up,
+    gamma,
+    mul_up,
+    nonnegative_matmul_up,
+    nonnegative_sum_up,
+    sub_up,
+    tanh_up,
+)
+from depthgauge.surrogates.expansion import Expansion
+
+BLOCK = 2**22
+"""Entries of an array that are computed at a time (32 MB)."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenLayer(ArrayRecord):
+    """Bounds at the input of one layer: own and err per coordinate, θ and the range of e per head."""
+
+    own: Vector
+    err: Vector
+    theta: PerHead
+    moved: PerHead
+
+
+class TokenBounds:
+    """Bounds of every layer of a network with skip connections, over all sequences of points."""
+
+    def __init__(self, expansion: Expansion, points: Float[Tensor, "v d"]) -> None:
+        self.expansion, self.points = expansion, points
+        self.layers: list[TokenLayer] = []
+        for index in range(expansion.depth):
+            self.layers.append(self._layer(index))
+
+    def _layer(self, k: int) -> TokenLayer:
+        own, err = self._own_and_err(k)
+        W, Z = self.expansion.W[k], self.expansion.drift(0, k)
+        drifting = Z @ W
+        query = total(
+            largest(self.points, W), largest(self.points, drifting), weighted_per_head(err.expand(W.shape[0], -1), W)
+        )
+        from_query = nonnegative_sum_up(mul_up(err, ranges(self.points, W.mT)), -1)
+        moved = add_up(from_query, 2.0 * nonnegative_sum_up(mul_up(query, own), -1))
+        theta = total(widest_row(self.points, W), widest_row(self.points, drifting), moved)
+        return TokenLayer(own, err, theta, moved)
+
+    def _own_and_err(self, end: int) -> tuple[Vector, Vector]:
+        zero = torch.zeros(self.expansion.dim, dtype=torch.float64)
+        own = total(zero, *(nonnegative_sum_up(self.gap(k, self.expansion.V[k]), 0) for k in range(end)))
+        carried = (nonnegative_sum_up(self.gap(k, self.expansion.carried(k, end)), 0) for k in range(end))
+        return own, total(own, *carried)
+
+    def gap(self, k: int, M: Enclosure) -> HeadVectors:
+        """Bound |(P_h − U) X_k M_h| for every head h of layer k."""
+        layer = self.layers[k]
+        return mul_up(tanh_up(layer.theta / 4.0)[:, None], add_up(ranges(self.points, M), self._own_range(k, M)))
+
+    def rest(self, k: int, M: Enclosure) -> HeadVectors:
+        """Bound |(P_h − U) X_k M_h − Cov(y W x, x M)|, the part beyond the leading term, for every head of layer k.
+
+        The softmax differs from its linear part by at most ρθ² in total variation, and |Cov(e, z)| ≤ ¼ range(e)
+        range(z).
+        """
+        layer = self.layers[k]
+        curved = add_up(mul_up(mul_up(RHO, layer.theta), layer.theta), 0.25 * layer.moved)
+        owned = mul_up(tanh_up(layer.theta / 4.0)[:, None], self._own_range(k, M))
+        return add_up(mul_up(curved[:, None], ranges(self.points, M)), owned)
+
+    def _own_range(self, k: int, M: Enclosure) -> HeadVectors:
+        return 2.0 * weighted_per_head(self.layers[k].own.expand(M.shape[0], -1), M)
+
+    def added(self, part: str) -> Iterator[HeadVectors]:
+        """Yield, layer by layer, what every head adds to the output at most; `part` is `gap` or `rest`."""
+        X = self.expansion
+        bound = self.gap if part == "gap" else self.rest
+        for k in range(X.depth):
+            yield add_up(bound(k, X.V[k]), bound(k, X.carried(k, X.depth)))
+
+    def tensors(self) -> tuple[Rank1Sum, Rank1Sum]:
+        """Return T and Tᵐ of the leading term."""
+        X = self.expansion
+        every = range(X.depth)
+        late = [drift_of_output(X, k, X.depth) for k in every]
+        return head_tensor(X, every), Rank1Sum.join(*(drift_in_query(X, k) for k in every), *late)
+
+
+def ranges(points: Float[Tensor, "v d"], M: Enclosure) -> HeadVectors:
+    """Bound max − min over the points x of (x M_h)_c, for every head h and coordinate c."""
+    high, low = _extremes(points, M)
+    return sub_up(high, low)
+
+
+def largest(points: Float[Tensor, "v d"], M: Enclosure) -> HeadVectors:
+    """Bound the largest |(x M_h)_c| over the points x."""
+    high, low = _extremes(points, M)
+    return torch.maximum(high.abs(), low.abs())
+
+
+def _extremes(points: Float[Tensor, "v d"], M: Enclosure) -> tuple[HeadVectors, HeadVectors]:
+    """Bound the entries of x M_h over the points from above and from below, some points at a time."""
+    heads = M.shape[0]
+    high = torch.full((heads, M.shape[-1]), -torch.inf, dtype=torch.float64)
+    low = -high
+    for part in points.split(max(1, BLOCK // (heads * M.shape[-1]))):
+        made = Enclosure.exact(part) @ M
+        high, low = torch.maximum(high, made.upper().amax(-2)), torch.minimum(low, made.lower().amin(-2))
+    return high, low
+
+
+def widest_row(points: Float[Tensor, "v d"], W: Enclosure) -> PerHead:
+    """Bound the largest range over y of x W_h yᵀ, over the points x, for every head h.
+
+    A computed score q·y is off by at most (γ_d|q| + rad(q))|y|, for every y at most as much as for max|y|.
+    """
+    heads, d, _ = W.shape
+    found, most = torch.zeros(heads, dtype=torch.float64), points.abs().amax(0)[:, None]
+    for part in points.split(max(1, BLOCK // (heads * len(points)))):
+        query = Enclosure.exact(part) @ W
+        scores = query.mid @ points.mT
+        off = nonnegative_matmul_up(add_up(mul_up(gamma(d), query.mid.abs()), query.rad), most)[..., 0]
+        rows = add_up(sub_up(scores.amax(-1), scores.amin(-1)), 2.0 * add_up(off, d * TINY))
+        found = torch.maximum(found, rows.nan_to_num(nan=torch.inf).amax(-1))
+    return found
+
+
+PAIRED = 4e11
+"""The most multiplications that the leading term over pairs of points may take; beyond it, heads are bounded alone."""
+
+
+def can_pair(points: Float[Tensor, "v d"]) -> bool:
+    """Return whether the leading term is computed over all pairs of points."""
+    v, d = points.shape
+    return v**3 * d**2 <= PAIRED
+
+
+def pair_lead(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:
+    """Bound the leading term Σ_r Cov_j(x L_r x_j, x_j R_r) over all points x and all sequences of points x_j.
+
+    Cov(s, z) = (1/2n²) Σ_jk (s_j − s_k)(z_j − z_k), so with δ = x_t − x_u it is at most ½ max_{x,t,u} |Σ_r (x L_r δᵀ)
+    (δ R_r)_a|. For a fixed x and a this is the form δ G δᵀ with G = Σ_b x_b T_a[b]. All terms are summed first.
+    """
+    (v, d), found = points.shape, []
+    for a in range(d):
+        T = terms.slices(torch.tensor([a]))[0]  # [b, c, e]
+        G = (points @ T.reshape(d, d * d)).reshape(v, d, d)
+        worst = torch.zeros((), dtype=torch.float64)
+        for part in G.split(max(1, BLOCK // v**2)):
+            form = points @ part @ points.mT  # [x, t, u], symmetric in t and u
+            own = form.diagonal(dim1=-2, dim2=-1)
+            worst = torch.maximum(worst, (own[:, :, None] + own[:, None, :] - 2.0 * form).abs().amax())
+        found.append(worst)
+    return mul_up(0.5, add_up(torch.stack(found), pair_slack(terms, points)))
+
+
+def pair_slack(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:
+    """Bound the error of the computed δ G δᵀ: rounding, and the radii of the factors.
+
+    An entry of the form takes at most r + 3d + 8 roundings on top of Σ_r |x||L_r||x_t| · |x_u||R_r|, and δ G δᵀ is a
+    combination of four entries with coefficients of sum 4. Replacing factors by other members of their enclosures
+    changes an entry by at most Σ_r rad(L_r) |R_r| + |L_r| rad(R_r), in the same form. Each of at most r + 4 products
+    that contribute to one of the d³ entries of a contraction underflows by at most `TINY`, and is multiplied by at most
+    three entries of points afterwards.
+    """
+    r, d, _ = terms.left.shape
+    size = points.abs()
+    whole_left, whole_right = _left_sizes(size, terms.left.abs_up()), _right_sizes(size, terms.right.abs_up())
+    rad_left, rad_right = _left_sizes(size, terms.left.rad), _right_sizes(size, terms.right.rad)
+    rounding = mul_up(gamma(r + 3 * d + 8), mul_up(whole_left[:, None], whole_right))
+    enclosing = add_up(mul_up(rad_left[:, None], whole_right), mul_up(whole_left[:, None], rad_right))
+    above = add_up(1.0, size.max())
+    underflow = mul_up(16.0 * (r + 4) * d**3 * TINY, mul_up(above, mul_up(above, above)))
+    return add_up(4.0 * nonnegative_sum_up(add_up(rounding, enclosing), 0), underflow)
+
+
+def _left_sizes(size: Float[Tensor, "v d"], left: Float[Tensor, "r d d"]) -> Float[Tensor, " r"]:
+    """Bound the largest |x||L_r||y|ᵀ over two points, by that of the point-wise largest entries."""
+    most = size.amax(0)
+    return nonnegative_matmul_up(nonnegative_matmul_up(most[None, None, :], left), most[:, None])[:, 0, 0]
+
+
+def _right_sizes(size: Float[Tensor, "v d"], right: Float[Tensor, "r d a"]) -> Float[Tensor, "r a"]:
+    return nonnegative_matmul_up(size.amax(0)[None, None, :], right)[:, 0, :]

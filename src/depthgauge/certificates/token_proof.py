@@ -1,0 +1,111 @@
+"""Upper bounds on |S − S'| over all sequences of tokens (docs/math.md §3.11).
+
+Subtracting the exact expansions of both networks gives, with m = mean(X) in the convex hull of the points,
+
+    S(X) − S'(X) = 1·m·(Z_{0:L} − Z'_{0:L'}) + (terms of the heads of S) − (terms of the heads of S').
+
+`plain` bounds every head alone. `joint` bounds the leading terms of all heads of both networks together, over pairs of
+points, and only what is beyond them head by head; heads that occur in both networks cancel in the leading term.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.certificates.attack import NO_HINTS, Hints
+from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
+from depthgauge.certificates.compared_networks import Comparison
+from depthgauge.certificates.lead import Rank1Sum
+from depthgauge.certificates.token_bounds import TokenBounds, can_pair, largest, pair_lead
+from depthgauge.certificates.token_set import Tokens
+from depthgauge.linalg.enclosures import Enclosure
+from depthgauge.linalg.rounding import nonnegative_sum_up
+from depthgauge.surrogates.expansion import Expansion
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenProof:
+    """An upper bound on |S − S'| per output coordinate, and the layer bounds of both networks that prove it.
+
+    `joint` is None if there are too many points for pairs; `head_parts` has the plain bound of each head of S alone.
+    """
+
+    bounds: TokenBounds
+    other: TokenBounds
+    plain: Vector
+    joint: Vector | None
+    head_parts: PartsByLayer
+
+    @cached_property
+    def value(self) -> Vector:
+        """The smaller of the plain and the joint bound, per coordinate."""
+        found = self.plain if self.joint is None else torch.fmin(self.plain, self.joint)
+        return torch.where(found.isnan(), math.inf, found)
+
+    @property
+    def coordinate(self) -> int:
+        """The output coordinate with the largest bound."""
+        return int(self.value.argmax())
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The name of the method that gives the bound at the worst coordinate."""
+        a = self.coordinate
+        return ("pairs",) if self.joint is not None and bool(self.joint[a] < self.plain[a]) else ("plain",)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on the bound."""
+        if self.joint is not None:
+            return ()
+        return (f"{len(self.bounds.points):,} vectors are too many for pairs, so every head is bounded alone",)
+
+    @property
+    def lost_at(self) -> int:
+        """The first layer whose scores have no finite bound; the last layer if all have one."""
+        finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
+        return finite.index(False) if False in finite else len(finite) - 1
+
+    def hints(self) -> Hints:
+        """Return no starting points: the attack substitutes tokens."""
+        return NO_HINTS
+
+
+def token_proof(comparison: Comparison, bounds: TokenBounds | None = None) -> TokenProof:
+    """Prove an upper bound over all sequences of the tokens; `bounds` are those of S, from an earlier proof."""
+    assert isinstance(comparison.inputs, Tokens)
+    points = comparison.inputs.points()
+    S = TokenBounds(Expansion(comparison.network), points) if bounds is None else bounds
+    other = TokenBounds(Expansion(comparison.surrogate), points)
+    linear = token_linear(S, other)
+    parts = tuple(S.added("gap"))
+    plain = total(linear, _sum(parts, points), _sum(other.added("gap"), points))
+    joint = None
+    if can_pair(points):
+        (T, Tm), (T_other, Tm_other) = S.tensors(), other.tensors()
+        joint = total(
+            linear,
+            pair_lead(Rank1Sum.join(T, T_other.negated()), points),
+            pair_lead(Rank1Sum.join(Tm, Tm_other.negated()), points),
+            _sum(S.added("rest"), points),
+            _sum(other.added("rest"), points),
+        )
+    return TokenProof(S, other, plain, joint, parts)
+
+
+def token_linear(S: TokenBounds, other: TokenBounds) -> Vector:
+    """Bound |m (Z_{0:L} − Z'_{0:L'})| for every m in the convex hull of the points."""
+    X, Y = S.expansion, other.expansion
+    apart = X.drift(0, X.depth) - Y.drift(0, Y.depth)
+    return largest(S.points, Enclosure(apart.mid[None], apart.rad[None]))[0]
+
+
+def _sum(parts: Iterable[HeadVectors], points: Float[Tensor, "v d"]) -> Vector:
+    """Bound the sum over all layers and heads."""
+    zero = torch.zeros(points.shape[1], dtype=torch.float64)
+    return total(zero, *(nonnegative_sum_up(part, 0) for part in parts))
