@@ -115,9 +115,9 @@ def _theorem(row: Sandwich, printed: PrintedTheorem) -> str:
 
 
 _SANDWICH_CAPTION = (
-    "attained: at least one input is off by this. proved: # is off by more. Theorem D.1: the bound that paper A prints, "
-    "in brackets where its conditions fail, false where last-layer, the network it constructs, exceeds it. how: the "
-    "method of proof; `depthgauge --glossary` explains it."
+    "attained: at least one input is off by this. proved: # is off by more. Theorem D.1: the bound that paper A "
+    "prints, in brackets where its conditions fail, false where last-layer, the network it constructs, exceeds it. "
+    "how: the method of proof; `depthgauge --glossary` explains it."
 )
 
 
