@@ -172,7 +172,7 @@ def search(
         groups.setdefault(next((most for most in BATCHED if len(counts) <= most), len(counts)), []).append(index)
     for group in groups.values():
         x, counts = _padded([drawn[index] for index in group], [patterns[index] for index in group])
-        points, values = climb(pair, comparison.inputs, x.to(target), counts.to(target), options.steps)
+        points, values = climb(pair, comparison.region, x.to(target), counts.to(target), options.steps)
         first = 0
         for index in group:
             these = slice(first, first + len(drawn[index]))
@@ -210,7 +210,7 @@ def patterns_of(tokens: int | None, causal: bool) -> list[Int64[Tensor, " r"]]:
 def _starts(
     comparison: Comparison, counts: Int64[Tensor, " r"], starts: int, hints: Hints, generator: torch.Generator
 ) -> Float[Tensor, "starts r d"]:
-    inputs: InputSet = comparison.inputs
+    inputs = comparison.region
     d, r, lead, drift = comparison.network.dim, len(counts), hints.lead, hints.drift
     drawn = [inputs.extreme(torch.randn(starts, r, d, generator=generator, dtype=torch.float64))]
     if drift is not None:

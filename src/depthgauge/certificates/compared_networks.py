@@ -69,6 +69,12 @@ class Comparison:
         return f"Comparison({self.network.name!r}, {self.surrogate.name!r}, {self.inputs})"
 
     @property
+    def region(self) -> InputSet:
+        """The set of inputs, which must be a box or a ball."""
+        assert isinstance(self.inputs, InputSet)
+        return self.inputs
+
+    @property
     def expands(self) -> bool:
         """Whether both networks have the exact expansion of docs/math.md §3.1: not causal and no MLP."""
         networks = (self.network, self.surrogate)

@@ -131,7 +131,7 @@ def _box_proof(comparison: Comparison, effort: str, S: BoxBounds) -> ExpansionPr
         return _one_token(S, other, difference.linear, plain.head_parts)
     joint, notes = None, []
     if S.joint:
-        joint = _joint(difference.joint(), comparison.inputs, effort, _finite(plain.value))
+        joint = _joint(difference.joint(), comparison.region, effort, _finite(plain.value))
     elif network.dim > JOINT_LIMIT:
         notes.append(
             f"width {network.dim} is above {JOINT_LIMIT}: heads were bounded one by one, not jointly, "
@@ -164,7 +164,7 @@ def ball_proof(comparison: Comparison, effort: str) -> ExpansionProof:
     if network.dim > JOINT_LIMIT:
         notes.append(f"width {network.dim} is above {JOINT_LIMIT}: heads were bounded one by one, not jointly")
     else:
-        joint = _joint(_ball_parts(comparison, S, other, linear), comparison.inputs, effort, plain)
+        joint = _joint(_ball_parts(comparison, S, other, linear), comparison.region, effort, plain)
     return ExpansionProof(
         bounds=S, other=other, linear=linear, plain=plain, joint=joint, head_parts=head_parts, notes=tuple(notes)
     )

@@ -135,7 +135,7 @@ def _values(
 ) -> Float[Tensor, " many"]:
     """Return max|S − S'| of every input, −1 where it is not finite."""
     found = []
-    for part in x.split(max(1, ROWS // x.shape[1])):
+    for part in torch.split(x, max(1, ROWS // x.shape[1])):
         bias = counts.to(device, part.dtype).log().expand(len(part), -1)
         size = (pair[0](part.to(device), bias) - pair[1](part.to(device), bias)).abs().flatten(1).amax(dim=1)
         found.append(torch.where(size.isfinite(), size, -1.0).cpu())

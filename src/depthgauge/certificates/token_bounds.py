@@ -135,7 +135,7 @@ def _extremes(points: Float[Tensor, "v d"], M: Enclosure) -> tuple[HeadVectors, 
     heads = M.shape[0]
     high = torch.full((heads, M.shape[-1]), -torch.inf, dtype=torch.float64)
     low = -high
-    for part in points.split(max(1, BLOCK // (heads * M.shape[-1]))):
+    for part in torch.split(points, max(1, BLOCK // (heads * M.shape[-1]))):
         made = Enclosure.exact(part) @ M
         high, low = torch.maximum(high, made.upper().amax(-2)), torch.minimum(low, made.lower().amin(-2))
     return high, low
@@ -148,7 +148,7 @@ def widest_row(points: Float[Tensor, "v d"], W: Enclosure) -> PerHead:
     """
     heads, d, _ = W.shape
     found, most = torch.zeros(heads, dtype=torch.float64), points.abs().amax(0)[:, None]
-    for part in points.split(max(1, BLOCK // (heads * len(points)))):
+    for part in torch.split(points, max(1, BLOCK // (heads * len(points)))):
         query = Enclosure.exact(part) @ W
         scores = query.mid @ points.mT
         off = nonnegative_matmul_up(add_up(mul_up(gamma(d), query.mid.abs()), query.rad), most)[..., 0]
@@ -178,7 +178,7 @@ def pair_lead(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:
         T = terms.slices(torch.tensor([a]))[0]  # [b, c, e]
         G = (points @ T.reshape(d, d * d)).reshape(v, d, d)
         worst = torch.zeros((), dtype=torch.float64)
-        for part in G.split(max(1, BLOCK // v**2)):
+        for part in torch.split(G, max(1, BLOCK // v**2)):
             form = points @ part @ points.mT  # [x, t, u], symmetric in t and u
             own = form.diagonal(dim1=-2, dim2=-1)
             worst = torch.maximum(worst, (own[:, :, None] + own[:, None, :] - 2.0 * form).abs().amax())
