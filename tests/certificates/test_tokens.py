@@ -16,7 +16,7 @@ import depthgauge as dg
 from depthgauge.certificates.box import RHO, head_tensor
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.token_attack import count_sequences, every_sequence
-from depthgauge.certificates.token_bounds import BLOCK, TokenBounds, pair_lead, ranges, widest_row
+from depthgauge.certificates.token_bounds import BLOCK, PairLead, TokenBounds, centred, ranges, widest_row
 from depthgauge.certificates.token_proof import token_proof
 from depthgauge.certificates.token_set import Tokens, load_tokens
 from depthgauge.depth.effective import effective_depth
@@ -181,10 +181,38 @@ def multisets(points: Tensor, count: int, n: int, seed: int = 0) -> Tensor:
     return points[torch.randint(0, len(points), (count, n), generator=generator)]
 
 
+def test_points_on_a_line_attain_the_centred_bound() -> None:
+    direction, places = drawn(3, seed=5), torch.tensor([-1.0, 0.2, 0.5, 3.0], dtype=torch.float64)
+    points = places[:, None] * direction
+    G = torch.stack([matrix + matrix.mT for matrix in drawn(6, 3, 3)])
+    bound = centred(G, points)
+    ends = points[[0, 3]] - points[[0, 3]].mean(0)
+    covariance = ends.mT @ ends / 2
+    reached = (G * covariance).sum((-2, -1)).abs()
+    definite = torch.linalg.eigvalsh(G).sign().abs().sum(-1) == 3
+    assert bool(definite.all())
+    assert bool((reached <= bound * SLACK).all())
+    rank_one = torch.einsum("xb,xc->xbc", drawn(6, 3, seed=8), drawn(6, 3, seed=8))
+    reached = (rank_one * covariance).sum((-2, -1)).abs()
+    assert torch.allclose(centred(rank_one, points), reached, rtol=1e-9)
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**6))
+def test_no_covariance_exceeds_the_centred_bound(seed: int) -> None:
+    points, G = drawn(2 + seed % 6, 3, seed=seed), drawn(4, 3, 3, seed=seed + 1)
+    bound = centred(G, points)
+    for x in multisets(points, 40, 1 + seed % 9, seed):
+        apart = x - x.mean(0)
+        assert bool(((G * (apart.mT @ apart / len(x))).sum((-2, -1)).abs() <= bound * SLACK).all())
+
+
 def test_the_leading_term_bounds_every_covariance_and_two_tokens_reach_half_of_it() -> None:
     points, expansion = drawn(5, 3), Expansion(network(0.5, layers=2, dim=3))
     terms = head_tensor(expansion, range(2))
-    bound = pair_lead(terms, points)
+    lead = PairLead(terms, points)
+    bound = torch.stack([lead.sharper(a) for a in range(3)])
+    assert bool((bound <= lead.pairs).all())
     W, V = torch.cat([w.mid for w in expansion.W]), torch.cat([v.mid for v in expansion.V])
 
     def covariances(query: Tensor, x: Tensor) -> Tensor:

@@ -21,8 +21,9 @@ from depthgauge.errors import require_count
 
 FEW = 10**6
 """The most sequences that are all tried."""
-STARTS, SWEEPS = 4, 3
-"""Random sequences to start from at most, and how often every slot is substituted at most."""
+STARTS, SWEEPS = 8, 3
+"""Random sequences to start from by default, half of them with positions, and how often every slot is substituted at
+most."""
 CANDIDATES = 128
 """The most tokens that are tried in a slot at a time."""
 ROWS = 2**14
@@ -42,7 +43,7 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     tokens, network = comparison.inputs, comparison.network
     assert isinstance(tokens, Tokens)
     require_count("steps", options.steps, "the number of steps taken from each start", least=0)
-    starts = STARTS if options.starts is None else options.starts
+    starts = STARTS // (1 if tokens.positions is None else 2) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device
     pair = prepare(network, device), prepare(comparison.surrogate, device)

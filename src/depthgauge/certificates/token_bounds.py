@@ -41,6 +41,7 @@ from depthgauge.linalg.rounding import (
     sub_up,
     tanh_up,
 )
+from depthgauge.linalg.spectral import frobenius_norm_up
 from depthgauge.surrogates.expansion import Expansion
 
 BLOCK = 2**22
@@ -157,37 +158,85 @@ def widest_row(points: Float[Tensor, "v d"], W: Enclosure) -> PerHead:
     return found
 
 
-PAIRED = 4e11
-"""The most multiplications that the leading term over pairs of points may take; beyond it, heads are bounded alone."""
+PAIRED = 3e8
+"""The most numbers v³d that the leading term over pairs of v points may take; beyond it, heads are bounded alone."""
+TOGETHER = 8
+"""Matrices that are bounded around a centre at a time."""
 
 
 def can_pair(points: Float[Tensor, "v d"]) -> bool:
     """Return whether the leading term is computed over all pairs of points."""
     v, d = points.shape
-    return v**3 * d**2 <= PAIRED
+    return v**3 * d <= PAIRED
 
 
-def pair_lead(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:
-    """Bound the leading term Σ_r Cov_j(x L_r x_j, x_j R_r) over all points x and all sequences of points x_j.
+class PairLead:
+    """A bound on the leading term Σ_r Cov_j(x L_r x_j, x_j R_r) over all points x and all sequences of points x_j.
 
-    Cov(s, z) = (1/2n²) Σ_jk (s_j − s_k)(z_j − z_k), so with δ = x_t − x_u it is at most ½ max_{x,t,u} |Σ_r (x L_r δᵀ)
-    (δ R_r)_a|. For a fixed x and a this is the form δ G δᵀ with G = Σ_b x_b T_a[b]. All terms are summed first.
+    For a fixed x and a it is tr(G C) with G = Σ_b x_b T_a[b] and C = cov(x_j). All terms are summed first. Two bounds
+    hold. `pairs`: C = (1/2n²) Σ_jk δᵀδ with δ = x_j − x_k, so |tr(G C)| is at most ½ max |δ G δᵀ|. `sharper` uses the
+    smaller one of this and of `centred` for each x, which takes longer.
     """
-    (v, d), found = points.shape, []
-    for a in range(d):
-        T = terms.slices(torch.tensor([a]))[0]  # [b, c, e]
-        G = (points @ T.reshape(d, d * d)).reshape(v, d, d)
+
+    def __init__(self, terms: Rank1Sum, points: Float[Tensor, "v d"]) -> None:
+        self.terms, self.points = terms, points
+        self.slack = mul_up(0.5, pair_slack(terms, points))
+        each = [self._each(a) for a in range(points.shape[1])]
+        self.pairs = add_up(torch.stack([values.amax() for values in each]), self.slack)
+
+    def _matrices(self, a: int) -> Float[Tensor, "x d d"]:
+        v, d = self.points.shape
+        T = self.terms.slices(torch.tensor([a]))[0]  # [b, c, e]
+        return (self.points @ T.reshape(d, d * d)).reshape(v, d, d)
+
+    def _each(self, a: int) -> Float[Tensor, " x"]:
+        """Return ½ max |δ G δᵀ| for every x, in floating point; `slack` bounds the error."""
+        parts = torch.split(self._matrices(a), max(1, BLOCK // len(self.points) ** 2))
+        return torch.cat([_pairs(part, self.points) for part in parts])
+
+    def sharper(self, a: int) -> Tensor:
+        """Return the bound for coordinate a, with the smaller one of both bounds for each x."""
+        G, pairs = self._matrices(a), self._each(a)
         worst = torch.zeros((), dtype=torch.float64)
-        for part in torch.split(G, max(1, BLOCK // v**2)):
-            form = points @ part @ points.mT  # [x, t, u], symmetric in t and u
-            own = form.diagonal(dim1=-2, dim2=-1)
-            worst = torch.maximum(worst, (own[:, :, None] + own[:, None, :] - 2.0 * form).abs().amax())
-        found.append(worst)
-    return mul_up(0.5, add_up(torch.stack(found), pair_slack(terms, points)))
+        for chosen in torch.split(pairs.argsort(descending=True), TOGETHER):
+            if bool(pairs[chosen[0]] <= worst):  # so are the others
+                break
+            worst = torch.maximum(worst, torch.fmin(pairs[chosen], centred(G[chosen], self.points)).amax())
+        return add_up(worst, self.slack[a])
+
+
+def _pairs(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"]) -> Float[Tensor, " x"]:
+    """Return ½ max |δ G δᵀ| over the differences δ of two points, in floating point; `pair_slack` bounds the error."""
+    form = points @ G @ points.mT  # [x, t, u], symmetric in t and u
+    own = form.diagonal(dim1=-2, dim2=-1)
+    return 0.5 * (own[:, :, None] + own[:, None, :] - 2.0 * form).abs().amax((-2, -1))
+
+
+def centred(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"]) -> Float[Tensor, " x"]:
+    """Bound |tr(G C)| over the covariances C of all sequences of points, for every matrix G.
+
+    Let G = A Aᵀ − B Bᵀ + R, with A and B from the eigenvectors of G, so that R is of the size of rounding errors. Then
+    tr(G C) ≤ tr(Aᵀ C A) + ‖R‖_F tr C, and a variance is at most the largest squared distance from any centre c:
+    tr(Aᵀ C A) ≤ max_t ‖(x_t − c)A‖². The centre is the middle of the ranges. The lower side has B in place of A.
+    """
+    values, vectors = torch.linalg.eigh(G / 2 + G.mT / 2)
+    sides = [vectors * (sign * values).clamp(min=0.0).sqrt()[:, None, :] for sign in (1.0, -1.0)]
+    A, B = (Enclosure.exact(side) for side in sides)
+    rest = frobenius_norm_up(Enclosure.exact(G) - A @ A.mT + B @ B.mT)
+    reached = torch.stack([_largest_square(Enclosure.exact(points) @ side) for side in (A, B)]).amax(0)
+    spread = _largest_square(Enclosure.exact(points[None]))[0]
+    return add_up(reached, mul_up(rest, spread)).nan_to_num(nan=torch.inf)
+
+
+def _largest_square(rows: Enclosure) -> Float[Tensor, " x"]:
+    """Bound the largest ‖y − c‖² over the rows y, for the middle c of the ranges of their entries."""
+    middle = rows.mid.amax(-2, keepdim=True) / 2 + rows.mid.amin(-2, keepdim=True) / 2
+    apart = (rows - middle).abs_up()
+    return nonnegative_sum_up(mul_up(apart, apart), -1).amax(-1)
 
 
 def pair_slack(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:
-    """Bound the error of the computed δ G δᵀ: rounding, and the radii of the factors.
+    """Bound the error of the computed δ G δᵀ, or of twice tr(G C): rounding, and the radii of the factors.
 
     An entry of the form takes at most r + 3d + 8 roundings on top of Σ_r |x||L_r||x_t| · |x_u||R_r|, and δ G δᵀ is a
     combination of four entries with coefficients of sum 4. Replacing factors by other members of their enclosures

@@ -21,7 +21,7 @@ from depthgauge.certificates.attack import NO_HINTS, Hints
 from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
-from depthgauge.certificates.token_bounds import TokenBounds, can_pair, largest, pair_lead
+from depthgauge.certificates.token_bounds import PairLead, TokenBounds, can_pair, largest
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import nonnegative_sum_up
@@ -88,14 +88,21 @@ def token_proof(comparison: Comparison, bounds: TokenBounds | None = None) -> To
     joint = None
     if can_pair(points):
         (T, Tm), (T_other, Tm_other) = S.tensors(), other.tensors()
-        joint = total(
-            linear,
-            pair_lead(Rank1Sum.join(T, T_other.negated()), points),
-            pair_lead(Rank1Sum.join(Tm, Tm_other.negated()), points),
-            _sum(S.added("rest"), points),
-            _sum(other.added("rest"), points),
-        )
+        leads = [PairLead(Rank1Sum.join(*pair), points) for pair in ((T, T_other.negated()), (Tm, Tm_other.negated()))]
+        beyond = total(linear, _sum(S.added("rest"), points), _sum(other.added("rest"), points))
+        joint = _sharpened(leads, beyond, plain)
     return TokenProof(S, other, plain, joint, parts)
+
+
+def _sharpened(leads: list[PairLead], beyond: Vector, plain: Vector) -> Vector:
+    """Return the joint bound, sharpened where it is the largest of all coordinates, until that is sharp."""
+    joint = total(beyond, *(lead.pairs for lead in leads))
+    done: set[int] = set()
+    while (worst := int(torch.fmin(joint, plain).argmax())) not in done and bool(joint[worst].isfinite()):
+        sharper = total(beyond[worst], *(lead.sharper(worst) for lead in leads))
+        joint[worst] = torch.fmin(joint[worst], sharper)
+        done.add(worst)
+    return joint
 
 
 def token_linear(S: TokenBounds, other: TokenBounds) -> Vector:

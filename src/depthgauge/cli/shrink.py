@@ -89,10 +89,11 @@ def command(
         return
     with progress_bar("shrinking") as progress:
         result = shrink(model, options, plan=from_plan, out=out, report=report, progress=progress, **files)
+    made = (result,) if options.sizes is None else result.sizes
     if options.sizes is not None and as_json:
-        print_json([one.to_json() for one in result.sizes])
+        print_json([one.to_json() for one in made])
     else:
-        for one in result.sizes:
+        for one in made:
             _print(one.record, as_json)
     record = result.record
     if record.guarantee is not None and limit_failed(record.guarantee):  # it is printed, but there is no model

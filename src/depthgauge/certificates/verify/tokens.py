@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 from flint import arb, arb_mat
 from torch import Tensor
 
@@ -108,27 +109,55 @@ def token_bound(X: ArbExpansion, Y: ArbExpansion, points: Tensor, upper: arb) ->
 
 
 class PairLead:
-    """½ max |Σ_r (x L_r δ)(δ R_r)_a| over the points x and the differences δ of two points."""
+    """A bound on |tr(G C)| over the points x, with G = Σ_r (L_rᵀ x)(R_r e_a)ᵀ, and all covariances C of points."""
 
     def __init__(self, terms: Terms, points: arb_mat) -> None:
-        self.right = [right for _, right in terms]
-        self.points, self.v = points, points.nrows()
-        keys = points.transpose()
-        rows = [(points * left * keys).tolist() for left, _ in terms]  # of each term: x L_r x_t
-        self.scores = [arb_mat([[term[x][t] for term in rows] for t in range(self.v)]) for x in range(self.v)]
+        self.terms, self.points, self.v = terms, points, points.nrows()
+        self.queries = [points * left for left, _ in terms]
+        self.spread = _largest_square(points)
 
     def bound(self, a: int) -> arb:
-        """Return the bound for coordinate a."""
-        values = [(self.points * right).transpose().tolist()[a] for right in self.right]
-        moved = arb_mat([list(column) for column in values])  # [r, t]: (x_t R_r)_a
+        """Return the bound for coordinate a: for each x the smaller one of two."""
+        d = self.points.ncols()
+        columns = arb_mat([[right[c, a] for c in range(d)] for _, right in self.terms])  # [r, c]
         found = arb(0)
-        for scores in self.scores:
-            form = (scores * moved).tolist()
-            for t in range(self.v):
-                for u in range(t):
-                    size = (form[t][t] + form[u][u] - form[t][u] - form[u][t]).abs_upper()
-                    found = largest([found, size]) if not size <= found else found
-        return (found / 2).upper()
+        for x in range(self.v):
+            G = arb_mat([[query[x, c] for query in self.queries] for c in range(d)]) * columns
+            size = smaller(self._pairs(G), self._centred(G))
+            found = size if not size <= found else found
+        return found
+
+    def _pairs(self, G: arb_mat) -> arb:
+        """Return ½ max |δ G δᵀ| over the differences δ of two points."""
+        form = (self.points * G * self.points.transpose()).tolist()
+        sizes = [
+            (form[t][t] + form[u][u] - form[t][u] - form[u][t]).abs_upper() for t in range(self.v) for u in range(t)
+        ]
+        return (largest(sizes) / 2).upper() if sizes else arb(0)
+
+    def _centred(self, G: arb_mat) -> arb:
+        """Return max ‖(x_t − c)A‖² + ‖G − AAᵀ + BBᵀ‖_F max ‖x_t − c‖², for A and for B in place of A."""
+        d = G.nrows()
+        middle = np.array([float(entry.mid()) for entry in G.entries()]).reshape(d, d)
+        if not np.isfinite(middle).all():
+            return arb("inf")
+        values, vectors = np.linalg.eigh((middle + middle.T) / 2)
+        A, B = (
+            arb_mat(d, d, [arb(float(entry)) for entry in (vectors * np.sqrt(np.maximum(side, 0.0))).flatten()])
+            for side in (values, -values)
+        )
+        rest = (G + G.transpose()) * arb(0.5) - A * A.transpose() + B * B.transpose()
+        off = sum((entry * entry for entry in rest.entries()), arb(0)).sqrt() * self.spread
+        return (largest([_largest_square(self.points * side) for side in (A, B)]) + off).upper()
+
+
+def _largest_square(rows: arb_mat) -> arb:
+    """Bound the largest ‖y − c‖² over the rows y, for the middle c of the ranges of their entries."""
+    columns = rows.transpose().tolist()
+    ends = [[float(entry.mid()) for entry in column] for column in columns]
+    centre = [arb(max(column) / 2 + min(column) / 2) for column in ends]
+    sums = [sum(((y - c) ** 2 for y, c in zip(row, centre, strict=True)), arb(0)) for row in rows.tolist()]
+    return largest(sums)
 
 
 def _range(values: list[arb]) -> arb:
