@@ -289,6 +289,7 @@ def test_effective_depth_over_tokens() -> None:
             effective_depth(net, tolerance=1e-3, **wrong)
 
 
+@pytest.mark.wrong_types
 def test_a_file_of_tokens(tmp_path: Path) -> None:
     path = tmp_path / "tokens.safetensors"
     save_file({"embeddings": drawn(3, 4).float(), "positions": drawn(5, 4).float()}, path)
@@ -306,6 +307,7 @@ def test_a_file_of_tokens(tmp_path: Path) -> None:
         load_tokens(tmp_path / "none.safetensors")
 
 
+@pytest.mark.wrong_types
 @pytest.mark.parametrize(
     ("given_", "message"),
     [
@@ -325,6 +327,7 @@ def test_bad_tokens_are_refused(given_: dict[str, Any], message: str) -> None:
         Tokens(**given_)
 
 
+@pytest.mark.wrong_types
 def test_requests_that_do_not_fit_are_refused() -> None:
     net, tokens = network(), Tokens(drawn(3, 4))
     small = dg.collapse(net)

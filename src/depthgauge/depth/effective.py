@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -112,26 +112,6 @@ def shallower(network: SelfAttentionNetwork, choice: Choice) -> SelfAttentionNet
     return closed_form(network, choice) if isinstance(choice, str) else fold(network, choice)
 
 
-class Folds(Protocol):
-    """Upper bounds on |S − S'| for many shallower networks S', over one set of inputs."""
-
-    network: SelfAttentionNetwork
-
-    @property
-    def seen(self) -> Callable[[Choice], float]:
-        """The function that returns max|S − S'| on one hard input, in floating point."""
-
-    @property
-    def layer_costs(self) -> list[float]:
-        """For each layer, its contribution to the plain bound on the error of folding all layers."""
-
-    def error(self, choice: Choice) -> float:
-        """Return an upper bound on |S − S'| for one choice."""
-
-    def certificate(self, choice: Choice) -> Certificate:
-        """Return the full certificate of one choice."""
-
-
 class TokenFolds:
     """Upper bounds over all sequences of tokens; `attack` has the `starts` and `steps` of certificates."""
 
@@ -142,17 +122,17 @@ class TokenFolds:
 
     @cached_property
     def seen(self) -> Callable[[Choice], float]:
-        """As in `Folds`."""
+        """As in `FoldBounds`."""
         comparison = Comparison(self.network, fold(self.network, ()), self.inputs)
         return measured_errors(self.network, attack_tokens(comparison, AttackOptions(starts=8)).x)
 
     @cached_property
     def layer_costs(self) -> list[float]:
-        """As in `Folds`."""
+        """As in `FoldBounds`."""
         return [float(part.sum(0).amax()) for part in self.S.added("gap")]
 
     def error(self, choice: Choice) -> float:
-        """As in `Folds`."""
+        """As in `FoldBounds`."""
         if not isinstance(choice, str) and len(choice) == len(self.network):
             return 0.0
         if choice not in self._known:
@@ -161,7 +141,7 @@ class TokenFolds:
         return self._known[choice]
 
     def certificate(self, choice: Choice) -> Certificate:
-        """As in `Folds`."""
+        """As in `FoldBounds`."""
         return certify(self.network, shallower(self.network, choice), inputs=self.inputs, **self.attack)
 
 
@@ -305,7 +285,7 @@ def measured_depth(
     return _shallowest(network, lambda choice: (errors(choice), False), alone, tolerance, False, progress)
 
 
-def certified_depth(bounds: Folds, tolerance: float, *, progress: Step = silent) -> Depth:
+def certified_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance with its certificate; several tolerances can share `bounds`."""
     depth = proved_depth(bounds, tolerance, progress=progress)
     if depth.method == "none":
@@ -316,7 +296,7 @@ def certified_depth(bounds: Folds, tolerance: float, *, progress: Step = silent)
     return replace(depth, error=proved, certificate=certificate)
 
 
-def proved_depth(bounds: Folds, tolerance: float, *, progress: Step = silent) -> Depth:
+def proved_depth(bounds: FoldBounds | TokenFolds, tolerance: float, *, progress: Step = silent) -> Depth:
     """Return the certified depth at one tolerance, without the certificate of the shallower network."""
 
     def error(choice: Choice) -> tuple[float, bool]:
