@@ -94,8 +94,8 @@ def _attacked(seed: int, method: str, eta: float, size: float) -> None:
     for n in (2, 5, 40):
         x = tokens.embeddings[torch.randint(0, len(tokens.embeddings), (50, n), generator=generator)]
         assert largest_difference(net, small, x) <= upper * SLACK
-    with_two = torch.stack([tokens.embeddings[[0, *[1] * n]] for n in (1, 3, 9)][-1:])
-    assert largest_difference(net, small, with_two) <= upper * SLACK
+    for others in (1, 3, 9):
+        assert largest_difference(net, small, tokens.embeddings[[0] + [1] * others]) <= upper * SLACK
 
 
 def test_folded_networks_are_covered() -> None:
@@ -189,8 +189,6 @@ def test_points_on_a_line_attain_the_centred_bound() -> None:
     ends = points[[0, 3]] - points[[0, 3]].mean(0)
     covariance = ends.mT @ ends / 2
     reached = (G * covariance).sum((-2, -1)).abs()
-    definite = torch.linalg.eigvalsh(G).sign().abs().sum(-1) == 3
-    assert bool(definite.all())
     assert bool((reached <= bound * SLACK).all())
     rank_one = torch.einsum("xb,xc->xbc", drawn(6, 3, seed=8), drawn(6, 3, seed=8))
     reached = (rank_one * covariance).sum((-2, -1)).abs()

@@ -248,7 +248,7 @@ class UpperBound:
 
     def hints(self) -> Hints:
         """Return starting points for the attack."""
-        return NO_HINTS if self.proof is None or isinstance(self.proof, Deletion) else self.proof.hints()
+        return self.proof.hints() if isinstance(self.proof, ExpansionProof) else NO_HINTS
 
 
 def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = None) -> UpperBound:

@@ -42,7 +42,6 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     """Return the sequence with the largest max|S(X) − S'(X)| that was found."""
     tokens, network = comparison.inputs, comparison.network
     assert isinstance(tokens, Tokens)
-    require_count("steps", options.steps, "the number of steps taken from each start", least=0)
     starts = STARTS // (1 if tokens.positions is None else 2) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from depthgauge.certificates.attack import NO_HINTS, Hints
 from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
@@ -70,10 +69,6 @@ class TokenProof:
         """The first layer whose scores have no finite bound; the last layer if all have one."""
         finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
         return finite.index(False) if False in finite else len(finite) - 1
-
-    def hints(self) -> Hints:
-        """Return no starting points: the attack substitutes tokens."""
-        return NO_HINTS
 
 
 def token_proof(comparison: Comparison, bounds: TokenBounds | None = None) -> TokenProof:
