@@ -105,11 +105,11 @@ def test_precision_increases_until_large_weights_are_resolved(monkeypatch):
 
 def test_multiplicities_add_up_to_the_number_of_tokens():
     x = torch.tensor([[1.0, 2.0], [0.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    rows, counts = distinct_tokens(x, causal=False)
+    rows, counts = distinct_tokens(x, is_ordered=False)
     assert sum(counts) == 3
     assert sorted(counts) == [1, 2]
     assert len(rows) == 2
-    assert distinct_tokens(x, causal=True)[1] == [1, 1, 1]
+    assert distinct_tokens(x, is_ordered=True)[1] == [1, 1, 1]
 
 
 def test_difference_on_a_multiset_equals_that_on_the_expanded_input(pair):

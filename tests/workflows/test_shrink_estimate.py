@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from depthgauge.surgery.student import EFFORT
-from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, seconds_left
+from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, heal_advice, heal_seconds, seconds_left
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, writes=True)
 ONLY = {
@@ -54,3 +54,10 @@ def test_costs_add_up() -> None:
     costs = PartCosts(0.25, 0.125, 17.0)
     parts = [getattr(costs, name) * seconds_left(JOB, only) for name, only in ONLY.items()]
     assert seconds_left(JOB, costs) == pytest.approx(sum(parts))
+
+
+def test_the_advice_about_healing_says_what_it_would_cost() -> None:
+    seconds = heal_seconds(200, JOB.effort, JOB.window, 0.25)
+    costs = PartCosts(0.25, 0.0, 0.0)
+    assert seconds == pytest.approx(seconds_left(replace(JOB, healed=200), costs) - seconds_left(JOB, costs))
+    assert heal_advice(200, 90.0).startswith("--heal 200 would train the kept blocks for about 2 minutes more")

@@ -263,7 +263,7 @@ def prepare(network: SelfAttentionNetwork, device: torch.device) -> Evaluate:
     batched products per layer serve all heads. The weights have no gradients.
     """
     frozen = network.copy().requires_grad_(False).to(device)
-    if frozen.norm != "none" or any(2 * layer.key_dim < frozen.dim for layer in frozen):
+    if frozen.norm != "none" or frozen.has_attention_bias or any(2 * layer.key_dim < frozen.dim for layer in frozen):
         return lambda x, bias: frozen(x, partial(_attend, bias[:, None, None, :]))
     combined = [(frozen.scale * layer.query @ layer.key.mT).transpose(0, 1).flatten(1) for layer in frozen]
     return partial(_run, frozen, list(zip(frozen, combined, strict=True)))

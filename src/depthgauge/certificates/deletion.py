@@ -57,6 +57,8 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
     S' must be S with the attention of some layers deleted (values zero), or one layer with all heads of S in parallel.
     """
+    if network.has_attention_bias or surrogate.has_attention_bias:
+        raise InputError("this certificate does not cover networks with biases in the attention")
     if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
         if network.skip and _all_heads_kept(network, surrogate):
             return _parallel(network, radius)

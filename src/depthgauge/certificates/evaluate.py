@@ -42,9 +42,9 @@ def float_below(x: arb) -> float:
     return math.nextafter(value, -math.inf) if not arb(value) <= x.lower() else value
 
 
-def distinct_tokens(x: Float[Tensor, "n d"], causal: bool) -> tuple[Tensor, list[int]]:
-    """Return the distinct rows of x and their multiplicities; all rows if causal, since then the order matters."""
-    if causal:
+def distinct_tokens(x: Float[Tensor, "n d"], is_ordered: bool) -> tuple[Tensor, list[int]]:
+    """Return the distinct rows of x and their multiplicities; all rows if their order matters."""
+    if is_ordered:
         return x, [1] * len(x)
     rows, counts = torch.unique(x, dim=0, return_counts=True)
     return rows, counts.tolist()
@@ -56,7 +56,8 @@ def difference_below(network: SelfAttentionNetwork, surrogate: SelfAttentionNetw
     For an entry g of S(X) − S'(X) and its interval [a, b], |g| ≥ a if a > 0 and |g| ≥ −b if b < 0. The precision is
     doubled until the widest interval is at most `ENOUGH` times the result.
     """
-    rows, counts = distinct_tokens(x, network.causal or surrogate.causal)
+    is_ordered = any(net.causal or net.length is not None for net in (network, surrogate))
+    rows, counts = distinct_tokens(x, is_ordered)
     bits, best = PRECISION, 0.0
     while True:
         with precision(bits):
@@ -93,10 +94,14 @@ def _attention(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: 
     total = arb_mat(x.nrows(), x.ncols())
     for h in range(layer.heads):
         queries, keys = x * to_arb(layer.query[h]), x * to_arb(layer.key[h])
+        if layer.query_bias is not None:
+            queries = _add_row(queries, layer.query_bias[h])
         scores = queries * keys.transpose() * arb(network.scale)
+        if layer.position_bias is not None:
+            scores = scores + to_arb(layer.position_bias[h, : x.nrows(), : x.nrows()])
         weights = _softmax_rows(scores, counts, network.causal)
         total = total + weights * x * to_arb(layer.value[h])
-    return total
+    return total if layer.output_bias is None else _add_row(total, layer.output_bias)
 
 
 def _softmax_rows(scores: arb_mat, counts: list[int], causal: bool) -> arb_mat:

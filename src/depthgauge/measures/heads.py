@@ -149,7 +149,7 @@ def measure_heads(trace: LayerTrace, layer: Layer) -> HeadMeasures:
         tv_max=tv_max.amax(dim=0),
         entropy=entropy_sum.sum(dim=0) / n,
         contraction=widest / 2 / max_norm(residual(x))[:, None],
-        contraction_bound=torch.full_like(bound, float("nan")) if trace.causal else bound,
+        contraction_bound=torch.full_like(bound, float("nan")) if trace.causal or layer.has_attention_bias else bound,
     )
 
 

@@ -20,7 +20,8 @@ from depthgauge.network.layer import Layer, Mlp
 from depthgauge.network.network import ACTIVATIONS, NORMS, SelfAttentionNetwork, require_network
 
 FORMAT = "depthgauge.network"
-VERSION = "1"
+VERSION, VERSION_WITH_BIASES = "1", "2"
+"""Files of both versions are read. The second one is written only for networks with biases in the attention."""
 HEADER_LIMIT = 16 * 2**20
 """The largest accepted header, in bytes. A network of 100,000 tensors needs less."""
 
@@ -28,9 +29,10 @@ _FLAGS = ("true", "false")
 _ATTENTION = ("query", "key", "value")
 _MLP = ("mlp.in", "mlp.in_bias", "mlp.out", "mlp.out_bias")
 _NORM = ("norm.weight", "norm.bias")
+_BIASES = ("query_bias", "output_bias", "position_bias")
 _TENSOR_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,6})\.(.+)", re.ASCII)
 _RANKS = {"query": 3, "key": 3, "value": 3, "mlp.in": 2, "mlp.in_bias": 1, "mlp.out": 2, "mlp.out_bias": 1}
-_RANKS |= dict.fromkeys(_NORM, 2)
+_RANKS |= dict.fromkeys(_NORM, 2) | {"query_bias": 2, "output_bias": 1, "position_bias": 3}
 _OWN_KEYS = frozenset(
     {"format", "version", "scale", "skip", "causal", "activation", "norm", "mlp_skip", "name", "provenance"}
 )
@@ -58,6 +60,7 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
             parts |= dict(zip(_MLP, (mlp.w_in, mlp.b_in, mlp.w_out, mlp.b_out), strict=True))
         if network.norm != "none":
             parts |= dict(zip(_NORM, (layer.norm_weight, layer.norm_bias), strict=True))
+        parts |= {name: bias for name in _BIASES if (bias := getattr(layer, name)) is not None}
         for part, tensor in parts.items():
             assert tensor is not None
             name = f"layers.{index}.{part}"
@@ -71,7 +74,7 @@ def save_network(network: SelfAttentionNetwork, path: str | Path) -> None:
         raise InputError(f"provenance must be plain JSON: {one_line(error)}; use strings and numbers") from error
     metadata = network.other_metadata | {
         "format": FORMAT,
-        "version": VERSION,
+        "version": VERSION_WITH_BIASES if network.has_attention_bias else VERSION,
         "scale": repr(network.scale),
         "activation": network.activation,
         "norm": network.norm,
@@ -166,10 +169,10 @@ def _read_settings(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """Read the keyword arguments of `SelfAttentionNetwork` from the metadata."""
     if metadata.get("format") != FORMAT:
         raise _unexpected(path, "format", metadata.get("format"), f"{FORMAT!r}; write it with save_network")
-    if metadata.get("version") != VERSION:
+    if metadata.get("version") not in (VERSION, VERSION_WITH_BIASES):
         raise NetworkFileError(
             f"{path} has version={_quoted(metadata.get('version'))}, "
-            f"this depthgauge reads version {VERSION!r}; upgrade depthgauge"
+            f"this depthgauge reads versions {VERSION!r} and {VERSION_WITH_BIASES!r}; upgrade depthgauge"
         )
     try:
         scale = float(metadata["scale"])
@@ -224,6 +227,7 @@ def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]
     for index in range(max(len(found), 1)):
         present = found.get(index, set())
         expected = _ATTENTION + (_MLP if present & set(_MLP) else ()) + (_NORM if norm != "none" else ())
+        expected += tuple(name for name in _BIASES if name in present)
         missing = [part for part in expected if part not in present]
         if missing:
             raise NetworkFileError(f"{path} lacks the tensor layers.{index}.{missing[0]}; write the file again")
@@ -250,7 +254,7 @@ def _layer(path: Path, index: int, parts: Mapping[str, Tensor], dtype: torch.dty
             raise NetworkFileError(f"{path}: layers.{index}.{part} overflows {dtype}; load the network in float64")
     mlp = Mlp(*(converted[part] for part in _MLP)) if "mlp.in" in converted else None
     query, key, value = (converted[part] for part in _ATTENTION)
-    return Layer(query, key, value, mlp, *(converted.get(part) for part in _NORM))
+    return Layer(query, key, value, mlp, *(converted.get(part) for part in (*_NORM, *_BIASES)))
 
 
 def _quoted(value: str | None) -> str:

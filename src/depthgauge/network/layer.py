@@ -3,6 +3,7 @@
 from copy import deepcopy
 from typing import Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -51,6 +52,10 @@ class Layer(nn.Module):
         mlp: The MLP, or None.
         norm_weight: LayerNorm weights of shape [s, d], or None. s is 2 if the layer has an MLP and 1 otherwise.
         norm_bias: LayerNorm biases of shape [s, d], or None.
+        query_bias: Added to the queries, of shape [H, k], or None. (A bias of the keys would change no weight.)
+        output_bias: Added to the output of the attention, of shape [d], or None.
+        position_bias: Added to the scores, of shape [H, N, N], or None; entry [h, i, j] is for query i and key j. The
+            network then takes at most N tokens. In causal networks the entries j > i are not used.
     """
 
     def __init__(
@@ -61,12 +66,16 @@ class Layer(nn.Module):
         mlp: Mlp | None = None,
         norm_weight: Tensor | None = None,
         norm_bias: Tensor | None = None,
+        query_bias: Tensor | None = None,
+        output_bias: Tensor | None = None,
+        position_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.query, self.key, self.value = nn.Parameter(query), nn.Parameter(key), nn.Parameter(value)
         self.mlp = mlp
-        self.norm_weight = None if norm_weight is None else nn.Parameter(norm_weight)
-        self.norm_bias = None if norm_bias is None else nn.Parameter(norm_bias)
+        self.norm_weight, self.norm_bias = _optional(norm_weight), _optional(norm_bias)
+        self.query_bias, self.output_bias = _optional(query_bias), _optional(output_bias)
+        self.position_bias = _optional(position_bias)
 
     @property
     def heads(self) -> int:
@@ -77,6 +86,11 @@ class Layer(nn.Module):
     def key_dim(self) -> int:
         """k, the width of queries and keys."""
         return self.query.shape[2]
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether the attention has a bias of any kind."""
+        return any(bias is not None for bias in (self.query_bias, self.output_bias, self.position_bias))
 
     def copy(self) -> "Layer":
         """Return a deep copy without gradients."""
@@ -91,10 +105,21 @@ class Layer(nn.Module):
         return F.layer_norm(x, x.shape[-1:], self.norm_weight[sublayer], self.norm_bias[sublayer], NORM_EPSILON)
 
     def project(
-        self, x: Float[Tensor, "*batch n d"]
-    ) -> tuple[Float[Tensor, "*batch heads n k"], Float[Tensor, "*batch heads n k"]]:
-        """Return X Q_h and X K_h for all heads, each computed as one matrix product."""
-        return self._project_heads(x, self.query), self._project_heads(x, self.key)
+        self, x: Float[Tensor, "*batch n d"], scale: float
+    ) -> tuple[Float[Tensor, "*batch heads n w"], Float[Tensor, "*batch heads n w"]]:
+        """Return queries and keys of all heads, each computed as one matrix product.
+
+        They are X Q_h plus its bias, and X K_h. A position bias appends columns whose products are the bias divided by
+        `scale`, so that it applies to every attention function.
+        """
+        query, key = self._project_heads(x, self.query), self._project_heads(x, self.key)
+        query = query if self.query_bias is None else query + self.query_bias[:, None, :]
+        if self.position_bias is None:
+            return query, key
+        n = x.shape[-2]
+        bias = (self.position_bias[:, :n, :n] / scale).expand(*query.shape[:-1], n)
+        one_hot = torch.eye(n, dtype=key.dtype, device=key.device).expand(*key.shape[:-1], n)
+        return torch.cat([query, bias], -1), torch.cat([key, one_hot], -1)
 
     def _project_heads(
         self, x: Float[Tensor, "*batch n d"], weight: Float[Tensor, "heads d k"]
@@ -109,10 +134,15 @@ class Layer(nn.Module):
 
         All heads use X as values. One matrix product then applies all V_h and sums over h.
         """
-        q, k = self.project(x)
+        q, k = self.project(x, scale)
         shared = x.unsqueeze(-3).expand(*x.shape[:-2], self.heads, *x.shape[-2:])
         mixed = attention(q, k, shared, is_causal=is_causal, scale=scale)
-        return mixed.transpose(-2, -3).flatten(-2) @ self.value.flatten(0, 1)
+        out = mixed.transpose(-2, -3).flatten(-2) @ self.value.flatten(0, 1)
+        return out if self.output_bias is None else out + self.output_bias
+
+
+def _optional(tensor: Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor)
 
 
 def softmax_attention(

@@ -1,11 +1,11 @@
 """The self-attention network.
 
-    attention_h(X) = P_h X V_h,   P_h = softm(β X Q_h K_hᵀ Xᵀ)
+    attention_h(X) = P_h X V_h,   P_h = softm(β (X Q_h + b_h) K_hᵀ Xᵀ + B_h)
     layer(X)       = f(X + Σ_h attention_h(X))
     S              = layer_{L−1} ∘ … ∘ layer_0
 
 softm acts on each row; in a causal network row i contains the tokens 0 to i only. Without skip connections, the term X
-in layer(X) is absent. f is the identity or an MLP that acts on each token. Tokens are rows of X. Layers and heads are
+in layer(X) is absent. b_h and B_h are optional biases of queries and positions, and an output bias may be added. f is the identity or an MLP that acts on each token. Tokens are rows of X. Layers and heads are
 numbered from 0.
 """
 
@@ -131,6 +131,16 @@ class SelfAttentionNetwork(nn.Module):
         return self[0].query.device
 
     @property
+    def length(self) -> int | None:
+        """The largest number of tokens that the position biases allow, or None: any number."""
+        return min((len(layer.position_bias[0]) for layer in self if layer.position_bias is not None), default=None)
+
+    @property
+    def has_attention_bias(self) -> bool:
+        """Whether the attention of some layer has a bias."""
+        return any(layer.has_attention_bias for layer in self)
+
+    @property
     def eta(self) -> float:
         """η, the largest absolute entry of all Q, K and V."""
         return max(float(w.detach().abs().max()) for layer in self for w in (layer.query, layer.key, layer.value))
@@ -144,6 +154,8 @@ class SelfAttentionNetwork(nn.Module):
             )
         if x.ndim < 2 or x.shape[-1] != self.dim or x.shape[-2] < 1:
             raise InputError(f"the input must have shape [..., tokens, {self.dim}], got {list(x.shape)}")
+        if self.length is not None and x.shape[-2] > self.length:
+            raise InputError(f"the position biases are for up to {self.length} tokens, got {x.shape[-2]}")
         if x.dtype != self.dtype:
             raise InputError(
                 f"the input is {x.dtype} but the network is {self.dtype}; convert one of them with .to(...)"
@@ -188,7 +200,7 @@ class SelfAttentionNetwork(nn.Module):
             with torch.no_grad():
                 after = self.step(index, x)
                 attention_input = self.attention_input(index, x)
-                q, k = self[index].project(attention_input)
+                q, k = self[index].project(attention_input, self.scale)
             yield LayerTrace(index, x, after, attention_input, q, k, self.scale, self.causal)
             x = after
 
@@ -245,6 +257,7 @@ class SelfAttentionNetwork(nn.Module):
         switches = [
             "skip" if self.skip else "no skip",
             *(["causal"] if self.causal else []),
+            *(["attention biases"] if self.has_attention_bias else []),
             *(["MLP"] if any(layer.mlp is not None for layer in self) else []),
             *([f"{self.norm}-norm"] if self.norm != "none" else []),
         ]
@@ -262,6 +275,12 @@ def _expected_shapes(layer: Layer, d: int, norm: str) -> Iterator[tuple[str, Ten
     yield "query", layer.query, (heads, d, k)
     yield "key", layer.key, (heads, d, k)
     yield "value", layer.value, (heads, d, d)
+    if layer.query_bias is not None:
+        yield "query_bias", layer.query_bias, (heads, k)
+    if layer.output_bias is not None:
+        yield "output_bias", layer.output_bias, (d,)
+    if layer.position_bias is not None:
+        yield "position_bias", layer.position_bias, (heads, *2 * (layer.position_bias.shape[-1],))
     if layer.mlp is not None:
         m = layer.mlp.w_in.shape[-1]
         yield "mlp.in", layer.mlp.w_in, (d, m)

@@ -18,7 +18,7 @@ class LayerTrace(ArrayRecord):
     """The states of one layer, and its scores on demand.
 
     `before` and `after` are X_ℓ and X_{ℓ+1}. `attention_input` is the input of the attention, which is LayerNorm(X_ℓ)
-    in a pre-norm network and X_ℓ otherwise. `query` and `key` are X Q_h and X K_h for this input X.
+    in a pre-norm network and X_ℓ otherwise. `query` and `key` are those of `Layer.project` for this input.
     """
 
     index: int
@@ -35,15 +35,16 @@ class LayerTrace(ArrayRecord):
     ) -> Iterator["ScoreBlock"]:
         """Yield the scores β Q Kᵀ of all heads in blocks of rows, with about `entries` numbers per block at most.
 
-        `query` replaces the queries of the trace if given. Masked entries are −∞.
+        `query` replaces the queries of the trace if given, without position biases if it is narrower. Masked entries
+        are −∞.
         """
         query = self.query if query is None else query
-        n = self.key.shape[-2]
+        key, n = self.key[..., : query.shape[-1]], self.key.shape[-2]
         rows = max(1, entries // max(1, query[..., :1, :1].numel() * n))
         columns = torch.arange(n, device=query.device)
         for start in range(0, n, rows):
             stop = min(start + rows, n)
-            scores = (query[..., start:stop, :] @ self.key.mT) * self.scale
+            scores = (query[..., start:stop, :] @ key.mT) * self.scale
             visible = None
             if self.causal:
                 visible = columns <= columns[start:stop, None]

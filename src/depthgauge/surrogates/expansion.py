@@ -22,6 +22,8 @@ class Expansion:
     """
 
     def __init__(self, network: SelfAttentionNetwork) -> None:
+        if network.has_attention_bias:
+            raise InputError("the expansion applies to networks without biases in the attention")
         if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
             raise InputError("the expansion applies to networks that are not causal and have neither MLP nor LayerNorm")
         self.skip = network.skip

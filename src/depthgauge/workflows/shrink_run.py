@@ -42,7 +42,7 @@ from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, time_left
+from depthgauge.workflows.shrink_estimate import ADVISED_STEPS, PartCosts, ShrinkJob, heal_advice, heal_seconds, time_left
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,6 +218,16 @@ class ShrinkRun:
         costs = PartCosts(shrinker.window_seconds, shrinker.token_seconds(), self.opened.fresh)
         self.message(time_left(job, costs, is_most=heal == "auto"))
 
+    def _heal_advice(self) -> tuple[str, ...]:
+        """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
+        shrinker = self.shrinker
+        if self.settings.heal is not None or not shrinker.repairs or self.opened.checkpoint.objective != "loss":
+            return ()
+        seconds = heal_seconds(
+            ADVISED_STEPS, shrinker.effort, self.calibration.record.window, shrinker.window_seconds
+        )  # fmt: skip
+        return (heal_advice(ADVISED_STEPS, seconds),)
+
     @property
     def _limit(self) -> float | None:
         return self.settings.max_increase if self.followed is None else None  # a plan has its size
@@ -315,7 +325,7 @@ class ShrinkRun:
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
-        notes = (*_notes(record, self.opened, shrunk), f"memory: {kind}")
+        notes = (*_notes(record, self.opened, shrunk), *self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
 
