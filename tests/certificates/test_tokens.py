@@ -93,7 +93,8 @@ def _attacked(seed: int, method: str, eta: float, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     for n in (2, 5, 40):
         x = tokens.embeddings[torch.randint(0, len(tokens.embeddings), (50, n), generator=generator)]
-        assert largest_difference(net, small, x) <= upper * SLACK
+        rounding = 64 * torch.finfo(torch.float64).eps * float(x.abs().max())  # of the two evaluations
+        assert largest_difference(net, small, x) <= upper * SLACK + rounding
     for others in (1, 3, 9):
         assert largest_difference(net, small, tokens.embeddings[[0] + [1] * others]) <= upper * SLACK
 
@@ -134,9 +135,9 @@ def test_few_sequences_are_all_tried() -> None:
     every = [tokens.at_positions()[torch.arange(chosen.shape[1]), chosen] for chosen in batches]
     assert certificate.lower == pytest.approx(max(largest_difference(net, small, x) for x in every), rel=1e-9)
     free = Tokens(drawn(3, 4), length=3)
-    assert count_sequences(free) == 3 + 6 + 10
-    assert sum(len(x) for x, _ in every_sequence(free)) == 19
-    assert count_sequences(tokens) == 3 + 9 + 27
+    assert count_sequences(free, is_ordered=False) == 3 + 6 + 10
+    assert sum(len(x) for x, _ in every_sequence(free, is_ordered=False)) == 19
+    assert count_sequences(tokens, is_ordered=True) == 3 + 9 + 27
 
 
 def test_the_witness_consists_of_tokens() -> None:

@@ -1,7 +1,7 @@
 """Lower bounds over sequences of tokens: substitute one token at a time, or try every sequence if there are few.
 
-A sequence is given by slots: without positions, slot s stands for `counts[s]` equal tokens, since equal tokens stay
-equal in a network that is not causal; with positions, every slot is one position.
+A sequence is given by slots. If the order of the tokens matters, because of positions or a causal mask, every slot is one
+position. Otherwise slot s stands for `counts[s]` equal tokens, which stay equal.
 """
 
 import math
@@ -42,14 +42,21 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     """Return the sequence with the largest max|S(X) − S'(X)| that was found."""
     tokens, network = comparison.inputs, comparison.network
     assert isinstance(tokens, Tokens)
-    starts = STARTS // (1 if tokens.positions is None else 2) if options.starts is None else options.starts
+    is_ordered = tokens.positions is not None or any(
+        net.causal or net.length is not None for net in (network, comparison.surrogate)
+    )
+    starts = STARTS // (2 if is_ordered else 1) if options.starts is None else options.starts
     require_count("starts", starts, "the number of starting points")
     device = torch.device(options.device) if options.device is not None else network.device
     pair = prepare(network, device), prepare(comparison.surrogate, device)
     measure = partial(_values, pair, device)
-    is_complete = count_sequences(tokens) <= FEW
+    is_complete = count_sequences(tokens, is_ordered) <= FEW
     best, best_value = tokens.at_positions()[:1, 0], -1.0
-    searched = every_sequence(tokens) if is_complete else _substituted(tokens, measure, starts, options.seed)
+    if is_complete:
+        searched = every_sequence(tokens, is_ordered)
+    else:
+        slots = _slots(tokens, is_ordered)
+        searched = (_substituted(tokens, counts, measure, starts, options.seed) for counts in slots)
     for x, counts in searched:
         values = measure(x, counts)
         top = int(values.argmax())
@@ -58,25 +65,25 @@ def attack_tokens(comparison: Comparison, options: AttackOptions) -> FoundSequen
     return FoundSequence(best, is_complete)
 
 
-def count_sequences(tokens: Tokens) -> float:
-    """Return the number of different inputs: multisets without positions, sequences with them."""
+def count_sequences(tokens: Tokens, is_ordered: bool) -> float:
+    """Return the number of different inputs: sequences if their order matters, multisets otherwise."""
     if tokens.length is None:
         return math.inf
     v = len(tokens.embeddings)
-    if tokens.positions is None:
+    if not is_ordered:
         return sum(math.comb(v + n - 1, n) for n in range(1, tokens.length + 1))
     return sum(v**n if n * math.log(v) < 50 else math.inf for n in range(1, tokens.length + 1))
 
 
-def every_sequence(tokens: Tokens) -> Iterator[tuple[Float[Tensor, "some n d"], Int64[Tensor, " n"]]]:
+def every_sequence(tokens: Tokens, is_ordered: bool) -> Iterator[tuple[Float[Tensor, "some n d"], Int64[Tensor, " n"]]]:
     """Yield all sequences in batches of equal length, with multiplicities 1."""
     assert tokens.length is not None
     places, v = tokens.at_positions(), len(tokens.embeddings)
     for n in range(1, tokens.length + 1):
         together = max(1, ROWS // n)
         batch: list[tuple[int, ...]] = []
-        free = tokens.positions is None
-        for chosen in combinations_with_replacement(range(v), n) if free else product(range(v), repeat=n):
+        all_of_length = product(range(v), repeat=n) if is_ordered else combinations_with_replacement(range(v), n)
+        for chosen in all_of_length:
             batch.append(chosen)
             if len(batch) == together:
                 yield _rows(places, torch.tensor(batch)), torch.ones(n, dtype=torch.int64)
@@ -93,36 +100,33 @@ def _rows(places: Float[Tensor, "n v d"], chosen: Int64[Tensor, "some r"]) -> Fl
 
 
 def _substituted(
-    tokens: Tokens, measure: Callable[[Tensor, Tensor], Tensor], starts: int, seed: int
-) -> Iterator[tuple[Float[Tensor, "starts r d"], Int64[Tensor, " r"]]]:
-    """Yield the ends of searches from random sequences, for several patterns of multiplicities or lengths."""
+    tokens: Tokens, counts: Int64[Tensor, " r"], measure: Callable[[Tensor, Tensor], Tensor], starts: int, seed: int
+) -> tuple[Float[Tensor, "starts r d"], Int64[Tensor, " r"]]:
+    """Return the ends of searches from random sequences with these multiplicities."""
     generator = torch.Generator().manual_seed(seed)
-    places, v = tokens.at_positions(), len(tokens.embeddings)
-    for counts in _slots(tokens):
-        r = len(counts)
-        chosen = torch.randint(0, v, (starts, r), generator=generator)
-        values = measure(_rows(places, chosen), counts)
-        for _ in range(SWEEPS):
-            before = values.clone()
-            for slot in torch.randperm(r, generator=generator).tolist():
-                tried = torch.randperm(v, generator=generator)[:CANDIDATES]
-                trial = chosen[:, None, :].repeat(1, len(tried), 1)
-                trial[:, :, slot] = tried
-                found = measure(_rows(places, trial.flatten(0, 1)), counts).reshape(starts, -1)
-                top, which = found.max(dim=1)
-                better = top > values
-                chosen[better, slot] = tried[which[better]]
-                values = torch.where(better, top, values)
-            if bool((values <= before).all()):
-                break
-        yield _rows(places, chosen), counts
+    places, v, r = tokens.at_positions(), len(tokens.embeddings), len(counts)
+    chosen = torch.randint(0, v, (starts, r), generator=generator)
+    values = measure(_rows(places, chosen), counts)
+    for _ in range(SWEEPS):
+        before = values.clone()
+        for slot in torch.randperm(r, generator=generator).tolist():
+            tried = torch.randperm(v, generator=generator)[:CANDIDATES]
+            trial = chosen[:, None, :].repeat(1, len(tried), 1)
+            trial[:, :, slot] = tried
+            found = measure(_rows(places, trial.flatten(0, 1)), counts).reshape(starts, -1)
+            top, which = found.max(dim=1)
+            better = top > values
+            chosen[better, slot] = tried[which[better]]
+            values = torch.where(better, top, values)
+        if bool((values <= before).all()):
+            break
+    return _rows(places, chosen), counts
 
 
-def _slots(tokens: Tokens) -> list[Int64[Tensor, " r"]]:
-    if tokens.positions is None:
+def _slots(tokens: Tokens, is_ordered: bool) -> list[Int64[Tensor, " r"]]:
+    if not is_ordered:
         return patterns_of(tokens.length, causal=False)
-    assert tokens.length is not None
-    lengths = sorted({min(tokens.length, n) for n in (2, 8, tokens.length)})
+    lengths = sorted({min(tokens.length or 16, n) for n in (2, 8, tokens.length or 16)})
     return [torch.ones(n, dtype=torch.int64) for n in lengths]
 
 
