@@ -170,8 +170,7 @@ def certify(
 
     Raises:
         InputError: the networks do not fit together, an option is invalid, or the architecture is not covered
-            (LayerNorm; for causal networks and MLPs only surrogates with deleted or parallel attention are covered,
-            and no `inputs`).
+            (LayerNorm; for MLPs only surrogates with deleted attention are covered, and no `inputs`).
 
     Example:
         >>> from depthgauge import collapse, random_network
@@ -243,9 +242,21 @@ def check_request(
     for which, net in (("network", network), ("surrogate", surrogate)):
         if net.norm != "none":
             raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without LayerNorm")
-    if isinstance(chosen, Tokens) and not Comparison(network, surrogate, chosen).expands:
-        raise InputError("inputs applies to networks that are not causal and have no MLP; use radius instead")
+    if isinstance(chosen, Tokens) and Comparison(network, surrogate, chosen).has_mlp:
+        raise InputError("inputs applies to networks without MLPs; use radius instead")
+    _check_length(network, surrogate, chosen.length if isinstance(chosen, Tokens) else tokens)
     return chosen
+
+
+def _check_length(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, length: int | None) -> None:
+    """Check that inputs are not longer than the position biases of the networks allow."""
+    allowed = min((net.length for net in (network, surrogate) if net.length is not None), default=None)
+    if allowed is not None and (length is None or length > allowed):
+        raise InputError(
+            f"the position biases are for up to {allowed} tokens, and the inputs have "
+            f"{'any number' if length is None else length}; limit them with tokens={allowed}, or Tokens(…, "
+            f"length={allowed})"
+        )
 
 
 def _checked_tokens(network: SelfAttentionNetwork, inputs: Tokens, tokens: int | None) -> Tokens:

@@ -75,7 +75,11 @@ class Comparison:
         return self.inputs
 
     @property
+    def has_mlp(self) -> bool:
+        """Whether one of the networks has an MLP."""
+        return any(layer.mlp is not None for net in (self.network, self.surrogate) for layer in net)
+
+    @property
     def expands(self) -> bool:
         """Whether both networks have the exact expansion of docs/math.md §3.1: not causal and no MLP."""
-        networks = (self.network, self.surrogate)
-        return not self.network.causal and not any(layer.mlp is not None for net in networks for layer in net)
+        return not self.network.causal and not self.has_mlp

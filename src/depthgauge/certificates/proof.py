@@ -15,6 +15,7 @@ from depthgauge._format import number
 from depthgauge.certificates.attack import NO_HINTS, Hints
 from depthgauge.certificates.ball import BallBounds, column_lengths
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
+from depthgauge.certificates.causal_proof import CausalProof, causal_proof
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.deletion import Deletion, deletion_bound
 from depthgauge.certificates.difference import BoxDifference, JointParts
@@ -241,7 +242,7 @@ class UpperBound:
     share: tuple[tuple[float, ...], ...]
     lost_at: int | None
     seconds: float
-    proof: ExpansionProof | TokenProof | Deletion | None
+    proof: ExpansionProof | TokenProof | CausalProof | Deletion | None
 
     def __repr__(self) -> str:
         return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
@@ -258,8 +259,11 @@ def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = 
     """
     begun = time.perf_counter()
     is_box = comparison.inputs.kind == "box"
-    proof: ExpansionProof | TokenProof | Deletion
-    if isinstance(comparison.inputs, Tokens):
+    proof: ExpansionProof | TokenProof | CausalProof | Deletion
+    if comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
+        proof = causal_proof(comparison)
+        notes = proof.notes
+    elif isinstance(comparison.inputs, Tokens):
         proof = token_proof(comparison)
         notes = proof.notes
     elif comparison.expands:

@@ -9,7 +9,7 @@ points, and only what is beyond them head by head; heads that occur in both netw
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,6 +20,7 @@ from torch import Tensor
 from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
+from depthgauge.certificates.regions import ConvexLead
 from depthgauge.certificates.token_bounds import PairLead, TokenBounds, can_pair, largest
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.linalg.enclosures import Enclosure
@@ -85,11 +86,11 @@ def token_proof(comparison: Comparison, bounds: TokenBounds | None = None) -> To
         (T, Tm), (T_other, Tm_other) = S.tensors(), other.tensors()
         leads = [PairLead(Rank1Sum.join(*pair), points) for pair in ((T, T_other.negated()), (Tm, Tm_other.negated()))]
         beyond = total(linear, _sum(S.added("rest"), points), _sum(other.added("rest"), points))
-        joint = _sharpened(leads, beyond, plain)
+        joint = largest_first(leads, beyond, plain)
     return TokenProof(S, other, plain, joint, parts)
 
 
-def _sharpened(leads: list[PairLead], beyond: Vector, plain: Vector) -> Vector:
+def largest_first(leads: Sequence[PairLead | ConvexLead], beyond: Vector, plain: Vector) -> Vector:
     """Return the joint bound, sharpened where it is the largest of all coordinates, until that is sharp."""
     joint = total(beyond, *(lead.pairs for lead in leads))
     done: set[int] = set()

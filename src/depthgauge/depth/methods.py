@@ -9,7 +9,7 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.certificates.attack import AttackOptions, difference, multiset_attention, search
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.errors import InputError, require_radius, require_seed, unknown_name
+from depthgauge.errors import InputError, require_count, require_radius, require_seed, unknown_name
 from depthgauge.linalg.adam import Adam
 from depthgauge.linalg.threads import threads_for
 from depthgauge.network.network import AttentionFunction, SelfAttentionNetwork, require_network
@@ -28,6 +28,7 @@ def collapse(
     network: SelfAttentionNetwork,
     method: str = "mean-field",
     *,
+    length: int | None = None,
     radius: float = 1.0,
     seed: int = 0,
     progress: Step = silent,
@@ -41,6 +42,8 @@ def collapse(
     Args:
         network: S.
         method: "identity", "last-layer", "parallel", "mean-field", "corrected" or "fitted".
+        length: the largest number of tokens; `mean-field` and `corrected` need it for causal networks, where their
+            heads have position biases. The other methods and networks do not use it.
         radius: φ; `fitted` is trained on the box |X_ic| ≤ φ. The other methods do not use it.
         seed: seed of the training of `fitted`.
         progress: called as `progress(done, total, label)` during the training of `fitted`.
@@ -61,8 +64,10 @@ def collapse(
     if method not in METHODS:
         raise unknown_name("method", method, METHODS)
     require_radius(radius)
+    if length is not None:
+        require_count("length", length, "the largest number of tokens")
     if method != "fitted":
-        return closed_form(network, method)
+        return closed_form(network, method, length)
     reason = refusal(network, method)
     if reason is not None:
         raise InputError(reason)

@@ -21,11 +21,16 @@ class Expansion:
     `W[ℓ]` encloses β Q_h K_hᵀ and `V[ℓ]` the values V_h, both of shape [H, d, d].
     """
 
+    is_causal = False
+
     def __init__(self, network: SelfAttentionNetwork) -> None:
-        if network.has_attention_bias:
-            raise InputError("the expansion applies to networks without biases in the attention")
-        if network.causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
-            raise InputError("the expansion applies to networks that are not causal and have neither MLP nor LayerNorm")
+        if network.causal != self.is_causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+            kind = "causal" if self.is_causal else "not causal"
+            raise InputError(f"the expansion applies to networks that are {kind} and have neither MLP nor LayerNorm")
+        if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):
+            raise InputError("the expansion does not cover biases of queries and outputs")
+        if not self.is_causal and network.length is not None:
+            raise InputError("the expansion covers position biases in causal networks alone")
         self.skip = network.skip
         self.depth = len(network)
         self.dim = network.dim
@@ -71,3 +76,23 @@ class Expansion:
         if k not in self._carried_out:
             self._carried_out[k] = self.V[k] @ self.drift(k + 1, end)
         return self._carried_out[k]
+
+
+class CausalExpansion(Expansion):
+    """The matrices of the expansion of a causal network (docs/math.md §3.12).
+
+    With C the average over the visible tokens, e_m(k:ℓ) = Σ_{k≤ℓ₁<…<ℓ_m<ℓ} V_ℓ₁ ⋯ V_ℓm and E_k = Σ_h (P_kh − C) X_k V_kh,
+
+        X_ℓ = Σ_m C^m X e_m(0:ℓ) + Σ_{k<ℓ} Σ_m C^m E_k e_m(k+1:ℓ).
+    """
+
+    is_causal = True
+
+    def orders(self, k: int, end: int) -> list[Enclosure]:
+        """Return e_1(k:ℓ), …, e_{ℓ−k}(k:ℓ); `end` is ℓ."""
+        eye = torch.eye(self.dim, dtype=torch.float64)
+        found = [Enclosure.exact(eye), *(Enclosure.exact(torch.zeros_like(eye)) for _ in range(end - k))]
+        for index, V in enumerate(self.V_sum[k:end], start=1):
+            for m in range(index, 0, -1):
+                found[m] = found[m] + found[m - 1] @ V
+        return found[1:]
