@@ -1,8 +1,8 @@
 """Layer-by-layer bounds of a causal network with skip connections (docs/math.md §3.12).
 
-With C the average over the visible tokens, the input of layer k is x_j + u_j D_k + ε_j in row j: u_j = (C X)_j is in the
-convex hull of the points, D_k = e_1(0:k), and |ε_j| ≤ err_k bounds all higher orders and all that attention differs from
-averaging. The scores of a row, and the values, are
+With C the average over the visible tokens, the input of layer k is x_j + u_j D_k + ε_j in row j: u_j = (C X)_j is in
+the convex hull of the points, D_k = e_1(0:k), and |ε_j| ≤ err_k bounds all higher orders and everything in which
+attention differs from averaging. The scores of a row, and the values, are
 
     s_j = (x_i + u_i D)W x_jᵀ + terms whose range is `moved`,        x_j M + u_j D M + ε_j M.
 """
@@ -90,7 +90,10 @@ class CausalBounds:
         return add_up(self.region.ranges(layer.drift @ M), errors)
 
     def added(self, part: str) -> Iterator[HeadVectors]:
-        """Yield, layer by layer, what every head adds to the output at most: with `gap`, or `rest` of orders 0 and 1."""
+        """Yield, layer by layer, what every head adds to the output at most; `part` is `gap` or `rest`.
+
+        The leading term has orders 0 and 1, so `rest` contains the others as they are.
+        """
         for k in range(self.expansion.depth):
             found = torch.zeros_like(self.expansion.V[k].mid[:, 0])
             for m, M in enumerate(self.values(k, self.expansion.depth)):
