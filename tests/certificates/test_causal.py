@@ -1,6 +1,7 @@
 """Certificates of causal networks: they hold on attacked inputs, and each inequality behind them holds."""
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_the_error_has_the_order_that_is_claimed(method: str, order: int) -> Non
     for eta in (0.01, 0.005, 0.0025):
         net = unit.rescale(eta)
         errors.append(largest_difference(net, dg.collapse(net, method, length=LENGTH), x))
-    slopes = [float(torch.log2(torch.tensor(a / b))) for a, b in zip(errors, errors[1:], strict=False)]
+    slopes = [float(torch.log2(torch.tensor(a / b))) for a, b in pairwise(errors)]
     assert all(abs(slope - order) < 0.25 for slope in slopes)
 
 

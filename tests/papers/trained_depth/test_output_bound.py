@@ -10,6 +10,8 @@ from depthgauge.papers.trained_depth.bounded_training import TrainedModel, Train
 from depthgauge.papers.trained_depth.generated_tasks import recall_task
 from depthgauge.papers.trained_depth.output_bound import (
     OutputBound,
+    attack_margin,
+    box_output_bound,
     largest_input,
     margins,
     output_bound,
@@ -35,6 +37,30 @@ def bounds(trained: list[TrainedModel]) -> list[OutputBound]:
     return [bound for bound in found if bound is not None]
 
 
+@pytest.fixture(scope="module")
+def box_bounds(trained: list[TrainedModel]) -> list[OutputBound]:
+    found = [box_output_bound(one.model) for one in trained]
+    assert None not in found
+    return [bound for bound in found if bound is not None]
+
+
+def test_no_sequence_changes_the_output_by_more_than_the_bound(
+    trained: list[TrainedModel], bounds: list[OutputBound], box_bounds: list[OutputBound]
+) -> None:
+    """Every sequence of 3 + 3 tokens of length 5 is tried."""
+    every = torch.cartesian_prod(*(torch.arange(6) for _ in range(5)))
+    for one, bound, over_box in zip(trained, bounds, box_bounds, strict=True):
+        model = one.model.exact()
+        change = model.logits(every) - model.logits(every, closed_form(model.network, bound.method))
+        largest = float((change.amax(1) - change.amin(1)).max())
+        assert float(change.abs().max()) <= bound.logit
+        assert largest <= bound.margin
+        found = attack_margin(one.model, bound.method)
+        assert 0.9 * largest <= found <= largest * (1 + 1e-12)
+        assert bound.margin < over_box.margin or over_box.probability == 1.0
+    assert bounds[0].margin < 8 * attack_margin(trained[0].model, bounds[0].method)
+
+
 def attacked(model: BoundedModel, method: str, radius: float, tokens: int, seed: int) -> tuple[float, float]:
     """Return the largest change of a logit, and of a difference of logits, that gradient ascent finds in the box."""
     S, other = model.network, closed_form(model.network, method)
@@ -53,14 +79,14 @@ def attacked(model: BoundedModel, method: str, radius: float, tokens: int, seed:
 
 
 def test_no_input_changes_the_output_by_more_than_the_bound(
-    trained: list[TrainedModel], bounds: list[OutputBound]
+    trained: list[TrainedModel], box_bounds: list[OutputBound]
 ) -> None:
     closest = 0.0
-    for index, (one, bound) in enumerate(zip(trained, bounds, strict=True)):
-        model = one.model.exact()
-        assert bound.radius <= 1
+    for index, (one, bound) in enumerate(zip(trained, box_bounds, strict=True)):
+        model, radius = one.model.exact(), largest_input(one.model)
+        assert radius <= 1
         for tokens in (2, TASK.length, 20):
-            logit, margin = attacked(model, bound.method, bound.radius, tokens, index)
+            logit, margin = attacked(model, bound.method, radius, tokens, index)
             assert logit <= bound.logit
             assert margin <= bound.margin
             closest = max(closest, margin / bound.margin)
@@ -71,7 +97,7 @@ def test_sequences_of_the_task_obey_the_bound(trained: list[TrainedModel], bound
     tokens, labels = held_out(TASK, 300)
     for one, bound in zip(trained, bounds, strict=True):
         model = one.model.exact()
-        assert float(model.inputs(tokens).abs().max()) <= bound.radius
+        assert float(model.inputs(tokens).abs().max()) <= largest_input(one.model)
         before, after = model.logits(tokens), model.logits(tokens, closed_form(model.network, bound.method))
         assert float((before - after).abs().max()) <= bound.logit
         assert float((before.softmax(1) - after.softmax(1)).abs().max()) <= bound.probability

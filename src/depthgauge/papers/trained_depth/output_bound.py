@@ -1,6 +1,6 @@
 """A proved bound on the change of a model's output when its layers are replaced by one (docs/math.md §8).
 
-The logits are z = (S(X) R)_last, and δ bounds every change |(z_c − z_e) − (z'_c − z'_e)|. Two sets of inputs are covered:
+The logits are z = (S(X) R)_last, and δ bounds every change |(z_c − z_e) − (z'_c − z'_e)|, over two sets of inputs:
 
 - all sequences of the model's own tokens, one at each position. The differences of logits are bounded directly, as
   (S(X) − S'(X))(R_c − R_e) in the last row.
@@ -11,6 +11,7 @@ Every class probability changes by at most tanh(δ/4), and a prediction can chan
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +119,7 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
         value = token_proof(comparison, bounds, readout).value
         return _bound(method, float(value[:classes].amax()), float(value[classes:].amax()))
 
-    return _least([prove(method) for method in methods])
+    return least_bound([prove(method) for method in methods])
 
 
 def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
@@ -153,7 +154,33 @@ def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> Outp
     best = min((prove(method, plain) for method in methods), key=lambda bound: bound.margin)
     if network.skip and decisive < best.margin <= HOPELESS * decisive:
         best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
-    return _least([best])
+    return least_bound([best])
+
+
+def attack_margin(model: BoundedModel, method: str, *, starts: int = 32, sweeps: int = 3, seed: int = 0) -> float:
+    """Return the largest change of a difference of two logits that was found over sequences of the model's tokens.
+
+    `method` is the one-layer network. The search starts from random sequences and replaces one token at a time by the
+    best of all tokens.
+    """
+    exact = _checked(model)
+    other = exact.network if method == ITSELF else closed_form(exact.network, method)
+    v, n = len(exact.token), len(exact.position)
+
+    def spread(sequences: Int64[Tensor, "many n"]) -> Float[Tensor, " many"]:
+        change = exact.logits(sequences) - exact.logits(sequences, other)
+        return change.amax(dim=1) - change.amin(dim=1)
+
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(0, v, (starts, n), generator=generator)
+    best = spread(chosen)
+    for _ in range(sweeps):
+        for place in torch.randperm(n, generator=generator).tolist():
+            tried = chosen[:, None].repeat(1, v, 1)
+            tried[:, :, place] = torch.arange(v)
+            best, which = spread(tried.flatten(0, 1)).reshape(starts, v).max(dim=1)
+            chosen[:, place] = which
+    return float(best.max())
 
 
 def _checked(model: BoundedModel) -> BoundedModel:
@@ -165,9 +192,9 @@ def _bound(method: str, logit: float, margin: float) -> OutputBound:
     return OutputBound(method, logit, margin, float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0)
 
 
-def _least(bounds: list[OutputBound]) -> OutputBound | None:
+def least_bound(bounds: Sequence[OutputBound | None]) -> OutputBound | None:
     """Return the bound with the least δ, or None if none is finite."""
-    finite = [bound for bound in bounds if math.isfinite(bound.margin)]
+    finite = [bound for bound in bounds if bound is not None and math.isfinite(bound.margin)]
     return min(finite, key=lambda bound: bound.margin) if finite else None
 
 
