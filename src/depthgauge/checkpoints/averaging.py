@@ -2,7 +2,7 @@
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from depthgauge.checkpoints.first_layer import NotBoundedError, first_call, read_first_layer
 from depthgauge.checkpoints.interface import AttentionCall
@@ -39,12 +39,14 @@ def first_layer_bound(checkpoint: Checkpoint, progress: Step = silent) -> FirstL
 
 
 def _bounded(checkpoint: Checkpoint, progress: Step) -> FirstLayerBound:
-    context = context_length(checkpoint.config)
+    blocks, context = find_blocks(checkpoint.model, checkpoint.layers), context_length(checkpoint.config)
+    if checkpoint.family is None or not blocks:
+        raise NotBoundedError(f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge")
     asked = min(TOKENS, context or TOKENS)
     probe = first_call(checkpoint, torch.zeros(1, asked, dtype=torch.long))
     mask = probe.visible(asked - 1, asked)
     n = asked if mask is None else int(mask[0, 0].sum())
-    window = min(filter(None, (context, n if n < asked else None, _sliding(checkpoint))), default=None)
+    window = min(filter(None, (context, n if n < asked else None, _sliding(blocks[0]))), default=None)
     layer = read_first_layer(checkpoint, window)
     progress(0, 2, f"layer 0: scores of all {len(layer.vocabulary):,} tokens")
     scores = scores_of(layer)
@@ -77,11 +79,9 @@ def _bounded(checkpoint: Checkpoint, progress: Step) -> FirstLayerBound:
     return FirstLayerBound(vocabulary=len(layer.vocabulary), window=window, tokens=n, heads=tuple(heads))
 
 
-def _sliding(checkpoint: Checkpoint) -> int | None:
-    """Return the sliding window of layer 0, or None."""
-    block = find_blocks(checkpoint.model, checkpoint.layers)[:1]
-    windows = (getattr(module, "sliding_window", None) for one in block for module in one.modules())
-    return next(filter(None, windows), None)
+def _sliding(block: nn.Module) -> int | None:
+    """Return the sliding window of a block, or None."""
+    return next(filter(None, (getattr(module, "sliding_window", None) for module in block.modules())), None)
 
 
 def capped_range(theta: Float[Tensor, " heads"], softcap: float | None) -> Float[Tensor, " heads"]:
@@ -111,12 +111,12 @@ def widest_texts(
 
     best = [torch.full((heads, c, n), end, dtype=torch.float64) for end in (-torch.inf, torch.inf)]
     names = [torch.zeros((heads, c, n), dtype=torch.long) for _ in best]
-    for ids in usable.split(_TOGETHER):
+    for ids in torch.split(usable, _TOGETHER):
         found = capped(ids)
         for side, (values, index) in enumerate((found.max(-1), found.min(-1))):
             better = values > best[0] if side == 0 else values < best[1]
             best[side][better], names[side][better] = values[better], ids[index][better]
-    own = capped(queries.flatten())[:, :, -1].unflatten(-1, (heads, c))
+    own = torch.unflatten(capped(queries.flatten())[:, :, -1], -1, (heads, c))
     for side in (0, 1):
         best[side][..., -1] = own.diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1)
         names[side][..., -1] = queries

@@ -276,8 +276,8 @@ def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSiz
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         waiting = list[tuple[Tensor, ...]]()
         for block in blocks:
-            projections = projections(block, family, heads)
-            weights = (*projections, _gain(block, family, projections[0]))
+            read = projections(block, family, heads)
+            weights = (*read, _gain(block, family, read[0]))
             pairs = zip(waiting[0] if waiting else weights, weights, strict=True)
             alike = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
             if waiting and (not alike or (len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES):

@@ -94,7 +94,7 @@ class Family:
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
     - `attention_norm`, `mlp_norm`: the norms applied to the outputs of the output projection and of `down`, before
       (Gemma 2) or after (BERT) they are added to the residual stream; None if there are none
-    - `head_norms`: the norms of the queries and of the keys of a head (Qwen 3), with `gain_offset`; None if there are none
+    - `head_norms`: the norms of the queries and of the keys inside a head (Qwen 3), with `gain_offset`, or None
     - `embeddings`: what is added to the embeddings of tokens
     """
 

@@ -4,7 +4,6 @@ Weights are taken as they are stored, and constants (ε, the scale of embeddings
 them. All maps are enclosed: the results contain the exact queries and keys.
 """
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +19,14 @@ from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.linalg.enclosures import Enclosure
-from depthgauge.linalg.rounding import TINY, UNIT, add_up, gamma, mul_up, nonnegative_sum_up, sqrt_up
+from depthgauge.linalg.rounding import UNIT, add_up, div_up, gamma, mul_down, mul_up, norm_up
 
-BLOCK = 2**21
-"""Entries of an array that are computed at a time (16 MB)."""
+BLOCK = 2**20
+"""Entries of an array that are computed at a time (8 MB)."""
+
+
+UNDERFLOW = 2.0**-900
+"""At least what underflows contribute to a vector: 2⁻¹⁰⁷⁴ for each of at most 2⁶⁰ products with factors up to 2¹⁰⁰."""
 
 
 class NotBoundedError(CheckpointError):
@@ -32,25 +34,88 @@ class NotBoundedError(CheckpointError):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Projection(ArrayRecord):
-    """The queries or the keys of all heads: x ↦ norm(x W + b), with the gain and the bias of the norm before in W and b.
+class Rows(ArrayRecord):
+    """Vectors that are known up to rounding: the exact ones are within the Euclidean distance `off` of `mid`."""
 
-    - `weight`, `bias`: W `[d, heads·k]` and b `[heads·k]`
-    - `heads`: the number of heads
-    - `gain`, `eps`: of the norm inside a head (Qwen 3); None if there is none
+    mid: Float[Tensor, "*n d"]
+    off: Float[Tensor, "*n"]
+
+    def normalized(self, eps: float) -> "Rows":
+        """Return x/√(|x|²/d + ε) for every row x.
+
+        The computed root r has a relative error of at most ρ (`root_error`), so the result is off by at most
+        r((1 + ρ)·off + ρ|mid x|).
+        """
+        d, size = self.mid.shape[-1], norm_up(self.mid)
+        variance = self.mid.square().sum(-1) / d + eps
+        rho = root_error(variance, size, self.off, d, eps)
+        root = 1.0 / variance.sqrt()
+        off = mul_up(root, add_up(mul_up(add_up(1.0, rho), self.off), mul_up(rho, size)))
+        return Rows(self.mid * root[..., None], add_up(off, UNDERFLOW))
+
+
+def root_error(variance: Tensor, size: Tensor, off: Tensor, d: int, eps: float) -> Tensor:
+    """Bound the relative error of fl(1/√variance), where variance = |x|²/d + ε of an x within `off` of mid, and of a
+    product with it; +∞ if the bound exceeds ½.
+
+    With |mid x| ≤ `size`, d·variance is off by at most E = γ_(d+16)(size² + dε) + off(2·size + off). For
+    η = E/(d·variance) ≤ 0.6 both 1/√(1 + η) and 1/√(1 − η) are within η of 1. Root, quotient and product are rounded.
+    """
+    moved = mul_up(off, add_up(2.0 * size, off))
+    error = add_up(mul_up(gamma(d + 16), add_up(mul_up(size, size), mul_up(float(d), eps))), UNDERFLOW)
+    rho = add_up(div_up(add_up(error, moved), mul_down(float(d), variance)), 8.0 * UNIT)
+    return torch.where((rho <= 0.5) & (variance > 0), rho, torch.inf)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Projection(ArrayRecord):
+    """The queries or the keys of all heads, x ↦ norm(x W + b). Gain and bias of the norm before are in W and b.
+
+    - `weight`, `bias`: W `[d, heads, k]` and b `[heads, k]`, computed
+    - `bias_off`: the distance of the exact b of every head; W has a relative error of at most γ_3 per entry
+    - `gain`, `eps`: of the norm inside a head (Qwen 3), or None; the gain has a relative error of one rounding
     """
 
-    weight: Enclosure
-    bias: Enclosure
-    heads: int
-    gain: Enclosure | None = None
+    weight: Float[Tensor, "d heads k"]
+    bias: Float[Tensor, "heads k"]
+    bias_off: Float[Tensor, " heads"]
+    gain: Float[Tensor, " k"] | None = None
     eps: float = 0.0
 
-    def __call__(self, x: Enclosure) -> Enclosure:
+    @property
+    def heads(self) -> int:
+        """The number of heads."""
+        return self.weight.shape[1]
+
+    def scaled(self, factors: Float[Tensor, "heads k"], centre: Float[Tensor, "heads k"]) -> "Projection":
+        """Subtract a centre from the vectors and multiply them by powers of two, which is exact."""
+        bias = self.bias - centre
+        off = add_up(self.bias_off, mul_up(UNIT, norm_up(bias)))
+        return Projection(self.weight * factors, bias * factors, mul_up(off, factors.amax(-1)))
+
+    def linear(self, x: Rows) -> Rows:
+        """Return x W `[n, heads, k]`.
+
+        With F = ‖W_h‖_F, a computed vector is off by at most (γ_(d+1) + γ_3)|mid x|F + off(1 + γ_3)F, entry by entry
+        by Cauchy–Schwarz.
+        """
+        d, heads, _ = self.weight.shape
+        mid = torch.unflatten(x.mid @ self.weight.flatten(1), -1, (heads, -1))
+        F = mul_up(norm_up(self.weight.permute(1, 0, 2).flatten(1)), 1.0 + 2.0**-40)  # exceeds 1 + γ_3
+        off = mul_up(add_up(mul_up(gamma(d + 6), norm_up(x.mid)), x.off)[:, None], F)
+        return Rows(mid, add_up(off, UNDERFLOW))
+
+    def __call__(self, x: Rows) -> Rows:
         """Return the vectors `[n, heads, k]` of normalized states x `[n, d]`."""
-        flat = product(x, self.weight) + self.bias
-        vectors = Enclosure(*(part.reshape(len(part), self.heads, -1) for part in (flat.mid, flat.rad)))
-        return vectors if self.gain is None else normalized(vectors, self.eps) * self.gain
+        product = self.linear(x)
+        mid = product.mid + self.bias
+        made = Rows(mid, add_up(add_up(product.off, self.bias_off), mul_up(UNIT, norm_up(mid))))
+        if self.gain is None:
+            return made
+        made = made.normalized(self.eps)
+        mid = made.mid * self.gain
+        off = add_up(mul_up(made.off, mul_up(self.gain.abs().amax(), 1.0 + 2.0**-40)), mul_up(gamma(3), norm_up(mid)))
+        return Rows(mid, add_up(off, UNDERFLOW))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -59,7 +124,7 @@ class FirstLayer(ArrayRecord):
 
     - `vocabulary`: the embeddings of all tokens `[v, d]`, in the dtype of the model
     - `scale`: their factor
-    - `positions`: the vectors that are added to them `[p, d]`, one for each position and type of token; None if none are
+    - `positions`: the vectors that are added to them `[p, d]`, one for each position and type of token, or None
     - `first`: the index of the position of the first token of a text
     - `centred`: whether the norm subtracts the mean (LayerNorm)
     - `eps`: ε of the norm
@@ -71,7 +136,7 @@ class FirstLayer(ArrayRecord):
 
     vocabulary: Tensor
     scale: float
-    positions: Enclosure | None
+    positions: Float[Tensor, "p d"] | None
     first: int
     centred: bool
     eps: float
@@ -81,55 +146,27 @@ class FirstLayer(ArrayRecord):
     stretch: float
     span: int | None
 
-    def blocks(self) -> Iterator[Int[Tensor, " n"]]:
-        """Yield the ids of all tokens, some at a time."""
-        widest = max(self.query.weight.shape[1], *self.vocabulary.shape[1:])
-        yield from torch.arange(len(self.vocabulary)).split(max(1, BLOCK // widest))
+    def blocks(self, width: int = 0) -> tuple[Int[Tensor, " n"], ...]:
+        """Return the ids of all tokens, as many at a time as suits arrays of `width` columns, by default of queries."""
+        width = width or self.query.weight[0].numel()
+        return torch.split(torch.arange(len(self.vocabulary)), max(1, BLOCK // width))
 
-    def rows(self, ids: Int[Tensor, " n"]) -> Enclosure:
+    def rows(self, ids: Int[Tensor, " n"]) -> Rows:
         """Return the embeddings of tokens `[n, d]`, scaled, and centred if the norm does it."""
-        found = self.vocabulary[ids.to(self.vocabulary.device)].cpu().double()
-        x = Enclosure.exact(found) if self.scale == 1.0 else Enclosure.exact(found) * self.scale
-        return self.centre(x)
+        return self.centre(self.vocabulary[ids.to(self.vocabulary.device)].cpu().double() * self.scale)
 
-    def centre(self, x: Enclosure) -> Enclosure:
-        """Subtract the mean of every row if the norm does it."""
-        return x - _mean(x) if self.centred else x
+    def centre(self, x: Float[Tensor, "n d"]) -> Rows:
+        """Subtract the mean of every row if the norm does it. The rows may have a relative error of one rounding.
 
-    def states(self, ids: Int[Tensor, " n"]) -> Enclosure:
+        A mean is off by at most γ_(d+1)|x|/√d, which moves the row by γ_(d+1)|x|; the projection does not increase
+        earlier errors, and the difference is rounded.
+        """
+        off = add_up(mul_up(gamma(x.shape[-1] + 8), norm_up(x)), UNDERFLOW)
+        return Rows(x - x.mean(-1, keepdim=True) if self.centred else x, off)
+
+    def states(self, ids: Int[Tensor, " n"]) -> Rows:
         """Return the normalized states of tokens without absolute positions; gain and bias are in the projections."""
-        return normalized(self.rows(ids), self.eps)
-
-
-def product(x: Enclosure, W: Enclosure) -> Enclosure:
-    """Return an enclosure of x W `[n, m]` that costs one matrix product.
-
-    The error of a computed entry is at most (γ_d|mid x| + rad x)|W_c| + |mid x| rad W_c, which is at most
-    ‖γ_d|mid x| + rad x‖₂ ‖W_c‖₂ + ‖mid x‖₂ ‖rad W_c‖₂.
-    """
-    d = x.shape[-1]
-    off = norm_up(add_up(mul_up(gamma(d), x.mid.abs()), x.rad), -1)[:, None]
-    rad = mul_up(off, norm_up(W.abs_up(), 0))
-    if bool((W.rad != 0).any()):
-        rad = add_up(rad, mul_up(norm_up(x.mid.abs(), -1)[:, None], norm_up(W.rad, 0)))
-    return Enclosure(x.mid @ W.mid, add_up(rad, d * TINY))
-
-
-def norm_up(x: Tensor, dim: int) -> Tensor:
-    """Return an upper bound on the Euclidean norm of x ≥ 0 along a dimension."""
-    return sqrt_up(nonnegative_sum_up(mul_up(x, x), dim))
-
-
-def normalized(x: Enclosure, eps: float) -> Enclosure:
-    """Return x/√(mean(x²) + ε) for every row."""
-    return x * (_mean(x * x) + eps).reciprocal_root()
-
-
-def _mean(x: Enclosure) -> Enclosure:
-    """Return the mean of every row, as a column."""
-    total, share = x.sum(-1), 1.0 / x.shape[-1]
-    width = torch.tensor(share, dtype=torch.float64)
-    return Enclosure(total.mid[..., None], total.rad[..., None]) * Enclosure(width, mul_up(width, 2 * UNIT))
+        return self.rows(ids).normalized(self.eps)
 
 
 class _Seen(Exception):  # noqa: N818
@@ -159,10 +196,8 @@ def read_first_layer(checkpoint: Checkpoint, window: int | None) -> FirstLayer:
         NotBoundedError: a part of the layer is not covered.
     """
     family, model = checkpoint.family, checkpoint.model
-    blocks = find_blocks(model, checkpoint.layers)
-    if family is None or not blocks:
-        raise NotBoundedError(f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge")
-    block, embedding = blocks[0], model.get_input_embeddings()
+    assert family is not None
+    (block, *_), embedding = find_blocks(model, checkpoint.layers), model.get_input_embeddings()
     if embedding.weight.is_meta:
         raise NotBoundedError("the weights are offloaded")
     if embedding.weight.shape[1] != checkpoint.config.hidden_size:
@@ -194,9 +229,7 @@ def read_first_layer(checkpoint: Checkpoint, window: int | None) -> FirstLayer:
 
 def _norm(block: nn.Module, base: Any, family: Family) -> Any:
     """Return the only norm between the embeddings and the projections."""
-    found = [
-        root.get_submodule(path) for root, path in ((base, family.embeddings.norm), (block, family.gain)) if path
-    ]
+    found = [root.get_submodule(path) for root, path in ((base, family.embeddings.norm), (block, family.gain)) if path]
     if len(found) != 1:
         raise NotBoundedError(f"{len(found)} norms before the first attention; exactly one is covered")
     return found[0]
@@ -209,22 +242,19 @@ def _eps(norm: Any) -> float:
     raise NotBoundedError(f"the norm {type(norm).__name__} has no ε")
 
 
-def _positions(base: Any, family: Family) -> Enclosure | None:
+def _positions(base: Any, family: Family) -> Float[Tensor, "p d"] | None:
     """Return the sum of every position with every type of token, in this order; None without positions."""
     paths = (family.embeddings.positions, family.embeddings.types)
     position, kind = (None if path is None else _exact(base.get_submodule(path).weight) for path in paths)
-    if position is None:
-        return None
-    if kind is None:
-        return Enclosure.exact(position)
+    if position is None or kind is None:
+        return position
     if len(kind) * len(position) > 2**14:
         raise NotBoundedError(f"{len(kind)} types of tokens at {len(position)} positions are too many")
-    both = Enclosure.exact(kind[:, None, :]) + position
-    return Enclosure(both.mid.flatten(0, 1), both.rad.flatten(0, 1))
+    return (kind[:, None, :] + position).flatten(0, 1)  # one rounding per entry, which `centre` takes into account
 
 
 def _rotary(base: Any, attention: Any) -> tuple[Float[Tensor, " planes"], float]:
-    """Return the frequencies of the rotary planes and the factor of cosine and sine; no planes without rotary positions."""
+    """Return the frequencies of the rotary planes, none without rotary positions, and the factor of cosine and sine."""
     named = (module for name, module in base.named_modules() if name.rpartition(".")[2] == "rotary_emb")
     rotary = next(named, None)
     if rotary is None or not getattr(attention, "use_rope", True):
@@ -249,15 +279,20 @@ def _projections(checkpoint: Checkpoint, block: nn.Module, norm: Any) -> tuple[P
     shift = getattr(norm, "bias", None)
     made = []
     for index, heads in enumerate((checkpoint.heads, checkpoint.kv_heads)):
-        W, bias = _exact(weights[index]), Enclosure.exact(_exact(biases[index]))
+        W = torch.unflatten(_exact(weights[index]), -1, (heads, -1))
+        bias = torch.unflatten(_exact(biases[index])[0], -1, (heads, -1))
+        off = torch.zeros(heads, dtype=torch.float64)
         if shift is not None:
-            bias = bias + product(Enclosure.exact(_exact(shift)[None]), Enclosure.exact(W))
+            c, d = _exact(shift), len(W)
+            size = add_up(mul_up(norm_up(c), norm_up(W.permute(1, 0, 2).flatten(1))), norm_up(bias))
+            bias = torch.unflatten(c @ W.flatten(1), -1, (heads, -1)) + bias
+            off = add_up(mul_up(gamma(d + 2), size), UNDERFLOW)
         inner = None if family.head_norms is None else block.get_submodule(family.head_norms[index])
         made.append(
             Projection(
-                weight=Enclosure(gain.mid[:, None], gain.rad[:, None]) * W,
-                bias=Enclosure(bias.mid[0], bias.rad[0]),
-                heads=heads,
+                weight=gain[:, None, None] * W,
+                bias=bias,
+                bias_off=off,
                 gain=None if inner is None else _gain(inner, family.gain_offset),
                 eps=0.0 if inner is None else _eps(inner),
             )
@@ -265,9 +300,8 @@ def _projections(checkpoint: Checkpoint, block: nn.Module, norm: Any) -> tuple[P
     return made[0], made[1]
 
 
-def _gain(norm: Any, offset: float) -> Enclosure:
-    gain = Enclosure.exact(_exact(norm.weight))
-    return gain + offset if offset else gain
+def _gain(norm: Any, offset: float) -> Float[Tensor, " d"]:
+    return _exact(norm.weight) + offset
 
 
 def _exact(weight: Tensor) -> Tensor:

@@ -14,15 +14,11 @@ from depthgauge.linalg.rounding import (
     UNIT,
     add_up,
     as_float64,
-    div_up,
-    down,
     gamma,
     mul_up,
     nonnegative_matmul_up,
     nonnegative_sum_up,
-    sqrt_up,
     sub_down,
-    sub_up,
 )
 
 
@@ -109,13 +105,6 @@ class Enclosure(ArrayRecord):
         count = max(self.mid.numel() // max(mid.numel(), 1), 1)
         rad = nonnegative_sum_up(add_up(self.rad, mul_up(gamma(count - 1), self.mid.abs())), dim)
         return _without_overflow(mid, rad)
-
-    def reciprocal_root(self) -> "Enclosure":
-        """Return the enclosure of 1/√M over the positive members M; the radius is +∞ where they come close to 0."""
-        most = div_up(1.0, down(self.lower().clamp(min=0.0).sqrt()).clamp(min=0.0))
-        least = down(1.0 / sqrt_up(self.upper()))
-        mid = least / 2 + most / 2
-        return _without_overflow(mid, torch.maximum(sub_up(most, mid), sub_up(mid, least)))
 
 
 def as_enclosure(x: Enclosure | Tensor | float) -> Enclosure:
