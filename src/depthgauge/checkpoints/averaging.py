@@ -8,7 +8,7 @@ from depthgauge.checkpoints.first_layer import NotBoundedError, first_call, read
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.checkpoints.score_bounds import Scores, scores_of
+from depthgauge.checkpoints.score_bounds import PlacedScores, RotaryScores, Scores
 from depthgauge.linalg.rounding import add_down, div_up, exp_up, mul_up, tanh_up
 from depthgauge.progress import Step, silent
 from depthgauge.results.checkpoint_subject import FirstLayerBound, FirstLayerHead
@@ -28,7 +28,7 @@ _AGREEMENT = 1e-3
 def first_layer_bound(checkpoint: Checkpoint, progress: Step = silent) -> FirstLayerBound:
     """Bound the scores of every head of layer 0 over all tokens and positions, and find texts with a large range.
 
-    The bounds are those of docs/math.md §3.12, in exact arithmetic on the stored weights. The texts are given to the
+    The bounds are those of docs/math.md §6.2, in exact arithmetic on the stored weights. The texts are given to the
     model itself, and `attained` is what its layer 0 computes. Where a part of the layer is not covered, the result has
     the reason and no heads.
     """
@@ -49,7 +49,7 @@ def _bounded(checkpoint: Checkpoint, progress: Step) -> FirstLayerBound:
     window = min(filter(None, (context, n if n < asked else None, _sliding(blocks[0]))), default=None)
     layer = read_first_layer(checkpoint, window)
     progress(0, 2, f"layer 0: scores of all {len(layer.vocabulary):,} tokens")
-    scores = scores_of(layer)
+    scores = RotaryScores(layer) if layer.positions is None else PlacedScores(layer, layer.positions)
     plain, ranks = scores.bound(n - 1)
     theta = capped_range(mul_up(plain, abs(probe.scale)), probe.softcap)
     progress(1, 2, "layer 0: texts with a large range of scores")

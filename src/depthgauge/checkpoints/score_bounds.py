@@ -1,4 +1,4 @@
-"""Bounds on the scores of layer 0 over all tokens of the vocabulary and all positions (docs/math.md §3.12).
+"""Bounds on the scores of layer 0 over all tokens of the vocabulary and all positions (docs/math.md §6.2).
 
 The range over the keys of the scores of one query is bounded from the sizes of queries and of centred keys. Two classes
 have the same methods: `RotaryScores` for models whose keys do not depend on a position except for a rotation, or not at
@@ -6,7 +6,6 @@ all, and `PlacedScores` for models that add absolute positions to their embeddin
 """
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -19,29 +18,8 @@ _SAMPLE = 1024
 """Tokens from which centres and weights are chosen; every choice gives a bound."""
 
 
-class Scores(Protocol):
-    """The scores of all heads of layer 0, before the factor β and the soft cap."""
-
-    def bound(self, last: int) -> tuple[Float[Tensor, " heads"], Float[Tensor, "v heads"]]:
-        """Bound the range of a row of scores over all queries and keys.
-
-        The second result ranks the tokens as queries at the position `last` of a text.
-        """
-
-    def scorer(self, queries: Int[Tensor, "heads c"], n: int) -> "Scorer":
-        """Return the function that computes the scores of tokens as keys, in floating point.
-
-        The queries of every head are at position n − 1, and the keys at each of the positions 0 … n − 1.
-        """
-
-
 Scorer = Callable[[Int[Tensor, " m"]], Float[Tensor, "heads c n m"]]
-"""A function of token ids."""
-
-
-def scores_of(layer: FirstLayer) -> Scores:
-    """Return the scores of a layer."""
-    return RotaryScores(layer) if layer.positions is None else PlacedScores(layer, layer.positions)
+"""A function of token ids that returns the scores of some queries per head with these tokens at n positions."""
 
 
 def _sample(layer: FirstLayer) -> Int[Tensor, " m"]:
@@ -75,7 +53,7 @@ class RotaryScores:
         self.centre = _middle(key.mid)
         self.weights = _balance(self.sizes(query), self.sizes(key, self.centre))
 
-    def sizes(self, x: Rows, centre: Tensor | float = 0.0) -> Float[Tensor, "n heads g"]:
+    def sizes(self, x: Rows, centre: Tensor | float = 0.0) -> Float[Tensor, "*n g"]:
         """Bound |x_g − centre_g| for the rotary planes and the other coordinates g.
 
         A computed size takes at most 4 roundings. The exact x differs by at most `off` in every plane.
@@ -86,7 +64,10 @@ class RotaryScores:
         return mul_up(size + add_up(x.off, 2.0**-450)[..., None], 1.0 + 2.0**-48)  # √UNDERFLOW, and more than γ_6
 
     def bound(self, last: int) -> tuple[Float[Tensor, " heads"], Float[Tensor, "v heads"]]:
-        """Bound the range of a row of scores; see `Scores`."""
+        """Bound the range of a row of scores over all queries and keys, before the factor β and the soft cap.
+
+        The second result ranks the tokens as queries at the position `last` of a text.
+        """
         layer, planes = self.layer, len(self.layer.frequencies)
         radius, reach = torch.zeros_like(self.weights), torch.zeros(layer.key.heads, dtype=torch.float64)
         for ids in layer.blocks():
@@ -114,7 +95,10 @@ class RotaryScores:
         return every.amax(0), every
 
     def scorer(self, queries: Int[Tensor, "heads c"], n: int) -> Scorer:
-        """Return the function that computes scores; see `Scores`."""
+        """Return the function that computes the scores of tokens as keys, in floating point.
+
+        The queries of every head are at position n − 1, and the keys at each of the positions 0 … n − 1.
+        """
         layer, planes, (heads, c) = self.layer, len(self.layer.frequencies), queries.shape
         made = layer.query(layer.states(queries.flatten())).mid
         q = _own_head(made, heads)[:, :, None]
@@ -162,7 +146,7 @@ class PlacedScores:
         return 1.0 / variance.sqrt(), root_error(variance.amin(), size, off, d, eps)
 
     def bound(self, last: int) -> tuple[Float[Tensor, " heads"], Float[Tensor, "v heads"]]:
-        """Bound the range of a row of scores; see `Scores`."""
+        """Bound the range of a row of scores, and rank the tokens, as `RotaryScores.bound`."""
         layer, weights = self.layer, self.weights.repeat_interleave(self.groups, 0)
         query, ranks = self._largest(layer.query.scaled(weights, torch.zeros_like(weights)), layer.first + last)
         key, _ = self._largest(layer.key.scaled(1.0 / self.weights, self.centre), layer.first + last)
@@ -198,7 +182,7 @@ class PlacedScores:
         return found.nan_to_num(nan=torch.inf), torch.cat(ranks)
 
     def scorer(self, queries: Int[Tensor, "heads c"], n: int) -> Scorer:
-        """Return the function that computes scores; see `Scores`."""
+        """Return the function that computes scores, as `RotaryScores.scorer`."""
         layer = self.layer
         places = torch.arange(layer.first, layer.first + n)
         q = _own_head(self._vectors(layer.query, layer.rows(queries.flatten()), places[-1:]), len(queries))
@@ -218,3 +202,7 @@ class PlacedScores:
 def _own_head(made: Float[Tensor, "n heads k"], heads: int) -> Float[Tensor, "heads c k"]:
     """Select, from the vectors of c tokens per head in all heads, those in their own head."""
     return torch.unflatten(made, 0, (heads, -1)).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+Scores = RotaryScores | PlacedScores
+"""The scores of layer 0."""
