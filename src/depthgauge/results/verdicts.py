@@ -99,13 +99,13 @@ def first_layer_sentences(bound: FirstLayerBound) -> tuple[str, ...]:
     every = f"every text of the {bound.vocabulary:,} tokens"
     selecting = [head.weight for head in bound.heads if first_layer_verdict(head) == "can select one token"]
     about = {
-        "averages": f"proved to average: on {every}, no token gets more than twice its uniform share of the attention.",
+        "averages": f"proved to average. On {every}, no token gets more than twice its uniform share of the attention.",
         "can select one token": (
-            f"can select one token: on a text of {bound.tokens} tokens that was found for each of them, one token gets "
+            f"can select one token. On a text of {bound.tokens} tokens that was found for each of them, one token gets "
             f"at least {percent_down(min(selecting, default=0.0))} of the attention."
         ),
         "undecided": (
-            f"undecided: not proved to average on {every}, and on no text that was tried does one token get "
+            f"undecided. They are not proved to average on {every}, and on no text that was tried does one token get "
             f"{percent_down(SELECTS)} of the attention."
         ),
     }
