@@ -107,6 +107,8 @@ def test_weights_only(run: Run) -> None:
     assert outcome.code == 0
     assert "from the weights alone" in outcome.out
     assert "Dong's β" in outcome.out
+    assert "Layer 0 on every text: 40 tokens" in outcome.out
+    assert "Layer 0, all 4 heads: can select one token. On a text of 64 tokens" in " ".join(outcome.out.split())
 
 
 @pytest.mark.parametrize(
@@ -152,8 +154,9 @@ def keys_of(value: Any) -> set[str]:
 def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
     formats = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--json")
-    written = keys_of(json.loads(outcome.out))
-    assert {"static_best", "parallel", "spearman", "corrected_orders"} <= written
+    weights = run("gauge", "llama", "--weights-only", "--device", "cpu", "--json")
+    written = keys_of(json.loads(outcome.out)) | keys_of(json.loads(weights.out))
+    assert {"static_best", "selected", "parallel", "spearman", "corrected_orders"} <= written
     assert written - set(re.findall(r"`([^`\n]+)`", formats)) == set()
 
 

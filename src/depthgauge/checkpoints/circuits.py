@@ -136,7 +136,7 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
     family = checkpoint.family
     assert family is not None
     heads, kv_heads = checkpoint.heads, checkpoint.kv_heads
-    query, key, value, output = _projections(block, family, heads)
+    query, key, value, output = projections(block, family, heads)
     gain = _gain(block, family, query)
     k, v = query.shape[1] // heads, value.shape[1] // kv_heads
     attention = next((m for m in block.modules() if hasattr(m, "scaling")), None)
@@ -152,11 +152,34 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
         )
 
 
-def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query, key, value `[d, width]` and output `[width, d]`, with heads in consecutive columns (rows)."""
+    *read, output = (_matrix(module) for module in _projecting(block, family))
+    return (*_by_kind(read, family, heads), output)
+
+
+def projection_biases(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the biases of query, key and value `[1, width]`, zeros where a map has none."""
+    *read, _ = _projecting(block, family)
+    widths = [_matrix(module).shape[1] for module in read]
+    biases = [getattr(module, "bias", None) for module in read]
+    rows = [
+        torch.zeros(1, width) if bias is None else _promoted(_whole(bias.detach()))[None]
+        for bias, width in zip(biases, widths, strict=True)
+    ]
+    return _by_kind(rows, family, heads)
+
+
+def _projecting(block: nn.Module, family: Family) -> list[nn.Module]:
+    """Return the modules of query, key and value, or the one for all three, and of the output projection."""
     paths = family.projections
     names = vars(paths).values() if isinstance(paths, Separate) else (paths.all, paths.output)
-    *read, output = (_matrix(block.get_submodule(name)) for name in names)
+    return [block.get_submodule(name) for name in names]
+
+
+def _by_kind(read: Sequence[Tensor], family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the columns of query, key and value, from three maps or from the one for all three."""
+    paths = family.projections
     if isinstance(paths, Separate):
         query, key, value = read
     elif paths.order == "thirds":  # the columns are q|k|v
@@ -164,14 +187,18 @@ def _projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, 
     else:  # the columns are q|k|v of each head
         d, width = read[0].shape
         query, key, value = read[0].reshape(d, heads, 3, -1).permute(2, 0, 1, 3).reshape(3, d, width // 3)
-    return query, key, value, output
+    return query, key, value
 
 
 def _matrix(module: Any) -> Tensor:
     """Return W of the map x ↦ xW; `nn.Linear` stores Wᵀ, transformers' `Conv1D` stores W."""
-    weight = _whole(module.weight.detach())
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    weight = _promoted(_whole(module.weight.detach()))
     return weight.mT if isinstance(module, nn.Linear) else weight
+
+
+def _promoted(weight: Tensor) -> Tensor:
+    """Return a weight in single precision, or in double precision if it has it, without rounding."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _gain(block: nn.Module, family: Family, like: Tensor) -> Tensor:
@@ -249,8 +276,8 @@ def block_sizes(checkpoint: Checkpoint, blocks: Sequence[nn.Module]) -> LayerSiz
     def batches() -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         waiting = list[tuple[Tensor, ...]]()
         for block in blocks:
-            projections = _projections(block, family, heads)
-            weights = (*projections, _gain(block, family, projections[0]))
+            read = projections(block, family, heads)
+            weights = (*read, _gain(block, family, read[0]))
             pairs = zip(waiting[0] if waiting else weights, weights, strict=True)
             alike = all(a.shape == b.shape and a.device == b.device for a, b in pairs)
             if waiting and (not alike or (len(waiting) + 1) * weights[0].numel() > _WEIGHT_ENTRIES):

@@ -30,8 +30,10 @@ To add a family:
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. If a norm follows the output projection and `down` before the next sublayer reads the residual stream, name the two
    norms in `attention_norm` and `mlp_norm`.
-7. Add the entry to `FAMILIES` under the configuration's `model_type`.
-8. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
+7. If queries and keys are normalized inside the heads (Qwen 3), name the two norms in `head_norms`. If the model adds
+   absolute positions or token types to its embeddings, or scales or normalizes them, say so in `embeddings`.
+8. Add the entry to `FAMILIES` under the configuration's `model_type`.
+9. Add a tiny model to `MODELS` in `tests/support/tiny_models.py`, and its sublayers to `SUBLAYERS` in
    `tests/checkpoints/test_what_if.py` unless they are `self_attn` and `mlp`. Then `pytest tests/checkpoints -k NAME`
    compares every what-if, score and circuit with the model's own computation.
 """
@@ -65,6 +67,21 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Embeddings:
+    """What is added to the embedding of a token before the first block: paths relative to the model without its head.
+
+    - `positions`, `types`: the tables of absolute positions and of token types, or None
+    - `norm`: the norm of the sum, or None
+    - `scaled`: the embeddings of tokens are multiplied by √d (Gemma)
+    """
+
+    positions: str | None = None
+    types: str | None = None
+    norm: str | None = None
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """Paths of modules, relative to a block.
 
@@ -77,6 +94,8 @@ class Family:
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
     - `attention_norm`, `mlp_norm`: the norms applied to the outputs of the output projection and of `down`, before
       (Gemma 2) or after (BERT) they are added to the residual stream; None if there are none
+    - `head_norms`: the norms of the queries and of the keys inside a head (Qwen 3), with `gain_offset`, or None
+    - `embeddings`: what is added to the embeddings of tokens
     """
 
     attention: str
@@ -89,18 +108,18 @@ class Family:
     gain_offset: float = 0.0
     attention_norm: str | None = None
     mlp_norm: str | None = None
+    head_norms: tuple[str, str] | None = None
+    embeddings: Embeddings = Embeddings()
 
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 _LLAMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
-_GEMMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm", gain_offset=1.0)
-_GEMMA2 = Family(
-    "post_attention_layernorm",
-    "post_feedforward_layernorm",
-    "mlp.down_proj",
-    _SELF_ATTN,
-    gain="input_layernorm",
-    gain_offset=1.0,
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_GEMMA = replace(_LLAMA, gain_offset=1.0, embeddings=Embeddings(scaled=True))
+_GEMMA2 = replace(
+    _GEMMA,
+    attention="post_attention_layernorm",
+    mlp="post_feedforward_layernorm",
     attention_norm="post_attention_layernorm",
     mlp_norm="post_feedforward_layernorm",
 )
@@ -113,18 +132,30 @@ _BERT = Family(
     between="attention.output",
     attention_norm="attention.output.LayerNorm",
     mlp_norm="output.LayerNorm",
+    embeddings=Embeddings(
+        positions="embeddings.position_embeddings",
+        types="embeddings.token_type_embeddings",
+        norm="embeddings.LayerNorm",
+    ),
 )
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
-    "qwen3": _LLAMA,
+    "qwen3": replace(_LLAMA, head_norms=_HEAD_NORMS),
     "smollm3": _LLAMA,
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
-    "gemma3_text": _GEMMA2,
-    "gpt2": Family("attn", "mlp", "mlp.c_proj", Fused("attn.c_attn", "attn.c_proj", "thirds"), gain="ln_1"),
+    "gemma3_text": replace(_GEMMA2, head_norms=_HEAD_NORMS),
+    "gpt2": Family(
+        "attn",
+        "mlp",
+        "mlp.c_proj",
+        Fused("attn.c_attn", "attn.c_proj", "thirds"),
+        gain="ln_1",
+        embeddings=Embeddings(positions="wpe"),
+    ),
     "gpt_neox": Family(
         "attention",
         "mlp",
@@ -147,6 +178,7 @@ FAMILIES: Mapping[str, Family] = {
         between="sa_layer_norm",
         attention_norm="sa_layer_norm",
         mlp_norm="output_layer_norm",
+        embeddings=Embeddings(positions="embeddings.position_embeddings", norm="embeddings.LayerNorm"),
     ),
 }
 """`model_type` of the configuration → family."""

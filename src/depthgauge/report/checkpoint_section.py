@@ -8,7 +8,13 @@ from depthgauge.report.markup import Table
 from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
-from depthgauge.results.verdicts import mean_caption
+from depthgauge.results.verdicts import (
+    FIRST_LAYER_CAPTION,
+    first_layer_sentences,
+    first_layer_verdict,
+    mean_caption,
+    percent_down,
+)
 
 
 def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
@@ -39,7 +45,8 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
 
 def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    return present(*(make(subject) for make in (what_if_part, trust_part, residual_part, head_part, notes_part)))
+    makers = (what_if_part, trust_part, first_layer_part, residual_part, head_part, notes_part)
+    return present(*(make(subject) for make in makers))
 
 
 def what_if_part(subject: CheckpointSubject) -> PagePart | None:
@@ -126,6 +133,27 @@ def _scatter(subject: CheckpointSubject, row: ScoreTrust) -> View:
     words = f"Rank correlation {number(row.spearman, 2)} over {counted(row.layers, 'layer')}."
     alt = f"Scatter plot of {score.label} against {title}, one point per layer. {words}"
     return View(score.label, f"{score.sentence} {words}", alt, drawn)
+
+
+def first_layer_part(subject: CheckpointSubject) -> PagePart | None:
+    """Return what is proved about the heads of layer 0 for every text, and what was attained."""
+    if (bound := subject.first_layer) is None:
+        return None
+    columns = ("head", "score range, proved", "attained", "TV to uniform, proved", "weight", "verdict")
+    rows = tuple(
+        (head.index, head.proved, head.attained, head.tv, percent_down(head.weight), first_layer_verdict(head))
+        for head in bound.heads
+    )
+    table = Table(f"Heads of layer 0 on all texts of {bound.vocabulary:,} tokens", columns, rows) if rows else None
+    return PagePart(
+        "first-layer",
+        "Layer 0 on every text",
+        FIRST_LAYER_CAPTION if rows else "",
+        None,
+        table,
+        table_open=True,
+        statements=first_layer_sentences(bound),
+    )
 
 
 def _axis(values: Sequence[float]) -> Figure:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from depthgauge._format import duration
 from depthgauge._journal import Journal
+from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
@@ -58,6 +59,7 @@ from depthgauge.results.checkpoint_subject import (
     CheckpointState,
     CheckpointSubject,
     FastPlan,
+    FirstLayerBound,
     Interval,
     ScoreTrust,
     TextWindows,
@@ -154,7 +156,8 @@ def gauge_checkpoint(
             checkpoint = load_model(source, config, placement)
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress)
-            return settings, subject_record(checkpoint, weights, notes)
+            first_layer = first_layer_bound(checkpoint, progress)
+            return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
         n = windows.ids.shape[1]
         bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
@@ -298,11 +301,12 @@ def subject_record(
     text: TextWindows | None = None,
     found: Sequence[dict[str, Any]] = (),
     kinds: Sequence[str] = (),
+    first_layer: FirstLayerBound | None = None,
 ) -> CheckpointSubject:
     """Combine what was found window by window into the record of one checkpoint.
 
     `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the what-ifs `kinds`.
+    `measure_windows` for the what-ifs `kinds`. `first_layer` is what is proved about layer 0.
     """
     L, observed = checkpoint.layers, [window["observed"] for window in found]
     what_ifs = {
@@ -322,6 +326,7 @@ def subject_record(
         model=checkpoint.describe(),
         text=text,
         regime=distance,
+        first_layer=first_layer,
         baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
         input=CheckpointState(residual=_residual(observed, 0)),
         layers=tuple(
