@@ -77,7 +77,14 @@ class Comparison:
     @property
     def has_mlp(self) -> bool:
         """Whether one of the networks has an MLP."""
-        return any(layer.mlp is not None for net in (self.network, self.surrogate) for layer in net)
+        return self.network.has_mlp or self.surrogate.has_mlp
+
+    @property
+    def is_wide_block(self) -> bool:
+        """Whether the certificate is that of docs/math.md §3.13: tokens, and LayerNorm, MLPs or biases in S."""
+        network = self.network
+        biases = network.has_attention_bias and network.length is None
+        return isinstance(self.inputs, Tokens) and (network.norm != "none" or self.has_mlp or biases)
 
     @property
     def expands(self) -> bool:
