@@ -14,6 +14,7 @@ from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
+from depthgauge.certificates.parallel_blocks import ParallelProof
 from depthgauge.certificates.proof import ExpansionProof, UpperBound
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
@@ -23,6 +24,7 @@ from depthgauge.certificates.verify.deletion import ArbDeletion
 from depthgauge.certificates.verify.difference import ArbBoxDifference
 from depthgauge.certificates.verify.expansion import ArbExpansion, check_matches, negated
 from depthgauge.certificates.verify.lead import Lead
+from depthgauge.certificates.verify.parallel_blocks import ArbParallel
 from depthgauge.certificates.verify.tokens import token_bound
 from depthgauge.errors import VerificationError, require_count
 from depthgauge.surrogates.matching import match_heads
@@ -51,6 +53,9 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         raise VerificationError("the certificate does not contain its proof")
     if network.skip != surrogate.skip or network.dim != surrogate.dim:
         raise VerificationError("the networks differ in width or skip connections")
+    if isinstance(comparison.inputs, Tokens) and isinstance(proof, ParallelProof):
+        _check(ArbParallel(network, surrogate, comparison.inputs.points()).bound(), upper)
+        return
     if isinstance(comparison.inputs, Tokens):
         points = comparison.inputs.points()
         _check(token_bound(ArbExpansion(network), ArbExpansion(surrogate), points, upper), upper)
