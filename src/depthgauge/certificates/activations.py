@@ -23,7 +23,7 @@ and so does its slope, because |z|Φ(−|z|) ≤ φ(8) and |z|φ(z) ≤ 8φ(8) <
 
 
 def activation_and_slope(z: Enclosure, activation: str) -> tuple[Enclosure, Enclosure]:
-    """Enclose act(z) and act'(z). For ReLU the slope is that of the midpoint; the caller allows for a change of sign."""
+    """Enclose act(z) and act'(z). The slope of ReLU is that of the midpoint; the caller allows for a change of sign."""
     is_positive = (z.mid > 0).to(torch.float64)
     if activation == "relu":
         return Enclosure(z.mid.clamp(min=0.0), z.rad), Enclosure.exact(is_positive)
@@ -37,7 +37,7 @@ def activation_and_slope(z: Enclosure, activation: str) -> tuple[Enclosure, Encl
     far = z.mid.clamp(min=0.0), is_positive
     made = []
     for one, rest, limit, steepness in zip(near, rests, far, (STEEPEST[activation], CURVATURE), strict=True):
-        rad = torch.where(beyond, TAIL, add_up(one.rad, 1.01 * rest))
+        rad = torch.where(beyond, TAIL, add_up(one.rad, 1.01 * rest))  # 1.01 covers the rounding of `rest`
         made.append(Enclosure(torch.where(beyond, limit, one.mid), add_up(rad, mul_up(steepness, z.rad))))
     return made[0], made[1]
 

@@ -18,14 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.certificates.activations import CURVATURE, STEEPEST, activation_and_slope
+from depthgauge.certificates.activations import CURVATURE, activation_and_slope
 from depthgauge.certificates.ball import column_lengths
 from depthgauge.certificates.box import PartsByLayer, PerHead, Vector, total
 from depthgauge.certificates.compared_networks import Comparison
+from depthgauge.certificates.deletion import STEEPEST
 from depthgauge.certificates.read_tokens import PerToken, ReadTokens, diameter, lengths
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import InputError
@@ -120,53 +122,68 @@ class Movements:
     def __init__(self, network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork, read: ReadTokens) -> None:
         self.read, self.activation = read, network.activation
         self.layers = [FoldedLayer.of(network, layer) for layer in network]
-        self.V, self.o = [layer.V.sum(0) for layer in self.layers], [layer.o for layer in self.layers]
+        self.V = [layer.V.sum(0) for layer in self.layers]
         self.hidden = [read.u @ layer.w_in + layer.b_in for layer in self.layers]
         values, self.slopes = zip(*(activation_and_slope(z, self.activation) for z in self.hidden), strict=True)
-        self.m = [act @ layer.w_out + layer.b_out for act, layer in zip(values, self.layers, strict=True)]
+        m = [act @ layer.w_out + layer.b_out for act, layer in zip(values, self.layers, strict=True)]
+        o = [layer.o for layer in self.layers]
+        # Sums over the layers before ℓ and from ℓ on, for ℓ = 0, …, L
+        self.V_before, self.o_before, self.m_before = sums(self.V), sums(o), sums(m)
+        self.V_from, self.o_from = sums(self.V[::-1])[::-1], sums(o[::-1])[::-1]
+        self.reach = self._reach(self.V_before, self.o_before)  # ≥ ‖Σ_k ā_k(u)‖ for all tokens u
+        self.reach_from = self._reach(self.V_from, self.o_from)
+        self.own = [lengths(m) for m in self.m_before]
         every = range(len(network))
         spreads = [read.u @ layer.V for layer in self.layers]  # [H, v, d]
         self.ranges = [sub_up(z.upper().amax(-2), z.lower().amin(-2)) for z in spreads]
         self.spread = [diameter(z) for z in spreads]
-        self.uneven = [self._uneven(layer) for layer in self.layers]
+        # TV(row of P(X), average) ≤ tanh(θ/4) with θ = max_t ‖n(t)W + q‖ · diameter of n
+        self.queries = [lengths(read.u @ layer.W + layer.q).amax(-1) for layer in self.layers]
+        self.uneven = [tanh_up(mul_up(query, diameter(read.u)) / 4.0) for query in self.queries]
         # ‖a_ℓ(X) − (average of ā_ℓ)‖ ≤ E_ℓ, ‖a_ℓ(x_ℓ) − a_ℓ(X)‖ ≤ G_ℓ, ‖m_ℓ(y_ℓ) − m_ℓ(t)‖ ≤ F_ℓ(t)
         self.E = [_dot(self.uneven[k], self.spread[k]) for k in every]
         self.G: list[Tensor] = []
         self.F: list[PerToken] = []
-        self.flat = torch.zeros(network.dim, dtype=torch.float64)
         self.attention, self.mlp = torch.zeros_like(read.u.mid), torch.zeros_like(read.u.mid)
         self.loose: list[PerToken] = []
         self.head_parts: list[Float[Tensor, "heads d"]] = []
-        other = _join([layer for layer, own in zip(self.layers, network, strict=True) if own.mlp is not None], self.layers)
+        mlps = [layer for layer, own in zip(self.layers, network, strict=True) if own.mlp is not None]
+        mine = _join(self.layers, mlps or self.layers[:1])
         given = FoldedLayer.of(surrogate, surrogate[0])
-        turned, self.off = self._mismatch(other, given)
+        mixed, self.off = self._mismatch(mine, given)
         self.start = torch.zeros(len(read.u.mid), dtype=torch.float64)
-        self.other = total(self.start, self._reach(every), *self.E, self.off)
-        self.flat = add_up(turned, self._mlp_mismatch(other, given))
+        self.other = total(self.start, self.reach[-1], *self.E, self.off)
+        self.flat = add_up(mixed, self._mlp_mismatch(mine, given))
+        self.norms = self._norms()
         for k in every:
             self._attention(k)
             self._mlp(k)
 
-    def _uneven(self, layer: FoldedLayer) -> PerHead:
-        """Bound TV(row of P(X), average) ≤ tanh(θ/4) with θ = max_t ‖n(t)W + q‖ · diameter of n."""
-        query = lengths(self.read.u @ layer.W + layer.q).amax(-1)
-        return tanh_up(mul_up(query, diameter(self.read.u)) / 4.0)
+    def _reach(self, V: list[Enclosure], o: list[Enclosure]) -> Tensor:
+        """Bound ‖n(u)V + o‖ over the tokens u, for every V with its o."""
+        return lengths(self.read.u @ _stacked(V) + _stacked(o)).amax(-1)
 
-    def _reach(self, which: range) -> Tensor:
-        """Bound ‖Σ_k ā_k(u)‖ over the tokens u."""
-        return lengths(self.read.u @ added(self.V, which) + added(self.o, which)).amax()
+    def _norms(self) -> list[tuple[PerHead, PerHead, Tensor, Tensor]]:
+        """Bound ‖W_h‖₂, ‖V_h‖₂, ‖V‖₂ and ‖W_in‖₂‖W_out‖₂ of every layer; rows of zeros make all shapes equal."""
+        layers, heads = self.layers, [len(layer.V.mid) for layer in self.layers]
+        mlps = [_stacked([layer.w_in.mT, layer.w_out]) for layer in layers]
+        parts = [*(layer.W for layer in layers), *(layer.V for layer in layers), _stacked(self.V), *mlps]
+        rows = max(part.shape[1] for part in parts)
+        padded = [Enclosure(*(F.pad(x, (0, 0, 0, rows - x.shape[1])) for x in (p.mid, p.rad))) for p in parts]
+        sizes = [*heads, *heads, len(heads), 2 * len(heads)]
+        *both, whole, mlp = torch.split(spectral_norm_up(Enclosure.cat(padded)), sizes)
+        return list(zip(both[: len(heads)], both[len(heads) :], whole, mul_up(mlp[::2], mlp[1::2]), strict=True))
 
     def _attention(self, k: int) -> None:
         """Bound a_k(x_k) − a_k(X) and what is beyond its leading term."""
-        read, layer = self.read, self.layers[k]
+        read, layer, (W_norm, V_norm, V_sum_norm, _) = self.read, self.layers[k], self.norms[k]
         late = total(self.start, *self.E[:k], *self.G, *self.F)
-        rho = total(self._reach(range(k)), lengths(added(self.m, range(k))), late)
+        rho = total(self.reach[k], self.own[k], late)
         shift = read.shift(rho).amax()
-        queries = 2.0 * add_up(lengths(read.u @ layer.W + layer.q).amax(-1), mul_up(shift, spectral_norm_up(layer.W)))
+        queries = 2.0 * add_up(self.queries[k], mul_up(shift, W_norm))
         turned = tanh_up(mul_up(shift, add_up(diameter(read.u @ layer.W.mT), queries)) / 4.0)
         uneven = 2.0 * add_up(self.uneven[k], turned).clamp(max=1.0)
-        through = add_up(spectral_norm_up(self.V[k]), _dot(uneven, spectral_norm_up(layer.V)))
-        self.G.append(add_up(_dot(turned, self.spread[k]), mul_up(shift, through)))
+        self.G.append(add_up(_dot(turned, self.spread[k]), mul_up(shift, add_up(V_sum_norm, _dot(uneven, V_norm)))))
         columns, by_scores = column_lengths(layer.V), mul_up(turned[:, None], self.ranges[k])
         rests = add_up(by_scores, mul_up(mul_up(shift, uneven)[:, None], columns))
         self.flat = add_up(self.flat, nonnegative_sum_up(rests, 0))
@@ -176,17 +193,15 @@ class Movements:
 
     def _mlp(self, k: int) -> None:
         """Bound m_k(y_k) − m_k(t), and what is beyond the leading term of m_k(y_k) − m_k(y')."""
-        read, layer, every = self.read, self.layers[k], range(len(self.layers))
-        own = lengths(added(self.m, range(k)))
-        rho = total(self._reach(range(k + 1)), own, *self.E[: k + 1], *self.G, *self.F)
+        read = self.read
+        rho = total(self.reach[k + 1], self.own[k], *self.E[: k + 1], *self.G, *self.F)
         late = total(self.start, *self.E[k + 1 :], *self.G, *self.F, self.off)
-        apart = total(self._reach(every[k + 1 :]), own, late)
+        apart = total(self.reach_from[k + 1], self.own[k], late)
         shift, other = read.shift(rho), read.shift(self.other)
         between = read.shift_between(apart, rho, self.other)
         self.loose.append(add_up(read.bend(apart, rho, self.other), mul_up(late, read.steep)))
         self.mlp = add_up(self.mlp, self._kink(k, shift, other, between))
-        slope = mul_up(STEEPEST[self.activation], mul_up(spectral_norm_up(layer.w_in), spectral_norm_up(layer.w_out)))
-        self.F.append(mul_up(slope, shift))
+        self.F.append(mul_up(mul_up(STEEPEST[self.activation], self.norms[k][3]), shift))
 
     def _kink(self, k: int, shift: PerToken, other: PerToken, between: PerToken) -> TokenVectors:
         """Bound |act(h) − act(h') − act'(h_t)(h − h')| |W_out|, where h and h' are within shift·‖W_in e‖ of h_t."""
@@ -224,17 +239,15 @@ class Movements:
 
     def pairs(self, rows: slice) -> tuple[Float[Tensor, "2 b d"], Float[Tensor, "2 b d"]]:
         """Bound ±ψ_A(t, u) and ±ψ_M(t, u) over all u, with their rests, for some tokens t."""
-        derivative, every = self.read.derivative(rows), range(len(self.layers))
-        nothing = _zero(derivative), _zero(_rows(self.m[0], rows))
+        derivative = self.read.derivative(rows)
+        nothing = _zero(derivative), _zero(_rows(self.read.u, rows))
         affine, rests = [nothing, nothing], self.mlp[rows]  # (G, f) of ψ = u G + f
         for k, layer in enumerate(self.layers):
-            before = _rows(added(self.m, range(k)), rows)
-            to_attention = derivative @ self.V[k]
-            slope = layer.w_in * _rows(self.slopes[k], rows) @ layer.w_out
-            to_mlp = derivative @ slope
-            ahead, behind = range(k), every[k + 1 :]
-            fixed = before + added(self.o, ahead), before - added(self.o, behind)
-            linear = added(self.V, ahead), -added(self.V, behind)
+            own = _rows(self.m_before[k], rows)
+            slope = weighted_products(layer.w_in, self.slopes[k], layer.w_out, rows)
+            to_attention, to_mlp = derivative @ self.V[k], derivative @ slope
+            fixed = own + self.o_before[k], own - self.o_from[k + 1]
+            linear = self.V_before[k], -self.V_from[k + 1]
             for part, to in enumerate((to_attention, to_mlp)):
                 G, f = affine[part]
                 affine[part] = G + linear[part] @ to, f + fixed[part] @ to
@@ -254,7 +267,7 @@ def parallel_proof(comparison: Comparison, progress: Step = silent) -> ParallelP
     for rows in _blocks(found, progress):
         sides = torch.maximum(sides, torch.stack([part.nan_to_num(nan=math.inf).amax(1) for part in found.pairs(rows)]))
     value = add_up(add_up(sides[0], sides[1]).amax(0), found.flat)
-    notes = ()
+    notes: tuple[str, ...] = ()
     if read.is_normed and bool((read.relative(found.other) >= 1).any()):
         notes = (
             "a state may move further than the entries of its token differ from their mean; the bound is far too large",
@@ -303,23 +316,52 @@ def largest_affine(u: Enclosure, G: Enclosure, f: Enclosure) -> Float[Tensor, "2
     return add_up(torch.stack([made.amax(1), -made.amin(1)]), slack)
 
 
-def added(parts: Sequence[Enclosure], which: range) -> Enclosure:
-    """Return the sum of some of the parts."""
-    found = _zero(parts[0])
-    for index in which:
-        found = found + parts[index]
+def weighted_products(left: Enclosure, weights: Enclosure, right: Enclosure, rows: slice) -> Enclosure:
+    """Enclose left · diag(weights_t) · right for some tokens t, [b, d, d], with one radius for all tokens.
+
+    Rounding takes at most m + 2 steps, and replacing the three factors one by one by other members of their enclosures
+    changes the product by at most rad·|w||right| + |left|rad(w)|right| + |left||w|rad.
+    """
+    m = left.shape[1]
+    made = (left.mid * weights.mid[rows, None]) @ right.mid
+    a, b, most = left.abs_up(), right.abs_up(), weights.abs_up().amax(0)
+    off = add_up(mul_up(gamma(m + 2), most), weights.rad.amax(0))
+    rounding = nonnegative_matmul_up(mul_up(a, off), b)
+    by_left, by_right = (
+        nonnegative_matmul_up(mul_up(left.rad, most), b),
+        nonnegative_matmul_up(mul_up(a, most), right.rad),
+    )
+    return Enclosure(made, add_up(total(rounding, by_left, by_right), 4.0 * m * TINY).expand_as(made))
+
+
+def sums(parts: Sequence[Enclosure]) -> list[Enclosure]:
+    """Return the sums of the first 0, 1, … parts."""
+    found = [_zero(parts[0])]
+    for part in parts:
+        found.append(found[-1] + part)
     return found
 
 
-def _join(with_mlp: list[FoldedLayer], layers: list[FoldedLayer]) -> FoldedLayer:
-    """Return all heads side by side and all MLPs side by side."""
-    mlps = with_mlp or layers[:1]
-    heads = (Enclosure.cat([getattr(layer, name) for layer in layers]) for name in ("W", "q", "V"))
-    W, q, V = heads
-    w_in, b_in = (Enclosure.cat([getattr(layer, name) for layer in mlps], 1) for name in ("w_in", "b_in"))
-    everyone = range(len(layers))
-    o, b_out = (added([getattr(layer, name) for layer in layers], everyone) for name in ("o", "b_out"))
-    return FoldedLayer(W, q, V, o, w_in, b_in, Enclosure.cat([layer.w_out for layer in mlps]), b_out)
+def _join(layers: list[FoldedLayer], mlps: list[FoldedLayer]) -> FoldedLayer:
+    """Return all heads side by side and the MLPs of some layers side by side."""
+
+    def beside(name: str, chosen: list[FoldedLayer], dim: int = 0) -> Enclosure:
+        return Enclosure.cat([getattr(layer, name) for layer in chosen], dim)
+
+    return FoldedLayer(
+        W=beside("W", layers),
+        q=beside("q", layers),
+        V=beside("V", layers),
+        o=sums([layer.o for layer in layers])[-1],
+        w_in=beside("w_in", mlps, 1),
+        b_in=beside("b_in", mlps, 1),
+        w_out=beside("w_out", mlps),
+        b_out=sums([layer.b_out for layer in layers])[-1],
+    )
+
+
+def _stacked(parts: Sequence[Enclosure]) -> Enclosure:
+    return Enclosure(torch.stack([part.mid for part in parts]), torch.stack([part.rad for part in parts]))
 
 
 def _zero(like: Enclosure) -> Enclosure:

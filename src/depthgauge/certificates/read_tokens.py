@@ -115,7 +115,7 @@ def lengths(rows: Enclosure) -> Float[Tensor, "*batch v"]:
 
 
 def diameter(rows: Enclosure) -> Float[Tensor, "*batch"]:
-    """Bound the largest distance of two rows by twice the largest distance from their mean, or from any other vector."""
+    """Bound the largest distance of two rows by twice the largest distance from any vector, here their mean."""
     return 2.0 * lengths(rows - rows.mid.mean(-2, keepdim=True)).amax(-1)
 
 

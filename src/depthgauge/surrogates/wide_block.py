@@ -32,7 +32,7 @@ def wide_block(network: SelfAttentionNetwork) -> Layer:
     layers = [without_gain(layer) for layer in network]
     width = max(layer.key_dim for layer in layers)
     mlps = [layer.mlp for layer in layers if layer.mlp is not None]
-    ones = torch.ones(2 if mlps else 1, network.dim, dtype=network.dtype, device=network.device)
+    gain = torch.ones(2 if mlps else 1, network.dim, dtype=network.dtype, device=network.device)
 
     def gathered(name: str) -> Tensor:
         weights = [getattr(layer, name).detach() for layer in layers]
@@ -43,7 +43,8 @@ def wide_block(network: SelfAttentionNetwork) -> Layer:
         gathered("key"),
         gathered("value"),
         _joined(mlps) if mlps else None,
-        *((ones, torch.zeros_like(ones)) if network.norm == "pre" else (None, None)),
+        norm_weight=gain if network.norm == "pre" else None,
+        norm_bias=torch.zeros_like(gain) if network.norm == "pre" else None,
         query_bias=_nonzero(gathered("query_bias")),
         output_bias=_nonzero(torch.stack([_present(layer.output_bias) for layer in layers]).sum(0)),
     )

@@ -1,7 +1,8 @@
 """The bound of the wide block over all sequences of tokens, in arb interval arithmetic (docs/math.md §3.13)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from flint import arb, arb_mat
 from torch import Tensor
@@ -140,8 +141,9 @@ class ArbParallel:
             shift = largest([point.shift(r) for point, r in zip(self.points, rho, strict=True)])
             turned = [self._turned(k, h, shift) for h in range(len(layer.V))]
             uneven = [smaller((a + b).upper(), arb(1)) for a, b in zip(self.uneven[k], turned, strict=True)]
-            norms = [spectral_norm(V) for V in layer.V]
-            G.append((_dot(turned, self.spread[k]) + shift * (spectral_norm(self.V[k]) + 2 * _dot(uneven, norms))).upper())
+            through_heads = spectral_norm(self.V[k]) + 2 * _dot(uneven, [spectral_norm(V) for V in layer.V])
+            G.append((_dot(turned, self.spread[k]) + shift * through_heads).upper())
+            slope = self.steepest * spectral_norm(layer.w_in) * spectral_norm(layer.w_out)
             for h, V in enumerate(layer.V):
                 flat = add(flat, times(turned[h], self.ranges[k][h]), times(2 * shift * uneven[h], column_lengths(V)))
             columns, after = column_lengths(self.V[k]), self._reach(range(k + 1, self.L))
@@ -155,7 +157,7 @@ class ArbParallel:
                 loose = point.bend(apart, far, other) + lag * point.inverse
                 kink = self._kink(k, t, far, other, point.between(apart, far, other))
                 mlp[t] = add(mlp[t], times(loose, column_lengths(slopes[t][k])), kink)
-                F[t][k] = (self.steepest * point.shift(far) * spectral_norm(layer.w_in) * spectral_norm(layer.w_out)).upper()
+                F[t][k] = (slope * point.shift(far)).upper()
         sides = [self._pairs(t, slopes[t], attention[t], mlp[t]) for t in range(len(self.points))]
         worst = [[[largest([side[p][s][c] for side in sides]) for c in range(self.d)] for s in (0, 1)] for p in (0, 1)]
         return add(flat, [largest([worst[0][s][c] + worst[1][s][c] for s in (0, 1)]) for c in range(self.d)])
@@ -216,7 +218,8 @@ class ArbParallel:
         """Bound |Σ_ℓ a_ℓ(X) − a'(X)| and its length."""
         size, given = _longest(self.u), self.given
         names = [[head for layer in self.layers for head in getattr(layer, name)] for name in ("W", "q", "V")]
-        found = [entry.abs_upper() for entry in (_added([layer.o for layer in self.layers], 1, self.d) - given.o).entries()]
+        o = _added([layer.o for layer in self.layers], 1, self.d) - given.o
+        found = [entry.abs_upper() for entry in o.entries()]
         ranges = [head for heads in self.ranges for head in heads]
         for h, (W, q, V) in enumerate(zip(*names, strict=True)):
             score = size * _length((W - given.W[h]).entries()) + _length((q - given.q[h]).entries())
@@ -294,10 +297,10 @@ def _plus_row(M: arb_mat, row: arb_mat) -> arb_mat:
 
 
 def _beside(parts: Sequence[arb_mat]) -> arb_mat:
-    return arb_mat([sum(rows, []) for rows in zip(*(part.tolist() for part in parts), strict=True)])
+    return arb_mat([list(chain(*rows)) for rows in zip(*(part.tolist() for part in parts), strict=True)])
 
 
-def _mapped(function, M: arb_mat) -> arb_mat:  # type: ignore[no-untyped-def]
+def _mapped(function: Callable[[arb], arb], M: arb_mat) -> arb_mat:
     return arb_mat(M.nrows(), M.ncols(), [function(entry) for entry in M.entries()])
 
 
