@@ -459,7 +459,8 @@ def test_the_command_collapses_such_a_network(
         return int(ended.value.code or 0)
 
     net, tokens, out = (str(tmp_path / name) for name in ("net.safetensors", "tokens.safetensors", "one.safetensors"))
-    dg.save_network(gpt(0, 0.01), net)
+    kind = ("--layers", "2", "--heads", "2", "--dim", "4", "--norm", "pre", "--mlp", "6", "--mlp-skip", "--causal")
+    assert run("random", *kind, "--activation", "gelu", "--out", net) == 0
     save_file({"embeddings": drawn(3, 4), "positions": drawn(3, 4, seed=1)}, tokens)
     command = ("collapse", net, "--method", "parallel")
     assert run(*command, "--tokens", tokens, "--length", "2", "--json", "--out", out) == 0
