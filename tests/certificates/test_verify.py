@@ -100,7 +100,7 @@ def test_one_token(request_: dict[str, float]) -> None:
 def test_causal_networks(method: str, kind: str) -> None:
     network = random_network(layers=3, heads=2, dim=3, eta=0.2, causal=True)
     c = certified(network, closed_form(network, method), **{kind: 1.0})
-    assert c.methods == ("deletion",)
+    assert c.methods in {("deletion",), ("joint",), ("plain",)}
     assert c.verify()
 
 

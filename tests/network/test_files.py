@@ -443,10 +443,7 @@ def test_a_file_made_by_hand_is_read(tmp_path: Path) -> None:
 
 def test_biases_of_the_attention_are_kept_and_change_the_version(tmp_path: Path) -> None:
     plain = random_network(layers=2, heads=2, dim=3, eta=0.5)
-    layers = [
-        Layer(*_weights(one), query_bias=torch.ones(2, one.key_dim).double())
-        for one in plain
-    ]
+    layers = [Layer(*_weights(one), query_bias=torch.ones(2, one.key_dim).double()) for one in plain]
     network = SelfAttentionNetwork(layers, scale=plain.scale)
     for net, version in ((plain, "1"), (network, "2")):
         save_network(net, tmp_path / "net.safetensors")

@@ -223,7 +223,9 @@ def _starts(
         z, form = z.flatten(0, 1)[order], form.flatten(0, 1)[order]
         probe = inputs.extreme(form)
         alternating = torch.where(torch.arange(r - 1) % 2 == 0, 1.0, -1.0)[:, None]
-        drawn.append(torch.cat([probe[:, None], inputs.extreme(z[:, None] * alternating)], dim=1))
+        ordered = [probe[:, None], inputs.extreme(z[:, None] * alternating)]
+        # In a causal network only the last token sees all others.
+        drawn.append(torch.cat(ordered[::-1] if comparison.network.causal else ordered, dim=1))
     return torch.cat(drawn)
 
 

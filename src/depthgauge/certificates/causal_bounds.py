@@ -1,8 +1,8 @@
 """Layer-by-layer bounds of a causal network with skip connections (docs/math.md §3.12).
 
-With C the average over the visible tokens, the input of layer k is x_j + u_j D_k + ε_j in row j: u_j = (C X)_j is in the
-convex hull of the points, D_k = e_1(0:k), and |ε_j| ≤ err_k bounds all higher orders and all that attention differs from
-averaging. The scores of a row, and the values, are
+With C the average over the visible tokens, the input of layer k is x_j + u_j D_k + ε_j in row j: u_j = (C X)_j is in
+the convex hull of the points, D_k = e_1(0:k), and |ε_j| ≤ err_k bounds all higher orders and everything in which
+attention differs from averaging. The scores of a row, and the values, are
 
     s_j = (x_i + u_i D)W x_jᵀ + terms whose range is `moved`,        x_j M + u_j D M + ε_j M.
 """
@@ -26,12 +26,14 @@ class CausalLayer(ArrayRecord):
     """Bounds at the input of one layer.
 
     `drift` encloses D, with a leading dimension of 1; `err` is per coordinate. Per head, `theta` bounds the range of a
-    row of scores, `turned` that of u_i D W x_j, and `moved` that of what is neither this nor x_i W x_j.
+    row of scores, `turned` that of u_i D W x_j, and `moved` that of what is neither this nor x_i W x_j; `uneven` is
+    tanh(θ/4), which bounds how far a row of attention is from averaging.
     """
 
     drift: Enclosure
     err: Vector
     theta: PerHead
+    uneven: PerHead
     turned: PerHead
     moved: PerHead
 
@@ -61,7 +63,7 @@ class CausalBounds:
         by_error = nonnegative_sum_up(mul_up(err, add_up(key, 2.0 * query)), -1)
         moved = add_up(drifting, by_error)
         theta = total(region.widest_row(f"{where}.theta", W), turned, moved)
-        return CausalLayer(D, err, theta, turned, moved)
+        return CausalLayer(D, err, theta, tanh_up(theta / 4.0), turned, moved)
 
     def values(self, k: int, end: int) -> Iterator[Enclosure]:
         """Yield V_kh e_m(k+1:ℓ) of all heads of layer k, for m = 0, 1, …: how E_k enters state ℓ (`end`)."""
@@ -73,14 +75,14 @@ class CausalBounds:
     def gap(self, k: int, M: Enclosure) -> HeadVectors:
         """Bound |(P_h − C) X_k M_h| for every head h of layer k."""
         spread = add_up(self.region.ranges(M), self._beyond_points(k, M))
-        return mul_up(tanh_up(self.layers[k].theta / 4.0)[:, None], spread)
+        return mul_up(self.layers[k].uneven[:, None], spread)
 
     def rest(self, k: int, M: Enclosure, *, with_drift: bool) -> HeadVectors:
         """Bound what is beyond the leading term Cov(x_i W x_j, x_j M), and with the drift Cov(u_i D W x_j, x_j M)."""
         layer = self.layers[k]
         other = layer.moved if with_drift else add_up(layer.moved, layer.turned)
         curved = add_up(mul_up(mul_up(RHO, layer.theta), layer.theta), 0.25 * other)
-        beyond = mul_up(tanh_up(layer.theta / 4.0)[:, None], self._beyond_points(k, M))
+        beyond = mul_up(layer.uneven[:, None], self._beyond_points(k, M))
         return add_up(mul_up(curved[:, None], self.region.ranges(M)), beyond)
 
     def _beyond_points(self, k: int, M: Enclosure) -> HeadVectors:
@@ -90,7 +92,10 @@ class CausalBounds:
         return add_up(self.region.ranges(layer.drift @ M), errors)
 
     def added(self, part: str) -> Iterator[HeadVectors]:
-        """Yield, layer by layer, what every head adds to the output at most: with `gap`, or `rest` of orders 0 and 1."""
+        """Yield, layer by layer, what every head adds to the output at most; `part` is `gap` or `rest`.
+
+        The leading term has orders 0 and 1, so `rest` contains the others as they are.
+        """
         for k in range(self.expansion.depth):
             found = torch.zeros_like(self.expansion.V[k].mid[:, 0])
             for m, M in enumerate(self.values(k, self.expansion.depth)):

@@ -1,7 +1,8 @@
 """Upper bounds on |S − S'| for causal networks with skip connections (docs/math.md §3.12).
 
-Subtracting the expansions of both networks gives Σ_m C^m X (e_m − e'_m), and the terms of the heads of both. `plain` bounds
-every head alone. `joint` bounds the leading terms of all heads of both networks together; equal heads cancel there.
+Subtracting the expansions of both networks gives Σ_m C^m X (e_m − e'_m), and the terms of the heads of both. `plain`
+bounds every head alone. `joint` bounds the leading terms of all heads of both networks together; equal heads cancel
+there.
 """
 
 import math
@@ -12,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.certificates.attack import Hints
 from depthgauge.certificates.box import PartsByLayer, Vector, total
 from depthgauge.certificates.causal_bounds import CausalBounds
 from depthgauge.certificates.compared_networks import Comparison
@@ -69,13 +71,21 @@ class CausalProof:
     @property
     def notes(self) -> tuple[str, ...]:
         """Remarks on the bound."""
-        return () if self.joint is not None else ("there are too many points for pairs, so every head is bounded alone",)
+        return (
+            () if self.joint is not None else ("there are too many points for pairs, so every head is bounded alone",)
+        )
 
     @property
     def lost_at(self) -> int:
         """The first layer whose scores have no finite bound; the last layer if all have one."""
         finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
         return finite.index(False) if False in finite else len(finite) - 1
+
+    def hints(self, most: int = 8) -> Hints:
+        """Return starting points for the attack: the leading term of the `most` worst coordinates."""
+        mine, theirs = self.bounds.tensors()[0], self.other.tensors()[0]
+        T = Rank1Sum.join(mine, theirs.negated())
+        return Hints(T.slices(self.value.argsort(descending=True)[:most]))
 
 
 def region_of(comparison: Comparison) -> Region:
@@ -142,7 +152,8 @@ def pattern_powers(layer: Layer) -> list[tuple[int, float]]:
     """
     assert layer.position_bias is not None
     bias, found = layer.position_bias.detach().to(torch.float64), []
-    C, power, powers = _exact_average(bias.shape[-1]), None, []
+    C = _exact_average(bias.shape[-1])
+    powers = [C]
     for h in range(layer.heads):
         if not bool(bias[h].any()):
             found.append((1, 0.0))
@@ -150,9 +161,8 @@ def pattern_powers(layer: Layer) -> list[tuple[int, float]]:
         if bool((layer.query[h].detach() @ layer.key[h].detach().mT).any()):
             raise InputError(f"head {h} has scores and a position bias; certificates cover only one of them in a head")
         for m in range(1, layer.heads + 2):
-            while len(powers) < m:
-                power = C if power is None else power @ C
-                powers.append(power)
+            if len(powers) < m:
+                powers.append(powers[-1] @ C)
             slip = bias_slip(bias[h], powers[m - 1])
             if slip <= NEAR:
                 found.append((m, slip))

@@ -10,6 +10,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.surrogates.wide_block import needs_tokens
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,7 @@ class Comparison:
     @property
     def is_wide_block(self) -> bool:
         """Whether the certificate is that of docs/math.md §3.13: tokens, and LayerNorm, MLPs or biases in S."""
-        network = self.network
-        biases = network.has_attention_bias and network.length is None
-        return isinstance(self.inputs, Tokens) and (network.norm != "none" or self.has_mlp or biases)
+        return isinstance(self.inputs, Tokens) and (needs_tokens(self.network) or needs_tokens(self.surrogate))
 
     @property
     def expands(self) -> bool:

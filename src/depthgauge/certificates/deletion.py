@@ -39,6 +39,7 @@ class Deletion:
     head_parts: PartsByLayer
     norms: Norms
     methods = ("deletion",)
+    notes = ()
 
     @property
     def coordinate(self) -> int:
@@ -57,14 +58,9 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
     S' must be S with the attention of some layers deleted (values zero), or one layer with all heads of S in parallel.
     """
-    if network.has_attention_bias or surrogate.has_attention_bias:
-        raise InputError("this certificate does not cover networks with biases in the attention")
-    if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
-        if network.skip and _all_heads_kept(network, surrogate):
-            return _parallel(network, radius)
-        kept = _kept_without_mlp(network, surrogate)
-    else:
-        kept = _kept_with_mlp(network, surrogate)
+    kept = _kept_layers(network, surrogate)
+    if kept is None:
+        return _parallel(network, radius)
     state = torch.full((network.dim,), radius, dtype=torch.float64)
     other, apart = state, torch.zeros_like(state)
     parts, norms = [], Norms()
@@ -85,6 +81,26 @@ def deletion_bound(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
             other = _token_map(network, layer, other if network.skip else torch.zeros_like(other))
         apart = torch.minimum(apart, add_up(state, other))
     return Deletion(apart, tuple(parts), norms)
+
+
+def deletion_applies(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> bool:
+    """Whether the surrogate is of a kind that `deletion_bound` covers."""
+    try:
+        _kept_layers(network, surrogate)
+    except InputError:
+        return False
+    return True
+
+
+def _kept_layers(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> set[int] | None:
+    """Return the layers whose attention the surrogate keeps, or None if it has all heads in parallel."""
+    if network.has_attention_bias or surrogate.has_attention_bias:
+        raise InputError("this certificate does not cover networks with biases in the attention")
+    if len(surrogate) == 1 and len(network) > 1 and not (_has_mlp(network) or _has_mlp(surrogate)):
+        if network.skip and _all_heads_kept(network, surrogate):
+            return None
+        return _kept_without_mlp(network, surrogate)
+    return _kept_with_mlp(network, surrogate)
 
 
 def _parallel(network: SelfAttentionNetwork, radius: float) -> Deletion:
@@ -209,7 +225,8 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
 _UNRELATED = (
     "a network that is causal or has MLPs is certified only against itself with the attention of some layers deleted, "
-    "or with all heads in parallel; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel')"
+    "or with all heads in parallel; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel'); "
+    "with MLPs, 'parallel' is certified over tokens alone"
 )
 
 

@@ -17,7 +17,7 @@ from depthgauge.certificates.ball import BallBounds, column_lengths
 from depthgauge.certificates.box import JOINT_LIMIT, BoxBounds, Norms, PartsByLayer, Vector, total
 from depthgauge.certificates.causal_proof import CausalProof, causal_proof
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.deletion import Deletion, deletion_bound
+from depthgauge.certificates.deletion import Deletion, deletion_applies, deletion_bound
 from depthgauge.certificates.difference import BoxDifference, JointParts
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
 from depthgauge.certificates.parallel_blocks import ParallelProof, parallel_proof
@@ -251,7 +251,7 @@ class UpperBound:
 
     def hints(self) -> Hints:
         """Return starting points for the attack."""
-        return self.proof.hints() if isinstance(self.proof, ExpansionProof) else NO_HINTS
+        return self.proof.hints() if isinstance(self.proof, ExpansionProof | CausalProof) else NO_HINTS
 
 
 def prove_upper(
@@ -268,7 +268,7 @@ def prove_upper(
         proof = parallel_proof(comparison, progress)
         notes = proof.notes
     elif comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
-        proof = causal_proof(comparison)
+        proof = _smaller_causal(comparison)
         notes = proof.notes
     elif isinstance(comparison.inputs, Tokens):
         proof = token_proof(comparison)
@@ -293,6 +293,15 @@ def prove_upper(
         seconds=time.perf_counter() - begun,
         proof=proof,
     )
+
+
+def _smaller_causal(comparison: Comparison) -> CausalProof | Deletion:
+    """Return the proof by the expansion, or by deletion where that applies and gives the smaller bound."""
+    proof, network, surrogate = causal_proof(comparison), comparison.network, comparison.surrogate
+    if isinstance(comparison.inputs, Tokens) or not deletion_applies(network, surrogate):
+        return proof
+    deleted = deletion_bound(network, surrogate, comparison.inputs.radius)
+    return deleted if bool(deleted.value.max() < proof.value.max()) else proof
 
 
 def _shares(parts: list[Tensor]) -> tuple[tuple[float, ...], ...]:

@@ -1,4 +1,4 @@
-"""What the tokens of an input can be: points of a finite set, of a box, or of a ball; and the bounds that need only that.
+"""What the tokens of an input can be, points of a finite set, a box or a ball, and the bounds that need only that.
 
 x and y stand for points of the convex hull of the set, M_h and W_h for matrices of the heads.
 """

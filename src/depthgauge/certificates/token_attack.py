@@ -1,7 +1,7 @@
 """Lower bounds over sequences of tokens: substitute one token at a time, or try every sequence if there are few.
 
-A sequence is given by slots. If the order of the tokens matters, because of positions or a causal mask, every slot is one
-position. Otherwise slot s stands for `counts[s]` equal tokens, which stay equal.
+A sequence is given by slots. If the order of the tokens matters, because of positions or a causal mask, every slot is
+one position. Otherwise slot s stands for `counts[s]` equal tokens, which stay equal.
 """
 
 import math

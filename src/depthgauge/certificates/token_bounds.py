@@ -34,6 +34,7 @@ from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import (
     TINY,
     add_up,
+    div_up,
     gamma,
     mul_up,
     nonnegative_matmul_up,
@@ -104,19 +105,30 @@ class TokenBounds:
     def _own_range(self, k: int, M: Enclosure) -> HeadVectors:
         return 2.0 * weighted_per_head(self.layers[k].own.expand(M.shape[0], -1), M)
 
-    def added(self, part: str) -> Iterator[HeadVectors]:
-        """Yield, layer by layer, what every head adds to the output at most; `part` is `gap` or `rest`."""
+    def added(self, part: str, readout: Enclosure | None = None) -> Iterator[HeadVectors]:
+        """Yield, layer by layer, what every head adds to the output at most; `part` is `gap` or `rest`.
+
+        With a readout R it is about the output times R.
+        """
         X = self.expansion
         bound = self.gap if part == "gap" else self.rest
         for k in range(X.depth):
-            yield add_up(bound(k, X.V[k]), bound(k, X.carried(k, X.depth)))
+            both = (read(M, readout) for M in (X.V[k], X.carried(k, X.depth)))
+            yield total(*(bound(k, M) for M in both))
 
-    def tensors(self) -> tuple[Rank1Sum, Rank1Sum]:
-        """Return T and Tᵐ of the leading term."""
+    def tensors(self, readout: Enclosure | None = None) -> tuple[Rank1Sum, Rank1Sum]:
+        """Return T and Tᵐ of the leading term, of the output times R with a readout R."""
         X = self.expansion
         every = range(X.depth)
         late = [drift_of_output(X, k, X.depth) for k in every]
-        return head_tensor(X, every), Rank1Sum.join(*(drift_in_query(X, k) for k in every), *late)
+        found = head_tensor(X, every), Rank1Sum.join(*(drift_in_query(X, k) for k in every), *late)
+        T, Tm = (Rank1Sum(terms.left, read(terms.right, readout)) for terms in found)
+        return T, Tm
+
+
+def read(M: Enclosure, readout: Enclosure | None) -> Enclosure:
+    """Return M R, or M without a readout."""
+    return M if readout is None else M @ readout
 
 
 def ranges(points: Float[Tensor, "v d"], M: Enclosure) -> HeadVectors:
@@ -176,23 +188,34 @@ class PairLead:
     For a fixed x and a it is tr(G C) with G = Σ_b x_b T_a[b] and C = cov(x_j). All terms are summed first. Two bounds
     hold. `pairs`: C = (1/2n²) Σ_jk δᵀδ with δ = x_j − x_k, so |tr(G C)| is at most ½ max |δ G δᵀ|. `sharper` uses the
     smaller one of this and of `centred` for each x, which takes longer.
+
+    `queries` are the points x, by default all. With `places`, the points are those of n places in this order, and a
+    sequence has one point of each place: then the mean of ½ |δ G δᵀ| over all pairs of places, with the largest value
+    for each pair, replaces the maximum.
     """
 
-    def __init__(self, terms: Rank1Sum, points: Float[Tensor, "v d"]) -> None:
-        self.terms, self.points = terms, points
+    def __init__(
+        self,
+        terms: Rank1Sum,
+        points: Float[Tensor, "v d"],
+        queries: Float[Tensor, "x d"] | None = None,
+        places: int = 1,
+    ) -> None:
+        self.terms, self.points, self.places = terms, points, places
+        self.queries = points if queries is None else queries
         self.slack = mul_up(0.5, pair_slack(terms, points))
-        each = [self._each(a) for a in range(points.shape[1])]
+        each = [self._each(a) for a in range(terms.right.shape[-1])]
         self.pairs = add_up(torch.stack([values.amax() for values in each]), self.slack)
 
     def _matrices(self, a: int) -> Float[Tensor, "x d d"]:
-        v, d = self.points.shape
+        d = self.points.shape[1]
         T = self.terms.slices(torch.tensor([a]))[0]  # [b, c, e]
-        return (self.points @ T.reshape(d, d * d)).reshape(v, d, d)
+        return (self.queries @ T.reshape(d, d * d)).reshape(-1, d, d)
 
     def _each(self, a: int) -> Float[Tensor, " x"]:
-        """Return ½ max |δ G δᵀ| for every x, in floating point; `slack` bounds the error."""
+        """Return the bound of pairs for every x, in floating point; `slack` bounds the error."""
         parts = torch.split(self._matrices(a), max(1, BLOCK // len(self.points) ** 2))
-        return torch.cat([_pairs(part, self.points) for part in parts])
+        return torch.cat([_pairs(part, self.points, self.places) for part in parts])
 
     def sharper(self, a: int) -> Tensor:
         """Return the bound for coordinate a, with the smaller one of both bounds for each x."""
@@ -201,38 +224,52 @@ class PairLead:
         for chosen in torch.split(pairs.argsort(descending=True), TOGETHER):
             if bool(pairs[chosen[0]] <= worst):  # so are the others
                 break
-            worst = torch.maximum(worst, torch.fmin(pairs[chosen], centred(G[chosen], self.points)).amax())
+            worst = torch.maximum(worst, torch.fmin(pairs[chosen], centred(G[chosen], self.points, self.places)).amax())
         return add_up(worst, self.slack[a])
 
 
-def _pairs(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"]) -> Float[Tensor, " x"]:
-    """Return ½ max |δ G δᵀ| over the differences δ of two points, in floating point; `pair_slack` bounds the error."""
+def _pairs(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"], places: int) -> Float[Tensor, " x"]:
+    """Return ½ max |δ G δᵀ| over the differences δ of two points, in floating point; `pair_slack` bounds the error.
+
+    With several places it is the mean over all pairs of places of the largest value for each pair.
+    """
     form = points @ G @ points.mT  # [x, t, u], symmetric in t and u
     own = form.diagonal(dim1=-2, dim2=-1)
-    return 0.5 * (own[:, :, None] + own[:, None, :] - 2.0 * form).abs().amax((-2, -1))
+    sizes = 0.5 * (own[:, :, None] + own[:, None, :] - 2.0 * form).abs()
+    if places == 1:
+        return sizes.amax((-2, -1))
+    by_place = sizes.reshape(len(G), places, len(points) // places, places, -1).amax((2, 4))  # [x, place, place]
+    apart = by_place - torch.diag_embed(by_place.diagonal(dim1=-2, dim2=-1))  # a place has one token, so δ = 0
+    return div_up(nonnegative_sum_up(apart, (-2, -1)), float(places**2))
 
 
-def centred(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"]) -> Float[Tensor, " x"]:
+def centred(G: Float[Tensor, "x d d"], points: Float[Tensor, "v d"], places: int = 1) -> Float[Tensor, " x"]:
     """Bound |tr(G C)| over the covariances C of all sequences of points, for every matrix G.
 
     Let G = A Aᵀ − B Bᵀ + R, with A and B from the eigenvectors of G, so that R is of the size of rounding errors. Then
     tr(G C) ≤ tr(Aᵀ C A) + ‖R‖_F tr C, and a variance is at most the largest squared distance from any centre c:
-    tr(Aᵀ C A) ≤ max_t ‖(x_t − c)A‖². The centre is the middle of the ranges. The lower side has B in place of A.
+    tr(Aᵀ C A) ≤ max_t ‖(x_t − c)A‖². The centre is the middle of the ranges. The lower side has B in place of A. With
+    one point of each of several places, the mean over the places of the largest square replaces the largest one.
     """
     values, vectors = torch.linalg.eigh(G / 2 + G.mT / 2)
     sides = [vectors * (sign * values).clamp(min=0.0).sqrt()[:, None, :] for sign in (1.0, -1.0)]
     A, B = (Enclosure.exact(side) for side in sides)
     rest = frobenius_norm_up(Enclosure.exact(G) - A @ A.mT + B @ B.mT)
-    reached = torch.stack([_largest_square(Enclosure.exact(points) @ side) for side in (A, B)]).amax(0)
-    spread = _largest_square(Enclosure.exact(points[None]))[0]
+    reached = torch.stack([_largest_square(Enclosure.exact(points) @ side, places) for side in (A, B)]).amax(0)
+    spread = _largest_square(Enclosure.exact(points[None]), 1)[0]
     return add_up(reached, mul_up(rest, spread)).nan_to_num(nan=torch.inf)
 
 
-def _largest_square(rows: Enclosure) -> Float[Tensor, " x"]:
-    """Bound the largest ‖y − c‖² over the rows y, for the middle c of the ranges of their entries."""
+def _largest_square(rows: Enclosure, places: int) -> Float[Tensor, " x"]:
+    """Bound the largest ‖y − c‖² over the rows y, for the middle c of the ranges of their entries.
+
+    The rows are those of several places; the mean over the places is bounded.
+    """
     middle = rows.mid.amax(-2, keepdim=True) / 2 + rows.mid.amin(-2, keepdim=True) / 2
     apart = (rows - middle).abs_up()
-    return nonnegative_sum_up(mul_up(apart, apart), -1).amax(-1)
+    squares = nonnegative_sum_up(mul_up(apart, apart), -1)
+    by_place = squares.reshape(len(squares), places, -1).amax(-1)
+    return div_up(nonnegative_sum_up(by_place, -1), float(places))
 
 
 def pair_slack(terms: Rank1Sum, points: Float[Tensor, "v d"]) -> Vector:

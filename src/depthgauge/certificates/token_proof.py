@@ -14,14 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.certificates.regions import ConvexLead
-from depthgauge.certificates.token_bounds import PairLead, TokenBounds, can_pair, largest
+from depthgauge.certificates.token_bounds import PairLead, TokenBounds, can_pair, largest, read
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import nonnegative_sum_up
@@ -72,20 +70,30 @@ class TokenProof:
         return finite.index(False) if False in finite else len(finite) - 1
 
 
-def token_proof(comparison: Comparison, bounds: TokenBounds | None = None) -> TokenProof:
-    """Prove an upper bound over all sequences of the tokens; `bounds` are those of S, from an earlier proof."""
-    assert isinstance(comparison.inputs, Tokens)
-    points = comparison.inputs.points()
+def token_proof(
+    comparison: Comparison, bounds: TokenBounds | None = None, readout: Enclosure | None = None
+) -> TokenProof:
+    """Prove an upper bound over all sequences of the tokens; `bounds` are those of S, from an earlier proof.
+
+    With a readout R, [d, m], the bound is on |(S − S') R| in the last row alone, for sequences that fill all positions.
+    """
+    tokens = comparison.inputs
+    assert isinstance(tokens, Tokens)
+    points = tokens.points()
     S = TokenBounds(Expansion(comparison.network), points) if bounds is None else bounds
     other = TokenBounds(Expansion(comparison.surrogate), points)
-    linear = token_linear(S, other)
-    parts = tuple(S.added("gap"))
-    plain = total(linear, _sum(parts, points), _sum(other.added("gap"), points))
+    linear = token_linear(S, other, readout)
+    parts = tuple(S.added("gap", readout))
+    plain = total(linear, _sum(parts), _sum(other.added("gap", readout)))
     joint = None
     if can_pair(points):
-        (T, Tm), (T_other, Tm_other) = S.tensors(), other.tensors()
-        leads = [PairLead(Rank1Sum.join(*pair), points) for pair in ((T, T_other.negated()), (Tm, Tm_other.negated()))]
-        beyond = total(linear, _sum(S.added("rest"), points), _sum(other.added("rest"), points))
+        (T, Tm), (T_other, Tm_other) = S.tensors(readout), other.tensors(readout)
+        last, places = (None, 1) if readout is None else (tokens.at_positions()[-1], len(tokens.at_positions()))
+        leads = [
+            PairLead(Rank1Sum.join(T, T_other.negated()), points, last, places),
+            PairLead(Rank1Sum.join(Tm, Tm_other.negated()), points, None, places),
+        ]
+        beyond = total(linear, _sum(S.added("rest", readout)), _sum(other.added("rest", readout)))
         joint = largest_first(leads, beyond, plain)
     return TokenProof(S, other, plain, joint, parts)
 
@@ -101,14 +109,13 @@ def largest_first(leads: Sequence[PairLead | ConvexLead], beyond: Vector, plain:
     return joint
 
 
-def token_linear(S: TokenBounds, other: TokenBounds) -> Vector:
-    """Bound |m (Z_{0:L} − Z'_{0:L'})| for every m in the convex hull of the points."""
+def token_linear(S: TokenBounds, other: TokenBounds, readout: Enclosure | None = None) -> Vector:
+    """Bound |m (Z_{0:L} − Z'_{0:L'})| for every m in the convex hull of the points; times R with a readout R."""
     X, Y = S.expansion, other.expansion
-    apart = X.drift(0, X.depth) - Y.drift(0, Y.depth)
+    apart = read(X.drift(0, X.depth) - Y.drift(0, Y.depth), readout)
     return largest(S.points, Enclosure(apart.mid[None], apart.rad[None]))[0]
 
 
-def _sum(parts: Iterable[HeadVectors], points: Float[Tensor, "v d"]) -> Vector:
+def _sum(parts: Iterable[HeadVectors]) -> Vector:
     """Bound the sum over all layers and heads."""
-    zero = torch.zeros(points.shape[1], dtype=torch.float64)
-    return total(zero, *(nonnegative_sum_up(part, 0) for part in parts))
+    return total(*(nonnegative_sum_up(part, 0) for part in parts))

@@ -54,6 +54,9 @@ def command(
     `depthgauge collapse net.safetensors --tokens tokens.safetensors --length 64` bounds the difference for every
     prompt: every sequence of up to 64 of these tokens.
 
+    `depthgauge collapse causal.safetensors --length 64` replaces a causal network by one causal layer whose heads have
+    position biases for up to 64 tokens.
+
     `depthgauge collapse net.safetensors --method parallel --witness x.safetensors` writes the input on which the attack
     found the largest difference; `depthgauge gauge net.safetensors --input x.safetensors` reads it.
 

@@ -5,8 +5,8 @@
     S              = layer_{L−1} ∘ … ∘ layer_0
 
 softm acts on each row; in a causal network row i contains the tokens 0 to i only. Without skip connections, the term X
-in layer(X) is absent. b_h and B_h are optional biases of queries and positions, and an output bias may be added. f is the identity or an MLP that acts on each token. Tokens are rows of X. Layers and heads are
-numbered from 0.
+in layer(X) is absent. b_h and B_h are optional biases of queries and positions, and an output bias may be added. f is
+the identity or an MLP that acts on each token. Tokens are rows of X. Layers and heads are numbered from 0.
 """
 
 import math

@@ -8,8 +8,8 @@ With N_{0:L} = A_0 ⋯ A_{L−1}, A_ℓ = I + Σ_h V_ℓh (without skips A_ℓ =
     mean-field   X + 1·mean(X)·(N_{0:L} − I)                                  error O(η³)
     corrected    X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − ΣV)      error O(η⁴)
 
-In a causal network the average over the visible tokens, C with C_ij = 1/i for j ≤ i, replaces the mean, and its powers are
-different patterns. With e_m = Σ_{ℓ₁<…<ℓ_m} V_ℓ₁ ⋯ V_ℓm and V_ℓ = Σ_h V_ℓh (docs/math.md §3.12):
+In a causal network the average over the visible tokens, C with C_ij = 1/i for j ≤ i, replaces the mean, and its powers
+are different patterns. With e_m = Σ_{ℓ₁<…<ℓ_m} V_ℓ₁ ⋯ V_ℓm and V_ℓ = Σ_h V_ℓh (docs/math.md §3.12):
 
     mean-field   X + Σ_{m≥1} C^m X e_m                                        error O(η³)
     corrected    X + Σ_ℓh attention_ℓh(X) + Σ_{m≥2} C^m X e_m                 error O(η⁴)

@@ -24,7 +24,11 @@ class Expansion:
     is_causal = False
 
     def __init__(self, network: SelfAttentionNetwork) -> None:
-        if network.causal != self.is_causal or network.norm != "none" or any(layer.mlp is not None for layer in network):
+        if (
+            network.causal != self.is_causal
+            or network.norm != "none"
+            or any(layer.mlp is not None for layer in network)
+        ):
             kind = "causal" if self.is_causal else "not causal"
             raise InputError(f"the expansion applies to networks that are {kind} and have neither MLP nor LayerNorm")
         if any(one is not None for layer in network for one in (layer.query_bias, layer.output_bias)):
@@ -81,7 +85,8 @@ class Expansion:
 class CausalExpansion(Expansion):
     """The matrices of the expansion of a causal network (docs/math.md §3.12).
 
-    With C the average over the visible tokens, e_m(k:ℓ) = Σ_{k≤ℓ₁<…<ℓ_m<ℓ} V_ℓ₁ ⋯ V_ℓm and E_k = Σ_h (P_kh − C) X_k V_kh,
+    With C the average over the visible tokens, e_m(k:ℓ) = Σ_{k≤ℓ₁<…<ℓ_m<ℓ} V_ℓ₁ ⋯ V_ℓm and
+    E_k = Σ_h (P_kh − C) X_k V_kh,
 
         X_ℓ = Σ_m C^m X e_m(0:ℓ) + Σ_{k<ℓ} Σ_m C^m E_k e_m(k+1:ℓ).
     """

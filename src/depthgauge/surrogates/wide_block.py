@@ -27,6 +27,11 @@ def block_obstacle(network: SelfAttentionNetwork) -> str | None:
     return None
 
 
+def needs_tokens(network: SelfAttentionNetwork) -> bool:
+    """Return whether the wide block of a network is certified over tokens alone: LayerNorm, MLPs or biases."""
+    return network.norm != "none" or network.has_mlp or (network.has_attention_bias and network.length is None)
+
+
 def wide_block(network: SelfAttentionNetwork) -> Layer:
     """Return the one layer that computes S'; its LayerNorm has gain 1 and bias 0."""
     layers = [without_gain(layer) for layer in network]

@@ -61,7 +61,8 @@ def collapse_file(
     radius = 1.0 if radius is None and ball is None and inputs is None else radius
     network = load_network(path)
     chosen = check_request(network, network, radius, ball, inputs, tokens, effort)
-    surrogate = collapse(network, method, radius=chosen.radius, seed=seed, progress=progress)
+    length = tokens if inputs is None else inputs.length
+    surrogate = collapse(network, method, length=length, radius=chosen.radius, seed=seed, progress=progress)
     certificate = certify(
         network, surrogate, radius=radius, ball=ball, inputs=inputs, tokens=tokens, effort=effort, seed=seed,
         progress=progress,

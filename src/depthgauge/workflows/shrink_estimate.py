@@ -108,7 +108,7 @@ def heal_seconds(steps: int, effort: Effort, window: int, seconds: float) -> flo
 def heal_advice(steps: int, seconds: float) -> str:
     """Return what healing would cost, and what it gave where it was measured (benchmarks/shrink.py --heal 200)."""
     return (
-        f"--heal {steps} would train the kept blocks for about {duration(seconds)} more. Measured: 200 steps lowered the "
-        "increase of SmolLM2-135M without 7 blocks from 0.24 to 0.20 nats per token, and did not help Gemma-3-270m "
+        f"--heal {steps} would train the kept blocks for about {duration(seconds)} more. Measured: 200 steps lowered "
+        "the increase of SmolLM2-135M without 7 blocks from 0.24 to 0.20 nats per token, and did not help Gemma-3-270m "
         "without 4 blocks; training that does not help is undone"
     )

@@ -42,7 +42,14 @@ from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.workflows.shrink_estimate import ADVISED_STEPS, PartCosts, ShrinkJob, heal_advice, heal_seconds, time_left
+from depthgauge.workflows.shrink_estimate import (
+    ADVISED_STEPS,
+    PartCosts,
+    ShrinkJob,
+    heal_advice,
+    heal_seconds,
+    time_left,
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from flint import arb
 
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.box import BoxBounds
+from depthgauge.certificates.causal_proof import CausalProof
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
@@ -20,6 +21,7 @@ from depthgauge.certificates.token_set import Tokens
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
 from depthgauge.certificates.verify.ball import BallLayers
 from depthgauge.certificates.verify.box import BoxLayers, unproved
+from depthgauge.certificates.verify.causal import causal_bound
 from depthgauge.certificates.verify.deletion import ArbDeletion
 from depthgauge.certificates.verify.difference import ArbBoxDifference
 from depthgauge.certificates.verify.expansion import ArbExpansion, check_matches, negated
@@ -55,6 +57,11 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         raise VerificationError("the networks differ in width or skip connections")
     if isinstance(comparison.inputs, Tokens) and isinstance(proof, ParallelProof):
         _check(ArbParallel(network, surrogate, comparison.inputs.points()).bound(), upper)
+        return
+    if isinstance(proof, CausalProof):
+        if not (network.causal and surrogate.causal):
+            raise VerificationError("the proof is for causal networks, and these are not causal")
+        _check(causal_bound(comparison, proof, upper), upper)
         return
     if isinstance(comparison.inputs, Tokens):
         points = comparison.inputs.points()

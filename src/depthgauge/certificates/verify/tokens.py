@@ -24,13 +24,33 @@ class ArbTokenLayer:
     moved: list[arb]
 
 
-class TokenLayers:
+class PointRanges:
+    """A finite set of points x."""
+
+    def __init__(self, points: Tensor) -> None:
+        self.points = to_arb(points)
+
+    def ranges(self, M: arb_mat) -> Vector:
+        """Bound max − min over the points of every coordinate of x M."""
+        return [_range(column) for column in (self.points * M).transpose().tolist()]
+
+    def largest(self, M: arb_mat) -> Vector:
+        """Bound the largest |(x M)_c| over the points."""
+        return [largest([abs(entry) for entry in column]) for column in (self.points * M).transpose().tolist()]
+
+    def widest(self, W: arb_mat) -> arb:
+        """Bound the largest range over y of x W yᵀ."""
+        return largest([_range(row) for row in (self.points * W * self.points.transpose()).tolist()])
+
+
+class TokenLayers(PointRanges):
     """The layers of a network with skip connections, over all sequences of points."""
 
     def __init__(self, who: str, X: ArbExpansion, points: Tensor) -> None:
         if not X.skip:
             raise VerificationError(f"{who}: the bounds over tokens require skip connections")
-        self.X, self.points = X, to_arb(points)
+        super().__init__(points)
+        self.X = X
         self.layers: list[ArbTokenLayer] = []
         for index in range(X.depth):
             self.layers.append(self._layer(index))
@@ -47,7 +67,7 @@ class TokenLayers:
             caused = sum((e * r for e, r in zip(err, keys, strict=True)), arb(0))
             caused += 2 * sum((q * o for q, o in zip(query, own, strict=True)), arb(0))
             moved.append(caused.upper())
-            theta.append((self._widest_row(W) + self._widest_row(drifting) + moved[-1]).upper())
+            theta.append((self.widest(W) + self.widest(drifting) + moved[-1]).upper())
         return ArbTokenLayer(own, err, theta, moved)
 
     def gap(self, k: int, h: int, M: arb_mat) -> Vector:
@@ -69,19 +89,8 @@ class TokenLayers:
                 found += [getattr(self, part)(k, h, M) for M in (X.V[k][h], X.carried(k, X.depth)[h])]
         return add(*found)
 
-    def ranges(self, M: arb_mat) -> Vector:
-        """Bound max − min over the points of every coordinate of x M."""
-        return [_range(column) for column in (self.points * M).transpose().tolist()]
-
-    def largest(self, M: arb_mat) -> Vector:
-        """Bound the largest |(x M)_c| over the points."""
-        return [largest([abs(entry) for entry in column]) for column in (self.points * M).transpose().tolist()]
-
     def _own_range(self, k: int, M: arb_mat) -> Vector:
         return times(arb(2), through(self.layers[k].own, absolute(M)))
-
-    def _widest_row(self, W: arb_mat) -> arb:
-        return largest([_range(row) for row in (self.points * W * self.points.transpose()).tolist()])
 
     def terms(self) -> tuple[Terms, Terms]:
         """Return the terms of T and of Tᵐ."""

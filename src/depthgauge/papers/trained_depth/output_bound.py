@@ -1,10 +1,13 @@
 """A proved bound on the change of a model's output when its layers are replaced by one (docs/math.md §8).
 
-If |S(X) − S'(X)| ≤ u per coordinate for every input of the model, then the logits z = (S(X) R)_last satisfy
+The logits are z = (S(X) R)_last, and δ bounds every change |(z_c − z_e) − (z'_c − z'_e)|. Two sets of inputs are covered:
 
-    |z_c − z'_c| ≤ Σ_a u_a |R_ac|,        |(z_c − z_e) − (z'_c − z'_e)| ≤ δ = max_{c,e} Σ_a u_a |R_ac − R_ae|,
+- all sequences of the model's own tokens, one at each position. The differences of logits are bounded directly, as
+  (S(X) − S'(X))(R_c − R_e) in the last row.
+- the box of all inputs with entries up to φ, of any length. |S(X) − S'(X)| ≤ u per coordinate gives
+  |z_c − z'_c| ≤ Σ_a u_a |R_ac| and δ = max_{c,e} Σ_a u_a |R_ac − R_ae|.
 
-every class probability changes by at most tanh(δ/4), and a prediction can change only where its margin is at most δ.
+Every class probability changes by at most tanh(δ/4), and a prediction can change only where its margin is at most δ.
 """
 
 import math
@@ -14,16 +17,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from depthgauge._records import ArrayRecord
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.proof import prove_upper
+from depthgauge.certificates.token_bounds import TokenBounds
+from depthgauge.certificates.token_proof import token_proof
+from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import require_type
+from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import nonnegative_matmul_up, tanh_up, up
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.surrogates.closed_forms import closed_form, refusal
 from depthgauge.surrogates.expansion import Expansion
+from depthgauge.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
@@ -35,22 +42,18 @@ HOPELESS = 30.0
 """The joint bound is rarely smaller than the plain one by more than this factor."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class OutputBound(ArrayRecord):
+@dataclass(frozen=True)
+class OutputBound:
     """What is proved about a model in which one layer replaces all layers.
 
     Attributes:
         method: the name of the one-layer network S'.
-        radius: φ; the bound covers all inputs with entries up to φ, and the inputs of the model are among them.
-        state: u, the bound on |S(X) − S'(X)| per coordinate.
         logit: the bound on the change of every logit.
         margin: δ, the bound on the change of every difference of two logits.
         probability: tanh(δ/4), the bound on the change of every class probability.
     """
 
     method: str
-    radius: float
-    state: Float[Tensor, " d"]
     logit: float
     margin: float
     probability: float
@@ -78,14 +81,54 @@ def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttention
     """
     if len(network) == 1:
         return ITSELF, network
-    for method in ONE_LAYER:
-        if refusal(network, method) is None:
-            return method, closed_form(network, method)
-    return None
+    methods = _methods(network)
+    return (methods[0], closed_form(network, methods[0])) if methods else None
 
 
-def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
-    """Prove how much the output can change when one layer replaces all layers of the model.
+def _methods(network: SelfAttentionNetwork) -> list[str]:
+    """Return the closed forms that apply, the sharpest first; none with LayerNorm, MLPs or biases."""
+    if needs_tokens(network):
+        return []
+    return [method for method in ONE_LAYER if refusal(network, method) is None]
+
+
+def output_bound(model: BoundedModel) -> OutputBound | None:
+    """Prove how much the output can change, on any sequence of the model's tokens, when one layer replaces all layers.
+
+    Every closed form that applies is tried, and the least δ is returned. Without skip connections the bound is that of
+    `box_output_bound`, whose box contains the sequences.
+
+    Args:
+        model: The model; not causal, without MLP and LayerNorm.
+
+    Returns:
+        The bound, or None if no finite bound was found or no closed form applies.
+    """
+    exact = _checked(model)
+    network, R = exact.network, exact.readout
+    if len(network) == 1:  # one layer replaces itself
+        return OutputBound(ITSELF, 0.0, 0.0, 0.0)
+    if not network.skip:
+        return box_output_bound(model)
+    inputs = Tokens(exact.token, exact.position)
+    classes = R.shape[1]
+    first, second = torch.triu_indices(classes, classes, 1)
+    readout = Enclosure.cat([Enclosure.exact(R), Enclosure.exact(R[:, first]) - R[:, second]], dim=1)
+    methods = _methods(network)
+    if not methods:
+        return None
+    bounds = TokenBounds(Expansion(network), inputs.points())
+
+    def prove(method: str) -> OutputBound:
+        comparison = Comparison(network, closed_form(network, method), inputs)
+        value = token_proof(comparison, bounds, readout).value
+        return _bound(method, float(value[:classes].amax()), float(value[classes:].amax()))
+
+    return _least([prove(method) for method in methods])
+
+
+def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
+    """Prove the same for all inputs with entries up to the largest one of the model's inputs, of any length.
 
     Every closed form that applies is tried with its heads bounded one by one. The joint bound is many times sharper and
     many times slower. It is computed for the sharpest closed form, where it can decide whether δ ≤ `decisive`: not
@@ -98,13 +141,11 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
     Returns:
         The bound, or None if no finite bound was found or no closed form applies.
     """
-    require_type("model", model, BoundedModel, "a BoundedModel", "a TrainedModel has it as its attribute model")
-    exact = model.exact()
+    exact = _checked(model)
     network, radius = exact.network, largest_input(model)
-    if len(network) == 1:  # one layer replaces itself
-        zero = torch.zeros(network.dim, dtype=torch.float64)
-        return OutputBound(ITSELF, radius, zero, 0.0, 0.0, 0.0)
-    methods = [method for method in ONE_LAYER if refusal(network, method) is None]
+    if len(network) == 1:
+        return OutputBound(ITSELF, 0.0, 0.0, 0.0)
+    methods = _methods(network)
     if not methods:
         return None
 
@@ -112,15 +153,28 @@ def output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBo
         comparison = Comparison(network, closed_form(network, method), InputSet("box", radius))
         proof = prove_upper(comparison, "default", bounds).proof
         assert proof is not None
-        logit, margin = readout_changes(proof.value, exact.readout)
-        probability = float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0
-        return OutputBound(method, radius, proof.value, logit, margin, probability)
+        return _bound(method, *readout_changes(proof.value, exact.readout))
 
     plain = BoxBounds(Expansion(network), radius, joint=False)
     best = min((prove(method, plain) for method in methods), key=lambda bound: bound.margin)
     if network.skip and decisive < best.margin <= HOPELESS * decisive:
         best = min(best, prove(methods[0], None), key=lambda bound: bound.margin)
-    return best if math.isfinite(best.margin) else None
+    return _least([best])
+
+
+def _checked(model: BoundedModel) -> BoundedModel:
+    require_type("model", model, BoundedModel, "a BoundedModel", "a TrainedModel has it as its attribute model")
+    return model.exact()
+
+
+def _bound(method: str, logit: float, margin: float) -> OutputBound:
+    return OutputBound(method, logit, margin, float(tanh_up(margin / 4.0)) if math.isfinite(margin) else 1.0)
+
+
+def _least(bounds: list[OutputBound]) -> OutputBound | None:
+    """Return the bound with the least δ, or None if none is finite."""
+    finite = [bound for bound in bounds if math.isfinite(bound.margin)]
+    return min(finite, key=lambda bound: bound.margin) if finite else None
 
 
 def margins(logits: Float[Tensor, "samples classes"], labels: Int64[Tensor, " samples"]) -> Float[Tensor, " samples"]:
