@@ -102,7 +102,9 @@ def test_mean_field_without_skips_is_the_product_of_the_values():
         ({"causal": True}, {"mean-field", "corrected", "fitted"}),
         ({"skip": False}, {"identity", "parallel", "corrected"}),
         ({"mlp": 6}, {"parallel", "mean-field", "corrected", "fitted"}),
-        ({"norm": "pre"}, set(METHODS)),
+        ({"mlp": 6, "mlp_skip": True}, {"mean-field", "corrected", "fitted"}),
+        ({"norm": "pre"}, set(METHODS) - {"parallel"}),
+        ({"norm": "post"}, set(METHODS)),
         ({}, set()),
     ],
 )

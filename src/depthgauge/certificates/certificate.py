@@ -23,6 +23,7 @@ from depthgauge.errors import InputError, require_count, require_radius, require
 from depthgauge.linalg.threads import threads_for
 from depthgauge.network.network import SelfAttentionNetwork, require_network
 from depthgauge.progress import Step, silent
+from depthgauge.surrogates.wide_block import block_obstacle
 
 EFFORTS = ("default", "high")
 
@@ -35,7 +36,7 @@ class Certificate(UpperBound):
 
     Attributes:
         upper: the proved bound, rounding errors included; None if no finite bound was found.
-        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs" or "deletion".
+        methods: how the upper bound was obtained: "plain", "joint", "squares", "pairs", "parallel" or "deletion".
         notes: remarks on the upper bound.
         share: `share[k][h]` is the part of head h of layer k in the upper bound at `coordinate`; the sum is 1.
         coordinate: the output coordinate with the largest upper bound.
@@ -170,7 +171,8 @@ def certify(
 
     Raises:
         InputError: the networks do not fit together, an option is invalid, or the architecture is not covered
-            (LayerNorm; for MLPs only surrogates with deleted attention are covered, and no `inputs`).
+            (LayerNorm only over `inputs` and before the sublayers; with LayerNorm, MLPs or biases only
+            `collapse(network, "parallel")` over `inputs`, and deleted attention over a box).
 
     Example:
         >>> from depthgauge import collapse, random_network
@@ -185,7 +187,7 @@ def certify(
     comparison = Comparison(_plain(network), _plain(surrogate), chosen, tokens)
     with threads_for(network.dim):
         progress(0, 2, "proving")
-        upper = prove_upper(comparison, effort, bounds)
+        upper = prove_upper(comparison, effort, bounds, progress)
         progress(1, 2, "attacking")
         begun = time.perf_counter()
         options, is_complete = AttackOptions(starts, steps, require_seed(seed), device), False
@@ -239,11 +241,19 @@ def check_request(
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if chosen.kind != "box" and not network.skip:
         raise InputError(f"{given[0]} applies to networks with skip connections, and this one has none; use radius")
-    for which, net in (("network", network), ("surrogate", surrogate)):
-        if net.norm != "none":
-            raise InputError(f"the {which} has LayerNorm ({net.norm}); certificates cover networks without LayerNorm")
-    if isinstance(chosen, Tokens) and Comparison(network, surrogate, chosen).has_mlp:
-        raise InputError("inputs applies to networks without MLPs; use radius instead")
+    for name in ("norm", "activation", "mlp_skip"):
+        mine, theirs = getattr(network, name), getattr(surrogate, name)
+        if mine != theirs and (name == "norm" or network.has_mlp):
+            raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
+    if network.norm != "none" and not isinstance(chosen, Tokens):
+        raise InputError(
+            f"the network has LayerNorm ({network.norm}), and a {chosen.kind} contains tokens whose entries are all "
+            "equal, where LayerNorm is 1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…)"
+        )
+    if Comparison(network, surrogate, chosen).is_wide_block:
+        obstacle = block_obstacle(network)
+        if obstacle is not None:
+            raise InputError(f"this network has no certificate over tokens: {obstacle}")
     _check_length(network, surrogate, chosen.length if isinstance(chosen, Tokens) else tokens)
     return chosen
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.network.network import SelfAttentionNetwork
+from depthgauge.surrogates.wide_block import needs_tokens
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,12 @@ class Comparison:
     @property
     def has_mlp(self) -> bool:
         """Whether one of the networks has an MLP."""
-        return any(layer.mlp is not None for net in (self.network, self.surrogate) for layer in net)
+        return self.network.has_mlp or self.surrogate.has_mlp
+
+    @property
+    def is_wide_block(self) -> bool:
+        """Whether the certificate is that of docs/math.md §3.13: tokens, and LayerNorm, MLPs or biases in S."""
+        return isinstance(self.inputs, Tokens) and (needs_tokens(self.network) or needs_tokens(self.surrogate))
 
     @property
     def expands(self) -> bool:

@@ -225,7 +225,8 @@ def _kept_with_mlp(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwor
 
 _UNRELATED = (
     "a network that is causal or has MLPs is certified only against itself with the attention of some layers deleted, "
-    "or with all heads in parallel; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel')"
+    "or with all heads in parallel; make the surrogate with collapse(network, 'identity' | 'last-layer' | 'parallel'); "
+    "with MLPs, 'parallel' is certified over tokens alone"
 )
 
 

@@ -20,11 +20,13 @@ from depthgauge.certificates.compared_networks import Comparison, InputSet
 from depthgauge.certificates.deletion import Deletion, deletion_applies, deletion_bound
 from depthgauge.certificates.difference import BoxDifference, JointParts
 from depthgauge.certificates.lead import LeadBound, Rank1Sum, lead_bound
+from depthgauge.certificates.parallel_blocks import ParallelProof, parallel_proof
 from depthgauge.certificates.squares import Multipliers, sharpen
 from depthgauge.certificates.token_proof import TokenProof, token_proof
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import InputError
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up
+from depthgauge.progress import Step, silent
 from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.matching import match_heads
 
@@ -242,7 +244,7 @@ class UpperBound:
     share: tuple[tuple[float, ...], ...]
     lost_at: int | None
     seconds: float
-    proof: ExpansionProof | TokenProof | CausalProof | Deletion | None
+    proof: ExpansionProof | TokenProof | CausalProof | ParallelProof | Deletion | None
 
     def __repr__(self) -> str:
         return f"UpperBound({number(self.upper)}, {' + '.join(self.methods)})"
@@ -252,15 +254,20 @@ class UpperBound:
         return self.proof.hints() if isinstance(self.proof, ExpansionProof | CausalProof) else NO_HINTS
 
 
-def prove_upper(comparison: Comparison, effort: str, bounds: BoxBounds | None = None) -> UpperBound:
+def prove_upper(
+    comparison: Comparison, effort: str, bounds: BoxBounds | None = None, progress: Step = silent
+) -> UpperBound:
     """Prove an upper bound with the methods that apply to the two networks.
 
     `effort` is "default" or "high"; `bounds` are the layer bounds of the network from an earlier proof on the same box.
     """
     begun = time.perf_counter()
     is_box = comparison.inputs.kind == "box"
-    proof: ExpansionProof | TokenProof | CausalProof | Deletion
-    if comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
+    proof: ExpansionProof | TokenProof | CausalProof | ParallelProof | Deletion
+    if comparison.is_wide_block:
+        proof = parallel_proof(comparison, progress)
+        notes = proof.notes
+    elif comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
         proof = _smaller_causal(comparison)
         notes = proof.notes
     elif isinstance(comparison.inputs, Tokens):

@@ -23,6 +23,9 @@ def command(
         bool, typer.Option("--causal/--no-causal", help="Let each token attend only to itself and to earlier tokens.")
     ] = False,
     mlp: Annotated[int | None, typer.Option(help="Hidden width of the MLP in each layer  [default: no MLP].")] = None,
+    mlp_skip: Annotated[
+        bool, typer.Option("--mlp-skip/--no-mlp-skip", help="Add skip connections around the MLPs.")
+    ] = False,
     activation: Annotated[str, typer.Option(help="Activation of the MLP: relu or gelu.")] = "relu",
     norm: Annotated[str, typer.Option(help="LayerNorm: none, pre or post.")] = "none",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same file.")] = 0,
@@ -36,6 +39,9 @@ def command(
     `depthgauge random --layers 6 --heads 2 --dim 16 --eta 0.05 --seed 1 --out n.safetensors`
 
     `depthgauge random --eta 0.5 --distribution aligned --causal --out adversarial.safetensors`
+
+    `depthgauge random --layers 4 --heads 2 --dim 16 --norm pre --mlp 64 --mlp-skip --activation gelu --causal --out
+    gpt.safetensors` draws a network that is built like GPT-2.
     """
     from depthgauge._io import check_outputs
     from depthgauge.network.files import save_network
@@ -44,7 +50,7 @@ def command(
     check_outputs({"--out": out}, {}, overwrite=overwrite)
     network = random_network(
         layers, heads, dim, eta, key_dim=key_dim, distribution=distribution, skip=skip, causal=causal,
-        mlp=mlp, activation=activation, norm=norm, seed=seed,
+        mlp=mlp, activation=activation, norm=norm, mlp_skip=mlp_skip, seed=seed,
     )  # fmt: skip
     save_network(network, out)
     if as_json:

@@ -136,6 +136,11 @@ class SelfAttentionNetwork(nn.Module):
         return min((len(layer.position_bias[0]) for layer in self if layer.position_bias is not None), default=None)
 
     @property
+    def has_mlp(self) -> bool:
+        """Whether some layer has an MLP."""
+        return any(layer.mlp is not None for layer in self)
+
+    @property
     def has_attention_bias(self) -> bool:
         """Whether the attention of some layer has a bias."""
         return any(layer.has_attention_bias for layer in self)
@@ -258,7 +263,7 @@ class SelfAttentionNetwork(nn.Module):
             "skip" if self.skip else "no skip",
             *(["causal"] if self.causal else []),
             *(["attention biases"] if self.has_attention_bias else []),
-            *(["MLP"] if any(layer.mlp is not None for layer in self) else []),
+            *(["MLP"] if self.has_mlp else []),
             *([f"{self.norm}-norm"] if self.norm != "none" else []),
         ]
         return (

@@ -4,7 +4,7 @@ With N_{0:L} = A_0 ⋯ A_{L−1}, A_ℓ = I + Σ_h V_ℓh (without skips A_ℓ =
 
     identity     X                                                            error O(η)
     last-layer   layer_{L−1}(X), the construction of Theorem D.1              error O(η)
-    parallel     X + Σ_ℓh attention_ℓh(X)                                     error O(η²)
+    parallel     X + Σ_ℓh attention_ℓh(X), and the MLPs of it (§3.13)         error O(η²)
     mean-field   X + 1·mean(X)·(N_{0:L} − I)                                  error O(η³)
     corrected    X + Σ_ℓh attention_ℓh(X) + 1·mean(X)·(N_{0:L} − I − ΣV)      error O(η⁴)
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.network.network import Layer, SelfAttentionNetwork
+from depthgauge.surrogates.wide_block import block_obstacle, wide_block
 
 
 def averaging_layer(value: Float[Tensor, "d d"]) -> Layer:
@@ -108,7 +109,7 @@ def _causal_form(network: SelfAttentionNetwork, method: str, length: int) -> Lay
 CLOSED_FORMS: Mapping[str, Callable[[SelfAttentionNetwork], Layer]] = {
     "identity": lambda network: averaging_layer(torch.zeros_like(drift_matrix(network, []))),
     "last-layer": lambda network: network[len(network) - 1].copy(),
-    "parallel": lambda network: side_by_side(list(network)),
+    "parallel": wide_block,
     "mean-field": lambda network: averaging_layer(drift_matrix(network, range(len(network)))),
     "corrected": _corrected,
 }
@@ -130,9 +131,11 @@ def refusal(network: SelfAttentionNetwork, method: str, length: int | None = Non
 
 
 def _obstacle(network: SelfAttentionNetwork, method: str, length: int | None) -> str | None:
+    if method == "parallel":
+        return block_obstacle(network)
     if network.norm != "none":
-        return f"it has LayerNorm ({network.norm}), which the methods do not cover"
-    if any(layer.mlp is not None for layer in network):
+        return f"it has LayerNorm ({network.norm}), which only parallel covers, and only before the sublayers (pre)"
+    if network.has_mlp:
         if method in ("identity", "last-layer"):
             return None
         return "it has MLPs between its attention layers, so these cannot be merged into one"
@@ -145,7 +148,7 @@ def _obstacle(network: SelfAttentionNetwork, method: str, length: int | None) ->
             return "it is causal and has no skip connections"
         if length is None:
             return "it is causal, so the method needs the largest number of tokens; give length"
-    if not network.skip and method in ("identity", "parallel", "corrected"):
+    if not network.skip and method in ("identity", "corrected"):
         return "it has no skip connections, which this method requires"
     return None
 
@@ -157,7 +160,7 @@ def closed_form(network: SelfAttentionNetwork, method: str, length: int | None =
     reason = refusal(network, method, length)
     if reason is not None:
         raise InputError(reason)
-    if any(layer.mlp is not None for layer in network):
+    if network.has_mlp and method != "parallel":
         kept = [] if method == "identity" else [len(network) - 1]
         return without_attention(network, [k for k in range(len(network)) if k not in kept], method)
     if network.causal and method in ("mean-field", "corrected"):
@@ -170,6 +173,9 @@ def closed_form(network: SelfAttentionNetwork, method: str, length: int | None =
         scale=network.scale,
         skip=network.skip,
         causal=network.causal,
+        activation=network.activation,
+        norm=network.norm,
+        mlp_skip=network.mlp_skip,
         name=f"{network.name} ({method})",
         provenance={
             "made_by": "collapse",

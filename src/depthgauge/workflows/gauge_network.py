@@ -22,6 +22,7 @@ from depthgauge.results.gauge_options import NETWORK_DEFAULTS, NETWORKS, GaugeOp
 from depthgauge.results.network_subject import DepthRow, NetworkDescription, NetworkSubject, Sandwich
 from depthgauge.results.verdicts import network_verdict
 from depthgauge.surrogates.closed_forms import CLOSED_FORMS, closed_form, refusal
+from depthgauge.surrogates.wide_block import needs_tokens
 from depthgauge.workflows.target import Target
 
 TOLERANCES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-6)
@@ -127,6 +128,8 @@ def _depths(
 def _sandwich(network: SelfAttentionNetwork, method: str, radius: float, bounds: FoldBounds | None) -> Sandwich:
     """Bound the error of one method's surrogate from both sides; or give the reason why the method does not apply."""
     reason = refusal(network, method)
+    if reason is None and method == "parallel" and needs_tokens(network):
+        reason = "parallel is certified over tokens alone for this network (collapse --tokens), not over a box"
     if reason is not None:
         return Sandwich(method=method, refused=reason)
     if bounds is None:

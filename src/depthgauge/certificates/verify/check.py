@@ -15,6 +15,7 @@ from depthgauge.certificates.causal_proof import CausalProof
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
 from depthgauge.certificates.evaluate import precision
+from depthgauge.certificates.parallel_blocks import ParallelProof
 from depthgauge.certificates.proof import ExpansionProof, UpperBound
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.certificates.verify.arb_vectors import Vector, add, column_lengths, column_sums, smaller, times
@@ -25,6 +26,7 @@ from depthgauge.certificates.verify.deletion import ArbDeletion
 from depthgauge.certificates.verify.difference import ArbBoxDifference
 from depthgauge.certificates.verify.expansion import ArbExpansion, check_matches, negated
 from depthgauge.certificates.verify.lead import Lead
+from depthgauge.certificates.verify.parallel_blocks import ArbParallel
 from depthgauge.certificates.verify.tokens import token_bound
 from depthgauge.errors import VerificationError, require_count
 from depthgauge.surrogates.matching import match_heads
@@ -53,6 +55,9 @@ def _prove(comparison: Comparison, bound: UpperBound, upper: arb) -> None:
         raise VerificationError("the certificate does not contain its proof")
     if network.skip != surrogate.skip or network.dim != surrogate.dim:
         raise VerificationError("the networks differ in width or skip connections")
+    if isinstance(comparison.inputs, Tokens) and isinstance(proof, ParallelProof):
+        _check(ArbParallel(network, surrogate, comparison.inputs.points()).bound(), upper)
+        return
     if isinstance(proof, CausalProof):
         if not (network.causal and surrogate.causal):
             raise VerificationError("the proof is for causal networks, and these are not causal")

@@ -31,6 +31,7 @@ from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.surrogates.closed_forms import closed_form, refusal
 from depthgauge.surrogates.expansion import Expansion
+from depthgauge.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
@@ -81,10 +82,15 @@ def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttention
     """
     if len(network) == 1:
         return ITSELF, network
-    for method in ONE_LAYER:
-        if refusal(network, method) is None:
-            return method, closed_form(network, method)
-    return None
+    methods = _methods(network)
+    return (methods[0], closed_form(network, methods[0])) if methods else None
+
+
+def _methods(network: SelfAttentionNetwork) -> list[str]:
+    """Return the closed forms that apply, the sharpest first; none with LayerNorm, MLPs or biases."""
+    if needs_tokens(network):
+        return []
+    return [method for method in ONE_LAYER if refusal(network, method) is None]
 
 
 def output_bound(model: BoundedModel) -> OutputBound | None:
@@ -109,7 +115,7 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
     classes = R.shape[1]
     first, second = torch.triu_indices(classes, classes, 1)
     readout = Enclosure.cat([Enclosure.exact(R), Enclosure.exact(R[:, first]) - R[:, second]], dim=1)
-    methods = [method for method in ONE_LAYER if refusal(network, method) is None]
+    methods = _methods(network)
     if not methods:
         return None
     bounds = TokenBounds(Expansion(network), inputs.points())
@@ -140,7 +146,7 @@ def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> Outp
     network, radius = exact.network, largest_input(model)
     if len(network) == 1:
         return OutputBound(ITSELF, 0.0, 0.0, 0.0)
-    methods = [method for method in ONE_LAYER if refusal(network, method) is None]
+    methods = _methods(network)
     if not methods:
         return None
 

@@ -1,0 +1,38 @@
+"""Random networks that are built like GPT-2, and random tokens."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import depthgauge as dg
+from depthgauge.certificates.compared_networks import Comparison
+from depthgauge.certificates.parallel_blocks import parallel_proof
+from depthgauge.certificates.token_set import Tokens
+from depthgauge.network.network import SelfAttentionNetwork
+
+
+def drawn(*shape: int, seed: int = 0, size: float = 1.0) -> Tensor:
+    return size * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def gpt(seed: int = 0, eta: float = 0.05, *, biases: bool = True, **settings: Any) -> SelfAttentionNetwork:
+    """Draw a network as GPT-2 is built: pre-norm, causal, attention and MLP, gains near 1, and biases."""
+    kind = {"layers": 2, "heads": 2, "dim": 4, "mlp": 6, "activation": "gelu", "norm": "pre", "causal": True}
+    net = dg.random_network(**kind | settings, eta=eta, mlp_skip=True, seed=seed)
+    for k, layer in enumerate(net if biases else []):
+        if layer.norm_weight is not None and layer.norm_bias is not None:
+            layer.norm_weight.data += drawn(*layer.norm_weight.shape, seed=seed + k, size=0.1)
+            layer.norm_bias.data += drawn(*layer.norm_bias.shape, seed=seed + k + 50, size=eta)
+        layer.query_bias = nn.Parameter(drawn(layer.heads, layer.key_dim, seed=seed + k + 100, size=eta))
+        layer.output_bias = nn.Parameter(drawn(net.dim, seed=seed + k + 150, size=eta))
+    return net
+
+
+def difference(one: SelfAttentionNetwork, other: SelfAttentionNetwork, x: Tensor) -> float:
+    with torch.no_grad():
+        return float((one(x) - other(x)).abs().max())
+
+
+def upper(net: SelfAttentionNetwork, small: SelfAttentionNetwork, tokens: Tokens) -> float:
+    return float(parallel_proof(Comparison(net, small, tokens)).value.max())
