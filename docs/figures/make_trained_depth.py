@@ -1,4 +1,4 @@
-"""Train the models of figures T1 to T3 in large batches, and turn them into rows.
+"""Train the models of figures T1 to T4 in large batches, and turn them into rows.
 
 Two steps, on two machines if you like:
 
@@ -9,10 +9,10 @@ Two steps, on two machines if you like:
 different tasks (`--problems`) at the same time. `certify` measures and certifies
 every model, and commits its rows to a store; run it again to resume. Then
 
-    depthgauge reproduce T1 T2 T3 --store trained.db --out figures
+    depthgauge reproduce T1 T2 T3 T4 --store trained.db --out figures
     depthgauge sweep --store trained.db --export trained-depth.csv
 
-`gzip trained-depth.csv` makes the file that `depthgauge reproduce T1 T2 T3 --rows trained-depth.csv.gz` draws from.
+`gzip trained-depth.csv` makes the file that `depthgauge reproduce T1 T2 T3 T4 --rows trained-depth.csv.gz` draws from.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class ModelFamily:
     def name(self) -> str:
         """The name of the file that keeps the weights."""
         p = self.parameters
-        skip = "skip" if p["skip"] else "noskip"
+        skip = ("skip" if p["skip"] else "noskip") + ("-causal" if p["causal"] else "")
         return f"{p['problem']}-L{p['layers']}-H{p['heads']}-d{p['dim']}-{skip}-{p['norm']}-mlp{p['mlp'] or 0}.pt"
 
     def trainer(self, device: str = "cpu") -> BatchTrainer:
@@ -90,8 +90,8 @@ def families(cells: Sequence[Mapping[str, Any]], seeds: Sequence[int]) -> list[M
 
 
 def parameters_of(plan: ExperimentPlan) -> Iterator[dict[str, Any]]:
-    """Yield the parameters of every cell of T1, T2 and T3."""
-    for lists in (*plan.depth_grids(), *plan.variant_grids()):
+    """Yield the parameters of every cell of T1 to T4."""
+    for lists in (*plan.depth_grids(), *plan.variant_grids(), *plan.decoder_grids()):
         for values in itertools.product(*lists.values()):
             yield dict(zip(lists, values, strict=True))
 
@@ -129,7 +129,7 @@ def certify(plan: ExperimentPlan, folder: Path, store: Path, jobs: int) -> None:
     from depthgauge.sweeps.grid import Grid
     from depthgauge.sweeps.store import Store, run_lock
 
-    lists = [*plan.depth_grids(), *plan.variant_grids()]
+    lists = [*plan.depth_grids(), *plan.variant_grids(), *plan.decoder_grids()]
     grids = [Grid(TASKS["trained-depth"], {**one, "seed": [SEED]}, plan.seeds) for one in lists]
     cells = {cell.identity: cell for grid in grids for cell in grid.cells()}
     with run_lock(store), Store.open(store, create=True) as opened:

@@ -50,7 +50,7 @@ def command(
     scheduler: Annotated[str | None, typer.Option(help="Address of the Dask scheduler.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Processes of the local engine  [default: one per core].")] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="The small version of T1, T2 and T3: minutes on a CPU instead of hours.")
+        bool, typer.Option("--quick", help="The small version of T1 to T4: minutes on a CPU instead of hours.")
     ] = False,
     rows: Annotated[
         Path | None,

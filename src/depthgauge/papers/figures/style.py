@@ -73,11 +73,9 @@ def draw_spread(axes: Axes, x: Sequence[float], spread: Spread, alpha: float = 0
     axes.plot(x, spread.middle, zorder=4, **line)
 
 
-def legend_below(
-    figure: Figure, lines: Sequence[dict[str, Any]], ncols: int, spacing: float, patch: Patch | None = None
-) -> None:
-    """Draw a legend below all panels, with one entry for each dictionary of line properties, and for the patch."""
-    handles = [Line2D([], [], **line) for line in lines] + ([] if patch is None else [patch])
+def legend_below(figure: Figure, lines: Sequence[dict[str, Any]], ncols: int, spacing: float, *patches: Patch) -> None:
+    """Draw a legend below all panels, with one entry for each dictionary of line properties, and for each patch."""
+    handles = [Line2D([], [], **line) for line in lines] + list(patches)
     figure.legend(handles=handles, loc="outside lower center", ncols=ncols, handletextpad=0.5, columnspacing=spacing)
 
 

@@ -57,7 +57,7 @@ class Figure:
     def build(self, asked: str, models: int | None, seed: int, quick: bool = False) -> "Study":
         """Return the study of the figure, or of its panel `asked`; `quick` selects the small version."""
         if quick and not self.trained:
-            raise InputError(f"--quick applies to the figures that train models, T1 to T3; use --models N for {asked}")
+            raise InputError(f"--quick applies to the figures that train models, T1 to T4; use --models N for {asked}")
         module, name = self.study.split(":")
         make = getattr(import_module(f"{__package__}.{module}"), name)
         study: Study = make(asked, models, seed, quick) if self.trained else make(asked, models, seed)
@@ -117,6 +117,10 @@ FIGURES: dict[str, Figure] = {
         Figure(
             "T3", "Accuracy of trained models with and without skip connections and LayerNorm.",
             "trained_figures:SkipOrNorm", trained=True,
+        ),
+        Figure(
+            "T4", "Accuracy of trained causal models with LayerNorm and MLPs, and what is proved about them.",
+            "trained_figures:CausalBlocks", trained=True,
         ),
     )
 }  # fmt: skip

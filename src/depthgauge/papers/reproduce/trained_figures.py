@@ -1,7 +1,7 @@
-"""Figures T1 to T3: does depth pay in models that are trained under a weight bound?"""
+"""Figures T1 to T4: does depth pay in models that are trained under a weight bound?"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import median
 from typing import Any, ClassVar
@@ -32,7 +32,8 @@ _NAMES = {
     "majority": "majority (control)",
     "parity": "parity (control)",
 }
-_SHADE = "#D9E7D2"
+_SHADES = ("#E3EDDD", "#C3D9B7")
+"""The colours of what is proved for all sequences, and for all inputs of the box."""
 _STYLES = tuple(zip((*style.ORDERED, style.FAINT), (*style.MARKERS, "v"), strict=True))
 """Colours and markers of the curves of T1 and T3."""
 _DEPTH_LINES: tuple[tuple[str, int, dict[str, Any]], ...] = tuple(
@@ -48,8 +49,10 @@ _DEPTH_LINES: tuple[tuple[str, int, dict[str, Any]], ...] = tuple(
 EtaCurve = tuple[str, style.Spread, float | None, int, bool]
 """A label, the accuracy against η over models, its median without a weight bound or None, the index of the colour, and
 whether the line is dashed."""
-TaskPanel = tuple[str, Sequence[EtaCurve], float, float | None]
-"""A title, the curves, the accuracy of a guess, and the largest η at which one layer is proved to suffice or None."""
+Proved = tuple[float | None, float | None]
+"""The largest η up to which one layer is proved to suffice, for all sequences and for all inputs of the box; or None."""
+TaskPanel = tuple[str, Sequence[EtaCurve], float, Proved]
+"""A title, the curves, the accuracy of a guess, and what is proved."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,8 @@ class TrainedStudy(GridStudy):
         rows = []
         for cell, result in self.found(results):
             p = cell.parameters
-            fixed = {name: p[name] for name in ("heads", "dim", "key_dim", "norm", "mlp", "steps", "batch", "rate")}
+            names = ("heads", "dim", "key_dim", "norm", "mlp", "causal", "steps", "batch", "rate")
+            fixed = {name: p[name] for name in names}
             for index in range(cell.repetition):
                 eta = math.inf if p["eta"] == UNBOUNDED else p["eta"]
                 row = {"task": p["problem"], "layers": p["layers"], "eta": eta, "seed": index, "skip": p["skip"]}
@@ -93,6 +97,22 @@ class TrainedStudy(GridStudy):
     def curve(self, results: Results, name: str, etas: Sequence[float], **parameters: Any) -> style.Spread:
         """Return the spread of a result over the models, for each η."""
         return style.Spread.over([self._values(results, name, eta=eta, **parameters) for eta in etas])
+
+    def proved(self, results: Results, etas: Sequence[float], **parameters: Any) -> Proved:
+        """Return up to which η every model is proved to be one layer within 0.01, on sequences and on the box."""
+        sequences, box = (self._proved_up_to(results, name, etas, parameters) for name in ("probability", "box"))
+        return sequences, box
+
+    def _proved_up_to(
+        self, results: Results, name: str, etas: Sequence[float], parameters: Mapping[str, Any]
+    ) -> float | None:
+        last = None
+        for eta in etas:
+            bounds = [value for row in self.where(results, eta=eta, **parameters) for value in row[name]]
+            if any(value is None or value > WITHIN for value in bounds):
+                break
+            last = eta
+        return last
 
     def _values(self, results: Results, name: str, **parameters: Any) -> list[float]:
         rows = self.where(results, **parameters)
@@ -119,8 +139,9 @@ class DepthPays(TrainedStudy):
         "{self.setup} Lines are medians over the models, bands the minimum to the maximum. The grey line is "
         "one layer with {self.plan.wide} heads, as many as L = {self.plan.deepest} has in total. Dashed black: chance. "
         "Dotted: the same models without a weight bound. Shaded: the values of η at which the certificate proves, "
-        "for every trained model with {self.plan.deepest} layers and every input, that one layer in place of all "
-        "layers changes no class probability by more than {self.within:g}."
+        "for every trained model with {self.plan.deepest} layers, that one layer in place of all layers changes no "
+        "class probability by more than {self.within:g}: light on every sequence of tokens, dark on every input "
+        "with entries up to 1."
     )
 
     def grids(self) -> list[Grid]:
@@ -132,7 +153,7 @@ class DepthPays(TrainedStudy):
         panels = [self._panel(results, problem) for problem in self.plan.problems]
         half = 3 if len(panels) > 4 else len(panels)
         rows = [panels[i : i + half] for i in range(0, len(panels), half)]
-        return draw_accuracy(self.plan.etas, rows, f"one layer proved within {WITHIN:g}")
+        return draw_accuracy(self.plan.etas, rows)
 
     def _panel(self, results: Results, problem: str) -> TaskPanel:
         plan, curves = self.plan, []
@@ -143,18 +164,7 @@ class DepthPays(TrainedStudy):
             free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
             curves.append((label, self.curve(results, "accuracy", plan.etas, **at), free, order, False))
         (chance,) = {row["chance"] for row in self.where(results, problem=problem)}
-        return _NAMES[problem], curves, chance, self.proved_up_to(results, problem)
-
-    def proved_up_to(self, results: Results, problem: str) -> float | None:
-        """Return the largest η up to which every deepest model is proved to be one layer within 0.01, or None."""
-        last = None
-        for eta in self.plan.etas:
-            rows = self.where(results, problem=problem, layers=self.plan.deepest, eta=eta)
-            bounds = [value for row in rows for value in row["probability"]]
-            if any(value is None or value > WITHIN for value in bounds):
-                break
-            last = eta
-        return last
+        return _NAMES[problem], curves, chance, self.proved(results, plan.etas, problem=problem, layers=plan.deepest)
 
 
 class TrainedDepths(TrainedStudy):
@@ -207,7 +217,9 @@ class SkipOrNorm(TrainedStudy):
     about = (
         "Accuracy of trained models with {self.plan.contrast_layers} layers (solid) and one "
         "layer (dashed) against η, with and without skip connections, with and without LayerNorm before the "
-        "attention. {self.setup} Lines are medians over the models, bands the minimum to the maximum."
+        "attention. {self.setup} Lines are medians over the models, bands the minimum to the maximum. Shaded: the "
+        "values of η at which one layer is proved to replace {self.plan.contrast_layers} within {self.within:g} in "
+        "probability, light on every sequence of tokens, dark on every input with entries up to 1."
     )
 
     def grids(self) -> list[Grid]:
@@ -226,10 +238,46 @@ class SkipOrNorm(TrainedStudy):
                 curves.append((f"L = {layers}", found, None, order, layers == 1))
             (chance,) = {found["chance"] for found in self.where(results, **at)}
             kind = f"{'skip' if skip else 'no skip'}, {'LayerNorm' if norm == 'pre' else 'no LayerNorm'}"
-            return f"{_NAMES[problem]}\n{kind}", curves, chance, None
+            return (
+                f"{_NAMES[problem]}\n{kind}",
+                curves,
+                chance,
+                self.proved(results, plan.few, layers=plan.contrast_layers, **at),
+            )
 
         kinds = ((True, "none"), (False, "none"), (True, "pre"), (False, "pre"))
-        return draw_accuracy(plan.few, [[panel(problem, *kind) for kind in kinds] for problem in plan.contrasted], "")
+        return draw_accuracy(plan.few, [[panel(problem, *kind) for kind in kinds] for problem in plan.contrasted])
+
+
+class CausalBlocks(TrainedStudy):
+    """T4: accuracy against η for causal blocks with LayerNorm and MLPs."""
+
+    title = "Causal blocks with LayerNorm and MLPs"
+
+    about = (
+        "Accuracy of trained causal models with LayerNorm before attention and MLP (hidden width twice the width) "
+        "against the bound η on the weights of attention and MLP. {self.setup} Lines are medians over the models, bands "
+        "the minimum to the maximum. Dotted: without a weight bound. Shaded: the values of η at which one wide block is "
+        "proved, for every trained model and every sequence of tokens, to change no class probability by more than "
+        "{self.within:g}."
+    )
+
+    def grids(self) -> list[Grid]:
+        """Return the grid of causal models."""
+        return self._grids(self.plan.decoder_grids())
+
+    def draw(self, results: Results) -> Figure:
+        """Return the matplotlib figure: one panel for each task and depth."""
+        plan = self.plan
+
+        def panel(problem: str, layers: int) -> TaskPanel:
+            at = {"problem": problem, "layers": layers}
+            free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
+            curve = (f"L = {layers}", self.curve(results, "accuracy", plan.etas, **at), free, layers // 2, False)
+            (chance,) = {found["chance"] for found in self.where(results, **at)}
+            return f"{_NAMES[problem]}\n{layers} blocks", [curve], chance, self.proved(results, plan.etas, **at)
+
+        return draw_accuracy(plan.etas, [[panel(p, layers) for p in plan.decoded for layers in plan.decoder_layers]])
 
 
 def _figure(columns: int, height: float) -> Figure:
@@ -237,7 +285,7 @@ def _figure(columns: int, height: float) -> Figure:
     return Figure(figsize=(2.05 * columns + 0.5, height), layout=layout)
 
 
-def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], note: str) -> Figure:
+def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]]) -> Figure:
     """Draw accuracy against η, one panel for each task."""
     with style.figure_style():
         columns = max(map(len, rows))
@@ -253,7 +301,12 @@ def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], no
                     grid[r][c].set_ylabel("accuracy")
                 if r == len(rows) - 1 or c >= len(rows[r + 1]):
                     grid[r][c].set_xlabel(style.ETA)
-        shaded = any(proved is not None for row in rows for *_, proved in row)
+        sets = ("every sequence", "every input of the box")
+        patches = [
+            Patch(color=_SHADES[index], label=f"one layer proved within {WITHIN:g}, {sets[index]}")
+            for index in range(2)
+            if any(panel[3][index] is not None for row in rows for panel in row)
+        ]
         curves = rows[0][0][1]
         lines = [{**_line(curve), "label": curve[0]} for curve in curves]
         lines.append({"color": style.INK, "linestyle": style.DASHED, "linewidth": 0.8, "label": "chance"})
@@ -261,14 +314,15 @@ def draw_accuracy(etas: Sequence[float], rows: Sequence[Sequence[TaskPanel]], no
             lines.append(
                 {"color": style.FAINT, "linestyle": style.DOTTED, "linewidth": 0.9, "label": "no weight bound"}
             )
-        style.legend_below(figure, lines, 4, 1.3, Patch(color=_SHADE, label=note) if shaded else None)
+        style.legend_below(figure, lines, 4, 1.3, *patches)
     return figure
 
 
 def _draw_panel(axes: Axes, etas: Sequence[float], panel: TaskPanel) -> None:
     title, curves, chance, proved = panel
-    if proved is not None:
-        axes.axvspan(etas[0] / 1.35, proved, color=_SHADE, linewidth=0, zorder=0)
+    for order, (last, shade) in enumerate(zip(proved, _SHADES, strict=True)):
+        if last is not None:
+            axes.axvspan(etas[0] / 1.35, last, color=shade, linewidth=0, zorder=order / 10)
     axes.axhline(chance, color=style.INK, linestyle=style.DASHED, linewidth=0.8, zorder=2)
     for curve in curves:
         _, spread, unbounded, order, _ = curve

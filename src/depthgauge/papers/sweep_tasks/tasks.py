@@ -64,6 +64,7 @@ _OPTIONAL: Mapping[str, Check] = {
     "skip": flag("whether layers have skip connections"),
     "norm": choice(*NORMS),
     "mlp": count("the hidden width of the MLPs"),
+    "causal": flag("whether a token sees only itself and earlier tokens"),
     "steps": count("the number of training steps"),
     "batch": count("the number of sequences per step"),
     "rate": positive("the largest learning rate"),
@@ -341,6 +342,6 @@ TASKS: dict[str, Task] = {
             },
             separation, _complete_setting, repeats_inside=True,
         ),
-        Task("trained-depth", 1, _TRAINED, trained_depth, _complete_training, repeats_inside=True),
+        Task("trained-depth", 2, _TRAINED, trained_depth, _complete_training, repeats_inside=True),
     )
 }  # fmt: skip

@@ -32,7 +32,8 @@ class ModelShape:
     """The shape of a model: L layers, H heads per layer, tokens of width d, queries and keys of width k.
 
     `skip` is whether there are skip connections, around the attention and around the MLP. `norm` is `"none"`, `"pre"`
-    or `"post"`, as in `SelfAttentionNetwork`. `mlp` is the hidden width of the MLPs, or None for no MLP.
+    or `"post"`, as in `SelfAttentionNetwork`. `mlp` is the hidden width of the MLPs, or None for no MLP. `causal` is
+    whether a token sees only itself and earlier tokens.
     """
 
     layers: int
@@ -42,6 +43,7 @@ class ModelShape:
     skip: bool = True
     norm: str = "none"
     mlp: int | None = None
+    causal: bool = False
 
     def __post_init__(self) -> None:
         require_count("layers", self.layers, "the number of layers L")
@@ -157,7 +159,8 @@ def _attend(shape: ModelShape, weights: Mapping[str, Tensor], index: int, z: Ten
         together = weights[name][:, index].transpose(1, 2).flatten(2)  # [B, d, H·k]
         return (states.flatten(1, 2) @ together).reshape(B, S, -1, H, k).transpose(2, 3)
 
-    mixed = _mix(heads_of(rows, "query"), heads_of(z, "key"), z)
+    is_masked = shape.causal and rows.shape[2] > 1  # the last row sees all tokens
+    mixed = _mix(heads_of(rows, "query"), heads_of(z, "key"), z, is_masked)
     together = mixed.transpose(2, 3).reshape(B, -1, H * d) @ weights["value"][:, index].flatten(1, 2)
     return together.reshape(B, S, -1, d)
 
@@ -166,20 +169,25 @@ def _mix(
     query: Float[Tensor, "models samples heads rows k"],
     key: Float[Tensor, "models samples heads n k"],
     z: Float[Tensor, "models samples n d"],
+    is_masked: bool,
 ) -> Float[Tensor, "models samples heads rows d"]:
-    """Return softm(query keyᵀ/√k) Z for every head.
+    """Return softm(query keyᵀ/√k) Z for every head, with a causal mask if `is_masked`.
 
     On the CPU thousands of small matrix products are slow one by one, and torch's fused kernel is several times faster.
     On a GPU the products are fast, and their gradients are deterministic, which those of the fused kernel are not.
     """
     if query.device.type != "cpu":
-        return (query @ key.mT / math.sqrt(query.shape[-1])).softmax(dim=-1) @ z[:, :, None]
+        scores = query @ key.mT / math.sqrt(query.shape[-1])
+        if is_masked:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        return scores.softmax(dim=-1) @ z[:, :, None]
     k, d = query.shape[-1], z.shape[-1]
     width = max(k, d)  # the kernel needs keys and values of equal width; zeros change nothing
     shared = F.pad(z, (0, width - d))[:, :, None].expand(-1, -1, key.shape[2], -1, -1)
     padded = (F.pad(query, (0, width - k)), F.pad(key, (0, width - k)), shared)
     q, kk, v = (t.flatten(0, 1) for t in padded)
-    mixed = F.scaled_dot_product_attention(q, kk, v, scale=1 / math.sqrt(k))
+    mixed = F.scaled_dot_product_attention(q, kk, v, is_causal=is_masked, scale=1 / math.sqrt(k))
     return mixed[..., :d].reshape(*z.shape[:2], *mixed.shape[1:-1], d)
 
 
@@ -231,7 +239,9 @@ def take_model(shape: ModelShape, weights: Mapping[str, Tensor], index: int) -> 
             mlp = Mlp(*(own[name][ell] for name in ("mlp_in", "mlp_in_bias", "mlp_out", "mlp_out_bias")))
         norms = [own[name][ell] if name in own else None for name in ("norm_weight", "norm_bias")]
         layers.append(Layer(own["query"][ell], own["key"][ell], own["value"][ell], mlp, *norms))
-    network = SelfAttentionNetwork(layers, skip=shape.skip, norm=shape.norm, mlp_skip=shape.skip, name="trained")
+    network = SelfAttentionNetwork(
+        layers, skip=shape.skip, causal=shape.causal, norm=shape.norm, mlp_skip=shape.skip, name="trained"
+    )
     return BoundedModel(network, own["token"], own["position"], own["readout"])
 
 

@@ -61,6 +61,7 @@ class TrainingOptions:
         skip: whether the layers have skip connections.
         norm: LayerNorm, `"none"`, `"pre"` or `"post"`.
         mlp: the hidden width of an MLP in each layer, or None for no MLP.
+        causal: whether a token sees only itself and earlier tokens.
         steps: the number of training steps.
         batch: the number of new sequences per model and step.
         rate: the largest learning rate, relative to the spread of the initial weights.
@@ -77,6 +78,7 @@ class TrainingOptions:
     skip: bool = True
     norm: str = "none"
     mlp: int | None = None
+    causal: bool = False
     steps: int = 2000
     batch: int = 64
     rate: float = 0.05
@@ -106,7 +108,7 @@ class TrainingOptions:
         require_count("heads", heads, "the number of heads per layer")
         require_count("dim", dim, "the width of a token")
         key_dim = -(-dim // heads) if self.key_dim is None else self.key_dim
-        return ModelShape(layers, heads, dim, key_dim, self.skip, self.norm, self.mlp)
+        return ModelShape(layers, heads, dim, key_dim, self.skip, self.norm, self.mlp, self.causal)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

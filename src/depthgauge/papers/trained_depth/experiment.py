@@ -1,4 +1,4 @@
-"""The trained-depth experiment: which models figures T1 to T3 train.
+"""The trained-depth experiment: which models figures T1 to T4 train.
 
 This module needs torch alone, so that the models can be trained on a machine that cannot prove or draw anything.
 """
@@ -12,7 +12,7 @@ from depthgauge.papers.trained_depth.bounded_training import TrainingOptions, st
 
 UNBOUNDED = "none"
 """The value of `eta` that stands for no bound."""
-_OPTIONS = ("key_dim", "skip", "norm", "mlp", "steps", "batch", "rate", "test")
+_OPTIONS = ("key_dim", "skip", "norm", "mlp", "causal", "steps", "batch", "rate", "test")
 DEFAULTS: Mapping[str, Any] = {name: getattr(TrainingOptions, name) for name in _OPTIONS} | {
     "test": 1000,
     "depths": True,
@@ -28,9 +28,10 @@ Eta = float | str
 
 @dataclass(frozen=True)
 class ExperimentPlan:
-    """The models of figures T1 to T3 at one scale.
+    """The models of figures T1 to T4 at one scale.
 
-    T1 and T2 have the tasks `problems` and the values `etas` of η, T3 has the tasks `contrasted` and the values `few`.
+    T1 and T2 have the tasks `problems` and the values `etas` of η, T3 has the tasks `contrasted` and the values `few`, T4
+    has the tasks `decoded` and the depths `decoder_layers`.
     `shape` holds heads, width and training options; `seeds` is the number of models at every setting.
     """
 
@@ -43,6 +44,8 @@ class ExperimentPlan:
     seeds: int
     contrast_layers: int = 4
     """The larger number of layers in T3."""
+    decoded: tuple[str, ...] = ()
+    decoder_layers: tuple[int, ...] = (2, 4)
 
     @property
     def deepest(self) -> int:
@@ -75,6 +78,14 @@ class ExperimentPlan:
         layers = [1, self.contrast_layers]
         return [self._lists(problem=list(self.contrasted), layers=layers, eta=list(self.few), **variants)]
 
+    def decoder_grids(self) -> list[Lists]:
+        """Return the grids of T4: causal blocks with LayerNorm before attention and MLP."""
+        if not self.decoded:
+            return []
+        etas: list[Eta] = [*self.etas, UNBOUNDED]
+        kind: Lists = {"causal": [True], "norm": ["pre"], "mlp": [2 * int(self.shape["dim"])], "depths": [False]}
+        return [self._lists(problem=list(self.decoded), layers=list(self.decoder_layers), eta=etas, **kind)]
+
     def _lists(self, **lists: list[Any]) -> Lists:
         return {name: [value] for name, value in self.shape.items()} | lists
 
@@ -87,6 +98,7 @@ FULL = ExperimentPlan(
     layers=(1, 2, 4, 8),
     shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 3000, "batch": 64, "rate": 0.05},
     seeds=5,
+    decoded=("recall-3", "1-hop"),
 )
 QUICK = ExperimentPlan(
     problems=("recall-2", "pointer-2", "majority"),
@@ -96,6 +108,7 @@ QUICK = ExperimentPlan(
     layers=(1, 2, 4, 8),
     shape={"heads": 2, "dim": 32, "key_dim": 16, "steps": 400, "batch": 32, "rate": 0.05, "test": 500},
     seeds=2,
+    decoded=("recall-2",),
 )
 
 

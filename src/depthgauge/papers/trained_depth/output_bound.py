@@ -32,6 +32,7 @@ from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.surrogates.closed_forms import closed_form, refusal
 from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.wide_block import needs_tokens
+from depthgauge.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
@@ -76,7 +77,7 @@ def readout_changes(state: Float[Tensor, " d"], readout: Float[Tensor, "d classe
 
 
 def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttentionNetwork] | None:
-    """Return the sharpest one-layer closed form that applies, or None (with LayerNorm or an MLP).
+    """Return the sharpest one-layer closed form that applies, or None.
 
     A network with one layer is its own one-layer form.
     """
@@ -87,20 +88,19 @@ def one_layer_network(network: SelfAttentionNetwork) -> tuple[str, SelfAttention
 
 
 def _methods(network: SelfAttentionNetwork) -> list[str]:
-    """Return the closed forms that apply, the sharpest first; none with LayerNorm, MLPs or biases."""
-    if needs_tokens(network):
-        return []
+    """Return the closed forms that apply, the sharpest first."""
     return [method for method in ONE_LAYER if refusal(network, method) is None]
 
 
 def output_bound(model: BoundedModel) -> OutputBound | None:
     """Prove how much the output can change, on any sequence of the model's tokens, when one layer replaces all layers.
 
-    Every closed form that applies is tried, and the least δ is returned. Without skip connections the bound is that of
+    Every closed form that applies is tried, and the least δ is returned. With LayerNorm or an MLP it is that of the wide
+    block, where the states are bounded per coordinate. Without skip connections the bound is that of
     `box_output_bound`, whose box contains the sequences.
 
     Args:
-        model: The model; not causal, without MLP and LayerNorm.
+        model: The model; without skip connections, not causal and without MLP and LayerNorm.
 
     Returns:
         The bound, or None if no finite bound was found or no closed form applies.
@@ -112,12 +112,14 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
     if not network.skip:
         return box_output_bound(model)
     inputs = Tokens(exact.token, exact.position)
+    if not _methods(network):
+        return None
+    if needs_tokens(network) or network.causal:
+        return _state_bound(Comparison(network, closed_form(network, "parallel"), inputs), R)
     classes = R.shape[1]
     first, second = torch.triu_indices(classes, classes, 1)
     readout = Enclosure.cat([Enclosure.exact(R), Enclosure.exact(R[:, first]) - R[:, second]], dim=1)
     methods = _methods(network)
-    if not methods:
-        return None
     bounds = TokenBounds(Expansion(network), inputs.points())
 
     def prove(method: str) -> OutputBound:
@@ -126,6 +128,13 @@ def output_bound(model: BoundedModel) -> OutputBound | None:
         return _bound(method, float(value[:classes].amax()), float(value[classes:].amax()))
 
     return least_bound([prove(method) for method in methods])
+
+
+def _state_bound(comparison: Comparison, readout: Float[Tensor, "d classes"]) -> OutputBound | None:
+    """Return the bound with the wide block, from that on the states; None if it is not finite."""
+    proof = prove_upper(comparison, "default").proof
+    assert proof is not None
+    return least_bound([_bound("parallel", *readout_changes(proof.value, readout))])
 
 
 def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> OutputBound | None:
@@ -147,7 +156,7 @@ def box_output_bound(model: BoundedModel, *, decisive: float = DECISIVE) -> Outp
     if len(network) == 1:
         return OutputBound(ITSELF, 0.0, 0.0, 0.0)
     methods = _methods(network)
-    if not methods:
+    if not methods or needs_tokens(network) or network.causal:
         return None
 
     def prove(method: str, bounds: BoxBounds | None) -> OutputBound:
