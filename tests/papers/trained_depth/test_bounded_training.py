@@ -38,6 +38,7 @@ VARIANTS = [
     {"norm": "post", "mlp": 5},
     {"mlp": 5, "skip": False},
     {"norm": "pre", "mlp": 5},
+    {"norm": "pre", "mlp": 5, "causal": True},
 ]
 
 

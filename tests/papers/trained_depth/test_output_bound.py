@@ -1,6 +1,7 @@
 """The bound on the output of a trained model, attacked on trained networks."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -126,12 +127,30 @@ def test_margins_decide_the_prediction() -> None:
 
 
 def test_models_without_a_one_layer_form_have_no_bound() -> None:
-    options = TrainingOptions(steps=2, batch=4, test=20, norm="pre")
+    options = TrainingOptions(steps=2, batch=4, test=20, norm="post")
     (normed,) = train_bounded(TASK, 2, 1, 4, 0.1, options=options)
     assert output_bound(normed.model) is None
     record = examine(normed, 20)
     assert (record.certified, record.one_layer, record.measured_depth) == (None, None, None)
     assert record.permitted == 1
+
+
+@pytest.mark.parametrize("variant", [{}, {"mlp": 5}, {"mlp": 5, "causal": True}], ids=str)
+def test_models_with_layernorm_are_bounded_over_sequences(variant: dict[str, Any]) -> None:
+    """Every sequence is tried on a model with LayerNorm before its sublayers."""
+    options = TrainingOptions(steps=5, batch=4, test=20, norm="pre", **variant)
+    (normed,) = train_bounded(TASK, 2, 1, 4, 0.002, options=options)
+    bound, model = output_bound(normed.model), normed.model.exact()
+    assert bound is not None
+    assert bound.method == "parallel"
+    assert box_output_bound(normed.model) is None
+    every = torch.cartesian_prod(*(torch.arange(6) for _ in range(5)))
+    change = model.logits(every) - model.logits(every, closed_form(model.network, "parallel"))
+    assert 0 < float((change.amax(1) - change.amin(1)).max()) <= bound.margin
+    record = examine(normed, 20)
+    assert record.box is None
+    assert record.attacked is not None
+    assert record.attacked <= (record.margin or 0.0)
 
 
 def test_one_layer_replaces_itself() -> None:

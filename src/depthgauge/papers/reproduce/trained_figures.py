@@ -50,7 +50,8 @@ EtaCurve = tuple[str, style.Spread, float | None, int, bool]
 """A label, the accuracy against η over models, its median without a weight bound or None, the index of the colour, and
 whether the line is dashed."""
 Proved = tuple[float | None, float | None]
-"""The largest η up to which one layer is proved to suffice, for all sequences and for all inputs of the box; or None."""
+"""The largest η up to which one layer is proved to suffice, for all sequences and for all inputs of the box; or
+None."""
 TaskPanel = tuple[str, Sequence[EtaCurve], float, Proved]
 """A title, the curves, the accuracy of a guess, and what is proved."""
 
@@ -256,10 +257,10 @@ class CausalBlocks(TrainedStudy):
 
     about = (
         "Accuracy of trained causal models with LayerNorm before attention and MLP (hidden width twice the width) "
-        "against the bound η on the weights of attention and MLP. {self.setup} Lines are medians over the models, bands "
-        "the minimum to the maximum. Dotted: without a weight bound. Shaded: the values of η at which one wide block is "
-        "proved, for every trained model and every sequence of tokens, to change no class probability by more than "
-        "{self.within:g}."
+        "against the bound η on the weights of attention and MLP. {self.setup} Lines are medians over the models, "
+        "bands the minimum to the maximum. Dotted: without a weight bound. Shaded: the values of η at which one wide "
+        "block is proved, for every trained model and every sequence of tokens, to change no class probability by "
+        "more than {self.within:g}."
     )
 
     def grids(self) -> list[Grid]:

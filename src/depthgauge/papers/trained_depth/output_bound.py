@@ -32,7 +32,6 @@ from depthgauge.papers.trained_depth.bounded_models import BoundedModel
 from depthgauge.surrogates.closed_forms import closed_form, refusal
 from depthgauge.surrogates.expansion import Expansion
 from depthgauge.surrogates.wide_block import needs_tokens
-from depthgauge.surrogates.wide_block import needs_tokens
 
 ONE_LAYER = ("corrected", "mean-field", "parallel")
 """The one-layer networks that are tried, the sharpest first."""
@@ -95,7 +94,7 @@ def _methods(network: SelfAttentionNetwork) -> list[str]:
 def output_bound(model: BoundedModel) -> OutputBound | None:
     """Prove how much the output can change, on any sequence of the model's tokens, when one layer replaces all layers.
 
-    Every closed form that applies is tried, and the least δ is returned. With LayerNorm or an MLP it is that of the wide
+    Every closed form that applies is tried, and the least δ is returned. With LayerNorm or an MLP it is that of a wide
     block, where the states are bounded per coordinate. Without skip connections the bound is that of
     `box_output_bound`, whose box contains the sequences.
 
