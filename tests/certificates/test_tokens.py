@@ -339,9 +339,6 @@ def test_requests_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(InputError, match=message):
             dg.certify(net, small, **wrong)
-    causal = dg.random_network(layers=2, heads=1, dim=4, eta=0.1, causal=True)
-    with pytest.raises(InputError, match="not causal and have no MLP"):
-        dg.certify(causal, dg.collapse(causal, method="parallel"), inputs=tokens)
     plain = dg.random_network(layers=2, heads=1, dim=4, eta=0.1, skip=False)
     with pytest.raises(InputError, match="inputs applies to networks with skip connections"):
         dg.certify(plain, dg.collapse(plain, method="last-layer"), inputs=tokens)
