@@ -268,17 +268,20 @@ class CausalBlocks(TrainedStudy):
         return self._grids(self.plan.decoder_grids())
 
     def draw(self, results: Results) -> Figure:
-        """Return the matplotlib figure: one panel for each task and depth."""
+        """Return the matplotlib figure: one panel for each task."""
         plan = self.plan
 
-        def panel(problem: str, layers: int) -> TaskPanel:
-            at = {"problem": problem, "layers": layers}
-            free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
-            curve = (f"L = {layers}", self.curve(results, "accuracy", plan.etas, **at), free, layers // 2, False)
-            (chance,) = {found["chance"] for found in self.where(results, **at)}
-            return f"{_NAMES[problem]}\n{layers} blocks", [curve], chance, self.proved(results, plan.etas, **at)
+        def panel(problem: str) -> TaskPanel:
+            curves = []
+            for order, layers in enumerate(plan.decoder_layers, start=1):
+                at = {"problem": problem, "layers": layers}
+                free = median(self._values(results, "accuracy", eta=UNBOUNDED, **at))
+                found = self.curve(results, "accuracy", plan.etas, **at)
+                curves.append((f"{layers} blocks", found, free, order, False))
+            (chance,) = {found["chance"] for found in self.where(results, problem=problem)}
+            return _NAMES[problem], curves, chance, self.proved(results, plan.etas, problem=problem)
 
-        return draw_accuracy(plan.etas, [[panel(p, layers) for p in plan.decoded for layers in plan.decoder_layers]])
+        return draw_accuracy(plan.etas, [[panel(problem) for problem in plan.decoded]])
 
 
 def _figure(columns: int, height: float) -> Figure:

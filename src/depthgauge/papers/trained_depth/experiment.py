@@ -31,7 +31,8 @@ class ExperimentPlan:
     """The models of figures T1 to T4 at one scale.
 
     T1 and T2 have the tasks `problems` and the values `etas` of η, T3 has the tasks `contrasted` and the values `few`,
-    and T4 the tasks `decoded` and the depths `decoder_layers`. `shape` holds heads, width and training options; `seeds` is the number of models at every setting.
+    and T4 the tasks `decoded` and the depths `decoder_layers`. `shape` holds heads, width and training options; `seeds`
+    is the number of models at every setting.
     """
 
     problems: tuple[str, ...]
