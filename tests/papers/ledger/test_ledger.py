@@ -34,6 +34,7 @@ OURS = ["softmax-tv", "softmax-shift", "softmax-uniform", "average-gap", "residu
 OURS += ["stochastic-product", "product-max", "product-inner", "residual-contraction", "softmax-linear"]
 OURS += ["expansion", "mean-field-exact", "mean-field-certificate", "sign-norm", "joint-certificate", "identity"]
 OURS += ["last-layer", "parallel", "corrected", "effective-depth", "row-ball", "mlp-deletion"]
+OURS += ["causal-expansion", "causal-mean-field-order", "causal-mean-field"]
 
 KNOWN_A = {
     "holds": ["A.3.2", "A.3.3.1", "A.4.2.1", "A.4.2.2", "A.4.2.4", "A.B.2", "A.B.3", "A.D.3", "A.D.4"],

@@ -91,6 +91,10 @@ FIGURES: dict[str, Figure] = {
         Figure(
             "A5", "Cost of attention and effective depth against the weight size η.", "fast_figure:FastOrDeepStudy"
         ),
+        Figure(
+            "A6", "Error of one causal layer against the weight size η, between lower bound and certificate.",
+            "surrogate_figures:CausalErrors",
+        ),
         _separation("B3", "ab", "Figure 3 of paper B, the success rate of softmax regression against n and m."),
         _separation(
             "B4", "abcdef",

@@ -1,4 +1,4 @@
-"""Figures A2 and A3, how well shallower networks replace random networks: grids, captions and drawings."""
+"""Figures A2, A3 and A6, how well shallower networks replace random networks: grids, captions and drawings."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -74,6 +74,46 @@ class SurrogateErrors(GridStudy):
         return draw_orders(self.ETAS, bands, "last-layer", means("printed", "last-layer"), applies)
 
 
+class CausalErrors(GridStudy):
+    """A6: the error of one causal layer against the size of the weights."""
+
+    title = "One causal layer replaces all layers of a causal network"
+    repetitions = 3
+    ETAS: ClassVar = SurrogateErrors.ETAS
+    ORDER: ClassVar = {"last-layer": 1, "parallel": 2, "mean-field": 3, "corrected": 4}
+    """The proved order in η of the error of each method (docs/math.md, 3.12)."""
+    SHAPE: ClassVar = {"layers": 4, "heads": 1, "dim": 16, "tokens": 16, "causal": True}
+
+    about = (
+        "Worst error sup‖S(X) − S'(X)‖max over all inputs of 16 tokens with |entries| ≤ 1, for random causal networks "
+        "S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer surrogates S'. mean-field has one head "
+        "for each power of the average over the visible tokens, given by a position bias. The lower edge of a band is "
+        "the largest error that an attack found (a proved lower bound), the upper edge is the certified upper bound. "
+        "Both are geometric means over {self.repeats} repetitions (one network each, seed {self.seed}). Slopes are "
+        "fitted to the lower edges up to η = 0.01."
+    )
+
+    def grids(self) -> list[Grid]:
+        """Return one grid: every surrogate at every η."""
+        return [self._grid("certificate", method=list(self.ORDER), eta=self.ETAS, **self.SHAPE)]
+
+    def draw(self, results: Results) -> Figure:
+        """Return the matplotlib figure."""
+        bands = {}
+        for method in self.ORDER:
+            at = [self.where(results, method=method, eta=eta) for eta in self.ETAS]
+            lower, upper = ([geometric_mean([row[name] for row in rows]) for rows in at] for name in ("lower", "upper"))
+            bands[method] = lower, upper, fitted_slope(self.ETAS, lower, SurrogateErrors.FIT)
+        with figure_style():
+            figure = Figure(figsize=(5.0, 4.0), layout="constrained")
+            axes = figure.subplots()
+            _draw_bands(axes, self.ETAS, bands)
+            _eta_axis(axes, self.ETAS)
+            handles = [Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate")]
+            figure.legend(handles=handles, loc="outside lower center")
+        return figure
+
+
 def geometric_mean(values: Sequence[float | None]) -> float:
     """Return exp of the mean of the logarithms; NaN if a value is missing or not positive."""
     if not values or any(value is None or value <= 0 for value in values):
@@ -102,20 +142,11 @@ def draw_orders(
     with figure_style():
         figure = Figure(figsize=(5.0, 4.8), layout="constrained")
         main, strip = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 1))
-        main.set_xscale("log")
-        main.set_yscale("log")
-        for colour, (lower, upper, _) in zip(FIVE, bands.values(), strict=True):
-            main.fill_between(etas, lower, upper, color=colour, alpha=0.3, linewidth=0)
-            main.plot(etas, upper, color=colour, linewidth=0.7, alpha=0.9)
-            main.plot(etas, lower, color=colour, linewidth=1.5, marker="o", markersize=3)
+        _draw_bands(main, etas, bands)
         inside = [value if k in holds else math.nan for k, value in enumerate(printed)]
         last = max(holds, default=0)
         main.plot(etas, inside, color=INK, linestyle=DASHED, linewidth=1.2, zorder=5)
         main.plot(etas[last:], printed[last:], color=INK, linestyle=DOTTED, linewidth=1.2, zorder=5)
-        _name_bands(main, etas, bands)
-        main.set_ylabel("worst error of an output entry, $|X| \\leq 1$")
-        main.yaxis.set_major_locator(LogLocator(base=100, numticks=20))
-        main.yaxis.set_minor_locator(NullLocator())
         low, high = ([edge[k] / printed[k] for k in holds] for edge in bands[method][:2])
         colour, x = FIVE[list(bands).index(method)], [etas[k] for k in holds]
         strip.fill_between(x, low, high, color=colour, alpha=0.3, linewidth=0)
@@ -125,10 +156,7 @@ def draw_orders(
         strip.plot([etas[0], etas[-1]], [1, 1], color=INK, linestyle=DASHED, linewidth=1.2)
         text = f"{method}:\nabove 1, the\nprinted bound\nis violated"
         strip.annotate(text, (0.02, 0.5), xycoords="axes fraction", fontsize=7, va="center", color=INK)
-        strip.set_xlim(etas[0] / _LABEL_SPACE, etas[-1] * 1.2)
-        strip.set_xticks([eta for eta in etas if math.log10(eta) == round(math.log10(eta))])
-        strip.xaxis.set_minor_locator(NullLocator())
-        strip.set_xlabel(ETA)
+        _eta_axis(strip, etas)
         handles = [
             Patch(facecolor=FAINT, alpha=0.35, label="lower bound to certificate"),
             Line2D([], [], color=INK, linestyle=DASHED, linewidth=1.2, label="Theorem D.1 as printed"),
@@ -136,6 +164,27 @@ def draw_orders(
         ]
         figure.legend(handles=handles, loc="outside lower center", ncols=3, handletextpad=0.5, columnspacing=1.2)
     return figure
+
+
+def _draw_bands(axes: Axes, etas: Sequence[float], bands: Bands) -> None:
+    """Draw the bands on logarithmic axes, with their names."""
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for colour, (lower, upper, _) in zip(FIVE, bands.values(), strict=False):
+        axes.fill_between(etas, lower, upper, color=colour, alpha=0.3, linewidth=0)
+        axes.plot(etas, upper, color=colour, linewidth=0.7, alpha=0.9)
+        axes.plot(etas, lower, color=colour, linewidth=1.5, marker="o", markersize=3)
+    _name_bands(axes, etas, bands)
+    axes.set_ylabel("worst error of an output entry, $|X| \\leq 1$")
+    axes.yaxis.set_major_locator(LogLocator(base=100, numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _eta_axis(axes: Axes, etas: Sequence[float]) -> None:
+    axes.set_xlim(etas[0] / _LABEL_SPACE, etas[-1] * 1.2)
+    axes.set_xticks([eta for eta in etas if math.log10(eta) == round(math.log10(eta))])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(ETA)
 
 
 def _name_bands(axes: Axes, etas: Sequence[float], bands: Bands) -> None:
@@ -146,7 +195,7 @@ def _name_bands(axes: Axes, etas: Sequence[float], bands: Bands) -> None:
         while any(abs(place - other) < 0.8 for other in places):
             place -= 0.05
         places.append(place)
-    for colour, (label, (_, _, slope)), place in zip(FIVE, bands.items(), places, strict=True):
+    for colour, (label, (_, _, slope)), place in zip(FIVE, bands.items(), places, strict=False):
         axes.annotate(
             f"{label}, slope {slope:.2f}", (etas[0], 10**place), xytext=(-6, 0),
             textcoords="offset points", ha="right", va="center", fontsize=7, color=colour,

@@ -89,19 +89,22 @@ _METHOD = {"method": Parameter(choice(*METHODS))}
 def _network(cell: Cell) -> SelfAttentionNetwork:
     p = cell.parameters
     shape = (p["layers"], p["heads"], p["dim"], p["eta"])
-    return random_network(*shape, distribution=p["distribution"], skip=p["skip"], seed=cell.seed("network"))
+    kind = {"distribution": p["distribution"], "skip": p["skip"], "causal": p.get("causal", False)}
+    return random_network(*shape, **kind, seed=cell.seed("network"))
 
 
 def _applicable(parameters: Values) -> Values:
-    reason = _refusal(parameters["method"], parameters["skip"])
+    tokens = parameters.get("tokens", "any")
+    length = None if tokens == "any" else tokens
+    reason = _refusal(parameters["method"], parameters["skip"], parameters.get("causal", False), length)
     if reason is not None:
         raise InputError(reason)
     return parameters
 
 
 @cache
-def _refusal(method: str, skip: bool) -> str | None:
-    return refusal(random_network(1, 1, 1, 1.0, skip=skip), method)
+def _refusal(method: str, skip: bool, causal: bool, length: int | None) -> str | None:
+    return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=causal), method, length)
 
 
 def _inputs(cell: Cell, samples: int = 1) -> torch.Tensor:
@@ -121,8 +124,8 @@ def collapse_error(cell: Cell) -> Values:
 def certificate(cell: Cell) -> Values:
     """Compute the lower and the certified upper bound on sup ‖S(X) − S'(X)‖max, and paper A's printed bound."""
     p, network = cell.parameters, _network(cell)
-    surrogate = collapse(network, p["method"], radius=p["radius"], seed=cell.seed("fit"))
     tokens = None if p["tokens"] == "any" else p["tokens"]
+    surrogate = collapse(network, p["method"], length=tokens, radius=p["radius"], seed=cell.seed("fit"))
     found = certify(network, surrogate, radius=p["radius"], tokens=tokens, effort=p["effort"], seed=cell.seed("attack"))
     printed = printed_bound(network, p["radius"])
     return {
@@ -302,6 +305,7 @@ TASKS: dict[str, Task] = {
             {
                 **_METHOD, **_NETWORK, **_OPTIONS,
                 "tokens": Parameter(or_word("any", count("the number of tokens of an input, or the word any")), "any"),
+                "causal": Parameter(flag("whether a token sees only itself and earlier tokens"), False),
                 "effort": Parameter(choice(*EFFORTS), "default"), "seed": SEED,
             },
             certificate, _applicable,

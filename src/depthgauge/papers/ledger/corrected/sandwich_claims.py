@@ -17,16 +17,24 @@ _SHAPES = ((2, 1, 4, 0.01), (2, 1, 4, 0.2), (3, 2, 4, 0.05), (4, 2, 8, 0.01))
 
 
 def _sandwiched(
-    surrogate: Callable[[SelfAttentionNetwork], SelfAttentionNetwork], ball: bool = False, mlp: int | None = None
+    surrogate: Callable[[SelfAttentionNetwork], SelfAttentionNetwork],
+    ball: bool = False,
+    mlp: int | None = None,
+    tokens: int | None = None,
 ) -> Callable[[], Observed]:
-    """Return a check that holds if no attack exceeds its certificate; its ratio is the largest attack/certificate."""
+    """Return a check that holds if no attack exceeds its certificate; its ratio is the largest attack/certificate.
+
+    With a number of tokens the networks are causal.
+    """
 
     def run() -> Observed:
         found = []
         for seed, (layers, heads, dim, eta) in enumerate(_SHAPES):
-            network = random_network(layers=layers, heads=heads, dim=dim, eta=eta, seed=seed, mlp=mlp)
+            shape = {"layers": layers, "heads": heads, "dim": dim, "eta": eta}
+            network = random_network(**shape, seed=seed, mlp=mlp, causal=tokens is not None)  # type: ignore[arg-type]
             inputs = {"ball": 1.0} if ball else {"radius": 1.0}
-            found.append(certify(network, surrogate(network), **inputs, starts=4, steps=10))  # type: ignore[arg-type]
+            bounds = certify(network, surrogate(network), **inputs, tokens=tokens, starts=4, steps=10)  # type: ignore[arg-type]
+            found.append(bounds)
         ratios = [c.lower / c.upper for c in found if c.upper is not None]
         broken = sum(ratio > 1 for ratio in ratios)
         remark = f"{len(ratios)} random networks with a finite certificate; an attack exceeded it for {broken} of them."
@@ -87,6 +95,12 @@ CLAIMS: tuple[Claim, ...] = (
     _claim(
         "row-ball", "‖S(X) − S'(X)‖max ≤ its certificate, where S' is the mean-field layer",
         _by_method("mean-field", ball=True), "every token has Euclidean norm at most r; any number of tokens",
+    ),
+    _claim(
+        "causal-mean-field",
+        "‖S(X) − S'(X)‖max ≤ its certificate, where S' is the causal layer with the patterns C^m and the values e_m",
+        _sandwiched(lambda network: closed_form(network, "mean-field", 6), tokens=6),
+        "‖X‖max ≤ φ, 6 tokens, row i sees the tokens 1 to i",
     ),
     _claim(
         "mlp-deletion",
