@@ -86,8 +86,8 @@ class CausalErrors(GridStudy):
 
     about = (
         "Worst error sup‖S(X) − S'(X)‖max over all inputs of 16 tokens with |entries| ≤ 1, for random causal networks "
-        "S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer surrogates S'. mean-field has one head "
-        "for each power of the average over the visible tokens, given by a position bias. The lower edge of a band is "
+        "S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer surrogates S'. mean-field has one "
+        "head for each power of the average over the visible tokens, given by a position bias. The lower edge of a band is "
         "the largest error that an attack found (a proved lower bound), the upper edge is the certified upper bound. "
         "Both are geometric means over {self.repeats} repetitions (one network each, seed {self.seed}). Slopes are "
         "fitted to the lower edges up to η = 0.01."
