@@ -12,11 +12,17 @@ import pytest
 from depthgauge.papers.reproduce import draw
 from depthgauge.papers.reproduce.collapse_figures import RankByLayer, WhatCollapses
 from depthgauge.papers.reproduce.study import Computing, GridStudy, per_layer
-from depthgauge.papers.reproduce.surrogate_figures import DepthMap, SurrogateErrors, fitted_slope, geometric_mean
+from depthgauge.papers.reproduce.surrogate_figures import (
+    CausalErrors,
+    DepthMap,
+    SurrogateErrors,
+    fitted_slope,
+    geometric_mean,
+)
 from depthgauge.sweeps.engines import Local
 
 reproduce = partial(draw.reproduce, engine=Local(1))
-STUDIES = {"A1": RankByLayer, "A2": SurrogateErrors, "A3": DepthMap, "A4": WhatCollapses}
+STUDIES = {"A1": RankByLayer, "A2": SurrogateErrors, "A3": DepthMap, "A4": WhatCollapses, "A6": CausalErrors}
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -36,6 +42,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RankByLayer, "SHAPE", {"layers": 3, "heads": 1, "dim": 4, "tokens": 8})
     monkeypatch.setattr(SurrogateErrors, "SHAPE", {"layers": 2, "heads": 1, "dim": 2})
     monkeypatch.setattr(SurrogateErrors, "ETAS", [0.0001, 0.01])
+    monkeypatch.setattr(CausalErrors, "SHAPE", {"layers": 2, "heads": 1, "dim": 3, "tokens": 4})
+    monkeypatch.setattr(CausalErrors, "ETAS", [0.0001, 0.001, 0.01])
     monkeypatch.setattr(DepthMap, "ETAS", [0.01, 1.0])
     monkeypatch.setattr(DepthMap, "DIMS", [2, 3])
     monkeypatch.setattr(DepthMap, "LAYERS", [2, 3])

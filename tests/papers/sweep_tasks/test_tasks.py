@@ -40,6 +40,7 @@ TINY = {"eta": 0.05, "layers": 2, "heads": 1, "dim": 2}
 EXAMPLES = {
     "collapse-error": {"method": "mean-field", "tokens": 8, **NETWORK},
     "certificate": {"method": "mean-field", **TINY},
+    "causal-certificate": {"method": "mean-field", "tokens": 4, **TINY},
     "effective-depth": {"tolerance": 1e-3, "tokens": 8, **TINY},
     "fast-attention": {"tolerance": 1e-3, "tokens": 8, "length": 4096, **TINY},
     "rank-collapse": {"tokens": 8, **NETWORK},

@@ -82,20 +82,20 @@ class CausalErrors(GridStudy):
     ETAS: ClassVar = SurrogateErrors.ETAS
     ORDER: ClassVar = {"last-layer": 1, "parallel": 2, "mean-field": 3, "corrected": 4}
     """The proved order in η of the error of each method (docs/math.md, 3.12)."""
-    SHAPE: ClassVar = {"layers": 4, "heads": 1, "dim": 16, "tokens": 16, "causal": True}
+    SHAPE: ClassVar = {"layers": 4, "heads": 1, "dim": 16, "tokens": 16}
 
     about = (
         "Worst error sup‖S(X) − S'(X)‖max over all inputs of 16 tokens with |entries| ≤ 1, for random causal networks "
         "S (weights uniform in [−η, η], L = 4, H = 1, d = 16) and their one-layer surrogates S'. mean-field has one "
-        "head for each power of the average over the visible tokens, given by a position bias. The lower edge of a band is "
-        "the largest error that an attack found (a proved lower bound), the upper edge is the certified upper bound. "
-        "Both are geometric means over {self.repeats} repetitions (one network each, seed {self.seed}). Slopes are "
-        "fitted to the lower edges up to η = 0.01."
+        "head for each power of the average over the visible tokens, given by a position bias. The lower edge of a "
+        "band is the largest error that an attack found (a proved lower bound), the upper edge is the certified upper "
+        "bound. Both are geometric means over {self.repeats} repetitions (one network each, seed {self.seed}). Slopes "
+        "are fitted to the lower edges up to η = 0.01."
     )
 
     def grids(self) -> list[Grid]:
         """Return one grid: every surrogate at every η."""
-        return [self._grid("certificate", method=list(self.ORDER), eta=self.ETAS, **self.SHAPE)]
+        return [self._grid("causal-certificate", method=list(self.ORDER), eta=self.ETAS, **self.SHAPE)]
 
     def draw(self, results: Results) -> Figure:
         """Return the matplotlib figure."""

@@ -83,28 +83,37 @@ _TRAINED = {
 LARGEST_BOUND = 200.0
 """No degree is reported for score bounds above this."""
 _TOKENS = {"tokens": Parameter(count("the number of tokens n of an input"))}
+_CAUSAL = "causal-certificate"
+"""The task that certifies surrogates of causal networks."""
 _METHOD = {"method": Parameter(choice(*METHODS))}
 
 
 def _network(cell: Cell) -> SelfAttentionNetwork:
     p = cell.parameters
     shape = (p["layers"], p["heads"], p["dim"], p["eta"])
-    kind = {"distribution": p["distribution"], "skip": p["skip"], "causal": p.get("causal", False)}
+    kind = {"distribution": p["distribution"], "skip": p["skip"], "causal": cell.task == _CAUSAL}
     return random_network(*shape, **kind, seed=cell.seed("network"))
 
 
 def _applicable(parameters: Values) -> Values:
-    tokens = parameters.get("tokens", "any")
-    length = None if tokens == "any" else tokens
-    reason = _refusal(parameters["method"], parameters["skip"], parameters.get("causal", False), length)
+    return _checked(parameters, None)
+
+
+def _causal_applicable(parameters: Values) -> Values:
+    return _checked(parameters, parameters["tokens"])
+
+
+def _checked(parameters: Values, length: int | None) -> Values:
+    reason = _refusal(parameters["method"], parameters["skip"], length)
     if reason is not None:
         raise InputError(reason)
     return parameters
 
 
 @cache
-def _refusal(method: str, skip: bool, causal: bool, length: int | None) -> str | None:
-    return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=causal), method, length)
+def _refusal(method: str, skip: bool, length: int | None) -> str | None:
+    """Return why a method does not apply; the network is causal if there is a largest number of tokens."""
+    return refusal(random_network(1, 1, 1, 1.0, skip=skip, causal=length is not None), method, length)
 
 
 def _inputs(cell: Cell, samples: int = 1) -> torch.Tensor:
@@ -126,7 +135,8 @@ def certificate(cell: Cell) -> Values:
     p, network = cell.parameters, _network(cell)
     tokens = None if p["tokens"] == "any" else p["tokens"]
     surrogate = collapse(network, p["method"], length=tokens, radius=p["radius"], seed=cell.seed("fit"))
-    found = certify(network, surrogate, radius=p["radius"], tokens=tokens, effort=p["effort"], seed=cell.seed("attack"))
+    effort = p.get("effort", "default")
+    found = certify(network, surrogate, radius=p["radius"], tokens=tokens, effort=effort, seed=cell.seed("attack"))
     printed = printed_bound(network, p["radius"])
     return {
         "lower": found.lower,
@@ -305,11 +315,11 @@ TASKS: dict[str, Task] = {
             {
                 **_METHOD, **_NETWORK, **_OPTIONS,
                 "tokens": Parameter(or_word("any", count("the number of tokens of an input, or the word any")), "any"),
-                "causal": Parameter(flag("whether a token sees only itself and earlier tokens"), False),
                 "effort": Parameter(choice(*EFFORTS), "default"), "seed": SEED,
             },
             certificate, _applicable,
         ),
+        Task(_CAUSAL, 1, {**_METHOD, **_NETWORK, **_OPTIONS, **_TOKENS, "seed": SEED}, certificate, _causal_applicable),
         Task(
             "effective-depth", 1,
             {
