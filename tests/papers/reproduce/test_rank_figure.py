@@ -127,7 +127,7 @@ def test_reproduce_by_id(small: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(catalog, "find_spec", lambda name: object())
     (done,) = reproduce_all(["D2"], tmp_path / "out", 2)
     assert (done.figure, done.points, len(done.files)) == ("D2", 32, 5)
-    with pytest.raises(InputError, match=r"figure must be one of .* D2, T1, T2, T3, B3a"):
+    with pytest.raises(InputError, match=r"figure must be one of .* D2, T1, T2, T3, T4, B3a"):
         reproduce_all(["D3"], tmp_path)
 
 

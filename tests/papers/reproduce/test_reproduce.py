@@ -143,7 +143,7 @@ def test_no_id_means_all_default_figures_and_duplicates_are_dropped(
 
     monkeypatch.setattr(draw, "reproduce", note)
     reproduce_all([], tmp_path)
-    assert asked == ["A1", "A2", "A3", "A4", "A5", "B3", "B4", "B5", "B7", "B-degree"]
+    assert asked == ["A1", "A2", "A3", "A4", "A5", "A6", "B3", "B4", "B5", "B7", "B-degree"]
     asked.clear()
     reproduce_all(["B4a", "B4a"], tmp_path)
     assert asked == ["B4a"]

@@ -1,4 +1,4 @@
-"""Figures T1 to T3 on tiny models: rows, captions, drawings, rows taken from a CSV file, and the batch run."""
+"""Figures T1 to T4 on tiny models: rows, captions, drawings, rows taken from a CSV file, and the batch run."""
 
 import csv
 import gzip
@@ -53,7 +53,7 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-@pytest.mark.parametrize(("figure", "models"), [("T1", 2 * 3 * 3), ("T2", 2 * 2), ("T3", 2 * 2 * 4)])
+@pytest.mark.parametrize(("figure", "models"), [("T1", 2 * 3 * 3), ("T2", 2 * 2), ("T3", 2 * 2 * 4), ("T4", 2 * 3)])
 def test_files(figure: str, models: int, tmp_path: Path, store: Path) -> None:
     done = reproduce(figure, tmp_path, seed=1, store=store, engine=Local(1), quick=True)
     rows = read(tmp_path / f"{figure}.csv")
@@ -87,12 +87,13 @@ def test_the_shaded_region_is_where_every_deepest_model_is_proved(tmp_path: Path
     study = find_study("T1", None, 1, quick=True)
     assert isinstance(study, DepthPays)
     results = {key: dict(value) for key, value in study.compute(Computing(store, Local(1))).items()}
-    assert study.proved_up_to(results, "majority") == 0.005
+    at = {"problem": "majority", "layers": 2}
+    assert study.proved(results, study.plan.etas, **at)[0] == 0.005
     for cell in study.cells():
         if cell.parameters["layers"] == 2 and cell.parameters["eta"] == 0.005:
             bounds = results[cell.identity]["probability"]
             results[cell.identity]["probability"] = [bounds[0], None]
-    assert study.proved_up_to(results, "majority") is None
+    assert study.proved(results, study.plan.etas, **at)[0] is None
     figure = study.draw(results)
     assert len(figure.axes) == 2
 
@@ -163,7 +164,7 @@ def test_the_batch_run_gives_the_rows_of_the_sweep(
     made.train(SINGLE, tmp_path / "runs", "cpu", 0.0)
     assert "run the same command again" in capsys.readouterr().out
     made.train(SINGLE, tmp_path / "runs", "cpu", 1e9)
-    assert "9 models in" in capsys.readouterr().out
+    assert "15 models in" in capsys.readouterr().out
     made.certify(SINGLE, tmp_path / "runs", tmp_path / "t.db", 1)
     batch = {row["identity"]: row for row in read_rows(tmp_path / "t.db")}
     study = find_study("T1", None, 0, quick=True)
@@ -205,5 +206,5 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
-    assert "6 models in" in done.stdout
-    assert len(list((tmp_path / "runs").iterdir())) == 3
+    assert "10 models in" in done.stdout
+    assert len(list((tmp_path / "runs").iterdir())) == 5

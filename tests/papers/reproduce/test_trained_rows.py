@@ -96,9 +96,18 @@ def test_depth_pays_at_large_weights_and_not_at_small_ones(shipped: list[dict[st
     assert paid >= 2
 
 
-def test_certificates_exist_only_without_layernorm(shipped: list[dict[str, Any]]) -> None:
+def test_the_box_is_covered_only_without_layernorm_and_no_attack_exceeds_a_proof(
+    shipped: list[dict[str, Any]],
+) -> None:
+    attacked = 0
     for cell in shipped:
         if cell["layers"] == 1:  # one layer replaces itself
             assert set(cell["certified"]) == {0.0}
         elif cell["norm"] != "none":
-            assert set(cell["certified"]) == {None}
+            assert set(cell["box"]) == {None}
+            assert cell["skip"] or set(cell["certified"]) == {None}
+        for found, proved in zip(cell["attacked"], cell["margin"], strict=True):
+            if proved is not None:
+                assert found <= proved * (1 + 1e-9) + 1e-12
+                attacked += found > 0
+    assert attacked > 50
