@@ -439,19 +439,3 @@ def test_a_file_made_by_hand_is_read(tmp_path: Path) -> None:
     network = load_network(tmp_path / "hand.safetensors")
     assert (network.dim, len(network), network.scale) == (3, 1, 1.0)
     assert torch.equal(network[0].value, 3 * eye)
-
-
-def test_biases_of_the_attention_are_kept_and_change_the_version(tmp_path: Path) -> None:
-    plain = random_network(layers=2, heads=2, dim=3, eta=0.5)
-    layers = [Layer(*_weights(one), query_bias=torch.ones(2, one.key_dim).double()) for one in plain]
-    network = SelfAttentionNetwork(layers, scale=plain.scale)
-    for net, version in ((plain, "1"), (network, "2")):
-        save_network(net, tmp_path / "net.safetensors")
-        with safe_open(tmp_path / "net.safetensors", framework="pt") as handle:
-            assert handle.metadata()["version"] == version
-    x = torch.ones(2, 3, dtype=torch.float64)
-    assert torch.equal(load_network(tmp_path / "net.safetensors")(x), network(x))
-
-
-def _weights(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return layer.query.detach(), layer.key.detach(), layer.value.detach()

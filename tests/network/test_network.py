@@ -361,30 +361,3 @@ def test_describe_and_summary() -> None:
     assert network.summary() == "2 layers × 3 heads, dim 4, largest weight η = 0.1, no skip, causal, MLP, post-norm"
     assert "1–3 heads" in uneven_network(1.0).summary()
     assert repr(network) == f"SelfAttentionNetwork({network.name!r}: {network.summary()})"
-
-
-def test_biases_of_the_attention_are_added_where_they_belong() -> None:
-    """Queries, scores and output, compared with the formula; the file keeps them, and the length has a limit."""
-    torch.manual_seed(0)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=torch.float64)
-
-    layer = Layer(
-        drawn(2, 4, 3), drawn(2, 4, 3), drawn(2, 4, 4), query_bias=drawn(2, 3), output_bias=drawn(4),
-        position_bias=drawn(2, 6, 6),
-    )  # fmt: skip
-    network, x = SelfAttentionNetwork([layer], causal=True), drawn(5, 4)
-    assert layer.query_bias is not None
-    assert layer.position_bias is not None
-    assert layer.output_bias is not None
-    expected = x + layer.output_bias
-    for h in range(2):
-        scores = network.scale * (x @ layer.query[h] + layer.query_bias[h]) @ (x @ layer.key[h]).mT
-        scores = (scores + layer.position_bias[h, :5, :5]).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
-        expected = expected + scores.softmax(-1) @ x @ layer.value[h]
-    assert torch.allclose(network(x), expected)
-    traced = next(network.trace(x))
-    assert traced.query.shape == (2, 5, 8)
-    with pytest.raises(InputError, match="up to 6 tokens, got 7"):
-        network(drawn(7, 4))
