@@ -18,6 +18,7 @@ from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.certificates.regions import Region
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import add_up, mul_up, nonnegative_sum_up, tanh_up
+from depthgauge.progress import Step, silent
 from depthgauge.surrogates.expansion import CausalExpansion
 
 
@@ -41,10 +42,11 @@ class CausalLayer(ArrayRecord):
 class CausalBounds:
     """Bounds of every layer of a causal network over all inputs whose tokens are points of a region."""
 
-    def __init__(self, name: str, expansion: CausalExpansion, region: Region) -> None:
+    def __init__(self, name: str, expansion: CausalExpansion, region: Region, progress: Step = silent) -> None:
         self.name, self.expansion, self.region = name, expansion, region
         self.layers: list[CausalLayer] = []
         for index in range(expansion.depth):
+            progress(index, expansion.depth, "proving")
             self.layers.append(self._layer(index))
 
     def _layer(self, k: int) -> CausalLayer:

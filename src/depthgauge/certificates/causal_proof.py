@@ -26,6 +26,7 @@ from depthgauge.errors import InputError
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import down, exp_up, mul_up, nonnegative_sum_up, tanh_up, up
 from depthgauge.network.network import Layer, SelfAttentionNetwork
+from depthgauge.progress import Step, silent
 from depthgauge.surrogates.closed_forms import prefix_average
 from depthgauge.surrogates.expansion import CausalExpansion
 
@@ -94,10 +95,10 @@ def region_of(comparison: Comparison) -> Region:
     return PointRegion(inputs.points()) if isinstance(inputs, Tokens) else ConvexRegion(inputs.kind, inputs.radius)
 
 
-def causal_proof(comparison: Comparison) -> CausalProof:
+def causal_proof(comparison: Comparison, progress: Step = silent) -> CausalProof:
     """Prove an upper bound for two causal networks with skip connections, without MLP and LayerNorm."""
     region = region_of(comparison)
-    S = CausalBounds("network", CausalExpansion(comparison.network), region)
+    S = CausalBounds("network", CausalExpansion(comparison.network), region, progress)
     other = CausalBounds("surrogate", CausalExpansion(comparison.surrogate), region)
     orders, slipped = surrogate_orders(comparison.surrogate, other)
     mine = S.expansion.orders(0, S.expansion.depth)

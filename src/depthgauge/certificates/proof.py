@@ -268,10 +268,10 @@ def prove_upper(
         proof = parallel_proof(comparison, progress)
         notes = proof.notes
     elif comparison.network.causal and comparison.network.skip and not comparison.has_mlp:
-        proof = _smaller_causal(comparison)
+        proof = _smaller_causal(comparison, progress)
         notes = proof.notes
     elif isinstance(comparison.inputs, Tokens):
-        proof = token_proof(comparison)
+        proof = token_proof(comparison, progress=progress)
         notes = proof.notes
     elif comparison.expands:
         proof = box_proof(comparison, effort, bounds) if is_box else ball_proof(comparison, effort)
@@ -295,9 +295,9 @@ def prove_upper(
     )
 
 
-def _smaller_causal(comparison: Comparison) -> CausalProof | Deletion:
+def _smaller_causal(comparison: Comparison, progress: Step) -> CausalProof | Deletion:
     """Return the proof by the expansion, or by deletion where that applies and gives the smaller bound."""
-    proof, network, surrogate = causal_proof(comparison), comparison.network, comparison.surrogate
+    proof, network, surrogate = causal_proof(comparison, progress), comparison.network, comparison.surrogate
     if isinstance(comparison.inputs, Tokens) or not deletion_applies(network, surrogate):
         return proof
     deleted = deletion_bound(network, surrogate, comparison.inputs.radius)

@@ -43,6 +43,7 @@ from depthgauge.linalg.rounding import (
     tanh_up,
 )
 from depthgauge.linalg.spectral import frobenius_norm_up
+from depthgauge.progress import Step, silent
 from depthgauge.surrogates.expansion import Expansion
 
 BLOCK = 2**22
@@ -62,10 +63,11 @@ class TokenLayer(ArrayRecord):
 class TokenBounds:
     """Bounds of every layer of a network with skip connections, over all sequences of points."""
 
-    def __init__(self, expansion: Expansion, points: Float[Tensor, "v d"]) -> None:
+    def __init__(self, expansion: Expansion, points: Float[Tensor, "v d"], progress: Step = silent) -> None:
         self.expansion, self.points = expansion, points
         self.layers: list[TokenLayer] = []
         for index in range(expansion.depth):
+            progress(index, expansion.depth, "proving")
             self.layers.append(self._layer(index))
 
     def _layer(self, k: int) -> TokenLayer:

@@ -23,6 +23,7 @@ from depthgauge.certificates.token_bounds import PairLead, TokenBounds, can_pair
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import nonnegative_sum_up
+from depthgauge.progress import Step, silent
 from depthgauge.surrogates.expansion import Expansion
 
 
@@ -71,7 +72,10 @@ class TokenProof:
 
 
 def token_proof(
-    comparison: Comparison, bounds: TokenBounds | None = None, readout: Enclosure | None = None
+    comparison: Comparison,
+    bounds: TokenBounds | None = None,
+    readout: Enclosure | None = None,
+    progress: Step = silent,
 ) -> TokenProof:
     """Prove an upper bound over all sequences of the tokens; `bounds` are those of S, from an earlier proof.
 
@@ -80,7 +84,7 @@ def token_proof(
     tokens = comparison.inputs
     assert isinstance(tokens, Tokens)
     points = tokens.points()
-    S = TokenBounds(Expansion(comparison.network), points) if bounds is None else bounds
+    S = TokenBounds(Expansion(comparison.network), points, progress) if bounds is None else bounds
     other = TokenBounds(Expansion(comparison.surrogate), points)
     linear = token_linear(S, other, readout)
     parts = tuple(S.added("gap", readout))
