@@ -45,7 +45,8 @@ def command(
 
     `task = "collapse-error"`, `repetitions = 3`, and under `[parameters]` a list for each parameter: `method =
     ["mean-field"]`, `eta = [0.001, 0.01]`, `layers = [4, 12]`, `heads = [2]`, `dim = [16]`, `tokens = [64]`. Tasks:
-    collapse-error, certificate, effective-depth, rank-collapse, fast-attention, separation, trained-depth.
+    collapse-error, certificate, causal-certificate, effective-depth, rank-collapse, fast-attention, separation,
+    trained-depth.
     """
     from depthgauge._io import check_outputs
     from depthgauge.sweeps.read import export_rows
