@@ -7,7 +7,6 @@ there.
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from jaxtyping import Float
@@ -20,7 +19,7 @@ from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.certificates.regions import ConvexLead, ConvexRegion, PointRegion, Region
 from depthgauge.certificates.token_bounds import PairLead
-from depthgauge.certificates.token_proof import largest_first
+from depthgauge.certificates.token_proof import PlainOrJoint, largest_first
 from depthgauge.certificates.token_set import Tokens
 from depthgauge.errors import InputError
 from depthgauge.linalg.enclosures import Enclosure
@@ -35,7 +34,7 @@ NEAR = 1e-3
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class CausalProof:
+class CausalProof(PlainOrJoint):
     """An upper bound on |S − S'| per output coordinate, and what proves it.
 
     `joint` is None if it would take too long; `leads` are the bounds of the leading terms in it. `head_parts` has the
@@ -50,22 +49,10 @@ class CausalProof:
     leads: tuple[PairLead | ConvexLead, ...]
     head_parts: PartsByLayer
 
-    @cached_property
-    def value(self) -> Vector:
-        """The smaller of the plain and the joint bound, per coordinate."""
-        found = self.plain if self.joint is None else torch.fmin(self.plain, self.joint)
-        return torch.where(found.isnan(), math.inf, found)
-
-    @property
-    def coordinate(self) -> int:
-        """The output coordinate with the largest bound."""
-        return int(self.value.argmax())
-
     @property
     def methods(self) -> tuple[str, ...]:
         """The name of the method that gives the bound at the worst coordinate."""
-        a = self.coordinate
-        if self.joint is None or not bool(self.joint[a] < self.plain[a]):
+        if not self.is_joint:
             return ("plain",)
         return ("pairs",) if isinstance(self.region, PointRegion) else ("joint",)
 
@@ -75,12 +62,6 @@ class CausalProof:
         return (
             () if self.joint is not None else ("there are too many points for pairs, so every head is bounded alone",)
         )
-
-    @property
-    def lost_at(self) -> int:
-        """The first layer whose scores have no finite bound; the last layer if all have one."""
-        finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
-        return finite.index(False) if False in finite else len(finite) - 1
 
     def hints(self, most: int = 8) -> Hints:
         """Return starting points for the attack: the leading term of the `most` worst coordinates."""

@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 
 from depthgauge.certificates.box import HeadVectors, PartsByLayer, Vector, total
+from depthgauge.certificates.causal_bounds import CausalBounds
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.lead import Rank1Sum
 from depthgauge.certificates.regions import ConvexLead
@@ -27,18 +28,12 @@ from depthgauge.progress import Step, silent
 from depthgauge.surrogates.expansion import Expansion
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class TokenProof:
-    """An upper bound on |S − S'| per output coordinate, and the layer bounds of both networks that prove it.
+class PlainOrJoint:
+    """An upper bound on |S − S'| per output coordinate: the smaller of a plain and a joint bound."""
 
-    `joint` is None if there are too many points for pairs; `head_parts` has the plain bound of each head of S alone.
-    """
-
-    bounds: TokenBounds
-    other: TokenBounds
+    bounds: TokenBounds | CausalBounds
     plain: Vector
     joint: Vector | None
-    head_parts: PartsByLayer
 
     @cached_property
     def value(self) -> Vector:
@@ -52,10 +47,35 @@ class TokenProof:
         return int(self.value.argmax())
 
     @property
+    def is_joint(self) -> bool:
+        """Whether the joint bound gives the bound at the worst coordinate."""
+        a = self.coordinate
+        return self.joint is not None and bool(self.joint[a] < self.plain[a])
+
+    @property
+    def lost_at(self) -> int:
+        """The first layer whose scores have no finite bound; the last layer if all have one."""
+        finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
+        return finite.index(False) if False in finite else len(finite) - 1
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenProof(PlainOrJoint):
+    """An upper bound on |S − S'| per output coordinate, and the layer bounds of both networks that prove it.
+
+    `joint` is None if there are too many points for pairs; `head_parts` has the plain bound of each head of S alone.
+    """
+
+    bounds: TokenBounds
+    other: TokenBounds
+    plain: Vector
+    joint: Vector | None
+    head_parts: PartsByLayer
+
+    @property
     def methods(self) -> tuple[str, ...]:
         """The name of the method that gives the bound at the worst coordinate."""
-        a = self.coordinate
-        return ("pairs",) if self.joint is not None and bool(self.joint[a] < self.plain[a]) else ("plain",)
+        return ("pairs",) if self.is_joint else ("plain",)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -63,12 +83,6 @@ class TokenProof:
         if self.joint is not None:
             return ()
         return (f"{len(self.bounds.points):,} vectors are too many for pairs, so every head is bounded alone",)
-
-    @property
-    def lost_at(self) -> int:
-        """The first layer whose scores have no finite bound; the last layer if all have one."""
-        finite = [bool(layer.theta.isfinite().all()) for layer in self.bounds.layers]
-        return finite.index(False) if False in finite else len(finite) - 1
 
 
 def token_proof(
