@@ -94,7 +94,8 @@ def _print(record: "CollapseRecord", as_json: bool) -> None:
 
     console = Console()
     title = f"{counted(record.layers_before, 'layer')} → {record.layers_after}"
-    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width, record.about):
+    about = (record.about, record.tokens)
+    for table in sandwich_tables([record.sandwich()], record.printed(), title, console.width, *about):
         console.print(table, highlight=False)
     remarks = ["all sequences were tried, so attained is the largest difference"] if record.exhaustive else []
     for remark in (*remarks, *record.notes):

@@ -79,11 +79,16 @@ def printable(name: str) -> str:
 
 
 def sandwich_tables(
-    rows: Sequence[Sandwich], printed: PrintedTheorem, title: str, width: int, about: str = ""
+    rows: Sequence[Sandwich],
+    printed: PrintedTheorem,
+    title: str,
+    width: int,
+    about: str = "",
+    tokens: int | None = None,
 ) -> Iterator[RenderableType]:
     """Yield one row per method: the attained and the proved error, and the bound of Theorem D.1.
 
-    `about` describes the tokens, if the inputs are sequences of them.
+    `about` describes the tokens, if the inputs are sequences of them; `tokens` is their number, if it is fixed.
     """
     key = Column("method", [row.method for row in rows], text=True)
     columns = [
@@ -94,7 +99,8 @@ def sandwich_tables(
         Column("how", [_how(row) for row in rows], text=True),
     ]
     refused = [index for index, row in enumerate(rows) if row.refused]
-    inputs = f"no sequence of these tokens ({about})" if about else "no input, of any number of tokens,"
+    inputs = "no input, of any number of tokens," if tokens is None else f"no input of {counted(tokens, 'token')}"
+    inputs = f"no sequence of these tokens ({about})" if about else inputs
     yield from stacked(title, key, columns, width, caption=_SANDWICH_CAPTION.replace("#", inputs), dim=refused)
     reasons: dict[str, list[str]] = {}
     for row in rows:
