@@ -249,12 +249,19 @@ def test_patterns_are_recognised_by_their_bias() -> None:
 
 def test_what_is_not_covered_is_refused() -> None:
     net = network()
-    with pytest.raises(InputError, match="needs the largest number of tokens; give length"):
+    with pytest.raises(InputError, match="needs the largest number of tokens, the length of collapse"):
         dg.collapse(net, "mean-field")
     small = dg.collapse(net, "mean-field", length=4)
     for wrong in ({"radius": 1.0}, {"radius": 1.0, "tokens": 5}, {"inputs": Tokens(drawn(3, 4))}):
         with pytest.raises(InputError, match="position biases are for up to 4 tokens"):
             dg.certify(net, small, **wrong)
+    for other in (net, dg.collapse(net, "identity")):
+        with pytest.raises(InputError, match="position biases in the surrogate alone"):
+            dg.certify(small, other, radius=1.0, tokens=4)
+    certificate = dg.certify(net, small, radius=1.0, tokens=4)
+    swapped = replace(certificate.comparison, network=small, surrogate=net)
+    with pytest.raises(VerificationError, match="do not cover its position biases"):
+        replace(certificate, comparison=swapped).verify()
     with pytest.raises(InputError, match="causal and has no skip"):
         closed_form(dg.random_network(layers=2, heads=1, dim=3, eta=0.1, causal=True, skip=False), "mean-field", 4)
     odd = SelfAttentionNetwork(

@@ -147,7 +147,7 @@ def _obstacle(network: SelfAttentionNetwork, method: str, length: int | None) ->
         if not network.skip:
             return "it is causal and has no skip connections"
         if length is None:
-            return "it is causal, so the method needs the largest number of tokens; give length"
+            return "it is causal, so the method needs the largest number of tokens, the length of collapse"
     if not network.skip and method in ("identity", "corrected"):
         return "it has no skip connections, which this method requires"
     return None

@@ -180,6 +180,8 @@ class ArbCausal:
 
 def causal_bound(comparison: Comparison, proof: CausalProof, upper: arb) -> Vector:
     """Bound |S − S'|, jointly where the plain bound exceeds `upper`."""
+    if comparison.network.length is not None:
+        raise VerificationError("network: the bounds do not cover its position biases")
     inputs = comparison.inputs
     region: ArbPoints | ArbConvex
     if isinstance(inputs, Tokens):
