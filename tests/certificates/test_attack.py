@@ -77,6 +77,8 @@ def test_sign_search_reaches_the_enumerated_maximum():
         {"mlp": 5, "activation": "relu", "mlp_skip": True},
         {"norm": "pre", "mlp": 3},
         {"norm": "post"},
+        {"norm": "pre-rms", "mlp": 3, "mlp_skip": True},
+        {"norm": "post-rms"},
     ],
 )
 def test_verified_evaluation_agrees_with_the_network(switches):

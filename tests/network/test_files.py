@@ -30,6 +30,7 @@ KINDS: list[dict[str, object]] = [
     {"key_dim": 2},
     {"mlp": 5, "activation": "gelu", "mlp_skip": True},
     {"norm": "pre"},
+    {"norm": "post-rms"},
     {"norm": "post", "mlp": 3},
     {"distribution": "aligned", "eta": 1e-300},
 ]

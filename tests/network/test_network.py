@@ -33,7 +33,7 @@ SETTINGS = [
     for skip, causal, norm, key_dim, mlp in itertools.product(
         (True, False),
         (True, False),
-        ("none", "pre", "post"),
+        ("none", "pre", "post", "pre-rms", "post-rms"),
         (2, 5, 9),  # below, at and above the width of a token
         (
             {},
@@ -191,7 +191,7 @@ def test_softmax_attention_for_any_widths(heads: int, n: int, k: int, d: int, ca
 # --- traces --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["none", "pre", "post"])
+@pytest.mark.parametrize("norm", ["none", "pre", "post", "pre-rms", "post-rms"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_trace_passes_the_states_and_ends_at_the_output(norm: str, causal: bool) -> None:
     network = with_random_norms(random_network(3, 2, 4, 0.8, mlp=5, norm=norm, causal=causal, seed=8))

@@ -19,22 +19,26 @@ def plain_head(x: Tensor, Q: Tensor, K: Tensor, V: Tensor, scale: float, causal:
     return P, P @ x @ V
 
 
-def plain_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Apply LayerNorm to each row."""
-    centred = x - x.mean(dim=-1, keepdim=True)
+def plain_norm(x: Tensor, weight: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """Apply LayerNorm to each row, or RMSNorm if the kind ends with rms."""
+    centred = x if kind.endswith("rms") else x - x.mean(dim=-1, keepdim=True)
     return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * weight + bias
 
 
 def plain_forward(network: SelfAttentionNetwork, x: Tensor) -> Tensor:
     """Return S(x) for one input [n, d]."""
     for layer in network:
-        read = plain_norm(x, layer.norm_weight[0], layer.norm_bias[0]) if network.norm == "pre" else x
+        read = plain_norm(x, layer.norm_weight[0], layer.norm_bias[0], network.norm) if network.norm[:3] == "pre" else x
         y = x.clone() if network.skip else torch.zeros_like(x)
         for h in range(layer.heads):
             y = y + plain_head(read, layer.query[h], layer.key[h], layer.value[h], network.scale, network.causal)[1]
-        y = plain_norm(y, layer.norm_weight[0], layer.norm_bias[0]) if network.norm == "post" else y
+        y = plain_norm(y, layer.norm_weight[0], layer.norm_bias[0], network.norm) if network.norm[:4] == "post" else y
         if layer.mlp is not None:
-            read = plain_norm(y, layer.norm_weight[1], layer.norm_bias[1]) if network.norm == "pre" else y
+            read = (
+                plain_norm(y, layer.norm_weight[1], layer.norm_bias[1], network.norm)
+                if network.norm[:3] == "pre"
+                else y
+            )
             hidden = read @ layer.mlp.w_in + layer.mlp.b_in
             if network.activation == "relu":
                 hidden = torch.where(hidden > 0, hidden, 0.0)
@@ -42,6 +46,10 @@ def plain_forward(network: SelfAttentionNetwork, x: Tensor) -> Tensor:
                 hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2
             z = hidden @ layer.mlp.w_out + layer.mlp.b_out
             z = y + z if network.mlp_skip else z
-            y = plain_norm(z, layer.norm_weight[1], layer.norm_bias[1]) if network.norm == "post" else z
+            y = (
+                plain_norm(z, layer.norm_weight[1], layer.norm_bias[1], network.norm)
+                if network.norm[:4] == "post"
+                else z
+            )
         x = y
     return x

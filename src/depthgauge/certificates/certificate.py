@@ -247,8 +247,8 @@ def check_request(
             raise InputError(f"the network has {name}={mine}, the surrogate {name}={theirs}; they must be equal")
     if network.norm != "none" and not isinstance(chosen, Tokens):
         raise InputError(
-            f"the network has LayerNorm ({network.norm}), and a {chosen.kind} contains tokens whose entries are all "
-            "equal, where LayerNorm is 1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…)"
+            f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where a norm is "
+            "1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…)"
         )
     if Comparison(network, surrogate, chosen).is_wide_block:
         obstacle = block_obstacle(network)

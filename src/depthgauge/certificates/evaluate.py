@@ -78,15 +78,16 @@ def _run(network: SelfAttentionNetwork, x: arb_mat, counts: list[int]) -> arb_ma
 
 def _layer(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
     """Compute X_{ℓ+1} = layer_ℓ(X_ℓ), as `SelfAttentionNetwork.step` does."""
-    read = _layer_norm(layer, x, 0) if network.norm == "pre" else x
+    before, after = network.norm_place == "before", network.norm_place == "after"
+    read = _normalized(network, layer, x, 0) if before else x
     y = _attention(network, layer, read, counts)
     y = x + y if network.skip else y
-    y = _layer_norm(layer, y, 0) if network.norm == "post" else y
+    y = _normalized(network, layer, y, 0) if after else y
     if layer.mlp is None:
         return y
-    z = _mlp(network, layer, _layer_norm(layer, y, 1) if network.norm == "pre" else y)
+    z = _mlp(network, layer, _normalized(network, layer, y, 1) if before else y)
     z = y + z if network.mlp_skip else z
-    return _layer_norm(layer, z, 1) if network.norm == "post" else z
+    return _normalized(network, layer, z, 1) if after else z
 
 
 def _attention(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, counts: list[int]) -> arb_mat:
@@ -131,13 +132,13 @@ def _add_row(x: arb_mat, row: Tensor) -> arb_mat:
     return arb_mat([[entry + value for entry, value in zip(entries, values, strict=True)] for entries in x.tolist()])
 
 
-def _layer_norm(layer: Layer, x: arb_mat, sublayer: int) -> arb_mat:
+def _normalized(network: SelfAttentionNetwork, layer: Layer, x: arb_mat, sublayer: int) -> arb_mat:
     assert layer.norm_weight is not None
     assert layer.norm_bias is not None
     weight, bias = layer.norm_weight[sublayer].tolist(), layer.norm_bias[sublayer].tolist()
     rows = []
     for row in x.tolist():
-        mean = sum(row, arb(0)) / len(row)
+        mean = sum(row, arb(0)) / len(row) if network.norm_centers else arb(0)
         variance = sum(((entry - mean) ** 2 for entry in row), arb(0)) / len(row)
         scale = (variance + arb(NORM_EPSILON)).sqrt()
         rows.append([(e - mean) / scale * arb(w) + arb(b) for e, w, b in zip(row, weight, bias, strict=True)])

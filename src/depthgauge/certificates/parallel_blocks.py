@@ -261,7 +261,7 @@ def parallel_proof(comparison: Comparison, progress: Step = silent) -> ParallelP
     network, surrogate = comparison.network, comparison.surrogate
     assert isinstance(comparison.inputs, Tokens)
     require_block(network, surrogate)
-    read = ReadTokens.of(comparison.inputs.points(), network.norm == "pre")
+    read = ReadTokens.of(comparison.inputs.points(), network)
     found = Movements(network, surrogate, read)
     sides = torch.full((2, 2, network.dim), -math.inf, dtype=torch.float64)  # ψ_A or ψ_M, sign, coordinate
     for rows in _blocks(found, progress):

@@ -1,10 +1,11 @@
-"""What the sublayers of a network read: n(x), LayerNorm without gain and bias, or x itself (docs/math.md §3.13).
+"""What the sublayers of a network read: n(x), a norm without gain and bias, or x itself (docs/math.md §3.13).
 
 With c = x − mean(x), σ² = ‖c‖²/d + ε and w = √d·σ, the length of the vector (c, √(dε)),
 
     n(x) = c/σ = √d·c/w,     Dn(x) = (I − J − n nᵀ/d)/σ,     J = 11ᵀ/d.
 
-Let x move from t by at most ρ, and s = ρ/w. Then n moves by at most √d·2 sin(arcsin(s)/2), and never by more than 2√d.
+RMSNorm is the same with c = x and J = 0. Let x move from t by at most ρ, and s = ρ/w. Then n moves by at most
+√d·2 sin(arcsin(s)/2), and never by more than 2√d.
 """
 
 from dataclasses import dataclass
@@ -29,31 +30,32 @@ from depthgauge.linalg.rounding import (
     sub_up,
     up,
 )
-from depthgauge.network.network import NORM_EPSILON
+from depthgauge.network.network import NORM_EPSILON, SelfAttentionNetwork
 
 PerToken = Float[Tensor, " v"]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ReadTokens(ArrayRecord):
-    """u = n(t) for every token t, and 1/σ; both are t and 1 in a network without LayerNorm."""
+    """u = n(t) for every token t, and 1/σ; both are t and 1 in a network without norms."""
 
     u: Enclosure
     inverse: Enclosure
     is_normed: bool
+    centers: bool
 
     @staticmethod
-    def of(points: Float[Tensor, "v d"], is_normed: bool) -> "ReadTokens":
-        """Compute n(t) of all points."""
-        x = Enclosure.exact(points)
-        if not is_normed:
-            return ReadTokens(x, Enclosure.exact(torch.ones_like(points[:, :1])), is_normed)
+    def of(points: Float[Tensor, "v d"], network: SelfAttentionNetwork) -> "ReadTokens":
+        """Compute n(t) of all points, for a network without norms or with norms before the sublayers."""
+        x, centers = Enclosure.exact(points), network.norm_centers
+        if network.norm == "none":
+            return ReadTokens(x, Enclosure.exact(torch.ones_like(points[:, :1])), False, centers)
         ones = torch.ones_like(points[:1].mT)
-        c = x - x @ ones * _one_over(len(ones))
+        c = x - x @ ones * _one_over(len(ones)) if centers else x
         square = (c * c) @ ones * _one_over(len(ones)) + NORM_EPSILON
         low, high = down(square.lower().clamp(min=0.0).sqrt()), sqrt_up(square.upper())
         inverse = _between(down(1.0 / high), div_up(1.0, low))
-        return ReadTokens(c * inverse, inverse, is_normed)
+        return ReadTokens(c * inverse, inverse, True, centers)
 
     @property
     def steep(self) -> PerToken:
@@ -68,7 +70,7 @@ class ReadTokens(ArrayRecord):
             return Enclosure.exact(eye)
         column, row = (Enclosure(u.mid[rows].unsqueeze(k), u.rad[rows].unsqueeze(k)) for k in (2, 1))
         scale = Enclosure(self.inverse.mid[rows, :, None], self.inverse.rad[rows, :, None])
-        return (Enclosure.exact(eye) - (column * row + 1.0) * _one_over(d)) * scale
+        return (Enclosure.exact(eye) - (column * row + float(self.centers)) * _one_over(d)) * scale
 
     def relative(self, rho: PerToken) -> PerToken:
         """Bound s = ρ/w."""

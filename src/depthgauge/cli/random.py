@@ -27,7 +27,7 @@ def command(
         bool, typer.Option("--mlp-skip/--no-mlp-skip", help="Add skip connections around the MLPs.")
     ] = False,
     activation: Annotated[str, typer.Option(help="Activation of the MLP: relu or gelu.")] = "relu",
-    norm: Annotated[str, typer.Option(help="LayerNorm: none, pre or post.")] = "none",
+    norm: Annotated[str, typer.Option(help="LayerNorm (pre, post), RMSNorm (pre-rms, post-rms), or none.")] = "none",
     seed: Annotated[int, typer.Option(help="Seed of the random numbers; the same seed gives the same file.")] = 0,
     overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a description of the network as JSON.")] = False,

@@ -90,8 +90,9 @@ class NetworkProbe:
                 mlp.append(None)
                 continue
             y = x + added if network.skip else added
-            y = layer.normalize(y, 0) if network.norm == "post" else y
-            inner = layer.mlp(layer.normalize(y, 1) if network.norm == "pre" else y, network.activation)
+            y = network.normalize(trace.index, 0, y) if network.norm_place == "after" else y
+            read = network.normalize(trace.index, 1, y) if network.norm_place == "before" else y
+            inner = layer.mlp(read, network.activation)
             mlp.append((token_sizes(y), token_sizes(inner)))
         return {"attention_update": update_shares(attention, None), "mlp_update": update_shares(mlp, None)}
 

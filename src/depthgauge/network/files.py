@@ -221,7 +221,9 @@ def _sort_names(path: Path, names: list[str], norm: str) -> list[tuple[str, ...]
                 f"{path} contains an unknown tensor {_quoted(name)}; a layer has the tensors {', '.join(_RANKS)}"
             )
         if match[2] in _NORM and norm == "none":
-            raise NetworkFileError(f"{path} contains {name!r} although norm='none'; set norm to 'pre' or 'post'")
+            raise NetworkFileError(
+                f"{path} contains {name!r} although norm='none'; set norm to one of {', '.join(NORMS[1:])}"
+            )
         found.setdefault(int(match[1]), set()).add(match[2])
     layers = []
     for index in range(max(len(found), 1)):

@@ -98,11 +98,14 @@ class Layer(nn.Module):
         made.zero_grad()
         return made
 
-    def normalize(self, x: Float[Tensor, "*batch n d"], sublayer: int) -> Float[Tensor, "*batch n d"]:
-        """Apply LayerNorm to each token, with the weights of sublayer 0 (attention) or 1 (MLP)."""
+    def normalize(self, x: Float[Tensor, "*batch n d"], sublayer: int, *, centers: bool) -> Float[Tensor, "*batch n d"]:
+        """Apply LayerNorm (`centers`) or RMSNorm to each token: of sublayer 0 (attention) or 1 (MLP)."""
         assert self.norm_weight is not None
         assert self.norm_bias is not None
-        return F.layer_norm(x, x.shape[-1:], self.norm_weight[sublayer], self.norm_bias[sublayer], NORM_EPSILON)
+        gain, bias = self.norm_weight[sublayer], self.norm_bias[sublayer]
+        if centers:
+            return F.layer_norm(x, x.shape[-1:], gain, bias, NORM_EPSILON)
+        return F.rms_norm(x, x.shape[-1:], gain, NORM_EPSILON) + bias
 
     def project(
         self, x: Float[Tensor, "*batch n d"], scale: float

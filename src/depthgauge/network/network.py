@@ -30,13 +30,13 @@ from depthgauge.network.layer import softmax_attention as softmax_attention
 from depthgauge.network.trace import LayerTrace
 
 Activation = Literal["relu", "gelu"]
-Norm = Literal["none", "pre", "post"]
+Norm = Literal["none", "pre", "post", "pre-rms", "post-rms"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 NORMS: tuple[str, ...] = get_args(Norm)
 
 
 class SelfAttentionNetwork(nn.Module):
-    """A self-attention network with L layers, optionally with skip connections, causal masks, MLPs and LayerNorm.
+    """A self-attention network with L layers, optionally with skip connections, causal masks, MLPs and norms.
 
     The network is a `torch.nn.Module`; `network(x)` maps inputs of shape [..., n, d] to outputs of the same shape.
     `len(network)` is L, and `network[i]` is layer i.
@@ -48,7 +48,7 @@ class SelfAttentionNetwork(nn.Module):
         causal: Whether a token attends only to itself and earlier tokens.
         activation: The activation of the MLPs, `"relu"` or `"gelu"`.
         norm: `"pre"` applies LayerNorm to the inputs of the attention and the MLP, `"post"` to their outputs (after the
-            skip connection), `"none"` nowhere.
+            skip connection), `"none"` nowhere. `"pre-rms"` and `"post-rms"` do the same with RMSNorm.
         mlp_skip: Whether the layers have a skip connection around the MLP.
         name: A name for tables and reports.
         provenance: JSON-compatible facts about the origin of the network. `save_network` stores them.
@@ -136,6 +136,18 @@ class SelfAttentionNetwork(nn.Module):
         return min((len(layer.position_bias[0]) for layer in self if layer.position_bias is not None), default=None)
 
     @property
+    def norm_place(self) -> Literal["none", "before", "after"]:
+        """Where the norms are: before or after each sublayer, or nowhere."""
+        if self.norm == "none":
+            return "none"
+        return "before" if self.norm.startswith("pre") else "after"
+
+    @property
+    def norm_centers(self) -> bool:
+        """Whether the norms subtract the mean of a token: LayerNorm does, RMSNorm does not."""
+        return self.norm in ("pre", "post")
+
+    @property
     def has_mlp(self) -> bool:
         """Whether some layer has an MLP."""
         return any(layer.mlp is not None for layer in self)
@@ -187,16 +199,20 @@ class SelfAttentionNetwork(nn.Module):
         layer, read = self[index], self.attention_input(index, x)
         y = layer.attend(read, attention or softmax_attention, is_causal=self.causal, scale=self.scale)
         y = x + y if self.skip else y
-        y = layer.normalize(y, 0) if self.norm == "post" else y
+        y = self.normalize(index, 0, y) if self.norm_place == "after" else y
         if layer.mlp is None:
             return y
-        z = layer.mlp(layer.normalize(y, 1) if self.norm == "pre" else y, self.activation)
+        z = layer.mlp(self.normalize(index, 1, y) if self.norm_place == "before" else y, self.activation)
         z = y + z if self.mlp_skip else z
-        return layer.normalize(z, 1) if self.norm == "post" else z
+        return self.normalize(index, 1, z) if self.norm_place == "after" else z
+
+    def normalize(self, index: int, sublayer: int, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
+        """Apply the norm of sublayer 0 (attention) or 1 (MLP) of a layer to each token."""
+        return self[index].normalize(x, sublayer, centers=self.norm_centers)
 
     def attention_input(self, index: int, x: Float[Tensor, "*batch n d"]) -> Float[Tensor, "*batch n d"]:
-        """Return the input of a layer's attention: LayerNorm(X) if `norm` is `"pre"`, X otherwise."""
-        return self[index].normalize(x, 0) if self.norm == "pre" else x
+        """Return the input of a layer's attention: the norm of X if norms are before the sublayers, X otherwise."""
+        return self.normalize(index, 0, x) if self.norm_place == "before" else x
 
     def trace(self, x: Float[Tensor, "*batch n d"]) -> Iterator[LayerTrace]:
         """Yield a `LayerTrace` for each layer. Only one layer is in memory at a time."""
@@ -264,7 +280,7 @@ class SelfAttentionNetwork(nn.Module):
             *(["causal"] if self.causal else []),
             *(["attention biases"] if self.has_attention_bias else []),
             *(["MLP"] if self.has_mlp else []),
-            *([f"{self.norm}-norm"] if self.norm != "none" else []),
+            *([f"{self.norm}-norm" if self.norm_centers else self.norm] if self.norm != "none" else []),
         ]
         return (
             f"{counted(len(self), 'layer')} × {head_text} {'head' if max(heads) == 1 else 'heads'}, dim {self.dim}, "

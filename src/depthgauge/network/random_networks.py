@@ -64,8 +64,8 @@ def random_network(
         causal: Whether a token attends only to itself and earlier tokens.
         mlp: The hidden width of an MLP in each layer, or None for no MLP.
         activation: The activation of the MLPs, `"relu"` or `"gelu"`.
-        norm: LayerNorm before (`"pre"`) or after (`"post"`) each sublayer, or `"none"`. The LayerNorm weights are 1 and
-            the biases are 0. None means `"none"`.
+        norm: LayerNorm before (`"pre"`) or after (`"post"`) each sublayer, RMSNorm (`"pre-rms"`, `"post-rms"`), or
+            `"none"`. Its weights are 1 and its biases 0. None means `"none"`.
         mlp_skip: Whether the layers have a skip connection around the MLP.
         seed: The seed of the random number generator. The same seed gives the same network.
         dtype: The dtype of the weights, `torch.float64` or `torch.float32`.

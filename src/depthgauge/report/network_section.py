@@ -15,7 +15,8 @@ def network_facts(subject: NetworkSubject, settings: GaugeSettings) -> tuple[tup
     """Return what the network is and what it was gauged on."""
     network = subject.network
     widths = [width for width in network.mlp if width is not None]
-    norm = {"none": "none", "pre": "before each sublayer", "post": "after each sublayer"}.get(network.norm)
+    place, _, kind = network.norm.partition("-")
+    where = {"pre": "before each sublayer", "post": "after each sublayer"}.get(place, network.norm)
     mlp = f"width {span(widths)}, {network.activation}" + (", with its own skip" if network.mlp_skip else "")
     return (
         ("layers", str(network.layers)),
@@ -27,7 +28,7 @@ def network_facts(subject: NetworkSubject, settings: GaugeSettings) -> tuple[tup
         ("skip connections", "yes" if network.skip else "no"),
         ("attention", "causal" if network.causal else "to every token"),
         ("MLP", mlp if widths else "none"),
-        ("LayerNorm", norm or network.norm),
+        ("RMSNorm" if kind else "LayerNorm", where),
         ("precision", network.dtype),
         ("inputs", _inputs(settings)),
     )

@@ -134,7 +134,7 @@ def _obstacle(network: SelfAttentionNetwork, method: str, length: int | None) ->
     if method == "parallel":
         return block_obstacle(network)
     if network.norm != "none":
-        return f"it has LayerNorm ({network.norm}), which only parallel covers, and only before the sublayers (pre)"
+        return f"it has norms ({network.norm}), which only parallel covers, and only before the sublayers (pre)"
     if network.has_mlp:
         if method in ("identity", "last-layer"):
             return None

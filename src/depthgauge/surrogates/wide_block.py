@@ -2,7 +2,7 @@
 
     y  = X + Σ_ℓ attention_ℓ(X),        S'(X) = y + Σ_ℓ mlp_ℓ(y)
 
-A layer with LayerNorm before its sublayers reads n(x)Γ + β, where n is LayerNorm without gain Γ and bias β. These are
+A layer with norms before its sublayers reads n(x)Γ + β, where n is the norm without gain Γ and bias β. These are
 folded into the weights, (n Γ + β) Q = n (Γ Q) + β Q, so that all layers read n(x). The product β K adds the same number
 to all scores of a row, which does not change the attention, and is left out.
 """
@@ -18,8 +18,8 @@ from depthgauge.network.network import Layer, Mlp, SelfAttentionNetwork
 
 def block_obstacle(network: SelfAttentionNetwork) -> str | None:
     """Return why a network has no wide block, or None if it has one."""
-    if network.norm == "post":
-        return "it has LayerNorm after each sublayer (post), so its states do not stay near the input"
+    if network.norm_place == "after":
+        return "its norms are after the sublayers (post): even without weights it is a chain of norms, not one block"
     if not network.skip or (network.has_mlp and not network.mlp_skip):
         return "it has no skip connections around each sublayer, which this method requires"
     if network.length is not None:
@@ -28,12 +28,12 @@ def block_obstacle(network: SelfAttentionNetwork) -> str | None:
 
 
 def needs_tokens(network: SelfAttentionNetwork) -> bool:
-    """Return whether the wide block of a network is certified over tokens alone: LayerNorm, MLPs or biases."""
+    """Return whether the wide block of a network is certified over tokens alone: norms, MLPs or biases."""
     return network.norm != "none" or network.has_mlp or (network.has_attention_bias and network.length is None)
 
 
 def wide_block(network: SelfAttentionNetwork) -> Layer:
-    """Return the one layer that computes S'; its LayerNorm has gain 1 and bias 0."""
+    """Return the one layer that computes S'; its norms have gain 1 and bias 0."""
     layers = [without_gain(layer) for layer in network]
     width = max(layer.key_dim for layer in layers)
     mlps = [layer.mlp for layer in layers if layer.mlp is not None]
@@ -48,15 +48,15 @@ def wide_block(network: SelfAttentionNetwork) -> Layer:
         gathered("key"),
         gathered("value"),
         _joined(mlps) if mlps else None,
-        norm_weight=gain if network.norm == "pre" else None,
-        norm_bias=torch.zeros_like(gain) if network.norm == "pre" else None,
+        norm_weight=gain if network.norm_place == "before" else None,
+        norm_bias=torch.zeros_like(gain) if network.norm_place == "before" else None,
         query_bias=_nonzero(gathered("query_bias")),
         output_bias=_nonzero(torch.stack([_present(layer.output_bias) for layer in layers]).sum(0)),
     )
 
 
 def without_gain(layer: Layer) -> Layer:
-    """Return the layer without LayerNorm, gain and bias folded into its weights; both attention biases are present."""
+    """Return the layer without norms, gain and bias folded into its weights; both attention biases are present."""
     query, key, value = (getattr(layer, name).detach() for name in ("query", "key", "value"))
     query_bias = query.new_zeros(query.shape[::2]) if layer.query_bias is None else layer.query_bias.detach()
     output_bias = value.new_zeros(value.shape[-1]) if layer.output_bias is None else layer.output_bias.detach()

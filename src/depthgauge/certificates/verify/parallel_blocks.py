@@ -41,23 +41,19 @@ class ArbLayer:
 class ArbPoint:
     """A token t: what a sublayer reads of it, and how that changes when the state moves from t by at most ρ."""
 
-    def __init__(self, x: list[arb], is_normed: bool) -> None:
-        self.d, self.is_normed, self.root = len(x), is_normed, arb(len(x)).sqrt()
-        mean = sum(x, arb(0)) / self.d
+    def __init__(self, x: list[arb], norm: str) -> None:
+        self.d, self.root = len(x), arb(len(x)).sqrt()
+        self.is_normed, self.centers = norm != "none", norm == "pre"
+        mean = sum(x, arb(0)) / self.d if self.centers else arb(0)
         sigma = (sum(((e - mean) ** 2 for e in x), arb(0)) / self.d + arb(NORM_EPSILON)).sqrt()
-        self.inverse = 1 / sigma if is_normed else arb(1)
-        self.u = arb_mat([[(e - mean) * self.inverse for e in x] if is_normed else x])
+        self.inverse = 1 / sigma if self.is_normed else arb(1)
+        self.u = arb_mat([[(e - mean) * self.inverse for e in x]])
 
     def derivative(self) -> arb_mat:
-        """Return Dn(t) = (I − J − n nᵀ/d)/σ."""
-        u = self.u.entries()
-        share = arb(1) / self.d
-        return arb_mat(
-            [
-                [self.inverse * (int(i == j) - (share * (1 + a * b) if self.is_normed else 0)) for j, b in enumerate(u)]
-                for i, a in enumerate(u)
-            ]
-        )
+        """Return Dn(t) = (I − J − n nᵀ/d)/σ, without J for RMSNorm."""
+        u, share = self.u.entries(), arb(int(self.is_normed)) / self.d
+        along = [[share * (int(self.centers) + a * b) for b in u] for a in u]
+        return arb_mat([[self.inverse * (int(i == j) - along[i][j]) for j in range(self.d)] for i in range(self.d)])
 
     def _relative(self, rho: arb) -> arb:
         return (rho * self.inverse / self.root).upper()
@@ -97,7 +93,7 @@ class ArbParallel:
         _check(network, surrogate)
         self.gelu, self.d, self.L = network.activation == "gelu", network.dim, len(network)
         self.steepest = arb("1.129").upper() if self.gelu else arb(1)
-        self.points = [ArbPoint(row, network.norm == "pre") for row in to_arb(points).tolist()]
+        self.points = [ArbPoint(row, network.norm) for row in to_arb(points).tolist()]
         self.u = arb_mat([point.u.entries() for point in self.points])
         self.layers = [folded(network, layer) for layer in network]
         self.V = [_added(layer.V, self.d, self.d) for layer in self.layers]
@@ -270,7 +266,7 @@ def folded(network: SelfAttentionNetwork, layer: Layer) -> ArbLayer:
 def _check(network: SelfAttentionNetwork, surrogate: SelfAttentionNetwork) -> None:
     """Raise unless both are networks with skips of one kind, and the surrogate is one layer of the right shape."""
     same = all(getattr(network, n) == getattr(surrogate, n) for n in ("causal", "norm", "activation", "mlp_skip"))
-    covered = network.skip and network.norm in ("none", "pre") and (network.mlp_skip or not network.has_mlp)
+    covered = network.skip and network.norm in ("none", "pre", "pre-rms") and (network.mlp_skip or not network.has_mlp)
     if not same or not covered or network.length is not None or surrogate.length is not None:
         raise VerificationError("the networks differ in kind, or the bound of a wide block does not cover them")
     mlps = [[layer.mlp.w_in.shape[1] for layer in net if layer.mlp is not None] for net in (network, surrogate)]

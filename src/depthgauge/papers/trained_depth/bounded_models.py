@@ -17,7 +17,7 @@ from torch import Tensor
 from depthgauge._records import ArrayRecord
 from depthgauge.errors import InputError, require_count, unknown_name
 from depthgauge.linalg.rounding import largest_not_above
-from depthgauge.network.network import NORM_EPSILON, NORMS, Layer, Mlp, SelfAttentionNetwork
+from depthgauge.network.network import NORM_EPSILON, Layer, Mlp, SelfAttentionNetwork
 from depthgauge.papers.trained_depth.generated_tasks import GeneratedTask
 
 Weights = dict[str, Tensor]
@@ -52,8 +52,8 @@ class ModelShape:
         require_count("key_dim", self.key_dim, "the width k of queries and keys")
         if self.mlp is not None:
             require_count("mlp", self.mlp, "the hidden width of the MLP; omit it for no MLP")
-        if self.norm not in NORMS:
-            raise unknown_name("norm", self.norm, NORMS)
+        if self.norm not in ("none", "pre", "post"):
+            raise unknown_name("norm", self.norm, ("none", "pre", "post"))
 
     def sizes(self, task: GeneratedTask) -> dict[str, tuple[int, ...]]:
         """Return the shape of every weight of one model, by name."""
