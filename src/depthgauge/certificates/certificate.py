@@ -248,7 +248,7 @@ def check_request(
     if network.norm != "none" and not isinstance(chosen, Tokens):
         raise InputError(
             f"the network has norms ({network.norm}), and a {chosen.kind} contains the token 0, where a norm is "
-            "1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…)"
+            "1/√ε = 316 times as steep; give the tokens: inputs=Tokens(…), --tokens FILE"
         )
     if Comparison(network, surrogate, chosen).is_wide_block:
         obstacle = block_obstacle(network)

@@ -21,13 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.network.network import Layer, SelfAttentionNetwork
-from depthgauge.surrogates.wide_block import block_obstacle, wide_block
+from depthgauge.surrogates.wide_block import block_obstacle, side_by_side, wide_block
 
 
 def averaging_layer(value: Float[Tensor, "d d"]) -> Layer:
@@ -44,20 +43,6 @@ def drift_matrix(network: SelfAttentionNetwork, layers: Sequence[int]) -> Float[
         V = network[index].value.detach().sum(dim=0)
         Z = Z + V + Z @ V if network.skip else Z @ V
     return Z
-
-
-def side_by_side(layers: Sequence[Layer]) -> Layer:
-    """Return one layer with all heads of several layers; Q and K are padded with zero columns to equal width."""
-    width = max(layer.key_dim for layer in layers)
-
-    def gathered(weights: Sequence[Tensor]) -> Tensor:
-        return torch.cat([F.pad(w.detach(), (0, width - w.shape[-1])) for w in weights])
-
-    return Layer(
-        gathered([layer.query for layer in layers]),
-        gathered([layer.key for layer in layers]),
-        torch.cat([layer.value.detach() for layer in layers]),
-    )
 
 
 def _corrected(network: SelfAttentionNetwork) -> Layer:

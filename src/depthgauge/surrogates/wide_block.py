@@ -32,25 +32,27 @@ def needs_tokens(network: SelfAttentionNetwork) -> bool:
     return network.norm != "none" or network.has_mlp or (network.has_attention_bias and network.length is None)
 
 
+def side_by_side(layers: Sequence[Layer]) -> Layer:
+    """Return one layer with all heads of several layers; Q and K are padded with zero columns to equal width."""
+    width = max(layer.key_dim for layer in layers)
+    query, key = (_padded([getattr(layer, name) for layer in layers], width) for name in ("query", "key"))
+    return Layer(query, key, torch.cat([layer.value.detach() for layer in layers]))
+
+
 def wide_block(network: SelfAttentionNetwork) -> Layer:
     """Return the one layer that computes S'; its norms have gain 1 and bias 0."""
     layers = [without_gain(layer) for layer in network]
-    width = max(layer.key_dim for layer in layers)
-    mlps = [layer.mlp for layer in layers if layer.mlp is not None]
+    heads, mlps = side_by_side(layers), [layer.mlp for layer in layers if layer.mlp is not None]
     gain = torch.ones(2 if mlps else 1, network.dim, dtype=network.dtype, device=network.device)
-
-    def gathered(name: str) -> Tensor:
-        weights = [getattr(layer, name).detach() for layer in layers]
-        return torch.cat([w if name == "value" else F.pad(w, (0, width - w.shape[-1])) for w in weights])
-
+    query_bias = _padded([_present(layer.query_bias) for layer in layers], heads.key_dim)
     return Layer(
-        gathered("query"),
-        gathered("key"),
-        gathered("value"),
+        heads.query,
+        heads.key,
+        heads.value,
         _joined(mlps) if mlps else None,
         norm_weight=gain if network.norm_place == "before" else None,
         norm_bias=torch.zeros_like(gain) if network.norm_place == "before" else None,
-        query_bias=_nonzero(gathered("query_bias")),
+        query_bias=_nonzero(query_bias),
         output_bias=_nonzero(torch.stack([_present(layer.output_bias) for layer in layers]).sum(0)),
     )
 
@@ -69,6 +71,10 @@ def without_gain(layer: Layer) -> Layer:
             w_in, b_in = mlp.w_in.detach(), mlp.b_in.detach()
             mlp = Mlp(gain[1] * w_in, bias[1] @ w_in + b_in, mlp.w_out.detach(), mlp.b_out.detach())
     return Layer(query, key, value, mlp, query_bias=query_bias, output_bias=output_bias)
+
+
+def _padded(weights: Sequence[Tensor], width: int) -> Tensor:
+    return torch.cat([F.pad(w.detach(), (0, width - w.shape[-1])) for w in weights])
 
 
 def _joined(mlps: Sequence[Mlp]) -> Mlp:
