@@ -29,7 +29,9 @@ NEEDED = ["LICENSE", "config.json", "generation_config.json", "model.safetensors
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    folders = {name: root / name for name in ("org/plain", "org/sharded", "org/pickled", "org/ggufs", "bare")}
+    folders = {
+        name: root / name for name in ("org/plain", "org/sharded", "org/pickled", "org/ggufs", "org/diffuser", "bare")
+    }
     save_checkpoint(folders["org/plain"], "llama")
     for extra in ("pytorch_model.bin", "tf_model.h5", "onnx/model.onnx", "original/consolidated.00.pth", "README.md",
                   "onnx/config.json", "model.fp16.safetensors", "LICENSE"):  # fmt: skip
@@ -45,6 +47,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     write_gguf(folders["org/ggufs"] / "whole.gguf", add_bos=True)
     write_gguf(folders["org/ggufs"] / "q4" / "split.gguf", add_bos=True, most=12)
     save_checkpoint(folders["bare"], "gpt2")
+    folders["org/diffuser"].mkdir()
+    (folders["org/diffuser"] / "model.safetensors").touch()
     return folders | {"org/locked": folders["org/plain"]}
 
 
@@ -82,6 +86,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("org/m.gguf", None),
         ("org/../name/m.gguf", None),
         ("org/name@", None),
+        ("org/name@" + "x" * 300, HubName("org/name", None, "x" * 300)),
         ("a/b/c", None),
         ("x" * 97, None),
         ("", None),
@@ -159,6 +164,7 @@ def test_a_gated_model_needs_its_token(hub: LocalHub, monkeypatch: pytest.Monkey
         ("org/ggufs", "has GGUF files .*; give org/ggufs/q4/split-00001-of-00003.gguf or org/ggufs/whole.gguf"),
         ("org/ggufs/hole.gguf", "org/ggufs has no file hole.gguf on the hub; give .* or org/ggufs/whole.gguf"),
         ("org/ggufs@main/q4/whole.gguf", "the revision comes last: give org/ggufs/q4/whole.gguf@main instead of"),
+        ("org/diffuser", "org/diffuser has no config.json, so it is not a checkpoint of transformers"),
         ("org/a--b", "no model on a hub can have this name: .*; check the name"),
         ("folder", "it contains no config.json; give one that does, or folder@main for the model of this name on the"),
     ],

@@ -1,6 +1,7 @@
 """Models on the Hugging Face hub: what their names look like, and how their files come into the cache."""
 
 import glob
+import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def parse_hub_name(target: object) -> HubName | None:
     is no name if it starts with `.`, `/` or `~`, if it ends like a file, or if it is a `Path`.
     """
     name = _spelled(target)
-    return None if name is None or Path(str(name) if name.revision else name.repo).exists() else name
+    return None if name is None or os.path.exists(str(target) if name.revision else name.repo) else name
 
 
 def _spelled(target: object) -> HubName | None:
@@ -124,7 +125,7 @@ def _download(name: HubName, allow_pickle: bool, message: Callable[[str], None])
             reason = f"{library.constants.ENDPOINT} cannot be asked about {name}: {short(error)}"
             message(f"{reason}; using the commit {folder.name} in the cache")
     else:
-        listed = {one.rfilename for one in found.siblings}
+        listed = {one.rfilename for one in found.siblings or ()}
         try:
             wanted = list(_wanted(library, name, found.sha, listed, allow_pickle))
             folder = _cached(library, name, wanted)
@@ -178,7 +179,7 @@ def _wanted(library: Any, name: HubName, commit: str, listed: set[str], allow_pi
         elif index in listed:
             path = library.hf_hub_download(name.repo, index, revision=commit)
             chosen = [index, *shard_names(Path(path), str(name))]
-    if not chosen and ggufs:
+    if ggufs and not (chosen and "config.json" in listed):
         raise CheckpointError(f"{name} has GGUF files instead of a config.json with weights; {_known(name, ggufs)}")
     if not chosen:
         is_pickled = any(one in listed for one in (PICKLES, f"{PICKLES}.index.json"))
@@ -186,6 +187,8 @@ def _wanted(library: Any, name: HubName, commit: str, listed: set[str], allow_pi
         raise CheckpointError(
             f"{name} has no weights that can be read, neither {SAFETENSORS} nor {SAFETENSORS}.index.json; {hint}"
         )
+    if "config.json" not in listed:
+        raise CheckpointError(f"{name} has no config.json, so it is not a checkpoint of transformers; give another one")
     yield from chosen
     yield from sorted(one for one in listed if _TEXTS.fullmatch(one) and not one.endswith(".index.json"))
 

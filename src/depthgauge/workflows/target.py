@@ -1,5 +1,6 @@
 """Decide what a TARGET is: the built-in pair, a network object, a network file, or a checkpoint."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ def resolve_target(target: Any) -> Target:
     if parse_hub_name(target) is not None:
         return Target(CHECKPOINTS, target)
     path = Path(target)
-    if not path.suffix and not path.exists():  # it may be meant as a directory or as a file
+    if not path.suffix and not os.path.exists(path):  # it may be meant as a directory or as a file
         raise InputError(f"cannot read {target}: no such file or directory; give a path that exists, or ORG/NAME")
     is_checkpoint = path.is_dir() or path.suffix.lower() == ".gguf"
     return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
