@@ -321,5 +321,5 @@ def test_what_a_model_in_memory_does_not_take_is_refused(corpus: Path) -> None:
     with pytest.raises(InputError, match="dtype applies to models that are loaded from disk"):
         dg.gauge(model, weights_only=True, dtype="float32")
     for target in (3, object(), [model]):
-        with pytest.raises(InputError, match="target must be a path, a SelfAttentionNetwork, a transformers model"):
+        with pytest.raises(InputError, match="target must be a path, a name on the hub, a SelfAttentionNetwork"):
             dg.gauge(target)

@@ -140,8 +140,8 @@ def test_flags_for_checkpoints_are_refused_elsewhere(run: Run) -> None:
     outcome = run("gauge", "--what-if", "all")
     assert outcome.code == 2
     assert outcome.err == (
-        "error: --what-if applies to checkpoints (directories and .gguf files); the built-in pair is a network. "
-        "Leave it out\n"
+        "error: --what-if applies to checkpoints (directories, .gguf files, hub names); the built-in pair is a "
+        "network. Leave it out\n"
     )
 
 

@@ -73,6 +73,7 @@ PLAN: dict[str, Any] = {
     "schema": "depthgauge.plan/1", "version": "0.2.0", "model": "models/SmolLM2-135M", "family": "llama",
     "files": {"model.safetensors": "23" * 32}, "layers": 30, "removed": _REMOVED, "search": _search(),
     "candidates": _candidates(), "settings": _SETTINGS, "calibration": _calibration(512, True),
+    "hub": None,
 }  # fmt: skip
 """The plan of `DOCUMENT`, as `--plan-only` writes it."""
 

@@ -21,7 +21,9 @@ def byte_tokens() -> list[str]:
     return [*(symbols[byte] for byte in range(256)), "ab", "<s>", "</s>"]
 
 
-def write_gguf(path: Path, *, add_bos: bool | None, family: str = "llama", layers: int = 3, seed: int = 0) -> None:
+def write_gguf(
+    path: Path, *, add_bos: bool | None, family: str = "llama", layers: int = 3, seed: int = 0, most: int = 0
+) -> None:
     """Write the file.
 
     Args:
@@ -30,11 +32,12 @@ def write_gguf(path: Path, *, add_bos: bool | None, family: str = "llama", layer
         family: `llama` or `qwen2`.
         layers: number of blocks.
         seed: seed of the weights.
+        most: largest number of tensors in one file; if it is not 0, there are several files `NAME-00001-of-….gguf`.
     """
     import gguf
 
     dim, heads, kv_heads, hidden = 32, 4, 2, 64
-    writer = gguf.GGUFWriter(path, family)
+    writer = gguf.GGUFWriter(path, family, split_max_tensors=most)
     writer.add_block_count(layers)
     writer.add_context_length(64)
     writer.add_embedding_length(dim)

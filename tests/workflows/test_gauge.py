@@ -108,7 +108,10 @@ def test_bad_settings_are_named(bad: dict[str, float]) -> None:
 
 def test_a_target_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(NetworkFileError, match="No such file"):
-        gauge(tmp_path / "missing")
+        gauge(tmp_path / "missing.safetensors")
+    for options in ({}, {"text": "corpus.txt"}, {"radius": 1.0}):  # it may be meant as a file or as a directory
+        with pytest.raises(InputError, match=r"cannot read .*/missing: no such file or directory"):
+            gauge(tmp_path / "missing", **options)
 
 
 def test_the_built_in_pair_is_one_network_at_two_sizes() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from depthgauge._format import one_line
@@ -57,8 +56,8 @@ def _without_gguf_progress_bar() -> Iterator[None]:
         loader.tqdm = bar
 
 
-def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
-    """Run the loader of `what`, such as `weights`; turn every exception into a `CheckpointError` of one sentence."""
+def attempt(name: str, what: str, load: Callable[[], Any]) -> Any:
+    """Run the loader of `what`, such as `weights`, of a model; turn every exception into a `CheckpointError`."""
     try:
         with quiet():
             return load()
@@ -66,10 +65,10 @@ def attempt(path: Path, what: str, load: Callable[[], Any]) -> Any:
         raise
     except MemoryError as error:
         raise CheckpointError(
-            f"{path} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
+            f"{name} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
         ) from error
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
-        raise CheckpointError(f"cannot load the {what} of {path}: {short(error)}") from error
+        raise CheckpointError(f"cannot load the {what} of {name}: {short(error)}") from error
 
 
 def short(error: BaseException) -> str:

@@ -134,6 +134,7 @@ class Checkpoint:
             dtype=str(parameter.dtype).removeprefix("torch."),
             device=str(parameter.device),
             context=context_length(self.config),
+            hub=None if self.source is None else self.source.hub,
         )
 
 
@@ -166,17 +167,17 @@ def load_config(source: Source, placement: Placement) -> Any:
         _refuse_remote_code(library, source)
     config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.path} is an encoder–decoder model; only encoders and decoders can be gauged")
+        raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
     for key in ("num_hidden_layers", "num_attention_heads"):
         if not getattr(config.get_text_config(), key, 0):
             raise CheckpointError(
-                f"{source.path} is a {config.model_type} model without attention: its configuration has no {key}; "
+                f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
                 "give a transformer"
             )
     loader, _ = loader_of(config)
     reads = getattr(loader, "main_input_name", "input_ids")
     if reads != "input_ids":
-        raise CheckpointError(f"{source.path} is a {loader.__name__}, which reads {reads}; give a model of text")
+        raise CheckpointError(f"{source.target} is a {loader.__name__}, which reads {reads}; give a model of text")
     return config
 
 
@@ -210,10 +211,12 @@ def loader_of(config: Any) -> tuple[Any, str]:
 
 def _refuse_remote_code(library: Any, source: Source) -> None:
     """Raise if the architecture is defined by Python code in the checkpoint's directory."""
-    raw = attempt(source.path, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8")))
+    raw = attempt(
+        source.target, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8"))
+    )
     if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
         raise CheckpointError(
-            f"{source.path} needs to run the Python code in its directory; if you have read and trust that code, use "
+            f"{source.target} needs to run the Python code in its directory; if you have read and trust that code, use "
             "--trust-remote-code"
         )
 
@@ -222,7 +225,7 @@ def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> A
     """Load the tokenizer of a checkpoint, or the one that replaces it; refuse a `given` tokenizer in memory."""
     if given is not None:
         raise InputError(
-            f"{source.path} is on disk, and its tokenizer must be a directory, got {type(given).__name__}; save the "
+            f"{source.target} is on disk, and its tokenizer must be a directory, got {type(given).__name__}; save the "
             "tokenizer and give its directory"
         )
     library, folder = transformers(), source.tokenizer_folder
@@ -242,7 +245,7 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
         with source.parsed_once():
             return kind.from_pretrained(source.folder, **keywords)
 
-    return attempt(source.path, what, load)
+    return attempt(source.target, what, load)
 
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
@@ -260,18 +263,17 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
-    refuse_infinite(model, str(source.path))
+    refuse_infinite(model, source.target)
     if placement.device_map is None:
         model.to(placement.torch_device())
-    name = source.path.name if source.gguf else source.folder.resolve().name
-    return wrap(model, name, source, objective)
+    return wrap(model, source.name, source, objective)
 
 
 def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
     """Raise if a weight has another shape than its module, a module has no weights, or no module takes a weight."""
     for weight, stored, expected in sorted(found["mismatched_keys"]):
         raise CheckpointError(
-            f"{source.path} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
+            f"{source.target} contradicts its config.json: the weight {weight} has the shape {list(stored)}, and the "
             f"configuration asks for {list(expected)}; download it again"
         )
     # transformers gives a bare encoder a pooler, whose output is not measured.
@@ -279,14 +281,14 @@ def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str,
     missing = sorted(name for name in found["missing_keys"] if not (bare and "pooler" in name))
     if missing:
         raise CheckpointError(
-            f"{source.path} lacks {counted(len(missing), 'weight')} of a {type(model).__name__}, such as {missing[0]}; "
-            "download it again, or correct its config.json"
+            f"{source.target} lacks {counted(len(missing), 'weight')} of a {type(model).__name__}, such as "
+            f"{missing[0]}; download it again, or correct its config.json"
         )
     unused = sorted(name for name in found["unexpected_keys"] if name.rpartition(".")[2] not in _COMPUTED)
     if unused and not ignore_unused:
         layers = config.get_text_config().num_hidden_layers
         raise CheckpointError(
-            f"{source.path} has {counted(len(unused), 'weight')} that a {type(model).__name__} with "
+            f"{source.target} has {counted(len(unused), 'weight')} that a {type(model).__name__} with "
             f"{counted(layers, 'layer')} does not use, such as {unused[0]}; correct its config.json, or use "
             "--ignore-unused if this is intended"
         )
@@ -312,7 +314,7 @@ def check_memory(source: Source, placement: Placement) -> None:
     free = free_memory(device)
     if needed > free:
         raise CheckpointError(
-            f"{source.path} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
+            f"{source.target} is too large: {parameters:,} parameters need {size_text(needed)}, and {size_text(free)} "
             f"are free on {device}; use --dtype bfloat16, --device-map auto or a larger machine"
         )
 

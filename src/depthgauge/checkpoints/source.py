@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.results.checkpoint_subject import HubModel
 
 PICKLED = "pytorch_model*.bin"
 """The files in which older checkpoints keep their weights."""
-_SAFETENSORS = "model.safetensors"
+SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
+"""The file with all weights; `.index.json` after it names the file with the names of several."""
+_PIECE = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<end>\.(?i:gguf))")
 
 
 @dataclass(frozen=True)
@@ -26,20 +31,34 @@ class Source:
     """A checkpoint on disk.
 
     - `folder`: its directory
-    - `gguf`: the name of the GGUF file in `folder`, or None for other files
+    - `gguf`: the name of the GGUF file in `folder`, or of the first of its pieces; None for other files
     - `pickled`: whether the weights are in `pytorch_model*.bin` files instead of safetensors
     - `tokenizer`: the directory of the tokenizer that replaces its own, or None
+    - `hub`: what it is on the hub, or None if the user gave a path
     """
 
     folder: Path
     gguf: str | None = None
     pickled: bool = False
     tokenizer: Path | None = None
+    hub: HubModel | None = None
 
     @property
     def path(self) -> Path:
-        """The path the user gave."""
+        """The directory, or the GGUF file."""
         return self.folder if self.gguf is None else self.folder / self.gguf
+
+    @property
+    def target(self) -> str:
+        """The path, or the name on the hub with the commit: what to give to a command to use the same files."""
+        return str(self.path) if self.hub is None else self.hub.target
+
+    @property
+    def name(self) -> str:
+        """The last part of the path, or the name on the hub with the first digits of the commit."""
+        if self.hub is not None:
+            return self.hub.short
+        return self.gguf or self.folder.resolve().name
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -48,10 +67,13 @@ class Source:
 
     @cached_property
     def reader(self) -> Any:
-        """The GGUF file, parsed. For 260,000 tokens, parsing takes half a minute and the result 0.3 GB."""
+        """The GGUF file, parsed; a split one as if it were whole.
+
+        For 260,000 tokens, parsing takes half a minute and the result 0.3 GB.
+        """
         import gguf
 
-        return gguf.GGUFReader(self.path)
+        return _joined([gguf.GGUFReader(path) for path in weight_files(self)], self.target)
 
     @contextmanager
     def parsed_once(self) -> Iterator[None]:
@@ -76,32 +98,26 @@ class Source:
         return {"local_files_only": True} | ({} if self.gguf is None else {"gguf_file": self.gguf})
 
 
-def find(target: str | Path, allow_pickle: bool = False, tokenizer: str | None = None) -> Source:
+def find(
+    target: str | Path, allow_pickle: bool = False, tokenizer: str | None = None, hub: HubModel | None = None
+) -> Source:
     """Return the checkpoint in a directory or a `.gguf` file; raise if something is missing.
 
     `allow_pickle` accepts weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
-    which does not run code from the file. `tokenizer` is the directory of another tokenizer.
+    which does not run code from the file. `tokenizer` is the directory of another tokenizer. Every piece of a split
+    GGUF file stands for the whole. `hub` is what the files are on the hub, if they are in its cache.
     """
-    path, other = Path(target), None if tokenizer is None else Path(tokenizer)
-    if other is not None and not other.is_dir():
-        raise CheckpointError(f"--tokenizer must be a directory with the files of a tokenizer, and {other} is none")
+    path, other = Path(target), require_tokenizer(tokenizer)
+    name = path if hub is None else hub.name
     if path.suffix.lower() == ".gguf" and not path.is_dir():
-        source = Source(path.parent, path.name, tokenizer=other)
-        if not weight_files(source):
-            raise CheckpointError(f"cannot read {path}: no such file")
-        with open(path, "rb") as handle:
-            if handle.read(4) != b"GGUF":
-                raise CheckpointError(
-                    f"{path} is not a GGUF file: it does not start with the bytes GGUF; download it again"
-                )
-        return source
+        return _find_gguf(path, str(name), Source(path.parent, piece_names(path.name)[0], tokenizer=other, hub=hub))
     if not path.is_dir():
-        raise CheckpointError(f"cannot read {path}: no such directory")
+        raise CheckpointError(f"cannot read {name}: no such directory")
     if not (path / "config.json").is_file():
         raise CheckpointError(
-            f"{path} is a directory but not a checkpoint: it contains no config.json; give one that does"
+            f"{name} is a directory but not a checkpoint: it contains no config.json; give one that does"
         )
-    source, pickled = (Source(path, pickled=pickled, tokenizer=other) for pickled in (False, True))
+    source, pickled = (Source(path, pickled=pickled, tokenizer=other, hub=hub) for pickled in (False, True))
     if weight_files(source):
         return source
     hint = "download the complete checkpoint"
@@ -110,28 +126,105 @@ def find(target: str | Path, allow_pickle: bool = False, tokenizer: str | None =
             return pickled
         hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
     raise CheckpointError(
-        f"{path} contains no weights that transformers reads: neither model.safetensors nor "
+        f"{name} contains no weights that transformers reads: neither model.safetensors nor "
         f"model.safetensors.index.json; {hint}"
     )
 
 
+def require_tokenizer(tokenizer: str | None) -> Path | None:
+    """Return the directory of another tokenizer, if one is given; raise if it is not a directory."""
+    if tokenizer is None:
+        return None
+    if not Path(tokenizer).is_dir():
+        raise CheckpointError(f"--tokenizer must be a directory with the files of a tokenizer, and {tokenizer} is none")
+    return Path(tokenizer)
+
+
+def _find_gguf(path: Path, name: str, source: Source) -> Source:
+    """Return the source of a GGUF file, or of a piece of one, if all pieces are there."""
+    pieces = [source.folder / piece for piece in piece_names(path.name)]
+    missing = [piece.name for piece in pieces if not piece.is_file()]
+    if len(missing) == len(pieces):
+        raise CheckpointError(f"cannot read {name}: no such file")
+    if missing:
+        raise CheckpointError(
+            f"{name} is a piece of a GGUF file in {len(pieces)} pieces, and its directory lacks {', '.join(missing)}; "
+            "put all pieces into one directory"
+        )
+    for piece in weight_files(source):
+        with open(piece, "rb") as handle:
+            if handle.read(4) != b"GGUF":
+                raise CheckpointError(
+                    f"{piece if source.hub is None else name} is not a GGUF file: it does not start with the bytes "
+                    "GGUF; download it again"
+                )
+    return source
+
+
+def piece_names(name: str) -> list[str]:
+    """Return the names of all pieces of a split GGUF file, given one of them; the name itself if the file is whole.
+
+    >>> piece_names("m-00002-of-00002.gguf")
+    ['m-00001-of-00002.gguf', 'm-00002-of-00002.gguf']
+    """
+    found = _PIECE.fullmatch(name)
+    if found is None or not 1 <= int(found["number"]) <= int(found["count"]):
+        return [name]
+    count = found["count"]
+    return [f"{found['stem']}-{number:05}-of-{count}{found['end']}" for number in range(1, int(count) + 1)]
+
+
+def _joined(readers: list[Any], name: str) -> Any:
+    """Return one reader with the tensors of all pieces of a GGUF file, whose metadata is in the first piece."""
+    whole = readers[0]
+    known = [{key: field.contents() for key in _SPLIT if (field := one.fields.get(key))} for one in readers]
+    counts = {pieces.get("split.count") or 1 for pieces in known}  # 0 in a file that was split and joined again
+    if counts != {len(readers)}:
+        expected = counted(max(counts), "piece")
+        raise CheckpointError(
+            f"{name} is a GGUF file of {expected} by its metadata, and of {len(readers)} by its name; the names of the "
+            f"pieces must end in -00001-of-{max(counts):05}.gguf and so on: rename them, or download them again"
+        )
+    if len(readers) == 1:
+        return whole
+    tensors = [tensor for one in readers for tensor in one.tensors]
+    if [pieces.get("split.no") for pieces in known] != list(range(len(readers))) or any(
+        pieces.get("split.tensors.count", len(tensors)) != len(tensors) for pieces in known
+    ):
+        raise CheckpointError(f"the pieces of {name} do not belong together; download them again")
+    whole.tensors = tensors
+    for key in _SPLIT:
+        whole.fields.pop(key, None)
+    return whole
+
+
+_SPLIT = ("split.count", "split.no", "split.tensors.count")
+"""Metadata of a piece."""
+
+
 def weight_files(source: Source) -> list[Path]:
     """Return the files that transformers reads the weights from; raise if one is missing or cannot be read."""
-    single = source.path if source.gguf else source.folder / ("pytorch_model.bin" if source.pickled else _SAFETENSORS)
-    index = source.folder / f"{single.name}.index.json"
-    paths = [single] if single.is_file() else []
-    if not paths and source.gguf is None and index.is_file():
-        names = attempt(source.path, "index of the weights", lambda: json.loads(index.read_text("utf-8"))["weight_map"])
-        paths = sorted({source.folder / name for name in names.values()})
+    single = PICKLES if source.pickled else SAFETENSORS
+    index = source.folder / f"{single}.index.json"
+    names = [single] if source.gguf is None else piece_names(source.gguf)
+    if source.gguf is None and not (source.folder / single).is_file():
+        names = shard_names(index, source.target) if index.is_file() else []
+    paths = [source.folder / name for name in names]
     for path in paths:
         try:
             with open(path, "rb"):
                 pass
         except FileNotFoundError as error:
-            raise CheckpointError(f"{source.path} lacks the file {path.name}; download it again") from error
+            raise CheckpointError(f"{source.target} lacks the file {path.name}; download it again") from error
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
     return paths
+
+
+def shard_names(index: Path, name: str) -> list[str]:
+    """Return the files that the index of the weights of the model called `name` mentions."""
+    found = attempt(name, "index of the weights", lambda: json.loads(index.read_text("utf-8"))["weight_map"].values())
+    return sorted(set(found))
 
 
 def weight_bytes(source: Source) -> int:
@@ -145,7 +238,7 @@ def gguf_metadata(source: Source | None) -> dict[str, Any]:
         return {}
     import gguf
 
-    fields = attempt(source.path, "metadata", lambda: source.reader).fields
+    fields = attempt(source.target, "metadata", lambda: source.reader).fields
     array = gguf.GGUFValueType.ARRAY
     return {name: field.contents() for name, field in fields.items() if field.types and field.types[0] != array}
 
@@ -153,10 +246,10 @@ def gguf_metadata(source: Source | None) -> dict[str, Any]:
 def count_parameters(source: Source) -> tuple[int, int]:
     """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
     if source.gguf is not None:
-        tensors = attempt(source.path, "weights", lambda: source.reader).tensors
+        tensors = attempt(source.target, "weights", lambda: source.reader).tensors
         parameters = sum(int(tensor.n_elements) for tensor in tensors)
         return parameters, 4 * parameters  # the loader unpacks to float32
-    tensors = attempt(source.path, "weights", lambda: list(stored_tensors(source)))
+    tensors = attempt(source.target, "weights", lambda: list(stored_tensors(source)))
     stored = sum(count * (4 if dtype is None else dtype.itemsize) for _, count, dtype in tensors)
     return sum(count for _, count, _ in tensors), stored
 

@@ -61,7 +61,7 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
     token = metadata.get("tokenizer.ggml.bos_token_id") if token is None else token
     if token is None:
         if choice == "yes":
-            name = "the model" if source is None else source.path
+            name = "the model" if source is None else source.target
             raise InputError(f"--bos yes needs a BOS token; the tokenizer of {name} has none; use --bos auto")
         return start
     if choice == "no":

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 )
 def command(
     target: Annotated[
-        Path | None,
+        str | None,
         typer.Argument(
-            help="A network file, a checkpoint directory or a .gguf file. Default: a built-in pair of networks.",
+            help="A network file, a checkpoint directory, a .gguf file, or a model on the Hugging Face hub: "
+            "ORG/NAME or ORG/NAME/FILE.gguf, with @REVISION or without. Default: a built-in pair of networks.",
             show_default=False,
         ),
     ] = None,
@@ -57,6 +58,9 @@ def command(
 
     `depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text,
     and what the model loses without each layer. Add `--resume` to continue after an interruption.
+
+    `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
+    that is not there is downloaded first.
     """
     from depthgauge.workflows.gauge import gauge
 

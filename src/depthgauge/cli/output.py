@@ -48,20 +48,25 @@ def print_json(document: Any) -> None:
 def progress_bar(what: str) -> Iterator[Step]:
     """Report the progress of `what` on standard error; yield the function that updates it.
 
-    On a terminal this is a progress bar. Elsewhere a plain line is printed at the start and every 30 seconds.
+    On a terminal this is a progress bar, which appears with the first update, so that a download before it can show its
+    own. Elsewhere a plain line is printed at the start and every 30 seconds.
     """
     if not stderr.is_terminal:
         with _plain_progress(what) as step:
             yield step
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task(what, total=None)
+    bar = Progress(*columns, console=stderr, transient=True)
+    task = bar.add_task(what, total=None)
 
-        def step(done: int, total: int, label: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{what} {label}".strip())
+    def update(done: int, total: int, label: str) -> None:
+        bar.start()
+        bar.update(task, completed=done, total=total, description=f"{what} {label}".strip())
 
-        yield step
+    try:
+        yield update
+    finally:
+        bar.stop()
 
 
 @contextmanager

@@ -20,8 +20,13 @@ _FILES = "Files"
 @with_options(ShrinkOptions, _PANELS, paths=("text", "tokenizer"))
 def command(
     model: Annotated[
-        Path,
-        typer.Argument(metavar="MODEL", help="A checkpoint directory or a .gguf file.", show_default=False),
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A checkpoint directory, a .gguf file, or a model on the Hugging Face hub: ORG/NAME or "
+            "ORG/NAME/FILE.gguf, with @REVISION or without.",
+            show_default=False,
+        ),
     ],
     *,
     options: ShrinkOptions,
@@ -74,6 +79,9 @@ def command(
     writes `./smaller-2`, `./smaller-4` and so on, and one page with the loss, size and speed of each.
 
     `depthgauge shrink ./model --remove-layers 12-18 --out ./smaller` removes exactly these blocks.
+
+    `depthgauge shrink HuggingFaceTB/SmolLM2-135M --remove 7 --out ./smaller` shrinks a model on the hub, from the cache
+    of huggingface_hub; a model that is not there is downloaded first.
 
     After an interruption, run the same command with `--resume`.
     """

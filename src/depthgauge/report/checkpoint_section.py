@@ -21,7 +21,8 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
     """Return what the checkpoint is, what it was gauged on, and how far its weights are from small."""
     model = subject.model
     shared = "" if model.kv_heads == model.heads else f", {model.kv_heads} for keys and values"
-    facts = [
+    facts = [] if model.hub is None else [("source", model.hub.target)]
+    facts += [
         ("architecture", model.architecture),
         ("layers", str(model.layers)),
         ("heads per layer", f"{model.heads}{shared}"),

@@ -6,8 +6,35 @@ from depthgauge.results.network_subject import GaugedSubject, Residual, residual
 from depthgauge.results.record import Count, Measured, Number, Record
 
 
+class HubModel(Record, frozen=True, kw_only=True):
+    """A model on the Hugging Face hub: its repository, the GGUF file in it, the revision asked for, and its commit."""
+
+    repo: str
+    file: str | None = None
+    revision: str | None = None
+    commit: str
+
+    @property
+    def name(self) -> str:
+        """The repository, with the file."""
+        return self.repo if self.file is None else f"{self.repo}/{self.file}"
+
+    @property
+    def target(self) -> str:
+        """The name with the commit, which the commands accept."""
+        return f"{self.name}@{self.commit}"
+
+    @property
+    def short(self) -> str:
+        """The name with the first digits of the commit."""
+        return f"{self.name}@{self.commit[:7]}"
+
+
 class CheckpointDescription(Record, frozen=True, kw_only=True):
-    """The shape of a checkpoint. `objective` is `loss` for decoders with a head and `states` for other models."""
+    """The shape of a checkpoint. `objective` is `loss` for decoders with a head and `states` for other models.
+
+    `hub` is what the checkpoint is on the hub; None if it was given as a path.
+    """
 
     family: str = ""
     architecture: str
@@ -20,6 +47,7 @@ class CheckpointDescription(Record, frozen=True, kw_only=True):
     dtype: str
     device: str = ""
     context: Count | None = None
+    hub: HubModel | None = None
 
 
 class TextWindows(Record, frozen=True, kw_only=True):

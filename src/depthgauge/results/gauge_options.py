@@ -77,7 +77,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
 
     def refuse_other_kind(self, kind: str, target: str) -> None:
         """Raise if an option is set that does not apply to this kind of target; `target` is its name in the error."""
-        other = {NETWORKS: "checkpoints (directories and .gguf files)", CHECKPOINTS: "network files"}[kind]
+        other = {NETWORKS: "checkpoints (directories, .gguf files, hub names)", CHECKPOINTS: "network files"}[kind]
         noun = {NETWORKS: "a network", CHECKPOINTS: "a checkpoint"}[kind]
         for name in self.given():
             only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]

@@ -10,6 +10,7 @@ import msgspec
 from depthgauge._format import counted, number
 from depthgauge._frames import frame
 from depthgauge.errors import unknown_name
+from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
@@ -89,7 +90,8 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 class PlanRecord(Record, frozen=True, kw_only=True):
     """Which blocks to remove and how they were chosen: with the same source it reproduces the shrunk model.
 
-    - `model`: path of the source model; `files`: SHA-256 of its weight files
+    - `model`: path of the source model, or its name on the hub with the commit; `files`: SHA-256 of its weight files
+    - `hub`: what the source model is on the hub; None if it was given as a path
     - `removed`: the blocks, counted from 0 in the source model
     - `search`: the steps of the search
     - `candidates`: the sets of blocks that were compared, the best first
@@ -107,6 +109,7 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     candidates: tuple[CandidateRecord, ...] = ()
     settings: ShrinkOptions
     calibration: CalibrationRecord
+    hub: HubModel | None = None
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""

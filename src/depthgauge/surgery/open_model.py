@@ -84,11 +84,11 @@ def open_model(
         placement = Placement.of(settings)
         config = load_config(source, placement)
         tokenizer = load_tokenizer(source, placement, tokenizer)
-        texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", str(source.path))
+        texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", source.target)
         files = file_digests(source)
         if plan is not None and plan.files != files:
-            raise InputError(f"the plan was made for other weights than those of {source.path}; make a new plan")
-        message(f"loading {source.path}")
+            raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
+        message(f"loading {source.target}")
         checkpoint = load_model(source, config, placement)
         if settings.dtype == "auto" and source.gguf is None:
             stored = stored_dtype(config, source)

@@ -61,7 +61,7 @@ def check_output_directory(out: str | Path, source: Source | None, overwrite: bo
         if target == read:
             raise InputError(f"{out} is the model itself; give another --out")
         if target in read.parents:
-            raise InputError(f"{out} contains the model {source.path}; give another --out")
+            raise InputError(f"{out} contains the model {source.target}; give another --out")
         if source.gguf is None and folder in target.parents:
             raise InputError(f"{out} is inside the model directory {source.folder}; give another --out")
         if source.tokenizer is not None and Path(os.path.realpath(source.tokenizer)).is_relative_to(target):

@@ -81,10 +81,12 @@ def write_shrunk(
 
 
 def hub_name(config: Any, source: Source | None) -> str | None:
-    """Return the name of a model on a model hub, such as `org/name`, as its configuration records it.
+    """Return the name of a model on a model hub, such as `org/name`: its origin, or what its configuration records.
 
     The result is None if none is recorded, or if what is recorded is a path on this machine.
     """
+    if source is not None and source.hub is not None:
+        return source.hub.repo
     if source is None:
         recorded = getattr(config, "_name_or_path", None)
     elif source.gguf is None:  # the loaded configuration holds the path that it was loaded from
@@ -101,7 +103,9 @@ def model_card(record: ShrinkRecord, base_model: str | None) -> str:
     The card is published with the model, so it contains no path of this machine. `base_model` is the `hub_name` of the
     source model.
     """
-    name = Path(record.plan.model).name
+    plan = record.plan
+    name = Path(plan.model).name if plan.hub is None else plan.hub.name
+    model = name if plan.hub is None else plan.hub.target
     base = [] if base_model is None else [f"base_model: {json.dumps(base_model, ensure_ascii=False)}"]
     lines = ["---", *base, "library_name: transformers", "tags:", "- depthgauge", "- pruned", "---", ""]
     lines += [*_summary(record, name), "", "## Measurements", "", *_measured(record), ""]
@@ -110,7 +114,7 @@ def model_card(record: ShrinkRecord, base_model: str | None) -> str:
         "",
         "`depthgauge.json` contains the plan, the seeds, the digests of the inputs and all measurements.",
         "",
-        f"    depthgauge shrink {name} --from-plan depthgauge.json --out smaller",
+        f"    depthgauge shrink {model} --from-plan depthgauge.json --out smaller",
     ]
     return "\n".join(lines) + "\n"
 
@@ -122,6 +126,8 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
         f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers of `{name}`: "
         f"{ranges(record.removed)} (counted from 0)."
     )
+    if record.plan.hub is not None:
+        yield f"The source is the commit {record.plan.hub.commit}."
     if record.repaired:
         yield (
             "The remaining weights were repaired: the maps that write into the residual stream, gains and biases were "
@@ -131,7 +137,7 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
         yield "The remaining weights are unchanged."
     if record.heal is not None and record.heal.kept:
         yield f"The model was then trained for {counted(record.heal.steps, 'step')} to imitate the source model."
-    if record.plan.model.endswith(".gguf"):
+    if name.endswith(".gguf"):
         yield "The source is a quantized GGUF file; its weights were dequantized."
     yield f"It has {record.parameters.after or 0:,} parameters instead of {record.parameters.before or 0:,}."
     yield "It loads with transformers and needs no custom code."

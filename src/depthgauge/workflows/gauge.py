@@ -61,8 +61,8 @@ def gauge(
     checkpoint is measured on text: what each head does, and what the model loses without each layer.
 
     Args:
-        target: a network, a network file, a checkpoint (directory or GGUF file), a transformers model in memory, or
-            None for a built-in pair. A model in memory is left as it was.
+        target: a network, a network file, a checkpoint (directory, GGUF file or name on the Hugging Face hub), a
+            transformers model in memory, or None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
         tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or the directory of one that
             replaces the tokenizer of a checkpoint.

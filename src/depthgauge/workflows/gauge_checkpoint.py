@@ -17,6 +17,7 @@ from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
+from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
@@ -36,7 +37,7 @@ from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
-from depthgauge.checkpoints.source import find, weight_files, weights_digest
+from depthgauge.checkpoints.source import weight_files, weights_digest
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
@@ -84,7 +85,9 @@ def gauge_checkpoint(
     progress: Step,
     message: Callable[[str], None],
 ) -> tuple[GaugeSettings, CheckpointSubject]:
-    """Gauge a directory, a GGUF file or a model in memory. Every option and file is checked before weights are read.
+    """Gauge a directory, a GGUF file, a model on the hub or one in memory.
+
+    Every option and file is checked before weights are read.
 
     The journal keeps every finished step; the steps of an interrupted run are not measured again. `message` is called
     with sentences such as the expected duration.
@@ -101,9 +104,10 @@ def gauge_checkpoint(
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     seed = require_seed(asked.seed or 0)
     placement, source = Placement.of(asked), None
+    text_file = None if asked.weights_only else find_text(asked.text, bool(asked.as_is))  # before a download
     if target.model is None:
-        assert target.path is not None
-        source = find(target.path, bool(asked.allow_pickle), asked.tokenizer)
+        assert target.name is not None
+        source = resolve(target.path or target.name, bool(asked.allow_pickle), asked.tokenizer, message)
         config = load_config(source, placement)
     else:
         for name in ABOUT_FILES:
@@ -111,7 +115,7 @@ def gauge_checkpoint(
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
         config = target.model.config
     windows = None
-    if asked.weights_only:
+    if text_file is None:
         kinds = ()
         if family_of(config) is None:
             raise CheckpointError(
@@ -125,7 +129,7 @@ def gauge_checkpoint(
         start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
-            find_text(asked.text, bool(asked.as_is)),
+            text_file,
             tokens=asked.tokens,
             window=asked.window,
             context=context_length(config),
@@ -139,9 +143,8 @@ def gauge_checkpoint(
         "what_if": ",".join(kinds) or "none",
         "dtype": asked.dtype,
     }
-    settings = GaugeSettings(
-        **{**options.given(), **filled, "target": target.name, "in_memory": target.model is not None}
-    )
+    used = target.name if source is None or source.hub is None else source.target
+    settings = GaugeSettings(**{**options.given(), **filled, "target": used, "in_memory": target.model is not None})
     # Names and sizes of the weight files show that a checkpoint was replaced between two runs.
     files = (
         weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
@@ -152,7 +155,7 @@ def gauge_checkpoint(
             checkpoint = wrap(target.model, str(target.name))
             refuse_infinite(target.model, checkpoint.name)
         else:
-            message(f"loading {source.path}")
+            message(f"loading {source.target}")
             checkpoint = load_model(source, config, placement)
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress)

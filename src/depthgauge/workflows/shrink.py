@@ -10,11 +10,13 @@ import msgspec
 from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
-from depthgauge.checkpoints.source import Source, find, weight_bytes
-from depthgauge.checkpoints.text_files import split_field
+from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import plotly_code, sizes_page_text, write_report
+from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
@@ -99,7 +101,7 @@ def shrink(
     """Remove blocks from a checkpoint, repair the rest, and bound how much worse the smaller model is.
 
     Args:
-        model: a checkpoint directory, a GGUF file, or a transformers model in memory.
+        model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`.
         tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
@@ -130,8 +132,12 @@ def shrink(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        source = _find_source(model, settings)
-        for folder in [] if out is None else output_folders(out, settings):
+        folders = [] if out is None else output_folders(out, settings)
+        if parse_hub_name(model) is not None:
+            for folder in folders:  # before a download
+                check_output_directory(folder, None, overwrite or journal.has_written(folder))
+        source = _find_source(model, settings, message)
+        for folder in folders:
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
             check_output_directory(folder, source, overwrite or journal.has_written(folder), needed)
@@ -162,7 +168,7 @@ def plan_shrink(
     """Search for the blocks to remove, without making the smaller model.
 
     Args:
-        model: a checkpoint directory, a GGUF file, or a transformers model in memory.
+        model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`. A number of blocks is needed.
         tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
@@ -182,7 +188,8 @@ def plan_shrink(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        run = ShrinkRun(model, _find_source(model, settings), settings, tokenizer, None, journal, progress, message)
+        source = _find_source(model, settings, message)
+        run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message)
         with run.shrinker:
             found = run.only_plan()
         if out is not None:
@@ -208,7 +215,7 @@ def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanR
 
 def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]:
     """Return option → path of everything that is read and that no output may replace."""
-    path = model if isinstance(model, str | Path) else None
+    path = model if isinstance(model, str | Path) and parse_hub_name(model) is None else None
     return {
         "MODEL": path,
         "--tokenizer": settings.tokenizer,
@@ -216,8 +223,8 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
     }
 
 
-def _find_source(model: Any, settings: ShrinkOptions) -> Source | None:
-    """Return the checkpoint of a path, or None for a model in memory."""
+def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], None]) -> Source | None:
+    """Return the checkpoint of a path or of a name on the hub, or None for a model in memory."""
     if is_transformers_model(model):
         return None
     if not isinstance(model, str | Path):
@@ -225,11 +232,13 @@ def _find_source(model: Any, settings: ShrinkOptions) -> Source | None:
             f"model must be a path or a transformers model, got {type(model).__name__}; load it with AutoModel"
         )
     target = resolve_target(model)
-    if not Path(model).exists():
-        raise InputError(f"cannot read {model}: no such file or directory")
-    if target.kind != "checkpoints" or target.path is None:
+    if target.kind != CHECKPOINTS:
+        if not Path(model).exists():
+            raise InputError(f"cannot read {model}: no such file or directory")
         raise InputError(
-            f"{model} is not a checkpoint; shrink expects a directory of a transformers model or a .gguf file, and "
-            "`depthgauge collapse` is for network files"
+            f"{model} is not a checkpoint; shrink expects a directory of a transformers model, a .gguf file or a name "
+            "on the hub, and `depthgauge collapse` is for network files"
         )
-    return find(target.path, settings.allow_pickle, settings.tokenizer)
+    for text in settings.text:
+        find_text(text, settings.as_is)  # raises before a download
+    return resolve(model, settings.allow_pickle, settings.tokenizer, message)

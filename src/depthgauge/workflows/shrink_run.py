@@ -277,7 +277,7 @@ class ShrinkRun:
         checkpoint = self.opened.checkpoint
         return PlanRecord(
             version=__version__,
-            model=checkpoint.name if checkpoint.source is None else str(checkpoint.source.path),
+            model=checkpoint.name if checkpoint.source is None else checkpoint.source.target,
             family=str(checkpoint.config.model_type),
             files=self.opened.files,
             layers=checkpoint.layers,
@@ -286,6 +286,7 @@ class ShrinkRun:
             candidates=candidates,
             settings=self.settings,
             calibration=self.calibration.record,
+            hub=None if checkpoint.source is None else checkpoint.source.hub,
         )
 
     def _described(self, shrunk: ShrunkModel | None, tested: tuple[TestedSize, ...]) -> ShrinkRecord:

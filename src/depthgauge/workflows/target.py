@@ -1,17 +1,17 @@
 """Decide what a TARGET is: the built-in pair, a network object, a network file, or a checkpoint."""
 
-import re
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from depthgauge.checkpoints.hub import parse_hub_name
 from depthgauge.errors import InputError, require_type
 from depthgauge.network.files import load_network
 from depthgauge.network.network import SelfAttentionNetwork
 from depthgauge.network.random_networks import random_network
 from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
 
-_HUB_NAME = re.compile(r"[\w-]+/[\w.-]+")
 SMALL_ETA, LARGE_ETA = 0.004, 0.4
 """Weight bounds η of the built-in pair."""
 
@@ -21,8 +21,8 @@ class Target:
     """What is to be gauged.
 
     - `kind`: `networks` or `checkpoints`
-    - `name`: the path, or the name of a network object; None for the built-in pair
-    - `path`: the file or directory, if there is one
+    - `name`: the path, the name on the hub, or the name of a network object; None for the built-in pair
+    - `path`: the file or directory, if one was given
     - `network`: the network object, if one was given
     - `model`: the transformers model, if one was given
     """
@@ -53,10 +53,11 @@ def is_transformers_model(value: object) -> bool:
 def resolve_target(target: Any) -> Target:
     """Decide what a target is. This is the only place that decides it.
 
-    Directories and `.gguf` files are checkpoints; every other path is a network file. None is the built-in pair.
+    Directories, `.gguf` files and names on the hub are checkpoints; every other path is a network file. None is the
+    built-in pair. Nothing is downloaded.
 
     Raises:
-        InputError: it is something else, or the name of a model on a hub.
+        InputError: it is something else, or there is no such path.
     """
     if target is None:
         return Target(NETWORKS)
@@ -64,15 +65,13 @@ def resolve_target(target: Any) -> Target:
         return Target(NETWORKS, target.name, network=target)
     if is_transformers_model(target):
         return Target(CHECKPOINTS, getattr(target, "name_or_path", "") or type(target).__name__, model=target)
-    expected = "a path, a SelfAttentionNetwork, a transformers model, or None for the built-in pair"
+    expected = "a path, a name on the hub, a SelfAttentionNetwork, a transformers model, or None for the built-in pair"
     require_type("target", target, (str, Path), expected)
+    if parse_hub_name(target) is not None:
+        return Target(CHECKPOINTS, target)
     path = Path(target)
-    if not path.exists() and _HUB_NAME.fullmatch(str(target)):
-        raise InputError(
-            f"{target} is not a file or directory here. It looks like the name of a model on a hub; depthgauge does "
-            f"not download models. Download it first, for example with `hf download {target} --local-dir ./model`, "
-            "then give ./model"
-        )
+    if not path.suffix and not os.path.exists(path):  # it may be meant as a directory or as a file
+        raise InputError(f"cannot read {target}: no such file or directory; give a path that exists, or ORG/NAME")
     is_checkpoint = path.is_dir() or path.suffix.lower() == ".gguf"
     return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
 
