@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from depthgauge.certificates import evaluate
+from depthgauge.certificates.arb_values import difference_below, distinct_tokens
 from depthgauge.certificates.attack import AttackOptions, attack, difference, prepare, search, sign_search
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.evaluate import difference_below, distinct_tokens
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
