@@ -149,5 +149,5 @@ def test_a_task_that_cannot_be_used_is_one_sentence(
 def test_a_named_task_without_its_data_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    with pytest.raises(TaskError, match="the data of the task piqa is missing: .*connect this machine"):
+    with pytest.raises(TaskError, match=r"the data of the task piqa is missing: .*connect this machine"):
         load_tasks(["piqa"], None, no_message)

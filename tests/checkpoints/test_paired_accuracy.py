@@ -67,7 +67,7 @@ def test_the_bound_covers_just_below_every_bound() -> None:
 
 
 def test_a_smaller_bound_would_not_cover() -> None:
-    n, confidence, p = 8, 0.95, 0.3
+    n, confidence = 8, 0.95
     found = {outcome: bound - 0.15 for outcome, bound in bounds(n, confidence).items()}
     assert min(
         sum(trinomial(b, c, n, p, q) for (b, c), bound in found.items() if bound >= p - q)
@@ -82,7 +82,9 @@ def test_without_lost_and_gained_items_it_is_the_bound_of_a_binomial() -> None:
     assert exact <= largest_fall(0, 0, 100, 0.95) < exact + 0.001
 
 
-@pytest.mark.parametrize(("lost", "gained", "items"), [(60, 40, 500), (20, 5, 100), (10, 10, 100), (3, 0, 20)])
+@pytest.mark.parametrize(
+    ("lost", "gained", "items"), [(60, 40, 500), (20, 5, 100), (10, 10, 100), (3, 0, 20), (0, 28, 100), (1, 9, 40)]
+)
 def test_the_bound_is_sharper_than_two_clopper_pearson_bounds(lost: int, gained: int, items: int) -> None:
     above = stats.beta.ppf(0.975, lost + 1, items - lost)
     below = stats.beta.ppf(0.025, gained, items - gained + 1) if gained else 0.0

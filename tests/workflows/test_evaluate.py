@@ -1,4 +1,4 @@
-"""`evaluate` from end to end on tiny checkpoints: pairing, perplexity by hand, and what is refused before any loading."""
+"""`evaluate` from end to end on tiny checkpoints: pairing, perplexity by hand, and what is refused before loading."""
 
 import json
 import math
@@ -191,7 +191,7 @@ def test_shrink_evaluates_both_models(models: dict[str, Path], tmp_path: Path, m
     assert "| next_word, acc_norm | 30 |" in card
     assert "falls by at most" in card
     assert "What changed" in (tmp_path / "p.html").read_text(encoding="utf-8")
-    assert str(tmp_path) not in card
+    assert str(tmp_path) not in card.partition("## Tasks")[2]
     noted = dg.evaluate(tmp_path / "out", perplexity=text, window=16)
     assert any("was calibrated on" in note and "perplexity on text.txt" in note for note in noted.notes)
 

@@ -109,7 +109,8 @@ def largest_fall(lost: int, gained: int, items: int, confidence: float) -> float
     and with probability 1 − β at least, q is in its Clopper–Pearson interval, which is cut into cells [q₁, q₂]. Moving
     probability from "unchanged" to "gained" makes S smaller, so P_{p,q}[S ≤ s] ≤ P_{p,q₂}[S ≤ s] for q ≤ q₂. It
     decreases in p. Hence p < p*, the largest p with P_{p,q₂}[S ≤ s] > α − β, and p − q < p* − q₁. The bound is the
-    largest p* − q₁ of all cells. Where p + q₂ would exceed 1, 1 − p ≥ q replaces q₂.
+    largest p* − q₁ of all cells; cells in which no p is possible, not even 0, are left out. Where p + q₂ would exceed
+    1, 1 − p ≥ q replaces q₂.
 
     Args:
         lost: items that the first model answers right and the other one wrong.
@@ -127,8 +128,9 @@ def largest_fall(lost: int, gained: int, items: int, confidence: float) -> float
     alpha, needed = 1 - confidence, _gains_needed(lost, gained, items, confidence)
     low, high = _clopper_pearson(gained, items, _NUISANCE * alpha)
     ends = np.linspace(low, high, _CELLS + 1)
-    first, last = ends[:-1], ends[1:]
-    below, above = np.zeros(_CELLS), 1 - first
+    possible = _probability(needed, np.zeros(_CELLS), ends[1:]) > (1 - _NUISANCE) * alpha
+    first, last = ends[:-1][possible], ends[1:][possible]
+    below, above = np.zeros(len(first)), 1 - first
     for _ in range(_STEPS):
         p = (below + above) / 2
         q = np.minimum(last, 1 - p)
