@@ -21,9 +21,7 @@ _COLORS = ("@faint", MEASURED, "@blue", "@purple", "@green")
 def evaluate_page(record: EvaluateRecord) -> Page:
     """Return the page of a result of `evaluate`."""
     names = [model.name for model in record.models]
-    section = Section(
-        ", ".join(names), f"{capital(evaluate_verdict(record))}.", evaluate_facts(record), evaluate_parts(record)
-    )
+    section = Section(", ".join(names), f"{evaluate_verdict(record)}.", evaluate_facts(record), evaluate_parts(record))
     return Page(
         version=record.version,
         heading="What can it still do?",
@@ -132,7 +130,7 @@ def difference_part(record: EvaluateRecord) -> PagePart | None:
                 f"{label(name)}<br>falls by at most <b>{percent_text(one.falls_at_most)}</b>" for name, _, one in rows
             ]),
         })  # fmt: skip
-    x = {"title": "difference of accuracy, percentage points", "zeroline": True}
+    x = {"title": "difference of accuracy, percentage points", "zeroline": True, "rangemode": "tozero"}
     y = {
         "tickvals": list(range(len(names))), "ticktext": [label(name) for name in names], "automargin": True,
         "range": [len(names) - 0.5, -0.5], "showgrid": False,
