@@ -62,6 +62,10 @@ def test_it_prints_tables_and_writes_document_and_page(typed: Typed, folder: Pat
         (("a", "--tasks", "lost.yaml"), "error: cannot read the task lost.yaml: no such file"),
         (("a", "--out", "text.txt"), "error: text.txt exists; use --overwrite"),
         (("a", "--out", "a/config.json", "--overwrite"), "error: a/config.json is a file of MODEL a"),
+        (
+            ("a", "--perplexity", "x:text.txt", "--out", "text.txt", "--overwrite"),
+            "error: --out and --perplexity x:text",
+        ),
         (("nowhere",), "error: cannot read nowhere: no such file or directory"),
         (("a", "a"), "error: models has a twice"),
         (("a", "--perplexity", "x:lost.txt"), "error: cannot read text lost.txt"),

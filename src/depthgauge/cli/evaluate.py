@@ -7,7 +7,9 @@ import typer
 
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
+from depthgauge.errors import OutputError
 from depthgauge.results.evaluate_options import MODEL, TASKS, EvaluateOptions
+from depthgauge.results.evaluate_record import EvaluateRecord
 
 
 @with_options(EvaluateOptions, {TASKS: "Tasks and texts", MODEL: "Models"}, paths=("text", "tokenizer"))
@@ -46,18 +48,30 @@ def command(
 
     Tasks need the extra eval: `pip install '.[eval]'` in a clone of the project. Perplexity does not.
     """
+    from depthgauge.workflows.evaluate import evaluate
+
+    try:
+        with progress_bar("evaluating") as progress:
+            record = evaluate(
+                models, options, out=out, report=report, overwrite=overwrite, progress=progress, message=note
+            )
+    except OutputError as error:
+        if error.result is not None:  # the work is done: show what could not be written
+            _print(error.result, as_json)
+        raise
+    _print(record, as_json)
+
+
+def _print(record: EvaluateRecord, as_json: bool) -> None:
+    if as_json:
+        print_json(record.to_json())
+        return
     from rich.console import Console
 
     from depthgauge.cli.evaluate_tables import evaluate_tables
     from depthgauge.cli.gauge_tables import printable
     from depthgauge.results.evaluate_verdicts import evaluate_verdict
-    from depthgauge.workflows.evaluate import evaluate
 
-    with progress_bar("evaluating") as progress:
-        record = evaluate(models, options, out=out, report=report, overwrite=overwrite, progress=progress, message=note)
-    if as_json:
-        print_json(record.to_json())
-        return
     console = Console()
     for part in evaluate_tables(record, console.width):
         console.print(part, highlight=False)

@@ -24,7 +24,7 @@ from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start, measure_
 from depthgauge.checkpoints.text_files import TextFile, find_text, split_field
 from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
 from depthgauge.checkpoints.windows import require_rows, tokenize_text
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_text, plotly_code
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
@@ -72,6 +72,7 @@ def evaluate(
 
     Raises:
         InputError: a model, a task or an option cannot be used. Nothing was loaded or written then.
+        OutputError: a file cannot be written; the attribute `result` of the error is the result.
     """
     started, settings = time.perf_counter(), make_evaluate_options(options, fields)
     settings.check()
@@ -80,6 +81,7 @@ def evaluate(
         plotly_code()  # raises now if the extra is missing
     inputs = {"--text": None if settings.text is None else split_field(settings.text)[0]}
     inputs |= {f"MODEL {path}": Path(path) for path in paths}
+    inputs |= {f"--perplexity {one}": split_field(_split_name(one)[1])[0] for one in settings.perplexity}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
     placement = Placement.of(settings)
     sources = [_find_source(path, settings) for path in paths]
@@ -104,12 +106,16 @@ def evaluate(
             torch.cuda.empty_cache()
     notes = [note for path in paths for note in _notes_about(path, work)]
     record = evaluation_record(work, found, notes, time.perf_counter() - started)
-    if out is not None:
-        write_text(out, record.dump(), replace=overwrite)
-        message(f"result written to {out}")
-    if report is not None:
-        write_text(report, page_text(record), replace=overwrite)
-        message(f"page written to {report}")
+    try:
+        if out is not None:
+            write_text(out, record.dump(), replace=overwrite)
+            message(f"result written to {out}")
+        if report is not None:
+            write_text(report, page_text(record), replace=overwrite)
+            message(f"page written to {report}")
+    except OutputError as error:
+        error.result = record
+        raise
     return record
 
 
@@ -140,7 +146,8 @@ class ModelAnswers:
 
 def prepare_evaluation(settings: EvaluateOptions, message: Callable[[str], None]) -> PreparedEvaluation:
     """Load the tasks and find the texts; needs no model."""
-    texts = tuple(_named_text(given, settings.as_is) for given in settings.perplexity)
+    named = (_split_name(given) for given in settings.perplexity)
+    texts = tuple((name, find_text(file, settings.as_is)) for name, file in named)
     names = settings.task_names
     cloze = cloze_items(settings.text, settings.as_is) if CLOZE in names else None
     tasks = load_tasks(names, cloze, message) if names else {}
@@ -297,15 +304,15 @@ def _language_model(source: Source, placement: Placement) -> Any:
     return config
 
 
-def _named_text(given: str, as_is: bool) -> tuple[str, TextFile]:
+def _split_name(given: str) -> tuple[str, str]:
     """Return the name and the file of `NAME:FILE`, or of `FILE`, which is named after the file.
 
     A file may be a field of a JSONL file, as in `NAME:FILE.jsonl:FIELD`.
     """
     name, colon, rest = given.partition(":")
     if colon and not os.path.exists(split_field(given)[0]):
-        return name, find_text(rest, as_is)
-    return Path(split_field(given)[0]).name, find_text(given, as_is)
+        return name, rest
+    return split_field(given)[0].name, given
 
 
 def _decided_start(bos: str, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import parameter_count, wrap
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
@@ -44,7 +45,13 @@ from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.workflows.evaluate import calibration_notes, evaluation_record, measure_model, prepare_evaluation
+from depthgauge.workflows.evaluate import (
+    ModelAnswers,
+    calibration_notes,
+    evaluation_record,
+    measure_model,
+    prepare_evaluation,
+)
 from depthgauge.workflows.shrink_estimate import (
     ADVISED_STEPS,
     PartCosts,
@@ -275,17 +282,24 @@ class ShrinkRun:
 
     def _evaluated(self, model: Any) -> EvaluateRecord | None:
         """Run the tasks of `--evaluate` on the dense and on the shrunk model, which is the one that is written."""
-        work, opened, started = self.evaluation, self.opened, time.perf_counter()
-        if work is None:
+        started = time.perf_counter()
+        if self.evaluation is None:
             return None
-        dense, smaller = opened.checkpoint, wrap(as_dtype(model, opened.checkpoint.model.dtype), SHRUNK)
+        smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
         with self.durations("tasks"):
-            found = [
-                measure_model(work, one, opened.tokenizer, one.name, opened.start, self.progress, self.message)
-                for one in (dense, smaller)
-            ]
-        notes = calibration_notes(SHRUNK, self.calibration.record, work)
-        return evaluation_record(work, found, notes, time.perf_counter() - started)
+            found = [self._dense_answers, self._answers(smaller)]
+        notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
+        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+
+    @cached_property
+    def _dense_answers(self) -> ModelAnswers:
+        return self._answers(self.opened.checkpoint)
+
+    def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
+        work, opened = self.evaluation, self.opened
+        assert work is not None
+        name = checkpoint.name
+        return measure_model(work, checkpoint, opened.tokenizer, name, opened.start, self.progress, self.message)
 
     def _finished(self, record: ShrinkRecord) -> ShrinkRecord:
         """Return a record with the durations and with warnings about what was measured."""
