@@ -360,7 +360,7 @@ def test_no_advice_needs_a_package_index_that_lacks_depthgauge(path: Path) -> No
 
 def test_the_command_that_installs_an_extra_names_its_packages() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra in ("models", "report", "cluster", "gpu", "frames", "train"):
+    for extra in ("models", "report", "cluster", "gpu", "frames", "train", "eval"):
         assert install_command(extra).split() == ["pip", "install", *sorted(f"'{name}'" for name in extras[extra])]
         assert f"the extra `{extra}`; install it with `pip" in str(missing_extra("it", extra))
 

@@ -93,10 +93,10 @@ def evaluate(
         for _, text in work.texts:
             text_windows(tokenizer, text, settings.window, config, start)  # raises if a text is too short
     found: list[ModelAnswers] = []
-    for path, source, config, tokenizer in zip(paths, sources, configs, tokenizers, strict=True):
+    for path, source, config, tokenizer, plan in zip(paths, sources, configs, tokenizers, planned, strict=True):
         message(f"loading {path}")
         checkpoint = load_model(source, config, placement)
-        start = _decided_start(settings.bos, checkpoint, tokenizer, found[0].start if found else None)
+        start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         found.append(measure_model(work, checkpoint, tokenizer, str(path), start, progress, message))
@@ -315,9 +315,8 @@ def _split_name(given: str) -> tuple[str, str]:
     return split_field(given)[0].name, given
 
 
-def _decided_start(bos: str, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:
-    """Decide about the BOS token: what the tokenizer or the file says, else as for the first model, else measure."""
-    start = plan_start(bos, checkpoint.source, tokenizer)
+def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:
+    """Decide about the BOS token where the tokenizer and the file do not: as for the first model, or by measuring."""
     if start.candidate is None:
         return start
     if first is not None and first.bos is not None:
