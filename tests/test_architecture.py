@@ -43,6 +43,8 @@ HEAVY = {
     "pandas",
     "tensorboard",
     "wandb",
+    "lm_eval",
+    "datasets",
 }
 LONGEST = 450
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and

@@ -43,6 +43,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         effort: quick, default or high: more calibration windows, a wider search, more time.
         no_repair: Remove blocks without changing any weights.
         heal: After the repair, train this many steps towards the dense model's predictions; auto: as long as it helps.
+        evaluate: Also run these tasks on both models, item by item: depthgauge_cloze, or names of lm-eval tasks with
+            commas between them; 500 items of each.
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
@@ -70,6 +72,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     effort: Annotated[str, _ANY] = "default"
     no_repair: Annotated[bool, _ANY] = False
     heal: Annotated[str | None, _ANY] = None
+    evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
     as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
@@ -121,6 +124,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
                 "shows how far its final states move"
             )
+        if not decoder and self.evaluate is not None:
+            raise InputError(f"--evaluate needs a causal language model, and {name} is none; leave it out")
         if decoder and self.sampled is not None and self.sampled != 1 and not self.text:
             raise InputError(
                 f"--sampled {self.sampled:g} needs --text: without text, all windows are sampled from the model; give "

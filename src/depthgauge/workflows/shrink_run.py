@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from depthgauge._journal import RECORD, Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import parameter_count
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.results.evaluate_options import EvaluateOptions
+from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import (
@@ -42,6 +45,13 @@ from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.write_shrunk import write_shrunk
+from depthgauge.workflows.evaluate import (
+    ModelAnswers,
+    calibration_notes,
+    evaluation_record,
+    measure_model,
+    prepare_evaluation,
+)
 from depthgauge.workflows.shrink_estimate import (
     ADVISED_STEPS,
     PartCosts,
@@ -50,6 +60,9 @@ from depthgauge.workflows.shrink_estimate import (
     heal_seconds,
     time_left,
 )
+
+SHRUNK = "the smaller model"
+"""The name of the shrunk model in the record of its tasks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +94,8 @@ class ShrinkRun:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
         self.progress = progress
+        asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
+        self.evaluation = None if settings.evaluate is None else prepare_evaluation(asked, message)
         with self.durations("loading"):
             self.opened = open_model(model, source, settings, tokenizer, followed, message)
         self._describe_in_journal(model)
@@ -251,6 +266,7 @@ class ShrinkRun:
         record = self._described(shrunk, tested)
         if shrunk is None:
             return FinishedModel(record, None)
+        record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
         certifier, opened = self.certifier, self.opened
         if out is None:
             with self.durations("certification"):
@@ -263,6 +279,27 @@ class ShrinkRun:
         )  # fmt: skip
         self.message(f"model written to {out}")
         return FinishedModel(record, shrunk.model)
+
+    def _evaluated(self, model: Any) -> EvaluateRecord | None:
+        """Run the tasks of `--evaluate` on the dense and on the shrunk model, which is the one that is written."""
+        started = time.perf_counter()
+        if self.evaluation is None:
+            return None
+        smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
+        with self.durations("tasks"):
+            found = [self._dense_answers, self._answers(smaller)]
+        notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
+        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+
+    @cached_property
+    def _dense_answers(self) -> ModelAnswers:
+        return self._answers(self.opened.checkpoint)
+
+    def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
+        work, opened = self.evaluation, self.opened
+        assert work is not None
+        name = checkpoint.name
+        return measure_model(work, checkpoint, opened.tokenizer, name, opened.start, self.progress, self.message)
 
     def _finished(self, record: ShrinkRecord) -> ShrinkRecord:
         """Return a record with the durations and with warnings about what was measured."""
