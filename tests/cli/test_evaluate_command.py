@@ -66,7 +66,7 @@ def test_it_prints_tables_and_writes_document_and_page(typed: Typed, folder: Pat
             ("a", "--perplexity", "x:text.txt", "--out", "text.txt", "--overwrite"),
             "error: --out and --perplexity x:text",
         ),
-        (("nowhere",), "error: cannot read nowhere: no such file or directory"),
+        (("./nowhere",), "error: cannot read ./nowhere: no such file or directory"),
         (("a", "a"), "error: models has a twice"),
         (("a", "--perplexity", "x:lost.txt"), "error: cannot read text lost.txt"),
         ((), "error: Missing argument"),
