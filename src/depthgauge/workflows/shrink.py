@@ -22,6 +22,7 @@ from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.surgery.write_shrunk import write_shrunk
+from depthgauge.surgery.write_shrunk_gguf import has_written, is_gguf_name, record_file
 from depthgauge.workflows.shrink_run import ShrinkRun, output_folders
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 
@@ -65,6 +66,11 @@ class ShrinkResult:
         Returns:
             The record with the losses of the reloaded model.
         """
+        if is_gguf_name(out):
+            raise InputError(
+                f"{out} is a GGUF file, whose rounded weights must be measured; give it to shrink() as out, or give a "
+                "directory"
+            )
         if self.model is None:
             raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
         checkpoint, tokenizer = self.opened.checkpoint, self.opened.tokenizer
@@ -127,17 +133,26 @@ def shrink(
         plotly_code()  # raises now if the extra is missing
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
+    as_gguf = is_gguf_name(out)
+    if settings.gguf_type is not None and not as_gguf:
+        raise InputError("--gguf-type applies to GGUF files; give --out a name that ends with .gguf, or leave it out")
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings)
-        for folder in [] if out is None else output_folders(out, settings):
+        for place in [] if out is None else output_folders(out, settings):
+            if as_gguf:
+                files = {"--out": place, "the record of --out": record_file(place)}
+                check_outputs(
+                    files, inputs, overwrite=overwrite or has_written(journal, place), is_own=journal.has_written
+                )
+                continue
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
-            check_output_directory(folder, source, overwrite or journal.has_written(folder), needed)
+            check_output_directory(place, source, overwrite or journal.has_written(place), needed)
             if resume:
-                remove_unfinished(folder)
-        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message)
+                remove_unfinished(place)
+        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, as_gguf)
         with run.shrinker:
             made = run.finish(out, overwrite)
         if report is not None:
