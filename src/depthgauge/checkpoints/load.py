@@ -173,10 +173,10 @@ def load_config(source: Source, placement: Placement) -> Any:
                 f"{source.path} is a {config.model_type} model without attention: its configuration has no {key}; "
                 "give a transformer"
             )
-    if source.gguf is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        # transformers does not read the list; a file without it has the layers that transformers assumes.
-        if (sliding := gguf_sliding_blocks(source)) is not None:
-            config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
+        # transformers ignores the list, and assumes a rule that holds in files without one.
+        config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
     loader, _ = loader_of(config)
     reads = getattr(loader, "main_input_name", "input_ids")
     if reads != "input_ids":

@@ -48,11 +48,11 @@ class Arrangement:
     def weight(self, stored: Tensor) -> Tensor:
         """Return w."""
         made = stored if self.rows is None else stored[self.rows]
-        return (made.T if self.is_transposed else made) - self.offset
+        return (made.t() if self.is_transposed else made) - self.offset
 
     def stored(self, weight: Tensor) -> Tensor:
         """Return t."""
-        made = (weight.T if self.is_transposed else weight) + self.offset
+        made = (weight.t() if self.is_transposed else weight) + self.offset
         return made if self.rows is None else made[self.rows.argsort()]
 
 

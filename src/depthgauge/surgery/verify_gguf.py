@@ -21,10 +21,11 @@ from depthgauge.errors import InputError, VerificationError, install_command
 
 PROMPT, NEW_TOKENS, LIKELY = 256, 32, 10
 """Tokens of the prompt, tokens that are generated after it, and log-probabilities that are compared at each."""
-FACTOR, LEAST, MOST = 2.0, 0.02, 0.5
+FACTOR, LEAST, MOST, TIE = 2.0, 0.02, 0.5, 5.0
 """A file may differ from transformers by this times as much as its source does, or by so many nats in any case.
-llama.cpp rounds the inputs of a quantized map, which transformers does not. A source that differs by more than the last
-number is refused: the comparison would find no error."""
+llama.cpp rounds the inputs of a quantized map, which transformers does not. A source that differs by more than `MOST`
+is refused: the comparison would find no error. Two tokens are tied if their log-probabilities differ by at most `TIE`
+times what is allowed on average."""
 SECONDS, SECONDS_PER_GB = 120, 60
 """Time limit of the process: so much, and so much per gigabyte of the file."""
 
@@ -135,7 +136,7 @@ def require_same(out: str | Path, found: LlamaComparison, source: LlamaCompariso
         source: the comparison of the file that it was made from, which measures the rounding of llama.cpp.
     """
     allowed = max(LEAST, FACTOR * source.difference)
-    if not (found.difference <= allowed and found.gap <= 2 * allowed):
+    if not (found.difference <= allowed and found.gap <= TIE * allowed):
         raise VerificationError(
             f"llama.cpp does not compute with {out} what transformers computes with its weights: the log-probabilities "
             f"of the next tokens differ by {number(found.difference)} nats, and {number(allowed)} are allowed; the "
