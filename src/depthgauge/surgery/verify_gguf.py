@@ -84,13 +84,14 @@ def compare_with_llama(path: Path, model: Any, window: Int[Tensor, " n"]) -> Lla
     new = max(1, min(NEW_TOKENS, context // 2))
     prompt = window[: min(PROMPT, context - new)].tolist()
     chosen, ours = _greedy(model, prompt, new)
+    prompts = [prompt + chosen[:step] for step in range(new)]
     request = {
-        "path": str(path), "prompts": [prompt + chosen[:step] for step in range(new)], "likely": LIKELY,
+        "path": str(path), "prompts": prompts, "likely": LIKELY,
         "context": len(prompt) + new + 8, "threads": torch.get_num_threads(),
     }  # fmt: skip
     found = _run(request, SECONDS + SECONDS_PER_GB * path.stat().st_size / 1e9)
     differences, gaps = [], []
-    for asked, answer, row in zip(request["prompts"], found, ours, strict=True):
+    for asked, answer, row in zip(prompts, found, ours, strict=True):
         if answer["prompt_tokens"] != len(asked):
             raise VerificationError(
                 f"llama.cpp read {answer['prompt_tokens']} instead of {len(asked)} tokens as a prompt of {path}"
