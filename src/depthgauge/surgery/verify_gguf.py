@@ -119,13 +119,22 @@ def _greedy(model: Any, prompt: list[int], steps: int) -> tuple[list[int], Float
     return chosen, torch.stack(rows)
 
 
-def require_close(path: Path, source: LlamaComparison) -> None:
-    """Raise if llama.cpp and transformers disagree about the source model, so that no result could be checked."""
-    if not source.difference <= MOST:
+def compare_source(path: Path, model: Any, window: Int[Tensor, " n"]) -> LlamaComparison:
+    """Compare the source model in llama.cpp with transformers; see `compare_with_llama`.
+
+    Raises:
+        InputError: llama.cpp cannot load it, or disagrees with transformers so far that no result could be checked.
+    """
+    try:
+        found = compare_with_llama(path, model, window)
+    except VerificationError as error:
+        raise InputError(f"{error}; give a directory as --out") from error
+    if not found.difference <= MOST:
         raise InputError(
             f"llama.cpp and transformers do not agree about {path}: the log-probabilities of the next tokens differ by "
-            f"{number(source.difference)} nats; give a directory as --out"
+            f"{number(found.difference)} nats; give a directory as --out"
         )
+    return found
 
 
 def require_same(out: str | Path, found: LlamaComparison, source: LlamaComparison) -> None:

@@ -8,32 +8,16 @@ import msgspec
 
 from depthgauge._format import counted
 from depthgauge._io import atomic_file
-from depthgauge._journal import RECORD, Journal
+from depthgauge._journal import Journal
 from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import LLAMA, BeforeAfter, ReloadRecord, ShrinkRecord
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
 from depthgauge.surgery.open_model import OpenedModel
+from depthgauge.surgery.output_names import record_file
 from depthgauge.surgery.shrunk_model import ShrunkModel
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, not_checked, require_same
 from depthgauge.surgery.write_gguf import check_written, provenance, shrunk_fields, write_gguf
-
-
-def is_gguf_name(out: str | Path | None) -> bool:
-    """Return whether an output is a GGUF file by its name; all other names are directories."""
-    return out is not None and Path(out).suffix.lower() == ".gguf"
-
-
-def record_file(out: str | Path) -> Path:
-    """Return where the record of an output is: in its directory, or next to a GGUF file, `NAME.depthgauge.json`."""
-    return Path(out).with_suffix(f".{RECORD}") if is_gguf_name(out) else Path(out) / RECORD
-
-
-def has_written(journal: Journal, out: str | Path) -> bool:
-    """Return whether a run, before it was interrupted, has written an output completely."""
-    if is_gguf_name(out):
-        return journal.has_written(record_file(out)) and Path(out).is_file()
-    return journal.has_written(out)
 
 
 def write_shrunk_gguf(

@@ -20,10 +20,10 @@ from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_s
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.open_model import OpenedModel
+from depthgauge.surgery.output_names import has_written, is_gguf_name, output_folders, record_file
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.surgery.write_shrunk_gguf import has_written, is_gguf_name, record_file
-from depthgauge.workflows.shrink_run import ShrinkRun, output_folders
+from depthgauge.workflows.shrink_run import ShrinkRun
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 
 
@@ -109,8 +109,8 @@ def shrink(
         options: what to do; see `ShrinkOptions`.
         tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
-        out: the directory to write the smaller model to; None keeps it in memory. With `sizes`, the directories are
-            named after it: `OUT-2`, `OUT-4`, ….
+        out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
+            `.gguf`; None keeps it in memory. With `sizes`, the outputs are named after it: `OUT-2`, `OUT-4`, ….
         report: a file to write a page with charts to (extra `report`).
         resume: continue an interrupted run with the same `out`.
         overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has

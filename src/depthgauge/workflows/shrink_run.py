@@ -18,7 +18,7 @@ from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import parameter_count
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
-from depthgauge.errors import InputError, VerificationError
+from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
 from depthgauge.results.record import load_document
 from depthgauge.results.shrink_options import ShrinkOptions
@@ -37,20 +37,15 @@ from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
-from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, has_llama, require_close
+from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.surgery.write_shrunk_gguf import (
-    has_written,
-    is_gguf_name,
-    record_file,
-    type_notes,
-    write_shrunk_gguf,
-)
+from depthgauge.surgery.write_shrunk_gguf import type_notes, write_shrunk_gguf
 from depthgauge.workflows.shrink_estimate import (
     ADVISED_STEPS,
     PartCosts,
@@ -149,13 +144,7 @@ class ShrinkRun:
             return None
         self.progress(0, 1, "the source in llama.cpp")
         with self.durations("check in llama.cpp"):
-            path = checkpoint.source.path
-            try:
-                found = compare_with_llama(path, checkpoint.model, self.calibration.certify.ids[0])
-            except VerificationError as error:
-                raise InputError(f"{error}; give a directory as --out") from error
-            require_close(path, found)
-        return found
+            return compare_source(checkpoint.source.path, checkpoint.model, self.calibration.certify.ids[0])
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of blocks to remove, each of which makes a model."""
@@ -374,19 +363,6 @@ class ShrinkRun:
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
 
-def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
-    """Return the directories that a run writes; with `sizes`, those that the numbers of blocks give."""
-    if settings.sizes is None:
-        return [Path(out)]
-    return [sized_output(out, count) for count in settings.counts(2**16, "the model")]
-
-
-def sized_output(out: str | Path, count: int) -> Path:
-    """Return the output of one of several sizes: `OUT-4`, or `NAME-4.gguf`."""
-    path = Path(out)
-    return path.with_stem(f"{path.stem}-{count}") if is_gguf_name(path) else Path(f"{out}-{count}")
-
-
 def blocks_over(
     model: Any, layers: int, limit: int, stored: torch.dtype | GgufLayout | None, name: str, repairs: bool = True
 ) -> int:
@@ -420,7 +396,8 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
     elif checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
-        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}")
+        kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
     if checkpoint.objective != "loss":
         notes.append(
             "the model is not a causal language model: the numbers are relative distances of its final states from "
