@@ -3,12 +3,13 @@
 A linear map W with inputs u is rounded to Q such that Σ_t w_t ‖(W − Q) u_t‖² = tr((W − Q) H (W − Q)ᵀ) is small, with
 H = Σ_t w_t u_t u_tᵀ. The columns are rounded in groups, from left to right, because each 32 columns of a row have their
 own scale. The columns to the right of a group then correct its rounding error as far as they can: with the upper
-triangular U, UᵀU = H⁻¹, they change by −(W_g − Q_g) U_gg⁻¹ U_g,rest. (GPTQ does this for single columns.) Blocks are
-rounded in order, each with the inputs that the rounded blocks before it produce.
+triangular U, UᵀU = H⁻¹, they change by −(W_g − Q_g) U_gg⁻¹ U_g,rest. (GPTQ does this for single columns.)
+
+Blocks are rounded in order. Where the output of a block is affine in its output maps, each of them is refitted first,
+so that the block, with the inputs of the rounded blocks before it, returns what it returned without rounding.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout, encode
+from depthgauge.surgery.repair import is_linear, output_maps, refit, ridge_for
 from depthgauge.surgery.student import Student
 
 GROUP = 32
@@ -41,20 +43,50 @@ def round_changed(student: Student, layout: GgufLayout) -> dict[str, EncodedTens
     if first is None:
         return encoded
     runner, start = student.runner, min(first, student.first_gap)
-    states = runner.through(student.kept[start:first], student.fit.at(start))
+    exact = states = runner.through(student.kept[start:first], student.fit.at(start))
     for place, layer in enumerate(student.kept[first:], first):
         student.progress(place - first, len(student.kept) - first, f"rounding, block {layer}")
         block = runner.blocks[layer]
-        grams = _grams(student, layer, changes[layer], states)
-        for leaf in changes[layer]:
-            parameter, tensor = block.get_parameter(leaf), layout.tensor(layer, leaf)
-            arrangement, kind = layout.arrangements[leaf], layout.kind(tensor)
-            values = arrangement.stored(parameter.detach().cpu().float())
-            made = encode(values, kind) if leaf not in grams else round_map(values, grams[leaf], kind)
-            parameter.copy_(arrangement.weight(made.decode()))
-            encoded[tensor.name] = made
+        exact = runner.through([layer], exact)
+        matrices = [leaf for leaf in changes[layer] if block.get_parameter(leaf).dim() == 2]
+        for done, leaf in enumerate(matrices):
+            _correct(student, layer, matrices[done:], states, exact)
+            gram = _gram(student, layer, leaf, states)
+            encoded |= _put(student, layer, leaf, layout, gram)
+        for leaf in student.changed(layer):
+            if leaf not in matrices:
+                encoded |= _put(student, layer, leaf, layout, None)
         states = runner.through([layer], states)
     return encoded
+
+
+def _put(
+    student: Student, layer: int, leaf: str, layout: GgufLayout, gram: Float[Tensor, "p p"] | None
+) -> dict[str, EncodedTensor]:
+    """Round a weight of a block in place; return its bytes under the name of its tensor."""
+    parameter, tensor = student.runner.blocks[layer].get_parameter(leaf), layout.tensor(layer, leaf)
+    arrangement, kind = layout.arrangements[leaf], layout.kind(tensor)
+    values = arrangement.stored(parameter.detach().cpu().float())
+    made = encode(values, kind) if gram is None else round_map(values, gram, kind)
+    parameter.copy_(arrangement.weight(made.decode()))
+    return {tensor.name: made}
+
+
+def _correct(
+    student: Student,
+    layer: int,
+    leaves: Sequence[str],
+    states: Float[Tensor, "windows n d"],
+    targets: Float[Tensor, "windows n d"],
+) -> None:
+    """Refit the output maps among the weights `leaves`, if the first of them is one, to the outputs `targets`."""
+    family, block = student.checkpoint.family, student.runner.blocks[layer]
+    assert family is not None
+    weights = [block.get_parameter(leaf) for leaf in leaves]
+    maps = [one for one in output_maps(block, family) if any(one.weight is weight for weight in weights)]
+    if is_linear(family) and maps and maps[0].weight is weights[0]:
+        for parameter, delta in refit(student.runner, layer, maps, states, targets, ridge_for(maps[-1], states)):
+            parameter.copy_(parameter.double() + delta)
 
 
 def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: Any) -> EncodedTensor:
@@ -78,27 +110,17 @@ def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: An
     return encode(rest, kind)
 
 
-def _grams(
-    student: Student, layer: int, leaves: Sequence[str], states: Float[Tensor, "windows n d"]
-) -> Mapping[str, Float[Tensor, "p p"]]:
-    """Return H of the linear maps among the changed weights of a block, with w_t = 1/‖output of the block‖²."""
-    runner, inputs = student.runner, dict[nn.Module, Tensor]()
-    block = runner.blocks[layer]
-    matrices = [leaf for leaf in leaves if block.get_parameter(leaf).dim() == 2]
-    maps = {leaf: block.get_submodule(leaf.rpartition(".")[0]) for leaf in matrices}
-    found: dict[str, Tensor] = {}
-    if not maps:
-        return found
+def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "p p"]:
+    """Return H of a linear map of a block, with w_t = 1/‖output of the block‖²."""
+    runner, inputs, found = student.runner, list[Tensor](), torch.zeros((), dtype=torch.float64)
+    module = runner.blocks[layer].get_submodule(leaf.rpartition(".")[0])
 
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs[module] = args[0]
+        inputs[:] = args[:1]
 
-    with ExitStack() as hooks:
-        for module in maps.values():
-            hooks.enter_context(module.register_forward_pre_hook(keep))
+    with module.register_forward_pre_hook(keep):
         for _, part in runner.batches(states):
             size = runner.block(layer, part).flatten(0, 1).float().square().sum(-1, keepdim=True).clamp_min(1e-30)
-            for leaf, module in maps.items():
-                rows = inputs[module].flatten(0, 1).float()
-                found[leaf] = found.get(leaf, 0) + ((rows / size).T @ rows).double().cpu()
+            rows = inputs[0].flatten(0, 1).float()
+            found = found + ((rows / size).T @ rows).double().cpu()
     return found
