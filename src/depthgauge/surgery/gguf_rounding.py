@@ -22,8 +22,6 @@ from depthgauge.surgery.student import Student
 
 GROUP = 32
 """Columns that are rounded together: the types that gguf-py writes have one scale for 32 columns, or none."""
-DAMPING = 0.01
-"""Added to the diagonal of H, relative to its mean, for inputs that hardly occur."""
 
 
 @torch.no_grad()
@@ -94,12 +92,10 @@ def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: An
 
     Args:
         values: W, in the arrangement of the file.
-        gram: H, of its p inputs.
+        gram: H, of its p inputs, positive definite.
         kind: the type.
     """
-    diagonal = gram.diagonal()
-    damped = gram + torch.diag(DAMPING * diagonal.mean().clamp_min(1e-30).expand(len(gram)))
-    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
+    upper = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(gram)), upper=True)
     rest = values.double()
     for start in range(0, rest.shape[1], GROUP):
         group, after = slice(start, start + GROUP), slice(start + GROUP, None)
@@ -111,7 +107,11 @@ def round_map(values: Float[Tensor, "d p"], gram: Float[Tensor, "p p"], kind: An
 
 
 def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "p p"]:
-    """Return H of a linear map of a block, with w_t = 1/‖output of the block‖²."""
+    """Return H of a linear map of a block, with w_t = 1/‖output of the block‖², plus λ times its mean diagonal entry.
+
+    λ is that of the repair. It matters where there are few tokens: on SmolLM2 without 7 blocks and 6,144 tokens, 0.1
+    instead of 0.01 lowered what the rounding to Q4_1 costs from 0.026 to 0.016 nats per token.
+    """
     runner, inputs, found = student.runner, list[Tensor](), torch.zeros((), dtype=torch.float64)
     module = runner.blocks[layer].get_submodule(leaf.rpartition(".")[0])
 
@@ -123,4 +123,5 @@ def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "window
             size = runner.block(layer, part).flatten(0, 1).float().square().sum(-1, keepdim=True).clamp_min(1e-30)
             rows = inputs[0].flatten(0, 1).float()
             found = found + ((rows / size).T @ rows).double().cpu()
-    return found
+    damping = ridge_for(module, states) * found.diagonal().mean().clamp_min(1e-30)
+    return found + damping * torch.eye(len(found), dtype=found.dtype)
