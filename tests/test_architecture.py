@@ -33,6 +33,7 @@ MAY_IMPORT_ITS_LEVEL = {0}
 HEAVY = {
     "transformers",
     "gguf",
+    "xllamacpp",
     "accelerate",
     "dask",
     "distributed",

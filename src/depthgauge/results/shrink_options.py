@@ -15,7 +15,9 @@ from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
-ABOUT_FILES = ("dtype", "device", "device_map", "tokenizer", "trust_remote_code", "allow_pickle", "ignore_unused")
+ABOUT_FILES = (
+    "dtype", "device", "device_map", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle", "ignore_unused",
+)  # fmt: skip
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
@@ -56,6 +58,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
+        gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
+            [default], Q5_1, F16, ….
         force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
         allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
@@ -83,6 +87,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
     tokenizer: Annotated[str | None, _MODEL] = None
+    gguf_type: Annotated[str | None, _MODEL] = None
     force: Annotated[bool, _MODEL] = False
     trust_remote_code: Annotated[bool, _MODEL] = False
     allow_pickle: Annotated[bool, _MODEL] = False
