@@ -1,0 +1,319 @@
+"""The comparison of docs/results.md: several methods of removing 10, 25 and 40 % of the blocks, measured alike.
+
+    python benchmarks/published.py MODEL --text a.txt b.txt c.txt --work results/published --out NAME.json
+    python benchmarks/published.py --page docs/results.md benchmarks/results/published-*.json
+
+The first command makes every shrunk model as a directory in `--work` and measures them all with one call of
+`depthgauge.evaluate`: perplexity and bits per byte on the texts and on the built-in text, and the cloze task, on the
+same windows and items for all. Two thirds of each text are for calibration, the rest for measuring (`divide_texts`).
+Directories that exist are used again. If MODEL is a GGUF file, llama.cpp is timed too (extra `gguf`). The second
+command writes the page from the results of any number of models.
+
+- ShortGPT, UIDL and SLEB choose blocks, without repair; see shrink_peers.py. SLEB is greedy removal by loss.
+- depthgauge is `shrink` with `--effort quick`, the default, and the default with `--heal 200`
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from shrink_peers import CHOICES, Dense, observe
+from shrink_texts import divide_texts, windows_of_texts
+
+import depthgauge as dg
+from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.source import Source, find, weight_bytes
+from depthgauge.errors import DepthgaugeError, InputError
+from depthgauge.progress import silent
+from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
+from depthgauge.surgery.extract import extract, shrunk_config
+from depthgauge.surgery.gguf_layout import read_layout
+from depthgauge.surgery.speed import compare_speed
+from depthgauge.surgery.student import EFFORT
+from depthgauge.surgery.write_gguf import shrunk_fields, write_gguf
+from depthgauge.surgery.write_model import written_model
+
+SHARES = (0.10, 0.25, 0.40)
+OURS = {
+    "depthgauge, quick": {"effort": "quick"},
+    "depthgauge": {"effort": "default"},
+    "depthgauge, healed": {"effort": "default", "heal": 200},
+}
+WINDOW, ITEMS, LETTERS = 512, 500, 200_000
+"""Tokens per window of the perplexities, items of the cloze task, and letters that are used of each unseen text."""
+PROMPT, ANSWER = 512, 128
+"""Tokens that llama.cpp reads and writes when it is timed."""
+TIMED = """
+import json, sys, xllamacpp as llama
+params = llama.CommonParams()
+params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = sys.argv[1], 1024, 1, 0
+server, times = llama.Server(params), []
+for turn in range(4):
+    prompt = [(7 * k + turn) % 1000 + 100 for k in range(int(sys.argv[2]))]
+    asked = {"prompt": prompt, "n_predict": int(sys.argv[3]), "ignore_eos": True, "cache_prompt": False}
+    told = server.handle_completions(asked)["timings"]
+    times.append([told["prompt_ms"] / 1000, told["predicted_ms"] / 1000])
+prefill, decode = (sorted(column)[1] for column in zip(*times[1:]))
+print(json.dumps({"prefill": prefill, "decode": decode}))
+"""
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Make all models, measure them and return the document."""
+    placement = Placement(dtype="float32", device=options.device)
+    source = find(options.model)
+    checkpoint = load_model(source, load_config(source, placement), placement)
+    tokenizer, layers = load_tokenizer(source, placement), checkpoint.layers
+    counts = sorted({max(1, round(share * layers)) for share in SHARES})
+    options.work.mkdir(parents=True, exist_ok=True)
+    known, unseen = divide_texts(options.text, options.work)
+    rows = [
+        *_peers(checkpoint, tokenizer, known, counts, options),
+        *_ours(checkpoint, tokenizer, known, counts, options),
+    ]
+    for path in unseen.values():
+        path.write_text(path.read_text("utf-8")[:LETTERS], encoding="utf-8")
+    mixed = options.work / "unseen.txt"
+    mixed.write_text("\n\n".join(path.read_text("utf-8") for path in unseen.values()), encoding="utf-8")
+    builtin = options.work / "built-in.txt"
+    builtin.write_text((Path(dg.__file__).parent / "checkpoints" / "text.txt").read_text("utf-8"), encoding="utf-8")
+    record = _evaluated(
+        [options.model, *(row["folder"] for row in rows)], mixed, {**unseen, "built-in": builtin}, options
+    )
+    speeds = [_speed(checkpoint, source, tokenizer, rows, count, options) for count in counts]
+    return {
+        "name": options.name or checkpoint.name, "layers": layers, "parameters": checkpoint.describe().parameters,
+        "bytes": weight_bytes(source), "counts": counts, "speeds": speeds,
+        "rows": [{key: value for key, value in row.items() if key != "folder"} for row in rows],
+        "evaluation": _without_paths(record, ["dense", *(f"{row['method']}, {row['removed']}" for row in rows)]),
+        "device": torch.cuda.get_device_name() if checkpoint.device.type == "cuda" else platform.machine(),
+        "versions": record.versions,
+    }  # fmt: skip
+
+
+def _evaluated(models: list[str], mixed: Path, texts: dict[str, Path], options: argparse.Namespace) -> EvaluateRecord:
+    """Measure all models on the same items and windows, or read what an earlier run of this command has measured."""
+    found = options.work / "evaluation.json"
+    if not found.exists():
+        dg.evaluate(
+            models, tasks="depthgauge_cloze", limit=ITEMS, text=str(mixed), window=WINDOW, dtype="float32",
+            perplexity=[f"{name}:{path}" for name, path in texts.items()], device=options.device, out=found,
+            message=print,
+        )  # fmt: skip
+    return check_evaluate(json.loads(found.read_text("utf-8")), str(found))
+
+
+def _peers(
+    checkpoint: Checkpoint, tokenizer: Any, known: dict[str, Path], counts: Sequence[int], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Write the models of the published choices of blocks, without repair."""
+    dense: Dense | None = None
+    for choice, choose in CHOICES.items():
+        folders = [options.work / f"{choice}-{count}" for count in counts]
+        if not all(folder.exists() for folder in folders):
+            if dense is None:
+                work = EFFORT["default"]
+                cut = {"checkpoint": checkpoint, "tokenizer": tokenizer, "window": WINDOW, "seed": 0}
+                read = windows_of_texts(known, count=-(-(work.fit + work.select) // len(known)), **cut)
+                ids = torch.cat(list(read.values()))
+                dense = observe(BlockRunner(checkpoint, ids[:1]), ids)
+            for folder, removed in zip(folders, choose(dense, counts).values(), strict=True):
+                model = extract(checkpoint, [layer for layer in range(checkpoint.layers) if layer not in removed])
+                with written_model(model, checkpoint.source, tokenizer, folder, overwrite=True):
+                    print(f"{choice}: removed {sorted(removed)}")
+        for count, folder in zip(counts, folders, strict=True):
+            yield {"method": choice, "removed": count, "folder": str(folder)}
+
+
+def _ours(
+    checkpoint: Checkpoint, tokenizer: Any, known: dict[str, Path], counts: Sequence[int], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Shrink as a user does; the sizes share one search."""
+    for method, asked in OURS.items():
+        folders = [options.work / f"{method.replace(', ', '-')}-{count}" for count in counts]
+        if not all(folder.exists() for folder in folders):
+            texts = list(map(str, known.values()))
+            made = dg.shrink(
+                checkpoint.model, tokenizer=tokenizer, text=texts, sizes=list(counts), message=print, **asked
+            )
+            for folder, one in zip(folders, sorted(made.sizes, key=lambda one: len(one.record.removed)), strict=True):
+                with written_model(one.model, checkpoint.source, tokenizer, folder, overwrite=True):
+                    print(f"{method}: removed {one.record.removed}")
+        for count, folder in zip(counts, folders, strict=True):
+            yield {"method": method, "removed": count, "folder": str(folder)}
+
+
+def _speed(
+    checkpoint: Checkpoint,
+    source: Source,
+    tokenizer: Any,
+    rows: Sequence[dict[str, Any]],
+    count: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Time one size; the speed does not depend on which blocks are gone."""
+    folder = next(row["folder"] for row in rows if row["removed"] == count)
+    other = find(folder)
+    placement = Placement(dtype="float32", device=options.device)
+    model = load_model(other, load_config(other, placement), placement).model
+    text = (options.work / "unseen.txt").read_text("utf-8")[: 20 * PROMPT]
+    ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:PROMPT]])
+    found, _, what = compare_speed(checkpoint.model, model, ids, new_tokens=32)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    speed = {"removed": count, "parameters": parameters, "prefill": found.prefill, "decode": found.decode, "what": what}
+    if source.gguf is not None:
+        small = options.work / f"removed-{count}.gguf"
+        if not small.exists():
+            _write_gguf(source, checkpoint, count, small)
+        dense, after = (_llama(path) for path in (source.path, small))
+        speed |= {f"llama_{part}": dense[part] / after[part] for part in dense}
+        speed["gguf_bytes"] = small.stat().st_size
+    return speed
+
+
+def _write_gguf(source: Source, checkpoint: Checkpoint, count: int, path: Path) -> None:
+    """Write the GGUF file without the last blocks but one; which ones they are does not matter for the speed."""
+    layout = read_layout(source, None, checkpoint.name)
+    kept = [*range(layout.layers - count - 1), layout.layers - 1]
+    types = getattr(shrunk_config(checkpoint.config, kept), "layer_types", None)
+    write_gguf(path, layout, kept, shrunk_fields(layout, kept, types), {}, silent)
+
+
+def _llama(path: Path) -> dict[str, float]:
+    """Return the seconds that llama.cpp takes for a prompt and an answer, in a process of its own."""
+    command = [sys.executable, "-c", TIMED, str(path), str(PROMPT), str(ANSWER)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(json.loads(found.splitlines()[-1]))
+
+
+def _without_paths(record: EvaluateRecord, names: Sequence[str]) -> dict[str, Any]:
+    """Return the document of the evaluation with names instead of the paths of this machine."""
+    document = record.to_json()
+    for model, name in zip(document["models"], names, strict=True):
+        model["name"] = name
+    for text in document["texts"]:
+        text["source"] = text["name"]
+    document["settings"] |= {
+        "text": "unseen parts of the texts",
+        "perplexity": [text["name"] for text in document["texts"]],
+    }
+    document["notes"] = []
+    return document
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def page(documents: Sequence[dict[str, Any]]) -> str:
+    """Return docs/results.md."""
+    return "\n".join([*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]) + "\n"
+
+
+INTRODUCTION = """\
+# Results
+
+Several methods remove 10, 25 and 40 % of the blocks of a model. All are calibrated on the same two thirds of three
+texts and measured on the rest, which none of them has read, and on the built-in text. This page is made by
+`benchmarks/published.py` from the results in `benchmarks/results/`; to add a model, run the command at the top of that
+file.
+
+- **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
+  repairs are compared in `benchmarks/shrink.py`.
+- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition.
+- **Loss** is in nats per token, in windows of 512 tokens that do not overlap. **Bits per byte** is the mean over the
+  four texts.
+- **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
+  items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
+  95 % interval.
+- **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
+  blocks alone.
+"""
+
+
+def _section(document: dict[str, Any]) -> Iterator[str]:
+    record = check_evaluate(document["evaluation"], document["name"])
+    texts = [text.name for text in record.texts]
+    yield from ("", f"## {document['name']}", "")
+    size = f"{document['layers']} blocks, {document['parameters'] / 1e6:.0f} million parameters"
+    yield f"{size}. {_measured_with(document)}"
+    yield from (
+        "",
+        f"| removed | method | {' | '.join(f'loss: {name}' for name in texts)} | bits per byte | cloze | difference |",
+    )
+    yield "| --- " * (len(texts) + 5) + "|"
+    (task,) = [task for task in record.tasks if task.metric == "acc"]
+    labels = [("0", "dense"), *((str(row["removed"]), row["method"]) for row in document["rows"])]
+    table = []
+    for k, (removed, method) in enumerate(labels):
+        losses = [f"{text.results[k].loss:.3f}" for text in record.texts]
+        bits = sum(text.results[k].bits_per_byte for text in record.texts) / len(texts)
+        one = task.results[k]
+        interval = "" if one.low is None else f"{one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+        table.append(
+            (
+                int(removed),
+                f"| {removed} | {method} | {' | '.join(losses)} | {bits:.3f} | {one.accuracy:.3f} | {interval} |",
+            )
+        )
+    yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
+    yield ""
+    has_llama = "llama_prefill" in document["speeds"][0]
+    yield "| removed | parameters | prompt | generation |" + (
+        " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
+    )
+    yield "| --- " * (7 if has_llama else 4) + "|"
+    for speed in document["speeds"]:
+        cells = [
+            str(speed["removed"]),
+            f"{speed['parameters'] / 1e6:.0f} million",
+            f"{speed['prefill']:.2f} ×",
+            f"{speed['decode']:.2f} ×",
+        ]
+        if has_llama:
+            cells += [f"{speed['gguf_bytes'] / document['bytes']:.2f} of the size"]
+            cells += [f"{speed[f'llama_{part}']:.2f} ×" for part in ("prefill", "decode")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _measured_with(document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"Measured on {document['device']} in float32 (llama.cpp: on its CPU, the file's own types) with {versions}."
+
+
+def main() -> int:
+    """Parse the command line; return 2 for bad input."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="*", help="a directory or a .gguf file; with --page, results of this program")
+    parser.add_argument("--text", type=Path, nargs="+", default=[], help="text files to calibrate and measure on")
+    parser.add_argument("--work", type=Path, default=Path("results/published"), help="folder of the shrunk models")
+    parser.add_argument("--name", help="the name of the model on the page")
+    parser.add_argument("--device")
+    parser.add_argument("--out", type=Path, default=Path("results/published.json"))
+    parser.add_argument("--page", type=Path, help="write the page from results")
+    options = parser.parse_args()
+    try:
+        if options.page:
+            documents = [json.loads(Path(path).read_text("utf-8")) for path in options.model]
+            options.page.write_text(page(documents), encoding="utf-8")
+            return 0
+        if len(options.model) != 1 or not options.text:
+            raise InputError("give one model, and texts with --text")
+        options.model = options.model[0]
+        document = measure(options)
+    except DepthgaugeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
