@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
-from tiny_models import OTHERS, tiny_model, tokens
+from tiny_models import tiny_model, tokens
 
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints import text_files as text
@@ -273,7 +273,6 @@ def test_families_outside_the_table_can_be_probed() -> None:
     assert wrap(tiny_model("olmo")).family is None
     assert probe(wrap(tiny_model("olmo")), tokens(batch=1)) is None
     assert probe(wrap(tiny_model("albert")), tokens(batch=1)) == "its blocks are not kept in one list"
-    assert set(OTHERS) == {"olmo", "albert", "mpnet"}
 
 
 def test_the_probe_leaves_the_model_as_it_was() -> None:

@@ -45,24 +45,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Separate:
-    """Paths of four linear maps: query, key, value and output projection."""
+    """Paths of the linear maps to queries, keys and values."""
 
     query: str
     key: str
     value: str
-    output: str
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Paths of one linear map for query, key and value, and of the output projection.
+    """Path of one linear map for query, key and value.
 
     - `all`: the map whose output columns hold query, key and value
     - `order`: column order, q|k|v (`thirds`) or q|k|v of head 0, q|k|v of head 1, … (`heads`)
     """
 
     all: str
-    output: str
     order: Literal["thirds", "heads"]
 
 
@@ -86,24 +84,26 @@ class Family:
     """Paths of modules, relative to a block.
 
     - `attention`, `mlp`: the modules whose outputs are added to the residual stream
-    - `down`: the last linear map of the MLP; a norm may follow it before the addition (Gemma 2)
-    - `projections`: query, key, value and output projections
+    - `out`, `down`: the last linear maps of attention and MLP; a norm may follow before the addition (Gemma 2). None
+      where a sublayer has no such map, as a mixture of experts
+    - `projections`: query, key and value projections, or None if they are not known
     - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
       each sum)
-    - `between`: in a `post` family, the module whose output the MLP reads
+    - `multiplier`: the number by which the outputs of both sublayers are multiplied before they are added (Granite)
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
-    - `attention_norm`, `mlp_norm`: the norms applied to the outputs of the output projection and of `down`, before
-      (Gemma 2) or after (BERT) they are added to the residual stream; None if there are none
+    - `attention_norm`, `mlp_norm`: the norms applied to the outputs of `out` and of `down`, before (Gemma 2) or after
+      (BERT) they are added to the residual stream; None if there are none
     - `head_norms`: the norms of the queries and of the keys inside a head (Qwen 3), with `gain_offset`, or None
     - `embeddings`: what is added to the embeddings of tokens
     """
 
     attention: str
     mlp: str
-    down: str
-    projections: Separate | Fused
+    out: str | None
+    down: str | None
+    projections: Separate | Fused | None = None
     order: Literal["pre", "parallel", "post"] = "pre"
-    between: str | None = None
+    multiplier: float = 1.0
     gain: str | None = None
     gain_offset: float = 0.0
     attention_norm: str | None = None
@@ -112,8 +112,8 @@ class Family:
     embeddings: Embeddings = Embeddings()
 
 
-_SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_LLAMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
+_SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _GEMMA = replace(_LLAMA, gain_offset=1.0, embeddings=Embeddings(scaled=True))
 _GEMMA2 = replace(
@@ -126,10 +126,10 @@ _GEMMA2 = replace(
 _BERT = Family(
     "attention.output.dense",
     "output.dense",
+    "attention.output.dense",
     "output.dense",
-    Separate("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+    Separate("attention.self.query", "attention.self.key", "attention.self.value"),
     order="post",
-    between="attention.output",
     attention_norm="attention.output.LayerNorm",
     mlp_norm="output.LayerNorm",
     embeddings=Embeddings(
@@ -151,16 +151,18 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "attn",
         "mlp",
+        "attn.c_proj",
         "mlp.c_proj",
-        Fused("attn.c_attn", "attn.c_proj", "thirds"),
+        Fused("attn.c_attn", "thirds"),
         gain="ln_1",
         embeddings=Embeddings(positions="wpe"),
     ),
     "gpt_neox": Family(
         "attention",
         "mlp",
+        "attention.dense",
         "mlp.dense_4h_to_h",
-        Fused("attention.query_key_value", "attention.dense", "heads"),
+        Fused("attention.query_key_value", "heads"),
         order="parallel",
         gain="input_layernorm",
     ),
@@ -172,10 +174,10 @@ FAMILIES: Mapping[str, Family] = {
     "distilbert": Family(
         "attention",
         "ffn",
+        "attention.out_lin",
         "ffn.lin2",
-        Separate("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
+        Separate("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         order="post",
-        between="sa_layer_norm",
         attention_norm="sa_layer_norm",
         mlp_norm="output_layer_norm",
         embeddings=Embeddings(positions="embeddings.position_embeddings", norm="embeddings.LayerNorm"),
