@@ -158,9 +158,9 @@ def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Fami
     """
     few = ids[:1, :TOKENS]
     few = few.repeat(1, -(-TOKENS // few.shape[1]))[:, :TOKENS]
-    runner, states = traced_runner(checkpoint, few)
+    runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))
     found: dict[tuple[tuple[str, str], ...], Family] = {}
-    blocks = [TracedBlock(runner, layer, states[layer]) for layer in range(len(runner))]
+    blocks = [TracedBlock(runner, layer, states[layer][:1]) for layer in range(len(runner))]
     for block in blocks:
         kind = tuple((path, type(module).__name__) for path, module in block.modules.items())
         if kind not in found:
@@ -173,11 +173,11 @@ def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Fami
     return first
 
 
-def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> tuple[BlockRunner, tuple[Tensor, ...]]:
+def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
     if not find_blocks(checkpoint.model, checkpoint.layers):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
-    runner = BlockRunner(checkpoint, ids)
+    runner = BlockRunner(checkpoint, ids[:1])
     base = runner.full(ids)
     state = base.states[0]
     for layer in range(len(runner)):

@@ -165,7 +165,8 @@ class BlockRunner(Stack):
     """The blocks of a checkpoint as functions of the residual stream.
 
     A block is called with the arguments that the model itself passes to it: masks, rotary embeddings and positions are
-    recorded once, on one window, and broadcast over the batch. All windows therefore have the same length.
+    recorded once, on one window, and broadcast over the batch; those with several rows per window (the position biases
+    of Bloom) are repeated. All windows therefore have the same length.
 
     - `blocks`: the blocks, in order
     - `batch`: how many windows are computed together
@@ -188,6 +189,7 @@ class BlockRunner(Stack):
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
             self.full(example)
+        self._repeated = self._rows_per_window(example)
         self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
 
     @property
@@ -213,7 +215,26 @@ class BlockRunner(Stack):
     def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """Return B_ℓ(X) for one batch."""
         args, kwargs = self._calls[layer]
+        if self._repeated and len(states) > 1:
+            kwargs = dict(kwargs)
+            for name in self._repeated:
+                kwargs[name] = kwargs[name].repeat(len(states), *(1 for _ in kwargs[name].shape[1:]))
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
+
+    @torch.no_grad()
+    def _rows_per_window(self, example: Int[Tensor, "1 n"]) -> list[str]:
+        """Return the arguments of a block whose first dimension is a multiple, larger than 1, of the batch."""
+        found: list[str] = []
+
+        def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for name, one in self._calls[0][1].items():
+                if isinstance(one, Tensor) and one.dim() and len(one) > 1 and len(kwargs[name]) == 2 * len(one):
+                    found.append(name)
+            raise _Reached
+
+        with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
+            self._forward(example[:1].repeat(2, 1))
+        return found
 
     @torch.no_grad()
     def through(self, layers: Sequence[int], states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:

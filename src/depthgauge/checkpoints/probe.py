@@ -40,7 +40,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
                 "be gauged on text"
             )
         off = relative_difference(ours.output, stock)
-        if seen > checkpoint.layers or off > _tolerance(stock.dtype):
+        if seen > checkpoint.layers or off > rounding_tolerance(stock.dtype):
             raise CheckpointError(
                 f"{name} uses an unsupported form of attention: expected {checkpoint.layers} attention calls that "
                 f"reproduce the stock output, got {seen} calls and a relative error of {number(off, 1)}"
@@ -50,7 +50,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
             return "its blocks are not kept in one list"
         middle = len(stack) // 2
         again = stack.run(ids, start=middle, state=ours.states[middle])
-        if relative_difference(again, ours.output) > _tolerance(stock.dtype):
+        if relative_difference(again, ours.output) > rounding_tolerance(stock.dtype):
             return "its blocks need other inputs than the hidden states before them"
     return None
 
@@ -60,6 +60,6 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().amax() / b.float().abs().amax().clamp(min=1e-30))
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def rounding_tolerance(dtype: torch.dtype) -> float:
     """Return the relative difference that rounding can cause over many layers."""
     return 1000 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** (1 if dtype.itemsize > 2 else 0.8)
