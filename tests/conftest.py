@@ -6,6 +6,8 @@ The checks of annotations double the time of the tests. They run if the variable
 
 import os
 import sys
+import warnings
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -61,6 +63,15 @@ def forked_verification(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthgauge.surgery import verify
 
     monkeypatch.setattr(verify, "subprocess", SimpleNamespace(Popen=ForkedScript, PIPE=None, DEVNULL=None))
+
+
+@pytest.fixture
+def data_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let lm-eval keep the data of tasks in a temporary folder."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import datasets  # noqa: F401
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,6 +33,7 @@ MAY_IMPORT_ITS_LEVEL = {0}
 HEAVY = {
     "transformers",
     "gguf",
+    "xllamacpp",
     "accelerate",
     "dask",
     "distributed",
@@ -43,6 +44,8 @@ HEAVY = {
     "pandas",
     "tensorboard",
     "wandb",
+    "lm_eval",
+    "datasets",
 }
 LONGEST = 450
 # A file name occurs once, except in these pairs of folders, where equal names are deliberate: a verb has a command and

@@ -24,6 +24,7 @@ REST: dict[str, dict[str, Any]] = {
     "papers.claims": {},
     "collapse": {},
     "effective_depth": {"tolerance": 0.1, "radius": 1.0},
+    "evaluate": {},
     "gauge": {},
     "load_network": {},
     "results.load_result": {},
@@ -39,7 +40,7 @@ REST: dict[str, dict[str, Any]] = {
     "sweep": {},
     "results.sweep_status": {},
     "papers.train_bounded": {"layers": 1, "heads": 1, "dim": 4, "eta": 0.1},
-    "write_report": {"out": "page.html"},
+    "results.write_report": {"out": "page.html"},
 }
 """Public function → arguments after the first one."""
 SPACES = ("papers", "results")
@@ -99,7 +100,7 @@ def test_outputs_must_be_paths(tmp_path: Path) -> None:
     result = dg.gauge(NETWORK, samples=1, tokens=4)
     calls: list[Callable[[Any], Any]] = [
         result.save,
-        lambda out: dg.write_report(result, out),
+        lambda out: dg.results.write_report(result, out),
         lambda out: dg.save_network(NETWORK, out),
         lambda out: dg.sweep({"task": "separation", "parameters": {"kind": ["self"]}, "repetitions": 1}, out),
         journal_folder,

@@ -79,7 +79,7 @@ def main() -> None:
     print(
         f"{time.perf_counter() - started:.0f} s, of which the probes took {probing:.0f} s; {len(monitor.alarms)} alarms"
     )
-    print(dg.write_report(options.log, options.log.with_suffix(".html")))
+    print(dg.results.write_report(options.log, options.log.with_suffix(".html")))
 
 
 if __name__ == "__main__":

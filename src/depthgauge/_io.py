@@ -10,27 +10,35 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from depthgauge.errors import InputError, OutputError, require_path
 
 
 def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
-    """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`.
+    """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`; see `atomic_file`."""
+    with atomic_file(path, replace) as temporary:
+        write(temporary)
+
+
+@contextmanager
+def atomic_file(path: str | Path, replace: bool = True, place: Path | None = None) -> Iterator[Path]:
+    """Yield a temporary file to write to, and rename it to `path` at the end of the context.
 
     If anything fails, the temporary file is deleted and `path` is left as it was. With `replace=False`, a file that
-    exists is an error; another process may have created it during the work.
+    exists is an error; another process may have created it during the work. The temporary file is `place`, or a new one
+    in the folder of `path`; both must be on one file system.
     """
     target = _target(path)
     special = is_special(target)
     folder = Path(tempfile.gettempdir()) if special else target.parent
-    temporary = folder / f".{secrets.token_hex(8)}.partial"
+    temporary = place or folder / f".{secrets.token_hex(8)}.partial"
     try:
         temporary.touch()
         mode = temporary.stat().st_mode
-        write(temporary)
+        yield temporary
         if special:
             with open(temporary, "rb") as source, open(target, "wb") as sink:
                 shutil.copyfileobj(source, sink)

@@ -23,7 +23,8 @@ SCHEMA = "depthgauge.partial/2"
 RECORD = "depthgauge.json"
 """The file in the directory of a shrunk model that holds its record; it identifies the directory."""
 _ENTRIES, _LOCK = "journal.json", "lock"
-_OWN_NAMES = re.compile(r"(heal|repair)-[0-9-]+\.pt|\.[0-9a-f]{16}\.partial")
+_RESULT = "result.gguf"
+_OWN_NAMES = re.compile(r"(heal|repair)-[0-9-]+\.pt|result\.gguf|\.[0-9a-f]{16}\.partial")
 """Further files of a journal: the weights of repairs, the states of healing, and writes that were cut short."""
 
 
@@ -118,6 +119,10 @@ class Journal:
     def file(self, kind: str, numbers: Iterable[int]) -> Path | None:
         """Return the path of a further file, such as `repair-6-7.pt`, which is deleted at the end; None in memory."""
         return None if self.folder is None else self.folder / f"{kind}-{'-'.join(map(str, numbers))}.pt"
+
+    def result_file(self) -> Path | None:
+        """Return the path at which a GGUF file is written and checked before it gets its name; None in memory."""
+        return None if self.folder is None else self.folder / _RESULT
 
     def write(self, path: str | Path, text: str, overwrite: bool = False) -> None:
         """Write an output of the run. Its digest is saved before, so that a resumed run knows the file as its own."""

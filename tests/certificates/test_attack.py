@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from depthgauge.certificates import evaluate
+from depthgauge.certificates import arb_values
+from depthgauge.certificates.arb_values import difference_below, distinct_tokens
 from depthgauge.certificates.attack import AttackOptions, attack, difference, prepare, search, sign_search
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.evaluate import difference_below, distinct_tokens
 from depthgauge.errors import InputError
 from depthgauge.network.inputs import uniform_inputs
 from depthgauge.network.random_networks import random_network
@@ -99,7 +99,7 @@ def test_precision_increases_until_large_weights_are_resolved(monkeypatch):
     x = uniform_inputs(1, 5, 8, seed=1)[0]
     with torch.no_grad():
         seen = float((network(x) - surrogate(x)).abs().max())
-    monkeypatch.setattr(evaluate, "MOST_PRECISION", evaluate.PRECISION)
+    monkeypatch.setattr(arb_values, "MOST_PRECISION", arb_values.PRECISION)
     assert difference_below(network, surrogate, x) == 0.0
     monkeypatch.undo()
     assert difference_below(network, surrogate, x) == pytest.approx(seen, rel=1e-6)

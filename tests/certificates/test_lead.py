@@ -10,8 +10,8 @@ from flint import arb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depthgauge.certificates.arb_values import precision
 from depthgauge.certificates.box import RHO
-from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.lead import Rank1Sum, scale_tensor
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import TINY, gamma

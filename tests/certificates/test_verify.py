@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depthgauge.certificates.arb_values import precision, to_arb
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import InputSet
 from depthgauge.certificates.deletion import STEEPEST as FIRST_STEEPEST
-from depthgauge.certificates.evaluate import precision, to_arb
 from depthgauge.certificates.proof import ExpansionProof
 from depthgauge.certificates.verify.arb_vectors import largest, largest_eigenvalue, smaller, spectral_norm
 from depthgauge.certificates.verify.deletion import STEEPEST

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import depthgauge as dg
 from depthgauge.certificates.activations import CURVATURE, THIRD, activation_and_slope
+from depthgauge.certificates.arb_values import precision
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import STEEPEST
-from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.parallel_blocks import Movements, largest_affine, parallel_proof, weighted_products
 from depthgauge.certificates.read_tokens import ReadTokens, diameter
 from depthgauge.certificates.token_set import Tokens

@@ -299,7 +299,10 @@ def test_names_cannot_change_the_terminal(run: Run, workflow: Workflow) -> None:
         ),
         ("m --out s --remove 7 --max-increase 0.1", "got --remove and --max-increase"),
         ("m --out s --remove 7 --from-plan p.json", "got --remove and --from-plan"),
-        ("m --remove 7", "--out is missing; give the directory to create, or --plan-only to search only"),
+        (
+            "m --remove 7",
+            "--out is missing; give the directory or the .gguf file to create, or --plan-only to search only",
+        ),
         ("m --remove 7 --report p.html", "--out is missing"),
         ("m --remove 7 --plan-only p.json --out s", "there is nothing for --out"),
         ("m --remove 7 --plan-only p.json --report r.html", "there is nothing for --report"),

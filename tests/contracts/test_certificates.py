@@ -12,9 +12,9 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depthgauge.certificates.arb_values import difference_below
 from depthgauge.certificates.certificate import Certificate, certify
 from depthgauge.certificates.compared_networks import InputSet
-from depthgauge.certificates.evaluate import difference_below
 from depthgauge.network.random_networks import random_network
 from depthgauge.surrogates.closed_forms import closed_form
 

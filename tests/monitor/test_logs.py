@@ -168,7 +168,7 @@ def test_a_killed_run_has_a_complete_log_and_a_page(tmp_path: Path) -> None:
     assert [probe.step for probe in dg.results.read_log(log).probes] == [0, 1, 2, 3]
     with open(log / "metrics.jsonl", "a", encoding="utf-8") as handle:
         handle.write('{"step": 4, "la')
-    assert dg.write_report(log, tmp_path / "page.html").stat().st_size > 1e6
+    assert dg.results.write_report(log, tmp_path / "page.html").stat().st_size > 1e6
     resumed = dg.Monitor(tiny_llama(layers=2), probe_ids(), 1, log, action="log")
     resumed.step(4)
     assert [probe.step for probe in dg.results.read_log(log).probes] == [0, 1, 2, 3, 4]

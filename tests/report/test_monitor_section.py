@@ -24,7 +24,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def page_file(log: Path) -> Path:
-    return dg.write_report(log, log.parent / "page.html").resolve()
+    return dg.results.write_report(log, log.parent / "page.html").resolve()
 
 
 def test_every_quantity_has_a_map_with_the_loss_and_the_alarms(log: Path) -> None:
@@ -172,7 +172,7 @@ def test_nothing_is_cut_and_nothing_overlaps_on_a_phone(browser: Any, tmp_path: 
     log = write_log(tmp_path / "run", count=31, every=2000)  # with steps of five digits
     context = browser.new_context(viewport={"width": width, "height": 800}, reduced_motion="reduce")
     page = context.new_page()
-    page.goto(dg.write_report(log, tmp_path / "page.html").resolve().as_uri())
+    page.goto(dg.results.write_report(log, tmp_path / "page.html").resolve().as_uri())
     page.wait_for_selector("html[data-drawn]", timeout=30_000)
 
     def boxes(selector: str) -> list[dict[str, float]]:

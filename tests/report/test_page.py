@@ -131,15 +131,15 @@ def test_tables_show_three_digits_and_carry_them_all():
 def test_write_report_takes_a_result_a_document_or_a_file(document, tmp_path):
     (tmp_path / "r.json").write_text(json.dumps(document))
     pages = [
-        dg.write_report(given, tmp_path / f"{k}.html").read_bytes()
+        dg.results.write_report(given, tmp_path / f"{k}.html").read_bytes()
         for k, given in enumerate((check_result(document), document, tmp_path / "r.json", str(tmp_path / "r.json")))
     ]
     assert len(set(pages)) == 1
     assert 4_500_000 < len(pages[0]) < 6_000_000
     with pytest.raises(InputError, match="would replace its own result"):
-        dg.write_report(tmp_path / "r.json", tmp_path / ".." / tmp_path.name / "r.json")
+        dg.results.write_report(tmp_path / "r.json", tmp_path / ".." / tmp_path.name / "r.json")
     with pytest.raises(OutputError, match="is a directory"):
-        dg.write_report(document, tmp_path)
+        dg.results.write_report(document, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.html", "1.html", "2.html", "3.html", "r.json"]
 
 
@@ -148,5 +148,5 @@ def test_without_the_extra_the_error_says_what_to_install(document, tmp_path, mo
     for module in missing:
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingPackageError, match=r"needs the extra `report`.*'jinja2>=.* 'plotly>="):
-        dg.write_report(document, tmp_path / "page.html")
+        dg.results.write_report(document, tmp_path / "page.html")
     assert list(tmp_path.iterdir()) == []

@@ -7,7 +7,7 @@ HOSTILE = "</script><script>alert(1)</script>"
 
 _SETTINGS = {
     "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
-    "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200",
+    "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200", "evaluate": None,
     "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
     "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "force": False,
     "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
@@ -102,7 +102,7 @@ DOCUMENT: dict[str, Any] = {
     "parameters": {"before": 134515008, "after": 109741248}, "bytes": {"before": 538090408, "after": 438994712},
     "memory": {"before": 546060032, "after": 445104192}, "curve": _curve(), "stages": _stages(),
     "durations": {"loading": 12.5, "search": 600.0, "repair and comparison": 700.0},
-    "heal": {"steps": 200, "before": 3.8124, "after": 3.7611, "kept": True},
+    "heal": {"steps": 200, "before": 3.8124, "after": 3.7611, "kept": True}, "evaluation": None,
     "reload": {
         "difference": 3.1e-7, "layers": 23, "generation": "equal with and without cache"
     },

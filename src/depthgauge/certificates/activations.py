@@ -8,8 +8,8 @@ from flint import arb
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.certificates.arb_values import float_below, precision
 from depthgauge.certificates.deletion import STEEPEST
-from depthgauge.certificates.evaluate import float_below, precision
 from depthgauge.linalg.enclosures import Enclosure
 from depthgauge.linalg.rounding import add_up, mul_up, sub_up
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge._frames import html_facts
+from depthgauge.certificates.arb_values import difference_below
 from depthgauge.certificates.attack import AttackOptions, attack
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.compared_networks import Comparison, InputSet
-from depthgauge.certificates.evaluate import difference_below
 from depthgauge.certificates.proof import UpperBound, prove_upper
 from depthgauge.certificates.token_attack import attack_tokens
 from depthgauge.certificates.token_set import Tokens

@@ -12,7 +12,7 @@ import torch
 from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
-from depthgauge.checkpoints.source import Source, count_parameters
+from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding_blocks
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -176,6 +176,10 @@ def load_config(source: Source, placement: Placement) -> Any:
                 f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
                 "give a transformer"
             )
+    slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
+        # transformers ignores the list, and assumes a rule that holds in files without one.
+        config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
     loader, _ = loader_of(config)
     reads = getattr(loader, "main_input_name", "input_ids")
     if reads != "input_ids":

@@ -243,6 +243,14 @@ def gguf_metadata(source: Source | None) -> dict[str, Any]:
     return {name: field.contents() for name, field in fields.items() if field.types and field.types[0] != array}
 
 
+def gguf_sliding_blocks(source: Source) -> list[bool] | None:
+    """Return which blocks of a GGUF file have a sliding window, if its metadata lists them."""
+    fields = attempt(source.target, "metadata", lambda: source.reader).fields
+    found = next((field for key, field in fields.items() if key.endswith(".attention.sliding_window_pattern")), None)
+    listed = None if found is None else found.contents()
+    return list(map(bool, listed)) if isinstance(listed, list) else None
+
+
 def count_parameters(source: Source) -> tuple[int, int]:
     """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
     if source.gguf is not None:

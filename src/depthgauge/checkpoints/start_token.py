@@ -76,9 +76,12 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
 
 
 @torch.no_grad()
-def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]]) -> Start:
+def measure_start(
+    start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Tensor, " n"]], least: float = 0.0
+) -> Start:
     """Measure the loss with and without the BOS token where that is undecided, and choose the smaller one.
 
+    The token is added if it lowers the loss by more than `least`, in nats per token.
     Both losses are means over the same predicted tokens: those after the first token of each body, which is a window
     without special tokens. Bodies are shortened so that they fit the context with the token. Models without a loss are
     left without the token.
@@ -99,4 +102,4 @@ def measure_start(start: Start, checkpoint: Checkpoint, bodies: Sequence[Int[Ten
             losses[bos].append(cross_entropy(logits[:, len(prefix) :], ids[:, len(prefix) :]))
     added, bare = (sum(losses[bos]) / len(losses[bos]) for bos in (True, False))
     reason = f"measured on {counted(len(bodies), 'window')}: loss {number(added)} with it and {number(bare)} without it"
-    return start.decided(start.candidate, added < bare, reason)
+    return start.decided(start.candidate, added < bare - least, reason)

@@ -113,10 +113,11 @@ def split_field(text: str | Path) -> tuple[Path, str | None]:
 
 
 def read_text(
-    text: TextFile, render: Callable[[list[Any]], str], *, wanted: int, length: int, seed: int
+    text: TextFile, render: Callable[[list[Any]], str], *, wanted: int, length: int, seed: int, whole: bool = False
 ) -> TextContent:
     """Read a text; of a text above `WHOLE_BYTES`, read `wanted` pieces of more than `length` tokens, chosen by `seed`.
 
+    With `whole`, a text of any size is read completely.
     The documents of a JSONL file are separated by an empty line. Chats are not separated, because the chat template
     marks where they start and end. The pieces of a large JSONL file consist of whole lines.
     """
@@ -125,11 +126,12 @@ def read_text(
         return TextContent((default.decode("utf-8"),), hashlib.sha256(default).hexdigest(), True)
     try:
         size = text.path.stat().st_size
+        whole = whole or size <= WHOLE_BYTES
         with open(text.path, "rb") as handle:
             if text.field is not None:
                 documents = _Documents(handle, text, render)
-                return documents.all() if size <= WHOLE_BYTES else documents.drawn(size, wanted, length, seed)
-            if size <= WHOLE_BYTES:
+                return documents.all() if whole else documents.drawn(size, wanted, length, seed)
+            if whole:
                 raw = handle.read()
                 return TextContent((_decode(raw, text.path, True),), hashlib.sha256(raw).hexdigest(), True)
             return _plain_pieces(handle, text.path, size, wanted, length, seed)

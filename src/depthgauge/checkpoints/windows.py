@@ -84,14 +84,17 @@ class TokenizedText(ArrayRecord):
 
 
 def tokenize_text(
-    tokenizer: Any, text: str | Path | TextFile | None, *, wanted: int, length: int, seed: int
+    tokenizer: Any, text: str | Path | TextFile | None, *, wanted: int, length: int, seed: int, whole: bool = False
 ) -> TokenizedText:
     """Read a text (see `find_text`) and convert it to token ids; of a large text, read about as much as is needed.
 
     `wanted` windows of `length` tokens without special tokens will be cut; `seed` chooses the pieces of a large text.
+    With `whole`, all of a large text is read.
     """
     found = find_text(text)
-    content = read_text(found, lambda chat: _chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed)
+    content = read_text(
+        found, lambda chat: _chat_text(tokenizer, chat), wanted=wanted, length=length, seed=seed, whole=whole
+    )
     with quiet():
         pieces = [tokenizer(piece, add_special_tokens=False)["input_ids"] for piece in content.pieces]
     ids = tuple(torch.tensor(one, dtype=torch.int64) for one in pieces)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from depthgauge._version import __version__
-from depthgauge.cli import claims, collapse, gauge, random, report, reproduce, separate, shrink, sweep
+from depthgauge.cli import claims, collapse, evaluate, gauge, random, report, reproduce, separate, shrink, sweep
 from depthgauge.cli.output import print_terms
 from depthgauge.errors import DepthgaugeError, InterruptedRunError
 from depthgauge.results.glossary import TERMS
@@ -26,7 +26,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for verb in (gauge, shrink, collapse, random, sweep, report):
+for verb in (gauge, shrink, evaluate, collapse, random, sweep, report):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="Your network or model")(verb.command)
 for verb in (claims, separate, reproduce):
     app.command(name=verb.__name__.rpartition(".")[2], rich_help_panel="The two papers")(verb.command)

@@ -13,7 +13,8 @@ def command(
         Path,
         typer.Argument(
             metavar="RESULT",
-            help="The file that `gauge --out` wrote, depthgauge.json of a shrunk model, or the log of a training run.",
+            help="The file that `gauge --out` or `evaluate --out` wrote, depthgauge.json of a shrunk model, or the log "
+            "of a training run.",
             show_default=False,
         ),
     ],

@@ -31,7 +31,8 @@ def command(
     *,
     options: ShrinkOptions,
     out: Annotated[
-        Path | None, typer.Option(help="Directory to create for the smaller checkpoint.", rich_help_panel=_FILES)
+        Path | None,
+        typer.Option(help="Directory to create for the smaller checkpoint, or a .gguf file.", rich_help_panel=_FILES),
     ] = None,
     report: Annotated[
         Path | None, typer.Option(help="Also write a page with charts to this .html file.", rich_help_panel=_FILES)
@@ -83,6 +84,9 @@ def command(
     `depthgauge shrink HuggingFaceTB/SmolLM2-135M --remove 7 --out ./smaller` shrinks a model on the hub, from the cache
     of huggingface_hub; a model that is not there is downloaded first.
 
+    `depthgauge shrink model.gguf --text corpus.txt --remove 25% --out smaller.gguf` writes a GGUF file that llama.cpp
+    loads, quantized as the source is, and `smaller.depthgauge.json` with the result next to it.
+
     After an interruption, run the same command with `--resume`.
     """
     check_request(options, {"--out": out, "--report": report, "--plan-only": plan_only, "--from-plan": from_plan})
@@ -124,7 +128,9 @@ def check_request(options: ShrinkOptions, files: Mapping[str, Path | None]) -> N
             if files[flag] is not None:
                 raise InputError(f"--plan-only stops after the search, so there is nothing for {flag}; leave it out")
     elif out is None:
-        raise InputError("--out is missing; give the directory to create, or --plan-only to search only")
+        raise InputError(
+            "--out is missing; give the directory or the .gguf file to create, or --plan-only to search only"
+        )
 
 
 def _print(record: Any, as_json: bool) -> None:

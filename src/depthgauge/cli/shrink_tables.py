@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 
 from depthgauge._format import counted, number, ranges
+from depthgauge.cli.evaluate_tables import evaluate_tables
 from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
@@ -34,6 +35,8 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     if record.guarantee is not None and record.guarantee.tested:
         yield from tested_tables(record, width)
     yield from map(_line, guarantee_sentences(record))
+    if record.evaluation is not None:
+        yield from evaluate_tables(record.evaluation, width)
     yield from cost_tables(record, width)
     yield from candidate_tables(record.plan, width)
     for stage in record.stages:

@@ -39,10 +39,10 @@ def span(values: Sequence[int]) -> str:
     return "–".join(str(value) for value in sorted({min(values), max(values)})) if values else DASH
 
 
-def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> str:
+def command_line(verb: str, options: Mapping[str, Any], *targets: str | None) -> str:
     """Return a command, every word quoted for a shell.
 
-    In `options`, True is a flag, and a tuple is an option that is repeated. `target` is the argument of the verb.
+    In `options`, True is a flag, and a tuple is an option that is repeated. `targets` are the arguments of the verb.
 
     >>> command_line("gauge", {"tokens": 8}, "my net.st")
     "depthgauge gauge --tokens 8 'my net.st'"
@@ -58,8 +58,9 @@ def command_line(verb: str, options: Mapping[str, Any], target: str | None) -> s
                 continue
             plain = f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
             words += [f"{flag}={plain}"] if plain.startswith("-") else [flag, plain]
-    if target is not None:
-        words += ["--", target] if target.startswith("-") else [target]
+    given_targets = [target for target in targets if target is not None]
+    words += ["--"] if any(target.startswith("-") for target in given_targets) else []
+    words += given_targets
     return " ".join(shlex.quote(printable(word)) for word in words)
 
 

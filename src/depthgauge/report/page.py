@@ -8,11 +8,13 @@ from typing import Any
 
 from depthgauge._format import counted, number
 from depthgauge.report.checkpoint_section import checkpoint_facts, checkpoint_parts
+from depthgauge.report.evaluate_section import evaluate_page
 from depthgauge.report.markup import command_line, printable, settings_table
 from depthgauge.report.monitor_section import monitor_page
 from depthgauge.report.network_section import network_facts, network_parts
 from depthgauge.report.page_parts import Page, Section
 from depthgauge.report.shrink_section import shrink_page
+from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.gauge_record import GaugeRecord, Subject
 from depthgauge.results.monitor_record import MonitorRecord
@@ -23,8 +25,14 @@ SAVED = "network.safetensors"
 """The file name that a page suggests for a network that was gauged in memory."""
 
 
-def page_of(result: GaugeRecord | ShrinkRecord | MonitorRecord) -> Page:
+Shown = GaugeRecord | ShrinkRecord | MonitorRecord | EvaluateRecord
+"""The results that have a page."""
+
+
+def page_of(result: Shown) -> Page:
     """Return what the page of a result shows."""
+    if isinstance(result, EvaluateRecord):
+        return evaluate_page(result)
     if isinstance(result, MonitorRecord):
         return monitor_page(result)
     return shrink_page(result) if isinstance(result, ShrinkRecord) else gauge_page(result)
@@ -71,7 +79,7 @@ def section(subject: Subject, settings: GaugeSettings) -> Section:
     return Section(subject.name, subject.verdict, checkpoint_facts(subject), checkpoint_parts(subject))
 
 
-def render(result: GaugeRecord | ShrinkRecord | MonitorRecord, plotly: str) -> str:
+def render(result: Shown, plotly: str) -> str:
     """Return the page of a result, with `plotly`, the source code of plotly.js, inside."""
     return render_page(page_of(result), plotly)
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from depthgauge._format import DASH, counted, duration, number, ranges, short
 from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering, label, names_axis, single
+from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
@@ -342,8 +343,10 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
 
 def shrink_parts(record: ShrinkRecord) -> tuple[PagePart, ...]:
     """Return all parts of the section, in order."""
-    makers = (stack_part, guarantee_part, text_part, curve_part, candidate_part, cost_part, search_part, notes_part)
-    return present(*(make(record) for make in makers))
+    first = (stack_part, guarantee_part, text_part, curve_part)
+    rest = (candidate_part, cost_part, search_part, notes_part)
+    tasks = () if record.evaluation is None else evaluate_parts(record.evaluation)
+    return present(*(make(record) for make in first), *tasks, *(make(record) for make in rest))
 
 
 def guarantee_part(record: ShrinkRecord) -> PagePart:

@@ -6,8 +6,9 @@ from typing import Any
 
 from depthgauge._io import write_text
 from depthgauge.errors import InputError, missing_extra, require_path, require_type
-from depthgauge.report.page import render, render_page
+from depthgauge.report.page import Shown, render, render_page
 from depthgauge.report.shrink_section import shrink_page
+from depthgauge.results.evaluate_record import EVALUATE_SCHEMA, EvaluateRecord, check_evaluate
 from depthgauge.results.gauge_record import ADVICE, GaugeRecord, check_result
 from depthgauge.results.monitor_record import MONITOR_ADVICE, MonitorRecord, read_log
 from depthgauge.results.record import ResultError, load_document
@@ -16,16 +17,14 @@ from depthgauge.results.shrink_record import PLAN_SCHEMA, SHRINK_ADVICE, SHRINK_
 _ADVICE = f"{ADVICE}, {SHRINK_ADVICE.removeprefix('give ')}, or {MONITOR_ADVICE.removeprefix('give ')}"
 
 
-def write_report(
-    result: GaugeRecord | ShrinkRecord | MonitorRecord | dict[str, Any] | str | Path, out: str | Path
-) -> Path:
-    """Write one self-contained HTML page about a result of `gauge` or `shrink`, or a log of `Monitor` (extra `report`).
+def write_report(result: Shown | dict[str, Any] | str | Path, out: str | Path) -> Path:
+    """Write a self-contained HTML page about a result of `gauge`, `shrink` or `evaluate`, or a log (extra `report`).
 
     The page opens from disk and makes no network requests. It is written atomically.
 
     Args:
-        result: the result, its JSON document, or the file it was saved to: what `gauge --out` wrote, or
-            `depthgauge.json` in the directory that `shrink --out` wrote, or the log directory of a `Monitor`.
+        result: the result, its JSON document, or the file it was saved to: what `gauge --out` or `evaluate --out`
+            wrote, or `depthgauge.json` in the directory that `shrink --out` wrote, or the log directory of a `Monitor`.
         out: the page to write.
 
     Returns:
@@ -35,7 +34,7 @@ def write_report(
         MissingPackageError: plotly or jinja2 is not installed.
         ResultError: the document is not a result; the message names the place that does not fit.
     """
-    record: GaugeRecord | ShrinkRecord | MonitorRecord
+    record: Shown
     if isinstance(result, str | Path) and Path(result).is_dir():
         record = read_log(result)
     elif isinstance(result, str | Path):
@@ -43,14 +42,14 @@ def write_report(
         if require_path("out", out).resolve() == Path(result).resolve():
             raise InputError(f"the page would replace its own result, {result}; give another --out")
     else:
-        expected = "a result of gauge or shrink, a log of Monitor, the document of one, or the path of one"
-        require_type("result", result, (dict, GaugeRecord, ShrinkRecord, MonitorRecord), expected)
+        expected = "a result of gauge, shrink or evaluate, a log of Monitor, the document of one, or the path of one"
+        require_type("result", result, (dict, GaugeRecord, ShrinkRecord, MonitorRecord, EvaluateRecord), expected)
         record = _check(result, "the result") if isinstance(result, dict) else result
     write_text(out, page_text(record))
     return Path(out)
 
 
-def page_text(record: GaugeRecord | ShrinkRecord | MonitorRecord) -> str:
+def page_text(record: Shown) -> str:
     """Return the page of a record as HTML."""
     return render(record, plotly_code())
 
@@ -60,14 +59,16 @@ def sizes_page_text(records: Sequence[ShrinkRecord]) -> str:
     return render_page(shrink_page(*records), plotly_code())
 
 
-def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord:
+def _check(document: Any, name: str) -> GaugeRecord | ShrinkRecord | EvaluateRecord:
     """Return a parsed document as the record of its schema."""
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema == PLAN_SCHEMA:
         raise ResultError(f"{name} is a plan, which has nothing to show yet; {SHRINK_ADVICE}")
-    family = SHRINK_SCHEMA.rpartition("/")[0]
-    if isinstance(schema, str) and schema.startswith(f"{family}/"):
+    family = schema.rpartition("/")[0] if isinstance(schema, str) else ""
+    if family == SHRINK_SCHEMA.rpartition("/")[0]:
         return check_shrink(document, name)
+    if family == EVALUATE_SCHEMA.rpartition("/")[0]:
+        return check_evaluate(document, name)
     return check_result(document, name)
 
 

@@ -2,6 +2,9 @@ from depthgauge.certificates.certificate import Certificate as Certificate
 from depthgauge.depth.effective import Depth as Depth
 from depthgauge.measures.profile import Profile as Profile
 from depthgauge.monitor.alarms import AlarmError as AlarmError
+from depthgauge.report.write import write_report as write_report
+from depthgauge.results.evaluate_options import EvaluateOptions as EvaluateOptions
+from depthgauge.results.evaluate_record import EvaluateRecord as EvaluateRecord
 from depthgauge.results.monitor_options import AlarmThresholds as AlarmThresholds
 from depthgauge.results.monitor_record import Alarm as Alarm
 from depthgauge.results.monitor_record import MonitorRecord as MonitorRecord

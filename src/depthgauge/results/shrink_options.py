@@ -15,7 +15,9 @@ from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
-ABOUT_FILES = ("dtype", "device", "device_map", "tokenizer", "trust_remote_code", "allow_pickle", "ignore_unused")
+ABOUT_FILES = (
+    "dtype", "device", "device_map", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle", "ignore_unused",
+)  # fmt: skip
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
 
@@ -43,6 +45,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         effort: quick, default or high: more calibration windows, a wider search, more time.
         no_repair: Remove blocks without changing any weights.
         heal: After the repair, train this many steps towards the dense model's predictions; auto: as long as it helps.
+        evaluate: Also run these tasks on both models, item by item: depthgauge_cloze, or names of lm-eval tasks with
+            commas between them; 500 items of each.
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
@@ -54,6 +58,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
+        gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
+            [default], Q5_1, F16, ….
         force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
         allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
@@ -70,6 +76,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     effort: Annotated[str, _ANY] = "default"
     no_repair: Annotated[bool, _ANY] = False
     heal: Annotated[str | None, _ANY] = None
+    evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
     as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
@@ -80,6 +87,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
     tokenizer: Annotated[str | None, _MODEL] = None
+    gguf_type: Annotated[str | None, _MODEL] = None
     force: Annotated[bool, _MODEL] = False
     trust_remote_code: Annotated[bool, _MODEL] = False
     allow_pickle: Annotated[bool, _MODEL] = False
@@ -121,6 +129,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
                 "shows how far its final states move"
             )
+        if not decoder and self.evaluate is not None:
+            raise InputError(f"--evaluate needs a causal language model, and {name} is none; leave it out")
         if decoder and self.sampled is not None and self.sampled != 1 and not self.text:
             raise InputError(
                 f"--sampled {self.sampled:g} needs --text: without text, all windows are sampled from the model; give "

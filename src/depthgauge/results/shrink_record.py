@@ -11,11 +11,14 @@ from depthgauge._format import counted, number
 from depthgauge._frames import frame
 from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import HubModel
+from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
 SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
+LLAMA = "llama.cpp"
+"""The program that checks GGUF files."""
 MOST_LAYERS = 10_000
 """A document with more layers than this is damaged; pages and tables draw every layer."""
 
@@ -233,11 +236,16 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
     - `difference`: the largest relative difference of its outputs from those of the model in memory
     - `layers`: the number of layers that it found
     - `generation`: whether generation with and without a cache is equal, as a phrase
+    - `program`: `transformers`, or `llama.cpp` for a GGUF file. llama.cpp is compared with transformers: `difference`
+      is that of the log-probabilities of the next tokens in nats, `source_difference` the same for the source model,
+      and `generation` says whether both generate the same text
     """
 
     difference: Number
     layers: Count
     generation: str
+    program: str = "transformers"
+    source_difference: Measured = None
 
 
 class ShrinkRecord(Record, frozen=True, kw_only=True):
@@ -251,7 +259,8 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `stages`: the stages of the repair
     - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
       include the sizes before this one
-    - `out`: the directory of the shrunk model; None if nothing was written
+    - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
+    - `out`: the directory or the GGUF file of the shrunk model; None if nothing was written
     """
 
     schema: str = SHRINK_SCHEMA
@@ -274,6 +283,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     durations: dict[str, Number] = msgspec.field(default_factory=dict)
     heal: HealRecord | None
     reload: ReloadRecord | None
+    evaluation: EvaluateRecord | None = None
     plan: PlanRecord
     notes: tuple[str, ...]
     versions: dict[str, str]

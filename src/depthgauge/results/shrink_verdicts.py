@@ -10,6 +10,7 @@ from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.shrink_record import (
+    LLAMA,
     BeforeAfter,
     CalibrationRecord,
     GuaranteeRecord,
@@ -226,8 +227,9 @@ def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
 
 def stage_sentence(stage: RepairStage) -> str:
     """Return what a stage of the repair did."""
+    what = stage.name if stage.name.startswith("rounding") else f"repair by {stage.name}"
     return (
-        f"repair by {stage.name}: the objective on the selection windows went from {number(stage.before, 4)} to "
+        f"{what}: the objective on the selection windows went from {number(stage.before, 4)} to "
         f"{number(stage.after, 4)} (standard error of the difference {number(stage.error, 2)}); it was "
         f"{'kept' if stage.kept else 'undone'}"
     )
@@ -253,6 +255,12 @@ def heal_sentence(heal: HealRecord) -> str:
 def reload_sentence(reload: ReloadRecord) -> str:
     """Return what the fresh process found."""
     generation = f"; generation: {reload.generation}" if reload.generation else ""
+    if reload.program == LLAMA:
+        return (
+            f"checked: llama.cpp loaded {counted(reload.layers, 'layer')} in a new process; its log-probabilities of "
+            f"the next tokens differ by {number(reload.difference, 2)} nats from those of transformers (for the source "
+            f"model by {number(reload.source_difference, 2)}){generation}"
+        )
     return (
         f"checked: a new process without depthgauge loaded {counted(reload.layers, 'layer')}; its outputs differ by at "
         f"most {number(reload.difference, 2)} of their size{generation}"

@@ -29,6 +29,7 @@ from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
 from depthgauge.surgery.extract import require_supported
+from depthgauge.surgery.gguf_layout import GgufLayout, match_weights, read_layout
 from depthgauge.surgery.student import effort_of
 
 SAMPLED = 1 / 3
@@ -41,7 +42,8 @@ class OpenedModel:
 
     - `checkpoint`, `tokenizer`: the model
     - `files`: SHA-256 of the weight files by name; empty for a model from memory
-    - `stored`: dtype in which the result is written; None keeps the dtype of the loaded weights
+    - `stored`: dtype in which the result is written, or the GGUF file whose types it has; None keeps the dtype of the
+      loaded weights
     - `start`: the special tokens around every window
     - `texts`: the windows of the texts, without special tokens
     - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
@@ -50,7 +52,7 @@ class OpenedModel:
     checkpoint: Checkpoint
     tokenizer: Any
     files: dict[str, str]
-    stored: torch.dtype | None
+    stored: torch.dtype | GgufLayout | None
     start: Start
     texts: CutTexts
     fresh: float
@@ -63,18 +65,21 @@ def open_model(
     tokenizer: Any,
     plan: PlanRecord | None,
     message: Callable[[str], None],
+    as_gguf: bool = False,
 ) -> OpenedModel:
     """Load a model, after checking everything that can be checked without its weights.
 
     Without a `source`, which is a checkpoint on disk, `model` is in memory, and `tokenizer` belongs to it. The digests
     of a plan that will be followed must match. `message` is called with sentences such as the BOS decision. A language
-    model that cannot read its text is refused.
+    model that cannot read its text is refused. With `as_gguf`, so is a model that cannot be written as a GGUF file.
     """
     # A new process imports the libraries again and loads the model. The CPU time of this process so far stands for the
     # imports; it is limited by the time of opening, because a long-running process has spent it on other work.
     before, started = time.process_time(), time.perf_counter()
     files: dict[str, str] = {}
-    stored = None
+    stored: torch.dtype | GgufLayout | None = None
+    if as_gguf:
+        stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer, plan)
         texts = _cut_texts(
@@ -93,6 +98,8 @@ def open_model(
         if settings.dtype == "auto" and source.gguf is None:
             stored = stored_dtype(config, source)
     require_supported(checkpoint)
+    if isinstance(stored, GgufLayout):
+        stored = match_weights(stored, checkpoint)
     if not settings.no_repair and any(weight.is_meta for weight in checkpoint.model.parameters()):
         raise InputError(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "

@@ -49,10 +49,15 @@ def refit_block(
     family = runner.checkpoint.family
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = max(RIDGE, RIDGE_PER_RATIO * shape_of(maps[1])[0] / (states.shape[0] * states.shape[1]))
+    ridge = ridge_for(maps[1], states)
     for chosen in (maps,) if family.order == "parallel" else (maps, maps[1:]):
         for parameter, delta in refit(runner, layer, chosen, states, targets, ridge):
             parameter.copy_(parameter.double() + delta)
+
+
+def ridge_for(module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
+    """Return λ for a map and as many tokens as `states` has."""
+    return max(RIDGE, RIDGE_PER_RATIO * shape_of(module)[0] / (states.shape[0] * states.shape[1]))
 
 
 def refit(

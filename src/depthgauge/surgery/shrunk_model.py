@@ -1,9 +1,10 @@
 """Make shrunk models: with given blocks removed, or the smallest one whose loss stays within a limit."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import torch
 
 from depthgauge.results.record import finite
@@ -13,6 +14,8 @@ from depthgauge.surgery.candidates import Candidates, Losses, difference, put_we
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.distill import distill
 from depthgauge.surgery.extract import cast
+from depthgauge.surgery.gguf_layout import EncodedTensor, GgufLayout
+from depthgauge.surgery.gguf_rounding import round_changed
 from depthgauge.surgery.shrinker import Removed, Shrinker
 
 _BEYOND = 2.0
@@ -33,6 +36,7 @@ class ShrunkModel:
     - `candidates`: the sets of blocks that it was compared with, the best first
     - `stages`, `heal`: what changed the weights
     - `objective`: the objective on the selection windows
+    - `encoded`: for a GGUF file, the bytes of the changed tensors, by the names in the source file
     """
 
     model: Any
@@ -41,6 +45,7 @@ class ShrunkModel:
     stages: tuple[RepairStage, ...]
     heal: HealRecord | None
     objective: float
+    encoded: Mapping[str, EncodedTensor] = field(default_factory=dict)
 
     @property
     def repaired(self) -> bool:
@@ -52,13 +57,14 @@ def make_model(
     candidates: Candidates,
     sets: Mapping[str, Removed],
     settings: ShrinkOptions,
-    stored: torch.dtype | None,
+    stored: torch.dtype | GgufLayout | None,
     given: Removed | None = None,
 ) -> ShrunkModel:
     """Choose one of several sets of blocks, repair and heal the others, and return the model as it is written.
 
-    `stored` is the dtype in which it is written; None keeps the one of the dense model, which has its original weights
-    afterwards. The set `given` is removed, if there is one, and the others are shown beside it.
+    `stored` is the dtype in which it is written, or the GGUF file whose types the weights are rounded to. None keeps
+    the dtype of the dense model, which has its original weights afterwards. The set `given` is removed, if there is
+    one, and the others are shown beside it.
     """
     shrinker = candidates.shrinker
     with shrinker.durations("repair and comparison"):
@@ -68,10 +74,42 @@ def make_model(
     if settings.heal is not None:
         with shrinker.durations("healing"):
             losses, healed = _heal(shrinker, removed, losses, settings)
+    stages, encoded = made.stages, dict[str, EncodedTensor]()
+    if isinstance(stored, GgufLayout):
+        with shrinker.durations("rounding"):
+            encoded, losses, rounding = _round(shrinker, removed, losses, stored)
+        if rounding is not None and not rounding.kept:  # all changes are undone
+            stages = tuple(msgspec.structs.replace(stage, kept=False) for stage in stages)
+            healed = None if healed is None else msgspec.structs.replace(healed, kept=False)
+        stages += () if rounding is None else (rounding,)
     model = shrinker.model()
     shrinker.restore()
-    model = model if stored is None else cast(model, stored)
-    return ShrunkModel(model, removed, compared, made.stages, healed, float(losses.mean()))
+    model = cast(model, stored) if isinstance(stored, torch.dtype) else model
+    return ShrunkModel(model, removed, compared, stages, healed, float(losses.mean()), encoded)
+
+
+def _round(
+    shrinker: Shrinker, removed: Removed, before: Losses, layout: GgufLayout
+) -> tuple[dict[str, EncodedTensor], Losses, RepairStage | None]:
+    """Round the changed weights to the types of a file; put the original ones back if they are better than the result.
+
+    Returns the bytes of the changed tensors, the objective on the selection windows, and what was done, if anything.
+    """
+    bare = shrinker.losses_without(removed)  # known, so that no weight changes here
+    encoded = round_changed(shrinker, layout)
+    if not encoded:
+        return encoded, before, None
+    after = shrinker.losses()
+    is_kept = float(after.mean()) < float(bare.mean())
+    kinds = sorted({one.kind.name for one in encoded.values() if one.data.ndim > 1})
+    stage = RepairStage(
+        name=f"rounding to {', '.join(kinds)}", before=finite(before.mean()), after=finite(after.mean()),
+        error=finite(difference(after, before)[1]), kept=is_kept,
+    )  # fmt: skip
+    if is_kept:
+        return encoded, after, stage
+    shrinker.keep_all_but(removed)
+    return {}, bare, stage
 
 
 def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: ShrinkOptions) -> tuple[Losses, HealRecord]:
@@ -104,7 +142,11 @@ def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: Shrink
 
 
 def largest_within(
-    candidates: Candidates, certifier: Certifier, limit: float, settings: ShrinkOptions, stored: torch.dtype | None
+    candidates: Candidates,
+    certifier: Certifier,
+    limit: float,
+    settings: ShrinkOptions,
+    stored: torch.dtype | GgufLayout | None,
 ) -> tuple[ShrunkModel | None, tuple[TestedSize, ...]]:
     """Test sizes from gentle to harsh on the certify windows, and return the last model before one fails.
 

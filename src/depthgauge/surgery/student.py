@@ -216,6 +216,11 @@ class Student:
             if parameter not in self._originals:
                 self._originals[parameter] = parameter.detach().clone()
 
+    def changed(self, layer: int) -> list[str]:
+        """Return the names of the weights of a block that differ from the original ones."""
+        weights, known = self.runner.blocks[layer].named_parameters(), self._originals
+        return [name for name, weight in weights if weight in known and not torch.equal(weight, known[weight])]
+
     @torch.no_grad()
     def restore(self) -> None:
         """Put the original weights back."""

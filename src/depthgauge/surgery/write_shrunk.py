@@ -14,6 +14,8 @@ from depthgauge._journal import RECORD, Journal
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
+from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.certify import Certifier
@@ -164,6 +166,17 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
         )
     if sentences := guarantee_sentences(record):
         yield from ("", "## Guarantee", "", *(f"- {sentence}" for sentence in sentences))
+    if record.evaluation is not None:
+        yield from ("", "## Tasks", "", *_tasks(record.evaluation))
+
+
+def _tasks(record: EvaluateRecord) -> Iterator[str]:
+    yield "| task | items | source model, % | this model, % | difference, points, with its 95 % interval | p |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for (name, items, before), (*_, after) in zip(accuracy_rows(record, 0), accuracy_rows(record, 1), strict=True):
+        cells = [name, number(items), percent_text(before.accuracy), percent_text(after.accuracy)]
+        yield f"| {' | '.join([*cells, difference_text(after), number(after.p, 2)])} |"
+    yield from ("", *(f"- {sentence}" for sentence in (*task_guarantees(record), *record.notes)))
 
 
 def mergekit_plan(name: str, dtype: str, kept: Sequence[int]) -> str:

@@ -22,9 +22,10 @@ from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_s
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.open_model import OpenedModel
+from depthgauge.surgery.output_names import has_written, is_gguf_name, output_folders, record_file
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.workflows.shrink_run import ShrinkRun, output_folders
+from depthgauge.workflows.shrink_run import ShrinkRun
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 
 
@@ -67,6 +68,11 @@ class ShrinkResult:
         Returns:
             The record with the losses of the reloaded model.
         """
+        if is_gguf_name(out):
+            raise InputError(
+                f"{out} is a GGUF file, whose rounded weights must be measured; give it to shrink() as out, or give a "
+                "directory"
+            )
         if self.model is None:
             raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
         checkpoint, tokenizer = self.opened.checkpoint, self.opened.tokenizer
@@ -105,8 +111,8 @@ def shrink(
         options: what to do; see `ShrinkOptions`.
         tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
-        out: the directory to write the smaller model to; None keeps it in memory. With `sizes`, the directories are
-            named after it: `OUT-2`, `OUT-4`, ….
+        out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
+            `.gguf`; None keeps it in memory. With `sizes`, the outputs are named after it: `OUT-2`, `OUT-4`, ….
         report: a file to write a page with charts to (extra `report`).
         resume: continue an interrupted run with the same `out`.
         overwrite: replace a checkpoint at `out` and a file at `report`, and start again where an interrupted run has
@@ -129,21 +135,28 @@ def shrink(
         plotly_code()  # raises now if the extra is missing
         if out is not None and Path(out).resolve() in Path(report).resolve().parents:
             raise InputError(f"--report {report} is inside --out, which is written as a whole; give a file next to it")
+    as_gguf = is_gguf_name(out)
+    if settings.gguf_type is not None and not as_gguf:
+        raise InputError("--gguf-type applies to GGUF files; give --out a name that ends with .gguf, or leave it out")
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         inputs = _inputs(model, settings) | {"--from-plan": plan if isinstance(plan, str | Path) else None}
         check_outputs({"--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
-        folders = [] if out is None else output_folders(out, settings)
-        if parse_hub_name(model) is not None:
-            for folder in folders:  # before a download
-                check_output_directory(folder, None, overwrite or journal.has_written(folder))
+        places = [] if out is None else output_folders(out, settings)
+        for place in places:  # before a download
+            if as_gguf:
+                files = {"--out": place, "the record of --out": record_file(place)}
+                written = has_written(journal, place)
+                check_outputs(files, inputs, overwrite=overwrite or written, is_own=journal.has_written)
+            elif parse_hub_name(model) is not None:
+                check_output_directory(place, None, overwrite or journal.has_written(place))
         source = _find_source(model, settings, message)
-        for folder in folders:
+        for place in [] if as_gguf else places:
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)
-            check_output_directory(folder, source, overwrite or journal.has_written(folder), needed)
+            check_output_directory(place, source, overwrite or journal.has_written(place), needed)
             if resume:
-                remove_unfinished(folder)
-        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message)
+                remove_unfinished(place)
+        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, as_gguf)
         with run.shrinker:
             made = run.finish(out, overwrite)
         if report is not None:
@@ -203,7 +216,7 @@ def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanR
     if plan is not None:
         given = settings.given()
         for name in given:
-            if name not in (*ABOUT_FILES, "force"):
+            if name not in (*ABOUT_FILES, "force", "evaluate"):
                 raise InputError(
                     f"--{name.replace('_', '-')} cannot be combined with --from-plan, which contains all settings; "
                     "leave it out, or make a new plan"

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import msgspec
 import torch
 
 from depthgauge._format import counted, size_text
-from depthgauge._journal import RECORD, Journal
+from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import parameter_count
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.results.evaluate_options import EvaluateOptions
+from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import (
@@ -35,13 +38,24 @@ from depthgauge.results.shrink_verdicts import shrink_warnings
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
+from depthgauge.surgery.gguf_layout import GgufLayout
 from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
+from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_shrunk import write_shrunk
+from depthgauge.surgery.write_shrunk_gguf import type_notes, write_shrunk_gguf
+from depthgauge.workflows.evaluate import (
+    ModelAnswers,
+    calibration_notes,
+    evaluation_record,
+    measure_model,
+    prepare_evaluation,
+)
 from depthgauge.workflows.shrink_estimate import (
     ADVISED_STEPS,
     PartCosts,
@@ -50,6 +64,9 @@ from depthgauge.workflows.shrink_estimate import (
     heal_seconds,
     time_left,
 )
+
+SHRUNK = "the smaller model"
+"""The name of the shrunk model in the record of its tasks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +94,21 @@ class ShrinkRun:
         journal: Journal,
         progress: Step,
         message: Callable[[str], None],
+        as_gguf: bool = False,
     ) -> None:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
         self.progress = progress
+        asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
+        self.evaluation = None if settings.evaluate is None else prepare_evaluation(asked, message)
         with self.durations("loading"):
-            self.opened = open_model(model, source, settings, tokenizer, followed, message)
+            self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
         self.protected = settings.protected(checkpoint.layers, checkpoint.name)
         with self.durations("calibration windows"):
             self.calibration = self._calibrated()
+        self.llama = self._source_in_llama()
         with self.durations("dense model"):
             self.shrinker = Shrinker(
                 checkpoint,
@@ -128,6 +149,18 @@ class ShrinkRun:
             self.message("the calibration windows differ from those of the plan (another text, device or version)")
         return made
 
+    def _source_in_llama(self) -> LlamaComparison | None:
+        """Compare the source in llama.cpp with transformers, if the result is a GGUF file and llama.cpp is installed.
+
+        A file that llama.cpp does not know is refused before any long work.
+        """
+        checkpoint = self.opened.checkpoint
+        if not isinstance(self.opened.stored, GgufLayout) or checkpoint.source is None or not has_llama():
+            return None
+        self.progress(0, 1, "the source in llama.cpp")
+        with self.durations("check in llama.cpp"):
+            return compare_source(checkpoint.source.path, checkpoint.model, self.calibration.certify.ids[0])
+
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of blocks to remove, each of which makes a model."""
         settings, checkpoint = self.settings, self.opened.checkpoint
@@ -137,7 +170,8 @@ class ShrinkRun:
         if settings.sizes is not None:
             found = settings.counts(layers, name)
         elif settings.max_bytes is not None:
-            found = (blocks_over(checkpoint.model, layers, settings.byte_limit(), self.opened.stored, name),)
+            limit, repairs = settings.byte_limit(), not settings.no_repair
+            found = (blocks_over(checkpoint.model, layers, limit, self.opened.stored, name, repairs),)
         else:
             found = (settings.count(layers, name),)
         left = layers - len(self.protected)
@@ -188,9 +222,9 @@ class ShrinkRun:
                 return [self._written(shrunk, tested, out, overwrite, process)]
         made = []
         for count in counts:
-            folder = out if out is None or settings.sizes is None else f"{out}-{count}"
-            if folder is not None and self.journal.has_written(folder):  # by the same run, before it was interrupted
-                record = check_shrink(load_document(Path(folder) / RECORD, SHRINK_ADVICE), str(folder))
+            folder = out if out is None or settings.sizes is None else sized_output(out, count)
+            if folder is not None and has_written(self.journal, folder):  # by the same run, before it was interrupted
+                record = check_shrink(load_document(record_file(folder), SHRINK_ADVICE), str(folder))
                 made.append(FinishedModel(record, None))
                 continue
             with self._fresh_process(folder) as process:
@@ -201,7 +235,7 @@ class ShrinkRun:
     @contextmanager
     def _fresh_process(self, out: str | Path | None) -> Iterator[FreshProcess | None]:
         """Start the process that will check a model which is written, so that it is ready when the model is."""
-        if out is None:
+        if out is None or isinstance(self.opened.stored, GgufLayout):
             yield None
             return
         with FreshProcess(self.opened.checkpoint.model) as process:
@@ -251,18 +285,48 @@ class ShrinkRun:
         record = self._described(shrunk, tested)
         if shrunk is None:
             return FinishedModel(record, None)
+        record = msgspec.structs.replace(record, evaluation=self._evaluated(shrunk.model))
         certifier, opened = self.certifier, self.opened
         if out is None:
             with self.durations("certification"):
                 record = certifier.certified(record, certifier.measure(shrunk.model))
             return FinishedModel(self._finished(record), shrunk.model)
-        record = write_shrunk(
-            shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
-            overwrite=overwrite or self.journal.has_written(out), journal=self.journal, finish=self._finished,
-            durations=self.durations, process=process,
-        )  # fmt: skip
+        overwrite = overwrite or has_written(self.journal, out)
+        if isinstance(opened.stored, GgufLayout):
+            record = write_shrunk_gguf(
+                shrunk, record, certifier, opened, out,
+                overwrite=overwrite, journal=self.journal, finish=self._finished, durations=self.durations,
+                source=self.llama,
+            )  # fmt: skip
+        else:
+            record = write_shrunk(
+                shrunk.model, record, certifier, opened.checkpoint, opened.tokenizer, out,
+                overwrite=overwrite, journal=self.journal, finish=self._finished, durations=self.durations,
+                process=process,
+            )  # fmt: skip
         self.message(f"model written to {out}")
         return FinishedModel(record, shrunk.model)
+
+    def _evaluated(self, model: Any) -> EvaluateRecord | None:
+        """Run the tasks of `--evaluate` on the dense and on the shrunk model, which is the one that is written."""
+        started = time.perf_counter()
+        if self.evaluation is None:
+            return None
+        smaller = wrap(as_dtype(model, self.opened.checkpoint.model.dtype), SHRUNK)
+        with self.durations("tasks"):
+            found = [self._dense_answers, self._answers(smaller)]
+        notes = calibration_notes(SHRUNK, self.calibration.record, self.evaluation)
+        return evaluation_record(self.evaluation, found, notes, time.perf_counter() - started)
+
+    @cached_property
+    def _dense_answers(self) -> ModelAnswers:
+        return self._answers(self.opened.checkpoint)
+
+    def _answers(self, checkpoint: Checkpoint) -> ModelAnswers:
+        work, opened = self.evaluation, self.opened
+        assert work is not None
+        name = checkpoint.name
+        return measure_model(work, checkpoint, opened.tokenizer, name, opened.start, self.progress, self.message)
 
     def _finished(self, record: ShrinkRecord) -> ShrinkRecord:
         """Return a record with the durations and with warnings about what was measured."""
@@ -337,24 +401,22 @@ class ShrinkRun:
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
 
-def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
-    """Return the directories that a run writes; with `sizes`, those that the numbers of blocks give."""
-    if settings.sizes is None:
-        return [Path(out)]
-    return [Path(f"{out}-{count}") for count in settings.counts(2**16, "the model")]
-
-
-def blocks_over(model: Any, layers: int, limit: int, stored: torch.dtype | None, name: str) -> int:
+def blocks_over(
+    model: Any, layers: int, limit: int, stored: torch.dtype | GgufLayout | None, name: str, repairs: bool = True
+) -> int:
     """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
 
-    Weights are counted in the dtype `stored`, or in their own.
+    Weights are counted in the dtype `stored`, in the types that a GGUF file has after `repairs`, or in their own.
     """
 
     def size(weights: Any) -> int:
-        return sum(one.numel() * (one.dtype if stored is None else stored).itemsize for one in weights)
+        return sum(one.numel() * (stored if isinstance(stored, torch.dtype) else one.dtype).itemsize for one in weights)
 
-    total = size(model.parameters())
-    blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
+    if isinstance(stored, GgufLayout):
+        total, blocks = stored.sizes(repairs)
+    else:
+        total = size(model.parameters())
+        blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
     for count in range(1, layers):
         if total - sum(blocks[:count]) <= limit:
             return count
@@ -367,10 +429,13 @@ def blocks_over(model: Any, layers: int, limit: int, stored: torch.dtype | None,
 
 def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
     checkpoint, notes = opened.checkpoint, []
-    if checkpoint.source is not None and checkpoint.source.gguf is not None:
+    if isinstance(opened.stored, GgufLayout):
+        notes += type_notes(opened.stored, shrunk.encoded)
+    elif checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
-        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}")
+        kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
+        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
     if checkpoint.objective != "loss":
         notes.append(
             "the model is not a causal language model: the numbers are relative distances of its final states from "

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from flint import arb, arb_mat
 from torch import Tensor
 
+from depthgauge.certificates.arb_values import to_arb
 from depthgauge.certificates.causal_proof import CausalProof
 from depthgauge.certificates.compared_networks import Comparison
-from depthgauge.certificates.evaluate import to_arb
 from depthgauge.certificates.lead import LeadBound
 from depthgauge.certificates.regions import ConvexLead
 from depthgauge.certificates.token_set import Tokens

@@ -9,12 +9,12 @@ import math
 
 from flint import arb
 
+from depthgauge.certificates.arb_values import precision
 from depthgauge.certificates.ball import BallBounds
 from depthgauge.certificates.box import BoxBounds
 from depthgauge.certificates.causal_proof import CausalProof
 from depthgauge.certificates.compared_networks import Comparison
 from depthgauge.certificates.deletion import Deletion
-from depthgauge.certificates.evaluate import precision
 from depthgauge.certificates.parallel_blocks import ParallelProof
 from depthgauge.certificates.proof import ExpansionProof, UpperBound
 from depthgauge.certificates.token_set import Tokens

@@ -6,7 +6,7 @@ import torch
 from flint import arb, arb_mat
 from torch import Tensor
 
-from depthgauge.certificates.evaluate import to_arb
+from depthgauge.certificates.arb_values import to_arb
 from depthgauge.certificates.verify.arb_vectors import Vector, absolute, identity
 from depthgauge.certificates.verify.lead import Terms
 from depthgauge.errors import VerificationError

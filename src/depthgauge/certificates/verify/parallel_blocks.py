@@ -7,7 +7,7 @@ from itertools import chain
 from flint import arb, arb_mat
 from torch import Tensor
 
-from depthgauge.certificates.evaluate import to_arb
+from depthgauge.certificates.arb_values import to_arb
 from depthgauge.certificates.verify.arb_vectors import (
     Vector,
     absolute,

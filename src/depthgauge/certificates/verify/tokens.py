@@ -6,7 +6,7 @@ import numpy as np
 from flint import arb, arb_mat
 from torch import Tensor
 
-from depthgauge.certificates.evaluate import to_arb
+from depthgauge.certificates.arb_values import to_arb
 from depthgauge.certificates.verify.arb_vectors import Vector, absolute, add, largest, smaller, through, times
 from depthgauge.certificates.verify.box import rho
 from depthgauge.certificates.verify.expansion import ArbExpansion, negated, zeros

@@ -1,0 +1,288 @@
+"""Run tasks of the lm-eval harness on a loaded model: which items it answers right.
+
+lm-eval reads the data, builds the prompts and scores the answers, so the numbers are those of the harness. The model is
+the one that our loader made, and items start with the special tokens of `start_token`.
+"""
+
+import copy
+import hashlib
+import logging
+import socket
+import time
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from depthgauge._format import duration, one_line
+from depthgauge.checkpoints.cloze import ClozeText, cloze_config
+from depthgauge.checkpoints.layers import batch_size
+from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.load import Checkpoint, context_length
+from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.windows import require_rows
+from depthgauge.errors import InputError, missing_extra, unknown_name
+from depthgauge.progress import Step
+from depthgauge.results.evaluate_options import CLOZE
+
+METRICS = ("acc_norm", "acc", "exact_match")
+"""Metrics that say for each item whether the answer is right; the first one that a task has is its main metric."""
+_TYPES = ("multiple_choice", "loglikelihood")
+_MOST_BATCH = 64
+_FEWSHOT_SEED = 1234
+"""The harness's own default."""
+_LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate")
+
+
+class TaskError(InputError):
+    """A task that is not known, whose data is missing, or that cannot be scored item by item."""
+
+
+@dataclass(frozen=True)
+class ItemAnswers:
+    """The answers of one model to the items of one task.
+
+    - `right`: for each metric, whether the answer to each item is right
+    - `all_items`: how many items the task has
+    - `shots`: examples before each item
+    - `sha256`: digest of the items with their prompts
+    """
+
+    right: dict[str, tuple[bool, ...]]
+    all_items: int
+    shots: int
+    sha256: str
+
+
+def lm_eval() -> Any:
+    """Import and return lm_eval; if it is missing, raise an error that names the extra to install."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return import_module("lm_eval")
+    except ImportError as error:
+        raise missing_extra("evaluate --tasks", "eval") from error
+
+
+def load_tasks(names: Sequence[str], cloze: ClozeText | None, message: Callable[[str], None]) -> dict[str, Any]:
+    """Load tasks and their data, by name; no model is needed yet.
+
+    A name is one of lm-eval's tasks, groups or tags, the YAML file of a task, or `depthgauge_cloze`, whose items are
+    `cloze`.
+
+    Raises:
+        TaskError: a task is not known, its data cannot be loaded, or it has no answers that are right or wrong.
+    """
+    root = Path(lm_eval().__file__).parent / "tasks"
+    loaded: dict[str, Any] = {}
+    with _quiet_harness(), _offline_if_unreachable():
+        for name in names:
+            if name != CLOZE:
+                message(f"loading the data of {name}")
+            for task in _load(name, root, cloze):
+                loaded[str(task.task_name)] = _checked(task)
+    return loaded
+
+
+def _load(name: str, root: Path, cloze: ClozeText | None) -> list[Any]:
+    """Return the tasks that a name stands for, with their data."""
+    from lm_eval.tasks import TaskManager
+
+    if name == CLOZE:
+        assert cloze is not None
+        spec: Any = cloze_config(cloze)
+        folders: list[Path] = []
+    elif Path(name).suffix in (".yaml", ".yml"):
+        if not Path(name).is_file():
+            raise TaskError(f"cannot read the task {name}: no such file")
+        spec, folders = name, []
+    else:
+        spec, folders = name, _folders_with(name, root)
+    manager = TaskManager(include_defaults=False, include_path=folders or None)
+    if folders and name in manager.all_groups:
+        manager = TaskManager()  # the tasks of a group may be anywhere; this takes about 15 seconds
+    if folders and name not in manager.all_tasks:
+        raise _unknown(name, root)
+    try:
+        return list(manager.load([spec])["tasks"].values())
+    except Exception as error:  # datasets, yaml and the tasks' own code raise errors of many kinds
+        what = f"the task {name} cannot be loaded" if Path(name).suffix else f"the data of the task {name} is missing"
+        raise TaskError(
+            f"{what}: {one_line(error)}; lm-eval downloads it from the Hugging Face hub, or reads the files that the "
+            "task names: connect this machine, or copy the cache of another one (~/.cache/huggingface)"
+        ) from error
+
+
+def _folders_with(name: str, root: Path) -> list[Path]:
+    """Return the folders of lm-eval's tasks in which a name occurs. Reading all 15,000 tasks would take 15 seconds."""
+    wanted = name.encode()
+    found = {path.relative_to(root).parts[0] for path in root.rglob("*.yaml") if wanted in path.read_bytes()}
+    if not found:
+        raise _unknown(name, root)
+    return [root / folder for folder in sorted(found)]
+
+
+def _unknown(name: str, root: Path) -> TaskError:
+    folders = [path.name for path in root.iterdir() if path.is_dir()]
+    hint = str(unknown_name("task", name, [CLOZE, *folders])).partition("; did you mean ")[2]
+    near = f"did you mean {hint} " if hint else ""
+    return TaskError(
+        f"there is no task {name!r} in lm-eval {lm_eval().__version__}; {near}`lm_eval ls tasks` lists all of them, "
+        "and the YAML file of a task can be given too"
+    )
+
+
+def _checked(task: Any) -> Any:
+    """Return a task, or raise if its items are not answered right or wrong by comparing likelihoods."""
+    if task.OUTPUT_TYPE not in _TYPES or not set(METRICS) & set(task.aggregation()):
+        advice = "; use --perplexity for a text" if task.OUTPUT_TYPE == "loglikelihood_rolling" else ""
+        raise TaskError(
+            f"the task {task.task_name} is of the type {task.OUTPUT_TYPE} with the metrics "
+            f"{', '.join(task.aggregation())}; expected multiple_choice or loglikelihood with one of "
+            f"{', '.join(METRICS)}{advice}"
+        )
+    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
+        raise TaskError(f"the task {task.task_name} runs code or reads images; give a task of text")
+    if task.config.num_fewshot is None:
+        task.set_config(key="num_fewshot", value=0)
+    return task
+
+
+def answer_tasks(
+    checkpoint: Checkpoint,
+    tokenizer: Any,
+    start: Start,
+    tasks: dict[str, Any],
+    limit: int,
+    progress: Step,
+    message: Callable[[str], None],
+) -> dict[str, ItemAnswers]:
+    """Let a model answer the first `limit` items of each task, all items if it is 0.
+
+    The items, prompts and examples are the same for every model. `message` is called with the expected duration.
+    """
+    with _quiet_harness():
+        from lm_eval.evaluator import evaluate
+
+        for task in tasks.values():
+            task.set_fewshot_seed(seed=_FEWSHOT_SEED)
+        model = _harness_model(checkpoint, tokenizer, start, progress, message)
+        done = evaluate(lm=model, task_dict={"tasks": tasks}, limit=limit or None, bootstrap_iters=0, log_samples=True)
+    return {name: _answers(task, done["samples"][name]) for name, task in tasks.items()}
+
+
+def _answers(task: Any, samples: Sequence[dict[str, Any]]) -> ItemAnswers:
+    first = samples[0]["filter"]
+    rows = sorted((row for row in samples if row["filter"] == first), key=lambda row: int(row["doc_id"]))
+    right = {}
+    for metric in METRICS:
+        values = [row.get(metric) for row in rows]
+        if all(value in (0, 1) for value in values):  # also True and 1.0
+            right[metric] = tuple(bool(value) for value in values)
+    if not right:
+        raise TaskError(f"the task {task.task_name} gives partial scores; expected answers that are right or wrong")
+    items = "\n".join(f"{row['doc_id']} {row['doc_hash']} {row['prompt_hash']} {row['target_hash']}" for row in rows)
+    digest = hashlib.sha256(items.encode()).hexdigest()
+    return ItemAnswers(right, len(task.eval_docs), int(task.config.num_fewshot or 0), digest)
+
+
+def _harness_model(
+    checkpoint: Checkpoint, tokenizer: Any, start: Start, progress: Step, message: Callable[[str], None]
+) -> Any:
+    """Return a loaded model as lm-eval calls it."""
+    from lm_eval.models.huggingface import HFLM
+
+    class HarnessModel(HFLM):  # type: ignore[misc]
+        """A model that reads our special tokens and reports its progress."""
+
+        done, total, seconds_per_token = 0, 0, 0.0
+
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+            """Convert a text to token ids, with the special tokens of our decision unless none are wanted."""
+            ids: list[int] = self.tokenizer.encode(string, add_special_tokens=False)
+            return ids if add_special_tokens is False else [*start.before, *ids]
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+            """Return the log-likelihoods of answers, without a progress bar of lm-eval."""
+            return super().loglikelihood(requests, disable_tqdm=True)
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: Any = None) -> Any:
+            encoded = [[*context, *continuation] for _, context, continuation in requests]
+            require_rows(checkpoint, [torch.tensor(ids) for ids in encoded])
+            self.done, self.total, self.tokens = 0, len(requests), sum(map(len, encoded))
+            longest = min(max(map(len, encoded)), context_length(checkpoint.config) or 2**31)
+            self.batch_size_per_gpu = min(_MOST_BATCH, batch_size(checkpoint.model, longest, loss=True))
+            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+        def _model_call(self, inps: Any, *args: Any, **keywords: Any) -> Any:
+            started = time.perf_counter()
+            output = super()._model_call(inps, *args, **keywords)
+            if self.done == 0:
+                left = (time.perf_counter() - started) * self.tokens / inps.numel()
+                message(f"about {duration(left)} for {checkpoint.name}: {self.total:,} answers, {self.tokens:,} tokens")
+            self.done = min(self.total, self.done + len(inps))
+            progress(self.done, self.total, f"answers of {checkpoint.name}")
+            return output
+
+    prefix = start.before[-1] if start.before else None
+    with quiet():
+        return HarnessModel(
+            pretrained=checkpoint.model,
+            backend="causal",
+            tokenizer=copy.deepcopy(tokenizer),  # lm-eval may add a padding token
+            prefix_token_id=prefix,
+            max_length=context_length(checkpoint.config),
+            # lm-eval 0.4.13 takes the wrong rows from its cache if two requests have the same tokens and divide them
+            # into context and answer at different places.
+            logits_cache=False,
+            batch_size=1,
+        )
+
+
+@contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Suppress the log messages, progress bars and warnings of lm-eval and datasets; errors are still raised."""
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        datasets: Any = import_module("datasets")
+        module: Any = import_module("lm_eval.api.task")
+        shown, bar = datasets.are_progress_bars_disabled(), module.tqdm
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        datasets.disable_progress_bars()
+        module.tqdm = partial(bar, disable=True)
+        try:
+            yield
+        finally:
+            module.tqdm = bar
+            if not shown:
+                datasets.enable_progress_bars()
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextmanager
+def _offline_if_unreachable() -> Iterator[None]:
+    """Use only data in the cache if the hub has no address here; the libraries would try for half a minute."""
+    constants: Any = import_module("huggingface_hub.constants")
+    settings: Any = import_module("datasets.config")
+    before = constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE
+    if not urllib.request.getproxies():
+        try:
+            socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
+        except OSError:
+            constants.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE = before

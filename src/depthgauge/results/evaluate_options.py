@@ -1,0 +1,114 @@
+"""The options of `evaluate`, each declared once: the command line, the Python interface and the result use these."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from depthgauge.errors import InputError, require_count
+from depthgauge.results.record import Record, combine_options
+
+TASKS, MODEL = "tasks", "model"
+CLOZE = "depthgauge_cloze"
+"""The task that depthgauge ships."""
+_TASKS, _MODEL = (Meta(extra={"only": panel}) for panel in (TASKS, MODEL))
+
+
+class EvaluateOptions(Record, frozen=True, kw_only=True):
+    """What `evaluate` is asked to do. `depthgauge evaluate --help` shows the same text.
+
+    Attributes:
+        tasks: Names of lm-eval tasks, or YAML files of tasks, with commas between them  [default: depthgauge_cloze,
+            unless there is --perplexity].
+        limit: Items of each task, the first ones; 0 means all  [default: 500].
+        text: Build depthgauge_cloze from this text file, or FILE.jsonl:FIELD  [default: a built-in text].
+        as_is: Read text files as plain text, even if they are JSON, CSV or HTML.
+        perplexity: Also measure the perplexity on a text file: FILE or NAME:FILE, such as wikitext2:wiki.test.raw;
+            repeat it for several.
+        window: Tokens per window of --perplexity  [default: 2048, or the model's context if that is shorter].
+        confidence: Confidence of the guarantees  [default: 0.95].
+        bos: Start every item with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the GGUF
+            metadata says and otherwise measures on the first model.
+        dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
+        device: Device  [default: a GPU if there is one].
+        device_map: Spread the model over devices, as transformers does: auto.
+        tokenizer: Directory of a tokenizer that replaces those of the checkpoints.
+        trust_remote_code: Run Python code that comes with the checkpoint.
+        allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
+        ignore_unused: Accept weights that no module of the model takes.
+    """
+
+    tasks: Annotated[str | None, _TASKS] = None
+    limit: Annotated[int, _TASKS] = 500
+    text: Annotated[str | None, _TASKS] = None
+    as_is: Annotated[bool, _TASKS] = False
+    perplexity: Annotated[tuple[str, ...], _TASKS] = ()
+    window: Annotated[int | None, _TASKS] = None
+    confidence: Annotated[float, _TASKS] = 0.95
+    bos: Annotated[str, _TASKS] = "auto"
+    dtype: Annotated[str, _MODEL] = "auto"
+    device: Annotated[str | None, _MODEL] = None
+    device_map: Annotated[str | None, _MODEL] = None
+    tokenizer: Annotated[str | None, _MODEL] = None
+    trust_remote_code: Annotated[bool, _MODEL] = False
+    allow_pickle: Annotated[bool, _MODEL] = False
+    ignore_unused: Annotated[bool, _MODEL] = False
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, by name."""
+        default = {field.name: field.default for field in msgspec.structs.fields(self)}
+        return {name: getattr(self, name) for name in default if getattr(self, name) not in (None, default[name])}
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """The tasks, or the shipped one if nothing is asked for.
+
+        >>> EvaluateOptions().task_names, EvaluateOptions(tasks="piqa, mine.yaml").task_names
+        (('depthgauge_cloze',), ('piqa', 'mine.yaml'))
+        """
+        if self.tasks is None:
+            return () if self.perplexity else (CLOZE,)
+        return split_tasks(self.tasks)
+
+    def check(self) -> None:
+        """Raise for options that contradict each other or are out of range."""
+        require_count("limit", self.limit, "the number of items of each task; 0 means all", least=0)
+        names = self.task_names
+        if self.text is not None and CLOZE not in names:
+            raise InputError(f"--text builds the items of {CLOZE}, which is not among --tasks; leave one of them out")
+        if self.window is not None and not self.perplexity:
+            raise InputError("--window applies to --perplexity, which is not given; leave it out")
+        if not 0.5 <= self.confidence <= 0.9999:
+            meaning = "it is the probability that the guarantee is true"
+            raise InputError(f"confidence must be a number from 0.5 to 0.9999, got {self.confidence!r}; {meaning}")
+
+
+def split_tasks(tasks: str) -> tuple[str, ...]:
+    """Return the names in a list with commas; raise if one is empty or occurs twice."""
+    names = tuple(name.strip() for name in tasks.split(","))
+    for name in names:
+        if not name:
+            raise InputError(f"tasks must be names with commas between them, such as piqa,arc_easy, got {tasks!r}")
+        if names.count(name) > 1:
+            raise InputError(f"the task {name} is given twice; give every task once")
+    return names
+
+
+def make_evaluate_options(options: EvaluateOptions | None, fields: dict[str, Any]) -> EvaluateOptions:
+    """Combine an options record with single options given by keyword; check the types of both.
+
+    Tasks and texts may be given as lists, and a single text as one path.
+    """
+
+    def names(value: Any) -> Any:
+        return ",".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+    def texts(value: Any) -> list[str]:
+        return [str(path) for path in (value if isinstance(value, list | tuple) else [value])]
+
+    def path(value: Any) -> Any:
+        return str(value) if isinstance(value, Path) else value
+
+    normal = {"tasks": names, "perplexity": texts, "text": path, "tokenizer": path}
+    return combine_options(EvaluateOptions, "evaluate", options, fields, normal)

@@ -1,0 +1,233 @@
+"""How a GGUF file holds the weights of a model: which tensor is which weight, in which arrangement and type.
+
+The names come from gguf-py. The arrangement is found by comparing the tensors of the first block with the weights that
+transformers made of them: equal, transposed (GPT-2), larger by 1 (the norms of Gemma), or with rows in another order
+(the queries and keys of Llama).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+
+from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.source import Source
+from depthgauge.errors import InputError, unknown_name
+
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
+"""Types that gguf-py can write."""
+FALLBACK = "Q8_0"
+"""The type of a changed weight whose own type gguf-py can only read."""
+BY_INDEX = (
+    "nextn_predict_layers", "leading_dense_block_count", "full_attention_interval", "interleave_moe_layer_step",
+    "attention.shared_kv_layers", "decoder_block_count",
+)  # fmt: skip
+"""Keys after the architecture that give blocks a meaning by their number; they cannot follow a removal."""
+RECOGNIZED = {"gemma2": 46, "gemma3": 62}
+"""Models that llama.cpp recognizes by their number of blocks, and gives another scale of attention."""
+
+
+@dataclass(frozen=True, eq=False)
+class Arrangement:
+    """How a weight w is stored as a tensor t: w = t[rows] − offset, or its transpose.
+
+    `rows` is None if the order is the same.
+    """
+
+    is_transposed: bool = False
+    offset: float = 0.0
+    rows: Tensor | None = None
+
+    def weight(self, stored: Tensor) -> Tensor:
+        """Return w."""
+        made = stored if self.rows is None else stored[self.rows]
+        return (made.t() if self.is_transposed else made) - self.offset
+
+    def stored(self, weight: Tensor) -> Tensor:
+        """Return t."""
+        made = (weight.t() if self.is_transposed else weight) + self.offset
+        return made if self.rows is None else made[self.rows.argsort()]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedTensor:
+    """The bytes of a tensor and their type."""
+
+    data: Shaped[np.ndarray, "..."]
+    kind: Any
+
+    def decode(self) -> Float[Tensor, "..."]:
+        """Return the values as float32."""
+        return decode(self.data, self.kind)
+
+
+@dataclass(frozen=True, eq=False)
+class GgufLayout:
+    """The tensors and the metadata of the GGUF file that a model was loaded from.
+
+    - `architecture`, `layers`: the name that llama.cpp has for the architecture, and the number of blocks
+    - `fields`: key → value and its types
+    - `tensors`: name → tensor of gguf-py
+    - `names`: name of a weight in a block → name of its tensor after `blk.N.`
+    - `arrangements`: name of a weight in a block → how it is stored
+    - `fallback`: the type of changed weights whose own type cannot be written
+    """
+
+    architecture: str
+    layers: int
+    fields: Mapping[str, tuple[Any, list[Any]]]
+    tensors: Mapping[str, Any]
+    fallback: str = FALLBACK
+    names: Mapping[str, str] = field(default_factory=dict)
+    arrangements: Mapping[str, Arrangement] = field(default_factory=dict)
+
+    def tensor(self, layer: int, leaf: str) -> Any:
+        """Return the tensor of a weight of a block."""
+        return self.tensors[f"blk.{layer}.{self.names[leaf]}"]
+
+    def kind(self, tensor: Any) -> Any:
+        """Return the type that a tensor has after a change."""
+        types = gguf().GGMLQuantizationType
+        return tensor.tensor_type if tensor.tensor_type.name in WRITTEN else types[self.fallback]
+
+    def sizes(self, repairs: bool) -> tuple[int, list[int]]:
+        """Return the bytes of all tensors and those of every block, the smallest first.
+
+        With `repairs`, every matrix of a block may be written in the type that it has after a change.
+        """
+        total, blocks = 0, [0] * self.layers
+        for name, tensor in self.tensors.items():
+            found = int(tensor.n_bytes)
+            if name.startswith("blk."):
+                block, size = gguf().GGML_QUANT_SIZES[self.kind(tensor)]
+                found = max(found, int(tensor.n_elements) // block * size) if repairs else found
+                blocks[int(name.split(".")[1])] += found
+            total += found
+        return total, sorted(blocks)
+
+
+def gguf() -> Any:
+    """Return the package gguf, which the extra `models` installs."""
+    return import_module("gguf")
+
+
+def decode(data: Any, kind: Any) -> Float[Tensor, "..."]:
+    """Return the values of a tensor in a file as float32."""
+    return torch.from_numpy(np.array(gguf().quants.dequantize(data, kind), dtype=np.float32))
+
+
+def encode(values: Float[Tensor, "..."], kind: Any) -> EncodedTensor:
+    """Round values to a type."""
+    return EncodedTensor(gguf().quants.quantize(values.float().cpu().numpy(), kind), kind)
+
+
+def read_layout(source: Source | None, fallback: str | None, name: str) -> GgufLayout:
+    """Read the metadata of the GGUF file of a model, and refuse what cannot be written again without some blocks.
+
+    Args:
+        source: the checkpoint on disk; None for a model in memory.
+        fallback: the type of changed weights whose own type cannot be written; None for the default.
+        name: what errors call the model.
+
+    Raises:
+        InputError: the model is not a GGUF file, or the type cannot be written.
+        CheckpointError: the file has parts whose meaning depends on the number of a block.
+    """
+    if fallback is not None and fallback not in WRITTEN:
+        raise unknown_name("gguf-type", fallback, WRITTEN)
+    if source is None or source.gguf is None:
+        raise InputError(
+            f"a GGUF file can be written if the model is one, and {name} is not; convert it with llama.cpp's "
+            "convert_hf_to_gguf.py and shrink the result, or give a directory as --out"
+        )
+    reader = attempt(source.target, "metadata", lambda: source.reader)
+    fields = {
+        key: (found.contents(), found.types) for key, found in reader.fields.items() if not key.startswith("GGUF.")
+    }
+    architecture = str(fields.get("general.architecture", ("", []))[0])
+    if f"{architecture}.block_count" not in fields:
+        raise CheckpointError(f"{source.target} does not say how many blocks it has; give a GGUF file of a model")
+    layers = int(fields[f"{architecture}.block_count"][0])
+    for key in BY_INDEX:
+        if fields.get(f"{architecture}.{key}", (0, []))[0]:
+            raise CheckpointError(
+                f"{source.target} cannot be written as GGUF without some blocks: {architecture}.{key} depends on the "
+                "numbers of the blocks; give a directory as --out"
+            )
+    if RECOGNIZED.get(architecture) == layers:
+        raise CheckpointError(
+            f"{source.target} cannot be written as GGUF without some blocks: llama.cpp recognizes this model by its "
+            f"{layers} blocks; give a directory as --out"
+        )
+    if nested := [key for key, (_, types) in fields.items() if len(types) > 2]:
+        raise CheckpointError(f"{source.target} has a list of lists, {nested[0]}; give a directory as --out")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    return GgufLayout(architecture, layers, fields, tensors, fallback or FALLBACK)
+
+
+@torch.no_grad()
+def match_weights(layout: GgufLayout, checkpoint: Checkpoint) -> GgufLayout:
+    """Return the layout with the tensor and the arrangement of every weight of a block.
+
+    Raises:
+        CheckpointError: a weight has no tensor, or the tensor does not hold the weight in any known arrangement.
+    """
+    model, name = checkpoint.model, checkpoint.name
+    if checkpoint.objective != "loss":
+        raise CheckpointError(f"{name} is not a causal language model; give a directory as --out")
+    first = find_blocks(model, checkpoint.layers)[0]
+    path = next(path for path, module in model.named_modules() if module is first)
+    library = gguf()
+    known = {value: key for key, value in library.MODEL_ARCH_NAMES.items()}
+    if layout.architecture not in known:
+        raise CheckpointError(f"gguf {library.__version__} does not know the architecture of {name}; update it")
+    to_gguf = library.get_tensor_name_map(known[layout.architecture], layout.layers)
+    names: dict[str, str] = {}
+    arrangements: dict[str, Arrangement] = {}
+    for leaf, weight in first.named_parameters():
+        found = to_gguf.get_name(f"{path}.{leaf}", try_suffixes=(".weight", ".bias"))
+        tensor = layout.tensors.get(str(found))
+        arranged = None if tensor is None else _arrangement(tensor, weight, arrangements.get(_of_weight(leaf)))
+        if arranged is None:
+            raise CheckpointError(
+                f"{name} cannot be written as GGUF: its weight {path}.{leaf} is not the tensor {found} of the file in "
+                "an arrangement that depthgauge knows; give a directory as --out"
+            )
+        names[leaf], arrangements[leaf] = str(found).removeprefix("blk.0."), arranged
+    return GgufLayout(
+        layout.architecture, layout.layers, layout.fields, layout.tensors, layout.fallback, names, arrangements
+    )
+
+
+def _of_weight(leaf: str) -> str:
+    """Return the name of the weight that a bias belongs to."""
+    return leaf.removesuffix("bias") + "weight"
+
+
+def _arrangement(tensor: Any, weight: Tensor, of_module: Arrangement | None) -> Arrangement | None:
+    """Return how a tensor holds a weight, or None. The bias of a module has its rows in the order of its weight."""
+    stored, weight = decode(tensor.data, tensor.tensor_type), weight.detach().cpu()
+    candidates = [Arrangement(), Arrangement(is_transposed=True), Arrangement(offset=1.0)]
+    if of_module is not None and of_module.rows is not None:
+        candidates.insert(0, Arrangement(rows=of_module.rows))
+    elif stored.shape == weight.shape:
+        order = torch.from_numpy(_row_order(stored.to(weight.dtype)))
+        candidates.append(Arrangement(rows=order[torch.from_numpy(_row_order(weight)).argsort()]))
+    for candidate in candidates:
+        made = candidate.weight(stored)
+        if made.shape == weight.shape and torch.equal(made.to(weight.dtype), weight):
+            return candidate
+    return None
+
+
+def _row_order(values: Tensor) -> Shaped[np.ndarray, " rows"]:
+    """Return the order that sorts the rows by their bytes."""
+    flat = values.float().reshape(len(values), -1).contiguous().numpy()
+    return flat.view(np.dtype((np.void, flat.shape[1] * flat.itemsize))).ravel().argsort(kind="stable")

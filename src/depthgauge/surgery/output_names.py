@@ -1,0 +1,36 @@
+"""The outputs of `shrink`: a directory, or a GGUF file with its record next to it."""
+
+from pathlib import Path
+
+from depthgauge._journal import RECORD, Journal
+from depthgauge.results.shrink_options import ShrinkOptions
+
+
+def is_gguf_name(out: str | Path | None) -> bool:
+    """Return whether an output is a GGUF file by its name; all other names are directories."""
+    return out is not None and Path(out).suffix.lower() == ".gguf"
+
+
+def record_file(out: str | Path) -> Path:
+    """Return where the record of an output is: in its directory, or next to a GGUF file, `NAME.depthgauge.json`."""
+    return Path(out).with_suffix(f".{RECORD}") if is_gguf_name(out) else Path(out) / RECORD
+
+
+def has_written(journal: Journal, out: str | Path) -> bool:
+    """Return whether a run, before it was interrupted, has written an output completely."""
+    if is_gguf_name(out):
+        return journal.has_written(record_file(out)) and Path(out).is_file()
+    return journal.has_written(out)
+
+
+def output_folders(out: str | Path, settings: ShrinkOptions) -> list[Path]:
+    """Return the directories or files that a run writes; with `sizes`, those that the numbers of blocks give."""
+    if settings.sizes is None:
+        return [Path(out)]
+    return [sized_output(out, count) for count in settings.counts(2**16, "the model")]
+
+
+def sized_output(out: str | Path, count: int) -> Path:
+    """Return the output of one of several sizes: `OUT-4`, or `NAME-4.gguf`."""
+    path = Path(out)
+    return path.with_stem(f"{path.stem}-{count}") if is_gguf_name(path) else Path(f"{out}-{count}")

@@ -1,0 +1,66 @@
+"""A document of `evaluate`: two models on two tasks and one text."""
+
+from typing import Any
+
+from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
+from depthgauge.results.evaluate_options import EvaluateOptions
+from depthgauge.results.evaluate_record import (
+    EvaluatedModel,
+    EvaluatedTask,
+    EvaluatedText,
+    EvaluateRecord,
+    PerplexityRecord,
+)
+
+HOSTILE = "<script>alert('x')</script> & [bold]"
+
+
+def answers(right: int, items: int, shift: int = 0) -> list[bool]:
+    return [(k + shift) % items < right for k in range(items)]
+
+
+def evaluation(*names: str) -> EvaluateRecord:
+    """Return a record of these models; later models answer fewer items right."""
+    names = names or ("./model", "./smaller")
+    tasks, main = [], []
+    for task, items, metrics in (("piqa", 60, ("acc", "acc_norm")), ("winogrande", 40, ("acc",))):
+        for metric in metrics:
+            found = [answers(items * 3 // 4 - 4 * k, items, 2 * k) for k in range(len(names))]
+            rows = [accuracy_record(one, found[0] if k else None) for k, one in enumerate(found)]
+            is_main = metric == metrics[-1]
+            main += [found] if is_main else []
+            tasks.append(
+                EvaluatedTask(
+                    task=task, metric=metric, is_main=is_main, items=items, all_items=1000, shots=0, sha256="ab" * 32,
+                    results=tuple(rows),
+                )
+            )  # fmt: skip
+    mean = [mean_record([one[k] for one in main], [one[0] for one in main] if k else None) for k in range(len(names))]
+    texts = [
+        PerplexityRecord(
+            loss=3.0 + k, perplexity=20.1 + k, bits_per_byte=0.9 + k, windows=8, tokens=8 * 511, low=2.9, high=3.1,
+            increase=float(k) if k else None, increase_low=0.5 if k else None, increase_high=1.5 if k else None,
+        )
+        for k in range(len(names))
+    ]  # fmt: skip
+    return EvaluateRecord(
+        version="0.1.0",
+        models=tuple(
+            EvaluatedModel(
+                name=name, family="llama", layers=30 - k, parameters=10**6, dtype="float32", bos=None,
+                bos_reason="the model has no BOS token",
+            )
+            for k, name in enumerate(names)
+        ),
+        tasks=tuple(tasks),
+        mean=tuple(mean),
+        texts=(EvaluatedText(name="wikitext2", source="w.txt", sha256="cd" * 32, window=512, results=tuple(texts)),),
+        settings=EvaluateOptions(tasks="piqa,winogrande", limit=60, perplexity=("wikitext2:w.txt",)),
+        notes=("a remark",),
+        versions={"depthgauge": "0.1.0", "lm-eval": "0.4.13"},
+        seconds=61.0,
+    )  # fmt: skip
+
+
+def document(*names: str) -> dict[str, Any]:
+    return evaluation(*names).to_json()
