@@ -173,6 +173,7 @@ def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Fami
     return first
 
 
+@torch.no_grad()
 def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
     if not find_blocks(checkpoint.model, checkpoint.layers):

@@ -154,8 +154,8 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
         source = sources.get(name)
         if source is None or _shapes(source) != _shapes(module):
             raise CheckpointError(
-                f"these blocks cannot be removed: the configuration then gives {path} other weights than {name} has; "
-                "keep more of the first blocks"
+                f"without the removed blocks, the configuration gives {path} other weights than {name} has; keep the "
+                "first blocks, or other ones"
             )
         for leaf in module._parameters:
             given = source._parameters[leaf]
