@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.derive_family import NotDerivedError, derive_family, derived
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import BlockRunner, find_blocks
+from depthgauge.checkpoints.interface import Session
+from depthgauge.checkpoints.layers import BlockRunner, Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.scores import SublayerScores, added_influence
+from depthgauge.checkpoints.what_if import what_if
 
 LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj")
 # Written by hand from the source of transformers.
@@ -101,6 +104,48 @@ def test_a_block_adds_the_outputs_of_its_sublayers(name: str) -> None:
         with torch.no_grad():
             found = runner.block(1, x.clone())
     torch.testing.assert_close(found, x + family.multiplier * (seen[0] + seen[1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_sublayers_are_skipped_without_observed_attention(name: str, kind: str) -> None:
+    """Compare with hooks, on modules that are named by hand, during complete passes of the stock model."""
+    model, ids = tiny_model(name), tokens(batch=1)
+    checkpoint = derived(wrap(model), ids)
+    loss = checkpoint.objective == "loss"
+    stack = Stack(checkpoint, Session())
+    base = stack.full(ids)
+    for layer, block in enumerate(find_blocks(model, 3)):
+        module = block.get_submodule(EXPECTED[name].attention if kind == "attention" else EXPECTED[name].mlp)
+        zeros = module.register_forward_hook(
+            lambda module, args, out: (0 * out[0], *out[1:]) if isinstance(out, tuple) else 0 * out
+        )
+        with zeros, torch.no_grad():
+            out = model(input_ids=ids)
+        expected = out.logits if loss else out.last_hidden_state
+        found, scale = what_if(stack, ids, base.states, kind, layer), base.output.abs().max()
+        assert (found - expected).abs().max() < 3e-5 * scale
+        assert (expected - base.output).abs().max() > 1e-3 * scale
+
+
+@pytest.mark.parametrize("name", ["granite", "opt", "falcon", "mpnet"])
+def test_scores_of_sublayers_use_what_is_added(name: str) -> None:
+    """The two scores of a block are computed from its input, output and what the attention adds."""
+    checkpoint = derived(wrap(tiny_model(name)), tokens(batch=1))
+    family, seen = checkpoint.family, list[Tensor]()
+    assert family is not None
+    stack = Stack(checkpoint, Session())
+    scores = SublayerScores(stack.blocks, family)
+    attention = stack.blocks[1].get_submodule(family.attention)
+    with scores.listening(), attention.register_forward_hook(lambda m, a, out: seen.append(out[0].clone())):
+        states = stack.full(tokens(batch=1)).states
+    x, y = states[1], states[2]
+    added = EXPECTED[name].multiplier * seen[0].reshape(x.shape)
+    assert scores.attention[1] == pytest.approx(added_influence(x, added), rel=1e-5)
+    if family.order == "post":
+        return
+    read = x if family.order == "parallel" else x + added
+    assert scores.mlp[1] == pytest.approx(added_influence(read, y - x - added), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "bert", "phi"])

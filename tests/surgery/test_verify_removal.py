@@ -23,7 +23,7 @@ def test_the_new_model_equals_the_old_one_with_blocks_skipped(name: str) -> None
     for kept in KEPT:
         removed = [layer for layer in range(LAYERS) if layer not in kept]
         if first == 1 and 0 in removed:
-            with pytest.raises(CheckpointError, match=r"gives layers\.0\.attn_norm other weights than layers\.\d\.attn"):
+            with pytest.raises(CheckpointError, match=r"gives layers\.0\.attn_norm other weights than layers\.\d"):
                 extract(checkpoint, kept)
             continue
         expected = skipping(model, blocks, removed, ids)
@@ -65,5 +65,5 @@ def test_a_model_that_computes_something_else_is_refused() -> None:
     require_same_output(shrunk, runner, kept, ids)
     with torch.no_grad():
         shrunk.model.layers[1].mlp.down_proj.weight.mul_(1.05)
-    with pytest.raises(CheckpointError, match=r"blocks \[1\] cannot be removed from tiny: .* its output differs by 0\."):
+    with pytest.raises(CheckpointError, match=r"blocks \[1\] cannot be removed from tiny: .* its output differs by"):
         require_same_output(shrunk, runner, kept, ids)

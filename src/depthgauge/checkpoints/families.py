@@ -1,11 +1,14 @@
 """Module paths inside a transformer block, by architecture family.
 
-`FAMILIES` is the only place that names modules of particular architectures. Everything else is derived:
+Most of what is known about a model is derived:
 
 - the number of layers, heads and key–value heads, the width and the context length come from the configuration
 - the blocks are the outermost `nn.ModuleList` with one entry per layer (`layers.find_blocks`)
-- queries, keys, values, mask, scale and softcap are read at transformers' attention interface, which every supported
-  model calls (`interface.py`)
+- sublayers, their last maps, their order and the norms after them are found in a model whose family has no entry here,
+  and verified numerically on every block (`derive_family.py`). For the families below, the derivation gives what is
+  declared (`tests/checkpoints/test_derive_family.py`)
+- queries, keys, values, mask, scale and softcap are read at transformers' attention interface (`interface.py`). Where a
+  model bypasses it, the measures of heads are missing (`probe.py`)
 - the weight layout (`nn.Linear` or GPT-2's `Conv1D`) and the score scale are read from the modules (`circuits.py`)
 - whether the result is right is measured: `probe.py` compares the observed model with stock attention before any long
   computation
@@ -13,9 +16,10 @@
 Two exceptions need no entry here but know particular models: `load.context_length` subtracts the positions up to
 the padding index, which RoBERTa models never use, and `family_of` reads GPT-NeoX's `use_parallel_residual`.
 
-A model whose family has no entry can still be gauged. Its attention is observed, and its blocks are skipped, made
-uniform or run in parallel. Only what needs module paths is missing: the what-ifs `attention` and `mlp`, their two
-cosine scores, and the sizes of the weights.
+`FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
+projections of queries, keys and values, the gain of the norm before them, norms inside the heads, and what is added to
+the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it, and `Monitor`, which
+derives nothing, needs it for sublayers. An entry can also declare sublayers where their derivation fails.
 
 To add a family:
 
@@ -24,9 +28,9 @@ To add a family:
    projection follows the sublayer before the addition (Gemma 2), name that module instead.
 3. Read the block's `forward` and choose `order`: `pre` (x ← x + attention(norm(x)), then x ← x + mlp(norm(x))),
    `parallel` (x ← x + attention(norm(x)) + mlp(norm(x))), or `post` (x ← norm(x + attention(x)), then
-   x ← norm(x + mlp(x))). For `post`, name in `between` the module that returns the input of the MLP.
-4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one
-   map computes query, key and value.
+   x ← norm(x + mlp(x))).
+4. Name the last linear maps of attention and MLP in `out` and `down`, and the projections: `Separate` for three linear
+   maps, `Fused` if one map computes query, key and value.
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. If a norm follows the output projection and `down` before the next sublayer reads the residual stream, name the two
    norms in `attention_norm` and `mlp_norm`.
