@@ -59,11 +59,12 @@ def test_gauge_finds_the_same_in_both(folder: Path) -> None:
 @pytest.mark.usefixtures("forked_verification")
 def test_shrink_reads_pieces(folder: Path) -> None:
     asked = {"remove": 1, "window": 16, "effort": "quick", "no_repair": True, "device": "cpu", "force": True}
-    made = [shrink(folder / name, out=folder / f"out-{name}", **asked).record for name in ("whole.gguf", PIECES[2])]
+    made = [shrink(folder / name, out=folder / f"{name}-out", **asked).record for name in ("whole.gguf", PIECES[2])]
     assert made[0].removed == made[1].removed
     assert made[0].loss == made[1].loss
     assert list(made[1].plan.files) == PIECES
-    assert "its weights were dequantized" in (folder / f"out-{PIECES[2]}" / "README.md").read_text()
+    assert not (folder / f"{PIECES[2]}-out" / "plan.mergekit.yaml").exists()  # mergekit reads no GGUF files
+    assert "its weights were dequantized" in (folder / f"{PIECES[2]}-out" / "README.md").read_text()
 
 
 def test_missing_pieces_are_named(folder: Path) -> None:

@@ -9,7 +9,7 @@ _SETTINGS = {
     "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
     "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200", "evaluate": None,
     "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
-    "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "force": False,
+    "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "gguf_type": None, "force": False,
     "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]
@@ -104,7 +104,8 @@ DOCUMENT: dict[str, Any] = {
     "durations": {"loading": 12.5, "search": 600.0, "repair and comparison": 700.0},
     "heal": {"steps": 200, "before": 3.8124, "after": 3.7611, "kept": True}, "evaluation": None,
     "reload": {
-        "difference": 3.1e-7, "layers": 23, "generation": "equal with and without cache"
+        "difference": 3.1e-7, "layers": 23, "generation": "equal with and without cache", "program": "transformers",
+        "source_difference": None,
     },
     "plan": PLAN, "notes": ["the source is a quantized GGUF file; its weights were dequantized"],
     "versions": {"depthgauge": "0.2.0", "torch": "2.8.0", "transformers": "5.0.0"}, "seconds": 1312.5,
@@ -175,7 +176,11 @@ def encoder() -> dict[str, Any]:
         },
         "memory": None, "curve": [{"method": "depthgauge", "removed": 1, "increase": 0.3}],
         "stages": [{"name": "distillation", "before": 0.52, "after": 0.31, "error": 0.01, "kept": True}], "heal": None,
-        "reload": {"difference": 0.0, "layers": 5, "generation": "not applicable"}, "plan": plan,
+        "reload": {
+            "difference": 0.0, "layers": 5, "generation": "not applicable", "program": "transformers",
+            "source_difference": None,
+        },
+        "plan": plan,
         "notes": ["the model is an encoder: no perplexity is claimed"],
     }  # fmt: skip
 

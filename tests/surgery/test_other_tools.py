@@ -9,10 +9,12 @@ import pytest
 import torch
 from real_models import smollm2
 from tiny_checkpoints import save_checkpoint
+from tiny_models import tiny_model
 from torch import nn
 
 from depthgauge.checkpoints.load import Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import find
+from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.write_shrunk import mergekit_plan
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "05_finetune_a_shrunk_model.py"
@@ -58,6 +60,11 @@ def test_mergekit_makes_the_same_model(smollm_folder: Path, tmp_path: Path) -> N
     ids = torch.randint(100, 40_000, (1, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(made(ids).logits, model(ids).logits)
+
+
+def test_models_with_lists_get_no_plan() -> None:
+    assert has_layer_lists(tiny_model("gemma3").config)
+    assert not has_layer_lists(tiny_model("llama").config)
 
 
 @pytest.mark.models

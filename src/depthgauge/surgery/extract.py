@@ -278,6 +278,12 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
         return type(config).from_dict(values)
 
 
+def has_layer_lists(config: Any) -> bool:
+    """Return whether a configuration has lists with one entry per layer."""
+    layers = int(config.num_hidden_layers)
+    return any(_is_per_layer(key, value, layers) for key, value in config.to_dict().items())
+
+
 def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:
     """Return `kept` as a tuple; raise unless it is a non-empty increasing sequence of layers from 0 to `layers` − 1."""
     chosen = tuple(int(layer) for layer in kept)

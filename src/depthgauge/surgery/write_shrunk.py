@@ -19,6 +19,7 @@ from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text,
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import guarantee_sentences
 from depthgauge.surgery.certify import Certifier
+from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.verify import FreshProcess, verify_reload
 from depthgauge.surgery.write_model import written_model
 
@@ -73,7 +74,9 @@ def write_shrunk(
         if journal is not None:
             journal.claim(out, text)
         documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
-        if not record.repaired and not (record.heal is not None and record.heal.kept):
+        unchanged = not record.repaired and not (record.heal is not None and record.heal.kept)
+        # mergekit reads directories, and leaves lists with one entry per layer as they are.
+        if unchanged and (source is None or source.gguf is None) and not has_layer_lists(checkpoint.config):
             kept = [layer for layer in range(record.layers_before) if layer not in record.removed]
             dtype = str(model.dtype).removeprefix("torch.")
             documents["plan.mergekit.yaml"] = mergekit_plan(record.plan.model, dtype, kept)

@@ -12,10 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import counted, size_text
+from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
@@ -35,6 +34,7 @@ from depthgauge.results.shrink_record import (
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
+from depthgauge.surgery.block_sizes import blocks_over
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
@@ -399,32 +399,6 @@ class ShrinkRun:
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
         notes = (*_notes(record, self.opened, shrunk), *self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
-
-
-def blocks_over(
-    model: Any, layers: int, limit: int, stored: torch.dtype | GgufLayout | None, name: str, repairs: bool = True
-) -> int:
-    """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
-
-    Weights are counted in the dtype `stored`, in the types that a GGUF file has after `repairs`, or in their own.
-    """
-
-    def size(weights: Any) -> int:
-        return sum(one.numel() * (stored if isinstance(stored, torch.dtype) else one.dtype).itemsize for one in weights)
-
-    if isinstance(stored, GgufLayout):
-        total, blocks = stored.sizes(repairs)
-    else:
-        total = size(model.parameters())
-        blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
-    for count in range(1, layers):
-        if total - sum(blocks[:count]) <= limit:
-            return count
-    least = total - sum(blocks[:-1])
-    raise InputError(
-        f"--max-bytes {size_text(limit)} is too small: {name} takes {size_text(total)}, and with one block left "
-        f"{size_text(least)}"
-    )
 
 
 def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:

@@ -1,0 +1,36 @@
+"""How many blocks must go until the weights of a model fit."""
+
+from typing import Any
+
+import torch
+
+from depthgauge._format import size_text
+from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.errors import InputError
+from depthgauge.surgery.gguf_layout import GgufLayout
+
+
+def blocks_over(
+    model: Any, layers: int, limit: int, stored: torch.dtype | GgufLayout | None, name: str, repairs: bool = True
+) -> int:
+    """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
+
+    Weights are counted in the dtype `stored`, in the types that a GGUF file has after `repairs`, or in their own.
+    """
+
+    def size(weights: Any) -> int:
+        return sum(one.numel() * (stored if isinstance(stored, torch.dtype) else one.dtype).itemsize for one in weights)
+
+    if isinstance(stored, GgufLayout):
+        total, blocks = stored.sizes(repairs)
+    else:
+        total = size(model.parameters())
+        blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
+    for count in range(1, layers):
+        if total - sum(blocks[:count]) <= limit:
+            return count
+    least = total - sum(blocks[:-1])
+    raise InputError(
+        f"--max-bytes {size_text(limit)} is too small: {name} takes {size_text(total)}, and with one block left "
+        f"{size_text(least)}"
+    )
