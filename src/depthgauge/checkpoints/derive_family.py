@@ -26,6 +26,7 @@ from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import BlockRunner, Change, changed, find_blocks, hidden_in, hidden_out
+from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 
 TOKENS = 12
@@ -154,8 +155,16 @@ def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Fami
     """Derive the family of a model and verify it on every block, on a few of the given tokens.
 
     Raises:
-        NotDerivedError: the model has no list of blocks, its blocks differ, or a check failed.
+        NotDerivedError: the model has no list of blocks, its blocks differ, or a check failed or could not be made.
     """
+    try:
+        return _derived_family(checkpoint, ids)
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        # Blocks are called in ways that their authors did not expect.
+        raise NotDerivedError(f"its blocks cannot be called one by one: {short(error)}") from error
+
+
+def _derived_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Family:
     few = ids[:1, :TOKENS]
     few = few.repeat(1, -(-TOKENS // few.shape[1]))[:, :TOKENS]
     runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))

@@ -10,7 +10,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.checkpoints.derive_family import NotDerivedError, traced_runner
 from depthgauge.checkpoints.layers import BlockRunner
-from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.library import CheckpointError, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.probe import relative_difference, rounding_tolerance
@@ -33,8 +33,8 @@ def first_removable(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tu
     reason = ""
     try:
         runner, _ = traced_runner(checkpoint, ids)
-    except NotDerivedError as error:
-        raise CheckpointError(f"blocks cannot be removed from {checkpoint.name}: {error}") from error
+    except (NotDerivedError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"blocks cannot be removed from {checkpoint.name}: {short(error)}") from error
     for layer in range(min(TRIED, checkpoint.layers)):
         kept = [other for other in range(checkpoint.layers) if other != layer]
         try:
