@@ -52,6 +52,8 @@ EXPECTED = {
     "qwen3_moe": replace(LLAMA, down=None),
     "gpt_oss": replace(LLAMA, down=None),
     "modernbert": Family("attn", "mlp", "attn.Wo", "mlp.Wo"),
+    "granitemoe": replace(LLAMA, mlp="block_sparse_moe", down=None),
+    "xglm": Family("self_attn", "fc2", "self_attn.out_proj", "fc2"),
     "mpnet": Family(
         "attention.attn",
         "output.dense",
@@ -178,6 +180,13 @@ def complaint(model: Any) -> str:
 def test_blocks_of_different_kinds_are_named() -> None:
     assert complaint(tiny_model("lfm2")) == "its blocks are of different kinds: attention is conv and self_attn"
     assert complaint(tiny_model("albert")) == "it has no list of 3 blocks"
+    assert complaint(tiny_model("xlnet")) == "its states are not arranged by window and token"
+
+
+def test_a_block_that_cannot_be_called_is_named() -> None:
+    model = tiny_model("olmo")
+    find_blocks(model, 3)[1].self_attn.register_forward_hook(lambda module, args, out: out[0][:, :, 3:])
+    assert complaint(model).startswith("its blocks cannot be called one by one: ")
 
 
 def test_a_block_that_adds_something_else_is_not_accepted() -> None:

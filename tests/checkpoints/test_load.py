@@ -280,6 +280,8 @@ def test_a_model_with_unsupported_attention_is_not_observable(monkeypatch: pytes
     found = probe(wrap(tiny_model("llama")), tokens(batch=1))
     assert re.match(r"LlamaForCausalLM uses another form of attention: .* got 3 calls", found.attention or "")
     assert found.blocks is None
+    with pytest.raises(InputError, match=r"its blocks cannot be rerun \(its states are not arranged by window"):
+        probe(wrap(tiny_model("xlnet")), tokens(batch=1))
     with pytest.raises(InputError, match=r"AlbertModel cannot be gauged on text: its attention weights are not obs"):
         probe(wrap(tiny_model("albert")), tokens(batch=1))
 

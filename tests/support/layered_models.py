@@ -9,7 +9,7 @@ from tiny_models import DERIVED, MODELS
 
 LAYERS = 6
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_COUNT = {"gpt2": "n_layer", "bloom": "n_layer", "distilbert": "n_layers"}
+_COUNT = {"gpt2": "n_layer", "bloom": "n_layer", "distilbert": "n_layers", "xglm": "num_layers"}
 _KINDS: dict[str, dict[str, Any]] = {
     "qwen2-window": {"max_window_layers": 3},
     "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},

@@ -107,11 +107,19 @@ DERIVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         _SMALL | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 3},
     ),
     "mpnet": ("MPNetModel", "MPNetConfig", _SMALL),
+    "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", _SMALL | _GQA | _MOE),
+    "xglm": ("XGLMForCausalLM", "XGLMConfig", {
+        "d_model": 16, "num_layers": 3, "attention_heads": 4, "ffn_dim": 24, "vocab_size": 40,
+        "max_position_embeddings": 64,
+    }),
 }  # fmt: skip
-# ALBERT has no list of blocks.
+# ALBERT has no list of blocks, and the states of XLNet have the tokens first.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "xlnet": ("XLNetModel", "XLNetConfig", {
+        "d_model": 16, "n_layer": 3, "n_head": 4, "d_inner": 24, "vocab_size": 40,
+    }),
     "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
-}
+}  # fmt: skip
 
 
 def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None = None) -> Any:
@@ -124,7 +132,7 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None
         import transformers
     cls, config, settings = (MODELS | DERIVED | OTHERS)[name]
     if layers is not None:
-        count = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in settings)
+        count = next(key for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if key in settings)
         settings = settings | {count: layers}
         if "layer_types" in settings:
             settings["layer_types"] = (settings["layer_types"] * layers)[:layers]

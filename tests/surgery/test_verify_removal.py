@@ -31,7 +31,7 @@ def test_the_new_model_equals_the_old_one_with_blocks_skipped(name: str) -> None
         torch.testing.assert_close(output_of(shrunk, ids), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon-alibi", "opt", "gpt_oss"])
+@pytest.mark.parametrize("name", ["bloom", "falcon-alibi", "opt", "gpt_oss", "xglm", "granitemoe"])
 def test_blocks_run_one_by_one_in_batches(name: str) -> None:
     """Bloom's position biases have one row per window and head, which cannot be broadcast over a batch."""
     model, ids = tiny_model(name), tokens(batch=3)
@@ -40,6 +40,11 @@ def test_blocks_run_one_by_one_in_batches(name: str) -> None:
         found = runner.output(runner.through(range(3), runner.embed(ids)))
         expected = model(input_ids=ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_states_that_are_arranged_otherwise_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="blocks cannot be removed from tiny: its states are not arranged by"):
+        first_removable(wrap(tiny_model("xlnet"), "tiny"), tokens())
 
 
 def test_indices_of_layers_follow() -> None:

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import BlockRunner, Change, changed, find_blocks, hidden_in, hidden_out
+from depthgauge.checkpoints.layers import (
+    NOT_BY_WINDOW,
+    BlockRunner,
+    Change,
+    changed,
+    find_blocks,
+    hidden_in,
+    hidden_out,
+)
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 
@@ -190,6 +198,8 @@ def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tupl
     runner = BlockRunner(checkpoint, ids[:1])
     base = runner.full(ids)
     state = base.states[0]
+    if state.shape[:2] != ids.shape:
+        raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
         state = runner.block(layer, state)
     output = runner.output(state)

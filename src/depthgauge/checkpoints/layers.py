@@ -22,6 +22,8 @@ from depthgauge.checkpoints.model_output import model_output
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
+NOT_BY_WINDOW = "its states are not arranged by window and token"
+"""Why a model such as XLNet, whose states have the tokens first, is not supported."""
 _LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Largest size of the logits of one batch, by type of device."""
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 
@@ -82,6 +82,8 @@ def _not_rerun(stack: Stack, ids: Int[Tensor, "1 n"]) -> str | None:
     if not len(stack):
         return "its blocks are not kept in one list"
     intact, middle = stack.full(ids), len(stack) // 2
+    if intact.states[0].shape[:2] != ids.shape:
+        return NOT_BY_WINDOW
     again = stack.run(ids, start=middle, state=intact.states[middle])
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
         return "its blocks need other inputs than the hidden states before them"
