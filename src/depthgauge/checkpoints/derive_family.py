@@ -62,8 +62,10 @@ class TracedBlock:
     """One block as a function of its input x, with the outputs of some of its submodules changed."""
 
     def __init__(self, runner: BlockRunner, layer: int, x: Float[Tensor, "1 n d"]) -> None:
-        self.runner, self.layer, self.x = runner, layer, x
+        self.runner, self.layer = runner, layer
         self.block = runner.blocks[layer]
+        place = next(self.block.parameters()).device  # with a device map, blocks may be on different devices
+        self.x = x = x if place.type == "meta" else x.to(place)
         self.modules = {path: module for path, module in self.block.named_modules() if path}
         intact = self.trace()
         # δ is larger than the stream and what is added to it, so that rounding of the sums is small beside it.
