@@ -302,7 +302,7 @@ def test_a_gauging_in_memory_is_resumed_for_the_same_weights_only(
     keywords: dict[str, Any] = {"tokenizer": AutoTokenizer.from_pretrained(tmp_path / "model"), "text": corpus}
     keywords |= {"tokens": 48, "window": 16, "out": tmp_path / "r.json"}
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge_checkpoint.subject_record", lambda *findings: 1 / 0)
+        patch.setattr("depthgauge.workflows.gauge_checkpoint.subject_record", lambda *findings, **others: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             dg.gauge(model, **keywords)
     with torch.no_grad():

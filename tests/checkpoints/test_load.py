@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
-from tiny_models import OTHERS, tiny_model, tokens
+from tiny_models import tiny_model, tokens
 
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints import text_files as text
@@ -27,7 +27,7 @@ from depthgauge.checkpoints.load import (
     load_tokenizer,
     wrap,
 )
-from depthgauge.checkpoints.probe import probe
+from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.source import count_parameters, find
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.what_if import what_if
@@ -95,7 +95,7 @@ def test_a_device_map_is_passed_through(llama: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", watched)
     monkeypatch.setattr(load, "free_memory", lambda _: 0)  # with a device map, the model need not fit on one device
-    assert probe(loaded(llama, Placement(device_map="cpu")), tokens(batch=1)) is None
+    assert probe(loaded(llama, Placement(device_map="cpu")), tokens(batch=1)) == Probed(None, None)
     assert given["device_map"] == "cpu"
     assert given["trust_remote_code"] is False
     assert given["local_files_only"] is True
@@ -127,7 +127,7 @@ def test_a_decoder_without_its_head_is_measured_by_its_states(tmp_path: Path) ->
     checkpoint = loaded(tmp_path)
     assert checkpoint.objective == "states"
     assert isinstance(checkpoint.model, LlamaModel)
-    assert probe(checkpoint, tokens(batch=1)) is None
+    assert probe(checkpoint, tokens(batch=1)) == Probed(None, None)
     with attending(checkpoint.model) as session, torch.no_grad():
         output = Stack(checkpoint, session).run(tokens(batch=1))
         assert torch.allclose(output, model(tokens(batch=1)).last_hidden_state, atol=1e-5)
@@ -255,25 +255,41 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
 # --- the probe -------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_bypasses_the_interface_is_refused() -> None:
-    with pytest.raises(InputError, match="MPNetModel bypasses transformers' attention interface: 0 of its 3 layers"):
-        probe(wrap(tiny_model("mpnet")), tokens(batch=1))
+@pytest.mark.parametrize(("name", "calls"), [("mpnet", 0), ("bloom", 0), ("falcon", 0), ("lfm2", 1)])
+def test_a_model_that_bypasses_the_interface_is_not_observable(name: str, calls: int) -> None:
+    model = tiny_model(name)
+    before = model.config._attn_implementation
+    found = probe(wrap(model), tokens(batch=1))
+    bypassed = f"{type(model).__name__} bypasses transformers' attention interface: {calls} of its 3 layers call it"
+    assert found == Probed(bypassed, None)
+    assert model.config._attn_implementation == before
 
 
-def test_a_model_with_unsupported_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_with_sinks_is_not_observable() -> None:
+    found = probe(wrap(tiny_model("gpt_oss")), tokens(batch=1))
+    assert found.attention is not None
+    assert "GptOssForCausalLM uses another form of attention: expected 3 attention calls" in found.attention
+    assert found.blocks is None
+
+
+def test_a_model_with_unsupported_attention_is_not_observable(monkeypatch: pytest.MonkeyPatch) -> None:
     from depthgauge.checkpoints import interface
 
     plain = interface.attention_call
     monkeypatch.setattr(interface, "attention_call", lambda q, *rest: plain(1.5 * q, *rest))
-    with pytest.raises(InputError, match=r"LlamaForCausalLM uses an unsupported form of attention: .* got 3 calls"):
-        probe(wrap(tiny_model("llama")), tokens(batch=1))
+    found = probe(wrap(tiny_model("llama")), tokens(batch=1))
+    assert re.match(r"LlamaForCausalLM uses another form of attention: .* got 3 calls", found.attention or "")
+    assert found.blocks is None
+    with pytest.raises(InputError, match=r"its blocks cannot be rerun \(its states are not arranged by window"):
+        probe(wrap(tiny_model("xlnet")), tokens(batch=1))
+    with pytest.raises(InputError, match=r"AlbertModel cannot be gauged on text: its attention weights are not obs"):
+        probe(wrap(tiny_model("albert")), tokens(batch=1))
 
 
 def test_families_outside_the_table_can_be_probed() -> None:
     assert wrap(tiny_model("olmo")).family is None
-    assert probe(wrap(tiny_model("olmo")), tokens(batch=1)) is None
-    assert probe(wrap(tiny_model("albert")), tokens(batch=1)) == "its blocks are not kept in one list"
-    assert set(OTHERS) == {"olmo", "albert", "mpnet"}
+    assert probe(wrap(tiny_model("olmo")), tokens(batch=1)) == Probed(None, None)
+    assert probe(wrap(tiny_model("albert")), tokens(batch=1)) == Probed(None, "its blocks are not kept in one list")
 
 
 def test_the_probe_leaves_the_model_as_it_was() -> None:

@@ -102,6 +102,17 @@ def test_json_is_one_document(run: Run) -> None:
     assert not journal_folder("r.json").exists()
 
 
+def test_attention_that_is_not_observable(run: Run, place: Path) -> None:
+    outcome = run("gauge", "mpnet", "--text", "corpus.txt", *SMALL, "--report", "mpnet.html")
+    said = "ttention weights are not observable: MPNetModel bypasses transformers' attention interface: 0 of its 3"
+    assert outcome.code == 0
+    assert said in " ".join(outcome.out.split())
+    assert said in outcome.err
+    assert "skip attention" in outcome.out
+    assert "TV to uniform" not in outcome.out
+    assert said.replace("'", "&#39;") in (place / "mpnet.html").read_text("utf-8")
+
+
 def test_weights_only(run: Run) -> None:
     outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
     assert outcome.code == 0
@@ -117,7 +128,6 @@ def test_weights_only(run: Run) -> None:
         (["nowhere.gguf"], "cannot read nowhere.gguf: no such file"),
         (["llama", "--text", "short.txt"], "short.txt has 5 tokens, but one window needs 16"),
         (["llama", "--text", "missing.txt"], "cannot read text missing.txt"),
-        (["mpnet", "--text", "corpus.txt"], "MPNetModel bypasses transformers' attention interface"),
         (["llama", "--radius", "1"], "--radius applies to network files; llama is a checkpoint"),
         (["llama", "--what-if", "all", "--no-what-if"], "exclude each other"),
         (["llama", "--what-if", "blok"], "did you mean 'block'?"),

@@ -5,15 +5,18 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from tiny_models import MODELS
+from tiny_models import DERIVED, MODELS
 
 LAYERS = 6
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_COUNT = {"gpt2": "n_layer", "distilbert": "n_layers"}
+_COUNT = {"gpt2": "n_layer", "bloom": "n_layer", "distilbert": "n_layers", "xglm": "num_layers"}
 _KINDS: dict[str, dict[str, Any]] = {
     "qwen2-window": {"max_window_layers": 3},
     "qwen3": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
     "smollm3": {"use_sliding_window": True, "sliding_window": 3, "no_rope_layer_interval": 2},
+    "qwen3_moe": {"mlp_only_layers": [1, 2, 4]},
+    "gpt_oss": {"layer_types": [_SLIDING, _FULL] * 3},
+    "lfm2": {"layer_types": ["conv", "conv", _FULL, "conv", _FULL, "conv"]},
     "gemma3": {"layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING]},
 }
 
@@ -23,7 +26,7 @@ def layered_model(name: str, seed: int = 0, dtype: torch.dtype = torch.float64, 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
-    cls, config, given = MODELS[name]
+    cls, config, given = (MODELS | DERIVED)[name]
     chosen = given | {_COUNT.get(name, "num_hidden_layers"): LAYERS} | _KINDS.get(name, {}) | settings
     model = getattr(transformers, cls)(getattr(transformers, config)(**chosen)).eval().to(dtype)
     generator = torch.Generator().manual_seed(seed)

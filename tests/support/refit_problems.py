@@ -8,6 +8,7 @@ import torch
 from layered_models import layered_model
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery.repair import output_maps
@@ -20,9 +21,9 @@ class Problem:
 
     def __init__(self, name: str, windows: int = 12, length: int = 16, dtype: torch.dtype = torch.float64) -> None:
         self.model = layered_model(name, dtype=dtype)
-        self.checkpoint = wrap(self.model, name)
         generator = torch.Generator().manual_seed(5)
         self.ids = torch.randint(3, 40, (windows, length), generator=generator)
+        self.checkpoint = derived(wrap(self.model, name), self.ids)
         self.runner = BlockRunner(self.checkpoint, self.ids[:1])
         self.runner.batch = 5  # not a divisor of the number of windows
         self.states = self.runner.through([0], self.runner.embed(self.ids))

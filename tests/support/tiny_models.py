@@ -60,12 +60,66 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 DECODERS = tuple(name for name, (cls, _, _) in MODELS.items() if cls.endswith(("ForCausalLM", "LMHeadModel")))
 ENCODERS = tuple(name for name in MODELS if name not in DECODERS)
-# OLMo and ALBERT are not in the table of families; MPNet does not call the attention interface.
-OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+# Families without an entry in the table: their structure is derived from the model.
+DERIVED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "olmo": ("OlmoForCausalLM", "OlmoConfig", _SMALL | _GQA),
-    "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
+    "olmo2": ("Olmo2ForCausalLM", "Olmo2Config", _SMALL | _GQA),
+    "granite": ("GraniteForCausalLM", "GraniteConfig", _SMALL | _GQA | {"residual_multiplier": 0.22}),
+    "phi": ("PhiForCausalLM", "PhiConfig", _SMALL),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _SMALL | _GQA),
+    "cohere": ("CohereForCausalLM", "CohereConfig", _SMALL | _GQA),
+    "opt": ("OPTForCausalLM", "OPTConfig", _SMALL | {"ffn_dim": 24, "word_embed_proj_dim": 16}),
+    "opt-post": (
+        "OPTForCausalLM",
+        "OPTConfig",
+        _SMALL | {"ffn_dim": 24, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
+    "bloom": ("BloomForCausalLM", "BloomConfig", {
+        "hidden_size": 16, "n_layer": 3, "n_head": 4, "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }),
+    "falcon": ("FalconForCausalLM", "FalconConfig", _SMALL | {"alibi": False, "multi_query": True}),
+    "falcon-alibi": (
+        "FalconForCausalLM",
+        "FalconConfig",
+        _SMALL | {"alibi": True, "multi_query": False, "parallel_attn": False},
+    ),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _SMALL | _GQA | _MOE),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _SMALL | _GQA | _MOE | {"head_dim": 8, "mlp_only_layers": [1]},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _SMALL | _GQA | _MOE | {"head_dim": 8, "sliding_window": 4, "layer_types": _WINDOWED_FIRST},
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _SMALL | _GQA | {"layer_types": ["conv", "full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+    ),
+    "modernbert": (
+        "ModernBertModel",
+        "ModernBertConfig",
+        _SMALL | {"local_attention": 4, "cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 3},
+    ),
     "mpnet": ("MPNetModel", "MPNetConfig", _SMALL),
-}
+    "granitemoe": ("GraniteMoeForCausalLM", "GraniteMoeConfig", _SMALL | _GQA | _MOE),
+    "xglm": ("XGLMForCausalLM", "XGLMConfig", {
+        "d_model": 16, "num_layers": 3, "attention_heads": 4, "ffn_dim": 24, "vocab_size": 40,
+        "max_position_embeddings": 64,
+    }),
+}  # fmt: skip
+# ALBERT has no list of blocks, and the states of XLNet have the tokens first.
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "xlnet": ("XLNetModel", "XLNetConfig", {
+        "d_model": 16, "n_layer": 3, "n_head": 4, "d_inner": 24, "vocab_size": 40,
+    }),
+    "albert": ("AlbertModel", "AlbertConfig", _SMALL | _BERT | {"embedding_size": 16}),
+}  # fmt: skip
 
 
 def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None = None) -> Any:
@@ -76,9 +130,9 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
-    cls, config, settings = (MODELS | OTHERS)[name]
+    cls, config, settings = (MODELS | DERIVED | OTHERS)[name]
     if layers is not None:
-        count = next(key for key in ("num_hidden_layers", "n_layer", "n_layers") if key in settings)
+        count = next(key for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if key in settings)
         settings = settings | {count: layers}
         if "layer_types" in settings:
             settings["layer_types"] = (settings["layer_types"] * layers)[:layers]

@@ -9,7 +9,7 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
-from tiny_models import MODELS, OTHERS, tiny_model, tokens
+from tiny_models import MODELS, tiny_model, tokens
 
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import find_blocks
@@ -108,13 +108,17 @@ def test_unknown_lists_follow_if_they_speak_of_layers() -> None:
     config = layered_model("llama").config
     config.mlp_layer_types = ["dense"] * 6
     config.layer_gains = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
-    config.watched_layers = [0, 1, 2, 3, 4, 5]  # indices, not one entry per layer
+    config.watched_layers = [0, 2, 3]  # indices, not one entry per layer
+    config.all_idxs = [0, 1, 2, 3, 4, 5]
+    config.first_k_dense_replace = 2
     config.eos_token_id = [2, 3, 4, 5, 6, 7]
     config.no_rope_layers = [1, 0, 1, 0, 1, 0, 1, 0]  # longer than the model
     shrunk = shrunk_config(config, (1, 2))
     assert shrunk.mlp_layer_types == ["dense"] * 2
     assert shrunk.layer_gains == [0.2, 0.3]
-    assert shrunk.watched_layers == [0, 1, 2, 3, 4, 5]
+    assert shrunk.watched_layers == [1]
+    assert shrunk.all_idxs == [0, 1]
+    assert shrunk.first_k_dense_replace == 1
     assert shrunk.eos_token_id == [2, 3, 4, 5, 6, 7]
     assert shrunk.no_rope_layers == [0, 1]
 
@@ -244,12 +248,9 @@ def test_layers_that_cannot_be_kept_are_refused(kept: tuple[int, ...], complaint
         extract(wrap(layered_model("llama")), kept)
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_families_are_refused_by_name(name: str) -> None:
-    with pytest.raises(
-        CheckpointError, match=f"shrink does not support {name} models such as tiny; it supports llama, "
-    ):
-        require_supported(wrap(tiny_model(name), "tiny"))
+def test_models_without_a_list_of_blocks_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="the blocks of tiny cannot be found: no list has 3 modules"):
+        require_supported(wrap(tiny_model("albert"), "tiny"))
 
 
 def test_models_that_are_more_than_a_stack_are_refused() -> None:

@@ -64,7 +64,7 @@ def test_these_families_have_all_kinds_of_maps() -> None:
     assert kinds == {("Linear", False), ("Linear", True), ("Conv1D", True)}
 
 
-@pytest.mark.parametrize("name", LINEAR)
+@pytest.mark.parametrize("name", [*LINEAR, "granite", "phi3", "bloom", "opt"])
 def test_weights_that_reach_the_target_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(repair, "RIDGE", 1e-8)
     monkeypatch.setattr(repair, "RIDGE_PER_RATIO", 0.0)

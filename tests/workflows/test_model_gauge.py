@@ -31,7 +31,7 @@ SMALL = {"window": 16, "device": "cpu"}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
-    for name in ("llama", "bert", "olmo", "albert", "mpnet"):
+    for name in ("llama", "bert", "olmo", "albert", "mpnet", "lfm2"):
         found[name] = tmp_path_factory.mktemp(name)
         save_checkpoint(found[name], name)
     return found
@@ -114,20 +114,36 @@ def test_an_encoder_is_measured_by_its_states(folders: dict[str, Path], corpus: 
 
 def test_families_outside_the_table_say_what_is_missing(folders: dict[str, Path], corpus: Path) -> None:
     olmo = subject_of(folders["olmo"], corpus, what_if="all")
-    assert set(olmo["layers"][0]["what_if"]) == {"block", "uniform", "parallel"}
+    assert set(olmo["layers"][0]["what_if"]) == {"block", "attention", "mlp", "uniform", "parallel"}
     assert olmo["notes"] == [
-        "the sizes of the weights were not measured: the architecture 'olmo' is not known to depthgauge",
-        "the what-ifs attention, mlp were not measured: the architecture 'olmo' is not known to depthgauge",
+        "the sizes of the weights were not measured: the projections of 'olmo' models are not known"
     ]
+    assert olmo["unobserved"] is None
     assert olmo["layers"][0]["heads"][0]["tv_mean"] > 0
-    assert [row["score"] for row in olmo["scores"]] == ["block_influence", "angular_distance"]
+    assert [row["score"] for row in olmo["scores"]] == list(SCORES)
     albert = subject_of(folders["albert"], corpus)
     assert albert["layers"][2]["what_if"] == {}
     assert "residual" not in albert["layers"][2]
     assert albert["layers"][2]["heads"][3]["entropy"] > 0
     assert albert["notes"][-1].startswith("the what-ifs block, attention, mlp were not measured: its blocks are not")
-    with pytest.raises(InputError, match="MPNetModel bypasses"):
-        subject_of(folders["mpnet"], corpus)
+
+
+def test_attention_that_is_not_observable_leaves_the_sublayers(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["mpnet"], corpus, what_if="all")
+    assert subject["unobserved"].startswith("MPNetModel bypasses transformers' attention interface")
+    assert set(subject["layers"][0]["what_if"]) == {"block", "attention", "mlp", "parallel"}
+    assert subject["layers"][0]["heads"] == [{"index": head} for head in range(4)]
+    assert subject["layers"][0]["fast"] is None
+    assert subject["layers"][0]["residual"]["mean"]["frobenius"]["ratio"] > 0
+    assert [row["score"] for row in subject["scores"]] == list(SCORES)
+    assert subject["notes"][-1] == "the what-if uniform was not measured: it needs observable attention"
+    mixed = subject_of(folders["lfm2"], corpus)
+    assert mixed["unobserved"].startswith("Lfm2ForCausalLM bypasses")
+    assert set(mixed["layers"][0]["what_if"]) == {"block"}
+    assert mixed["notes"][-1] == (
+        "the what-ifs attention, mlp were not measured: its blocks are of different kinds: attention is conv and "
+        "self_attn"
+    )
 
 
 def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
@@ -204,7 +220,7 @@ def test_resuming_something_else_is_refused(
     with pytest.raises(InputError, match="--resume needs the output of the interrupted run; give the same --out"):
         subject_of(folders["llama"], corpus, resume=True)
     with monkeypatch.context() as patch:
-        patch.setattr(gauge_checkpoint, "subject_record", lambda *found: 1 / 0)
+        patch.setattr(gauge_checkpoint, "subject_record", lambda *found, **others: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             subject_of(folders["llama"], corpus, out=out, what_if="none")
     with pytest.raises(InputError, match="was started with what_if 'none', now it is 'block'"):

@@ -40,7 +40,7 @@ def first_layer_bound(checkpoint: Checkpoint, progress: Step = silent) -> FirstL
 
 def _bounded(checkpoint: Checkpoint, progress: Step) -> FirstLayerBound:
     blocks, context = find_blocks(checkpoint.model, checkpoint.layers), context_length(checkpoint.config)
-    if checkpoint.family is None or not blocks:
+    if checkpoint.family is None or checkpoint.family.projections is None or not blocks:
         raise NotBoundedError(f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge")
     asked = min(TOKENS, context or TOKENS)
     probe = first_call(checkpoint, torch.zeros(1, asked, dtype=torch.long))

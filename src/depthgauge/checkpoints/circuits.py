@@ -154,13 +154,14 @@ def head_weights(checkpoint: Checkpoint, block: nn.Module) -> Iterator[HeadWeigh
 
 def projections(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return query, key, value `[d, width]` and output `[width, d]`, with heads in consecutive columns (rows)."""
-    *read, output = (_matrix(module) for module in _projecting(block, family))
-    return (*_by_kind(read, family, heads), output)
+    assert family.out is not None
+    read = [_matrix(module) for module in _projecting(block, family)]
+    return (*_by_kind(read, family, heads), _matrix(block.get_submodule(family.out)))
 
 
 def projection_biases(block: nn.Module, family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the biases of query, key and value `[1, width]`, zeros where a map has none."""
-    *read, _ = _projecting(block, family)
+    read = _projecting(block, family)
     widths = [_matrix(module).shape[1] for module in read]
     biases = [getattr(module, "bias", None) for module in read]
     rows = [
@@ -171,15 +172,17 @@ def projection_biases(block: nn.Module, family: Family, heads: int) -> tuple[Ten
 
 
 def _projecting(block: nn.Module, family: Family) -> list[nn.Module]:
-    """Return the modules of query, key and value, or the one for all three, and of the output projection."""
+    """Return the modules of query, key and value, or the one for all three."""
     paths = family.projections
-    names = vars(paths).values() if isinstance(paths, Separate) else (paths.all, paths.output)
+    assert paths is not None
+    names = vars(paths).values() if isinstance(paths, Separate) else (paths.all,)
     return [block.get_submodule(name) for name in names]
 
 
 def _by_kind(read: Sequence[Tensor], family: Family, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the columns of query, key and value, from three maps or from the one for all three."""
     paths = family.projections
+    assert paths is not None
     if isinstance(paths, Separate):
         query, key, value = read
     elif paths.order == "thirds":  # the columns are q|k|v

@@ -1,11 +1,14 @@
 """Module paths inside a transformer block, by architecture family.
 
-`FAMILIES` is the only place that names modules of particular architectures. Everything else is derived:
+Most of what is known about a model is derived:
 
 - the number of layers, heads and key–value heads, the width and the context length come from the configuration
 - the blocks are the outermost `nn.ModuleList` with one entry per layer (`layers.find_blocks`)
-- queries, keys, values, mask, scale and softcap are read at transformers' attention interface, which every supported
-  model calls (`interface.py`)
+- sublayers, their last maps, their order and the norms after them are found in a model whose family has no entry here,
+  and verified numerically on every block (`derive_family.py`). For the families below, the derivation gives what is
+  declared (`tests/checkpoints/test_derive_family.py`)
+- queries, keys, values, mask, scale and softcap are read at transformers' attention interface (`interface.py`). Where a
+  model bypasses it, the measures of heads are missing (`probe.py`)
 - the weight layout (`nn.Linear` or GPT-2's `Conv1D`) and the score scale are read from the modules (`circuits.py`)
 - whether the result is right is measured: `probe.py` compares the observed model with stock attention before any long
   computation
@@ -13,9 +16,10 @@
 Two exceptions need no entry here but know particular models: `load.context_length` subtracts the positions up to
 the padding index, which RoBERTa models never use, and `family_of` reads GPT-NeoX's `use_parallel_residual`.
 
-A model whose family has no entry can still be gauged. Its attention is observed, and its blocks are skipped, made
-uniform or run in parallel. Only what needs module paths is missing: the what-ifs `attention` and `mlp`, their two
-cosine scores, and the sizes of the weights.
+`FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
+projections of queries, keys and values, the gain of the norm before them, norms inside the heads, and what is added to
+the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it, and `Monitor`, which
+derives nothing, needs it for sublayers. An entry can also declare sublayers where their derivation fails.
 
 To add a family:
 
@@ -24,9 +28,9 @@ To add a family:
    projection follows the sublayer before the addition (Gemma 2), name that module instead.
 3. Read the block's `forward` and choose `order`: `pre` (x ← x + attention(norm(x)), then x ← x + mlp(norm(x))),
    `parallel` (x ← x + attention(norm(x)) + mlp(norm(x))), or `post` (x ← norm(x + attention(x)), then
-   x ← norm(x + mlp(x))). For `post`, name in `between` the module that returns the input of the MLP.
-4. Name the last linear map of the MLP in `down`, and the projections: `Separate` for four linear maps, `Fused` if one
-   map computes query, key and value.
+   x ← norm(x + mlp(x))).
+4. Name the last linear maps of attention and MLP in `out` and `down`, and the projections: `Separate` for three linear
+   maps, `Fused` if one map computes query, key and value.
 5. If a norm precedes attention, name it in `gain`. Set `gain_offset=1.0` if it multiplies by 1 + weight (Gemma).
 6. If a norm follows the output projection and `down` before the next sublayer reads the residual stream, name the two
    norms in `attention_norm` and `mlp_norm`.
@@ -45,24 +49,22 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Separate:
-    """Paths of four linear maps: query, key, value and output projection."""
+    """Paths of the linear maps to queries, keys and values."""
 
     query: str
     key: str
     value: str
-    output: str
 
 
 @dataclass(frozen=True)
 class Fused:
-    """Paths of one linear map for query, key and value, and of the output projection.
+    """Path of one linear map for query, key and value.
 
     - `all`: the map whose output columns hold query, key and value
     - `order`: column order, q|k|v (`thirds`) or q|k|v of head 0, q|k|v of head 1, … (`heads`)
     """
 
     all: str
-    output: str
     order: Literal["thirds", "heads"]
 
 
@@ -86,24 +88,26 @@ class Family:
     """Paths of modules, relative to a block.
 
     - `attention`, `mlp`: the modules whose outputs are added to the residual stream
-    - `down`: the last linear map of the MLP; a norm may follow it before the addition (Gemma 2)
-    - `projections`: query, key, value and output projections
+    - `out`, `down`: the last linear maps of attention and MLP; a norm may follow before the addition (Gemma 2). None
+      where a sublayer has no such map, as a mixture of experts
+    - `projections`: query, key and value projections, or None if they are not known
     - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
       each sum)
-    - `between`: in a `post` family, the module whose output the MLP reads
+    - `multiplier`: the number by which the outputs of both sublayers are multiplied before they are added (Granite)
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
-    - `attention_norm`, `mlp_norm`: the norms applied to the outputs of the output projection and of `down`, before
-      (Gemma 2) or after (BERT) they are added to the residual stream; None if there are none
+    - `attention_norm`, `mlp_norm`: the norms applied to the outputs of `out` and of `down`, before (Gemma 2) or after
+      (BERT) they are added to the residual stream; None if there are none
     - `head_norms`: the norms of the queries and of the keys inside a head (Qwen 3), with `gain_offset`, or None
     - `embeddings`: what is added to the embeddings of tokens
     """
 
     attention: str
     mlp: str
-    down: str
-    projections: Separate | Fused
+    out: str | None
+    down: str | None
+    projections: Separate | Fused | None = None
     order: Literal["pre", "parallel", "post"] = "pre"
-    between: str | None = None
+    multiplier: float = 1.0
     gain: str | None = None
     gain_offset: float = 0.0
     attention_norm: str | None = None
@@ -112,8 +116,8 @@ class Family:
     embeddings: Embeddings = Embeddings()
 
 
-_SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-_LLAMA = Family("self_attn", "mlp", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
+_SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj", _SELF_ATTN, gain="input_layernorm")
 _HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
 _GEMMA = replace(_LLAMA, gain_offset=1.0, embeddings=Embeddings(scaled=True))
 _GEMMA2 = replace(
@@ -126,10 +130,10 @@ _GEMMA2 = replace(
 _BERT = Family(
     "attention.output.dense",
     "output.dense",
+    "attention.output.dense",
     "output.dense",
-    Separate("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense"),
+    Separate("attention.self.query", "attention.self.key", "attention.self.value"),
     order="post",
-    between="attention.output",
     attention_norm="attention.output.LayerNorm",
     mlp_norm="output.LayerNorm",
     embeddings=Embeddings(
@@ -151,16 +155,18 @@ FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         "attn",
         "mlp",
+        "attn.c_proj",
         "mlp.c_proj",
-        Fused("attn.c_attn", "attn.c_proj", "thirds"),
+        Fused("attn.c_attn", "thirds"),
         gain="ln_1",
         embeddings=Embeddings(positions="wpe"),
     ),
     "gpt_neox": Family(
         "attention",
         "mlp",
+        "attention.dense",
         "mlp.dense_4h_to_h",
-        Fused("attention.query_key_value", "attention.dense", "heads"),
+        Fused("attention.query_key_value", "heads"),
         order="parallel",
         gain="input_layernorm",
     ),
@@ -172,10 +178,10 @@ FAMILIES: Mapping[str, Family] = {
     "distilbert": Family(
         "attention",
         "ffn",
+        "attention.out_lin",
         "ffn.lin2",
-        Separate("attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin"),
+        Separate("attention.q_lin", "attention.k_lin", "attention.v_lin"),
         order="post",
-        between="sa_layer_norm",
         attention_norm="sa_layer_norm",
         mlp_norm="output_layer_norm",
         embeddings=Embeddings(positions="embeddings.position_embeddings", norm="embeddings.LayerNorm"),

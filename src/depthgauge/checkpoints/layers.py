@@ -22,6 +22,8 @@ from depthgauge.checkpoints.model_output import model_output
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
+NOT_BY_WINDOW = "its states are not arranged by window and token"
+"""Why a model such as XLNet, whose states have the tokens first, is not supported."""
 _LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Largest size of the logits of one batch, by type of device."""
 
@@ -49,7 +51,7 @@ class Stack:
         self.checkpoint, self.session = checkpoint, session
         self.blocks = find_blocks(checkpoint.model, checkpoint.layers)
         self.evaluations = 0
-        self._tuples = False
+        self._others = -1  # how many values a block returns after the states, −1 if it returns no tuple
         self._silent_form: dict[type[nn.Module], str] = {}
 
     def __len__(self) -> int:
@@ -117,7 +119,7 @@ class Stack:
             states[layer] = hidden_in(args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            self._tuples = isinstance(out, tuple)
+            self._others = len(out) - 1 if isinstance(out, tuple) else -1
             states[layer + 1] = hidden_out(out)
 
         with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
@@ -129,7 +131,7 @@ class Stack:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             out = hidden_in(args, kwargs) if state is None else state
-            return (out,) if self._tuples else out
+            return out if self._others < 0 else (out, *(None for _ in range(self._others)))
 
         with replaced(block, forward):
             yield
@@ -165,7 +167,8 @@ class BlockRunner(Stack):
     """The blocks of a checkpoint as functions of the residual stream.
 
     A block is called with the arguments that the model itself passes to it: masks, rotary embeddings and positions are
-    recorded once, on one window, and broadcast over the batch. All windows therefore have the same length.
+    recorded once, on one window. Those that have rows for each window, one (masks) or several (the position biases of
+    Bloom), are repeated for the other windows. All windows therefore have the same length.
 
     - `blocks`: the blocks, in order
     - `batch`: how many windows are computed together
@@ -188,6 +191,7 @@ class BlockRunner(Stack):
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
             self.full(example)
+        self._by_window = self._rows_by_window(example)
         self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
 
     @property
@@ -213,7 +217,26 @@ class BlockRunner(Stack):
     def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
         """Return B_ℓ(X) for one batch."""
         args, kwargs = self._calls[layer]
+        if len(states) > 1:
+            args = tuple(_for_windows(one, self._by_window.get(i), len(states)) for i, one in enumerate(args))
+            kwargs = {key: _for_windows(one, self._by_window.get(key), len(states)) for key, one in kwargs.items()}
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
+
+    @torch.no_grad()
+    def _rows_by_window(self, example: Int[Tensor, "1 n"]) -> dict[int | str, Any]:
+        """Return which arguments of the first block, by place or name, have rows for each window of a batch."""
+        found: dict[int | str, Any] = {}
+
+        def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            placed, named = self._calls[0]
+            pairs: list[tuple[int | str, tuple[Any, Any]]] = [*enumerate(zip(placed, args[1:], strict=False))]
+            pairs += [(name, (one, kwargs[name])) for name, one in named.items() if name in kwargs]
+            found.update({name: _has_rows_by_window(*pair) for name, pair in pairs})
+            raise _Reached
+
+        with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
+            self._forward(example[:1].repeat(2, 1))
+        return found
 
     @torch.no_grad()
     def through(self, layers: Sequence[int], states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:
@@ -258,6 +281,23 @@ def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
             return list(module)
     return []
+
+
+def _has_rows_by_window(one: Any, two: Any) -> Any:
+    """Return whether a tensor has twice as many rows for two windows as for one; a tuple of answers for a tuple."""
+    if isinstance(one, tuple):
+        return tuple(_has_rows_by_window(a, b) for a, b in zip(one, two, strict=True))
+    return isinstance(one, Tensor) and one.dim() > 0 and len(two) == 2 * len(one)
+
+
+def _for_windows(one: Any, by_window: Any, windows: int) -> Any:
+    """Return an argument of a block for several windows, given that for one."""
+    if isinstance(one, tuple) and isinstance(by_window, tuple):
+        return tuple(_for_windows(a, b, windows) for a, b in zip(one, by_window, strict=True))
+    if not by_window or not isinstance(one, Tensor):  # only some layers may have a mask
+        return one
+    rest = one.shape[1:]
+    return one.expand(windows, *rest) if len(one) == 1 else one.repeat(windows, *(1 for _ in rest))
 
 
 def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:

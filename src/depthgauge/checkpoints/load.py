@@ -75,8 +75,9 @@ class Checkpoint:
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
     - `objective`: how a change is measured, by the `loss` or by the final `states`
-    - `family`: paths of its modules, or None if the architecture is not in `FAMILIES`
+    - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
+    - `underived`: why no family could be derived
     """
 
     name: str
@@ -85,6 +86,7 @@ class Checkpoint:
     objective: str
     family: Family | None
     source: Source | None = None
+    underived: str = ""
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")

@@ -16,7 +16,9 @@ costs several launches."""
 
 def no_cache(model: Any) -> dict[str, bool]:
     """Return the keyword arguments with which a model keeps no key–value cache."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    taken = inspect.signature(model.forward).parameters
+    others = any(one.kind is one.VAR_KEYWORD for one in taken.values()) and getattr(model.config, "use_cache", False)
+    return {"use_cache": False} if "use_cache" in taken or others else {}
 
 
 def model_output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Float[Tensor, "batch n out"]:

@@ -1,12 +1,14 @@
 """A quick check before a long computation: can attention be observed exactly, and can blocks be rerun?"""
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 
@@ -14,14 +16,27 @@ TOKENS = 32
 """Number of tokens used."""
 
 
-def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
-    """Check that the attention of a checkpoint can be observed and its blocks rerun.
+@dataclass(frozen=True)
+class Probed:
+    """What cannot be measured of a checkpoint, and why; None means that it can.
 
-    The output with observed attention is compared with the output of stock eager attention, on `TOKENS` tokens. An
-    architecture that passes an unknown argument to its attention is thereby detected and refused.
+    - `attention`: why the attention weights cannot be observed
+    - `blocks`: why blocks cannot be rerun
+    """
 
-    Returns:
-        The reason why blocks cannot be rerun, or None if they can.
+    attention: str | None
+    blocks: str | None
+
+
+def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> Probed:
+    """Check whether the attention of a checkpoint can be observed and its blocks rerun, on `TOKENS` tokens.
+
+    The output with observed attention is compared with the output of stock eager attention. An architecture that
+    bypasses transformers' attention interface, or passes an unknown argument to it, is thereby detected. Its blocks are
+    then rerun with its own attention.
+
+    Raises:
+        CheckpointError: neither is possible.
     """
     ids, model, name = ids[:, :TOKENS], checkpoint.model, type(checkpoint.model).__name__
     own = model.config._attn_implementation
@@ -31,27 +46,47 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> str | None:
         model.set_attn_implementation(own)
     with attending(model) as session:
         stack = Stack(checkpoint, session)
-        ours = stack.full(ids)
-        seen = session.calls
-        if seen < checkpoint.layers:
-            raise CheckpointError(
-                f"{name} bypasses transformers' attention interface: {seen} of its "
-                f"{counted(checkpoint.layers, 'layer')} call it, so its attention cannot be observed and it cannot "
-                "be gauged on text"
-            )
-        off = relative_difference(ours.output, stock)
-        if seen > checkpoint.layers or off > _tolerance(stock.dtype):
-            raise CheckpointError(
-                f"{name} uses an unsupported form of attention: expected {checkpoint.layers} attention calls that "
-                f"reproduce the stock output, got {seen} calls and a relative error of {number(off, 1)}"
-                + ("; --weights-only works without observing the attention" if checkpoint.family else "")
-            )
-        if not len(stack):
-            return "its blocks are not kept in one list"
-        middle = len(stack) // 2
-        again = stack.run(ids, start=middle, state=ours.states[middle])
-        if relative_difference(again, ours.output) > _tolerance(stock.dtype):
-            return "its blocks need other inputs than the hidden states before them"
+        attention = _unobserved(stack, ids, stock)
+        if attention is None:
+            return Probed(None, _not_rerun(stack, ids))
+    found = Probed(attention, _not_rerun(Stack(checkpoint, Session()), ids))
+    if found.blocks is not None:
+        raise CheckpointError(
+            f"{name} cannot be gauged on text: its attention weights are not observable ({attention}), and its blocks "
+            f"cannot be rerun ({found.blocks})"
+            + ("; use --weights-only" if checkpoint.family and checkpoint.family.projections else "")
+        )
+    return found
+
+
+def _unobserved(stack: Stack, ids: Int[Tensor, "1 n"], stock: Tensor) -> str | None:
+    """Return why observed attention differs from that of the model, whose output is `stock`, or None."""
+    checkpoint, session = stack.checkpoint, stack.session
+    name, layers = type(checkpoint.model).__name__, checkpoint.layers
+    off = relative_difference(stack.run(ids), stock)
+    if session.calls < layers:
+        return (
+            f"{name} bypasses transformers' attention interface: {session.calls} of its {counted(layers, 'layer')} "
+            "call it"
+        )
+    if session.calls > layers or off > rounding_tolerance(stock.dtype):
+        return (
+            f"{name} uses another form of attention: expected {layers} attention calls that reproduce the stock "
+            f"output, got {session.calls} calls and a relative error of {number(off, 1)}"
+        )
+    return None
+
+
+def _not_rerun(stack: Stack, ids: Int[Tensor, "1 n"]) -> str | None:
+    """Return why blocks cannot be rerun from a state in the middle, or None."""
+    if not len(stack):
+        return "its blocks are not kept in one list"
+    intact, middle = stack.full(ids), len(stack) // 2
+    if intact.states[0].shape[:2] != ids.shape:
+        return NOT_BY_WINDOW
+    again = stack.run(ids, start=middle, state=intact.states[middle])
+    if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
+        return "its blocks need other inputs than the hidden states before them"
     return None
 
 
@@ -60,6 +95,6 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
     return float((a.float() - b.float()).abs().amax() / b.float().abs().amax().clamp(min=1e-30))
 
 
-def _tolerance(dtype: torch.dtype) -> float:
+def rounding_tolerance(dtype: torch.dtype) -> float:
     """Return the relative difference that rounding can cause over many layers."""
     return 1000 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** (1 if dtype.itemsize > 2 else 0.8)

@@ -42,6 +42,7 @@ class SublayerScores:
     """A score of the attention and of the MLP of every block, recorded with hooks during a forward pass.
 
     `measure` maps y, the stream that a sublayer reads, and f(y), what it adds, to the score. The default is LLM-Drop's.
+    f(y) is the output of the sublayer times `Family.multiplier`.
     """
 
     def __init__(
@@ -62,31 +63,37 @@ class SublayerScores:
                 self._listen(hooks, layer, block)
             yield
 
+    def _added(self, output: Tensor, stream: Tensor) -> Tensor:
+        """Return what a sublayer adds to the stream; some blocks flatten batch and tokens in between (OPT)."""
+        output = output.reshape(stream.shape)
+        return output if self.family.multiplier == 1.0 else self.family.multiplier * output
+
     def _listen(self, hooks: ExitStack, layer: int, block: nn.Module) -> None:
         read: list[Tensor] = []  # [y of the attention, y of the MLP]
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             read[:] = [hidden_in(args, kwargs)]
 
-        def attention(added: Tensor) -> Tensor:
-            read[0] = read[0].to(added.device)  # with a device map, blocks may be on different devices
+        def attention(output: Tensor) -> Tensor:
+            read[0] = read[0].to(output.device)  # with a device map, blocks may be on different devices
+            added = self._added(output, read[0])
             self.attention[layer] = self.measure(read[0], added)
             read.append(read[0] if self.family.order == "parallel" else read[0] + added)
-            return added
+            return output
 
         def between(normed: Tensor) -> Tensor:
             read[1] = normed
             return normed
 
-        def mlp(added: Tensor) -> Tensor:
-            self.mlp[layer] = self.measure(read[1], added)
+        def mlp(output: Tensor) -> Tensor:
+            self.mlp[layer] = self.measure(read[1], self._added(output, read[1]))
             read.clear()
-            return added
+            return output
 
         hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
         hooks.enter_context(changed(block.get_submodule(self.family.attention), attention))
-        if self.family.between is not None:
-            hooks.enter_context(changed(block.get_submodule(self.family.between), between))
+        if self.family.order == "post" and self.family.attention_norm is not None:
+            hooks.enter_context(changed(block.get_submodule(self.family.attention_norm), between))
         hooks.enter_context(changed(block.get_submodule(self.family.mlp), mlp))
 
 

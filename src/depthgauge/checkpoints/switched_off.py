@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, changed, hidden_in
 from depthgauge.checkpoints.library import CheckpointError
@@ -66,18 +67,21 @@ def switched(stack: Stack, variant: Variant) -> Iterator[None]:
             if not variant.mlp:
                 hooks.enter_context(changed(block.get_submodule(family.mlp), torch.zeros_like))
             if not variant.skip:
-                hooks.enter_context(_without_skip(block, family.attention))
+                hooks.enter_context(_without_skip(block, family))
         yield
 
 
 @contextmanager
-def _without_skip(block: nn.Module, attention: str) -> Iterator[None]:
-    """Make attention return a − x, so that the block computes x + (a − x) = a."""
+def _without_skip(block: nn.Module, family: Family) -> Iterator[None]:
+    """Make attention return a − x/m, so that the block computes x + m(a − x/m) = ma, with the residual multiplier m."""
     read: list[Tensor] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         read[:] = [hidden_in(args, kwargs)]
 
-    added_only = changed(block.get_submodule(attention), lambda added: added - read[0].to(added.device))
+    def less_input(added: Tensor) -> Tensor:
+        return added - read[0].to(added.device) / family.multiplier
+
+    added_only = changed(block.get_submodule(family.attention), less_input)
     with block.register_forward_pre_hook(before, with_kwargs=True), added_only:
         yield

@@ -27,9 +27,13 @@ def chosen_kinds(asked: str) -> tuple[str, ...]:
     return tuple(kind for kind in WHAT_IFS if kind in wanted)
 
 
-def available(kinds: Iterable[str], family: Family | None) -> tuple[str, ...]:
-    """Return the what-ifs that can be measured; `attention` and `mlp` need an entry in the table of families."""
-    return tuple(kind for kind in kinds if family is not None or kind not in ("attention", "mlp"))
+def available(kinds: Iterable[str], family: Family | None, observable: bool = True) -> tuple[str, ...]:
+    """Return the what-ifs that can be measured.
+
+    `attention` and `mlp` need a family, declared or derived, and `uniform` needs `observable` attention.
+    """
+    missing = {*(() if family is not None else ("attention", "mlp")), *(() if observable else ("uniform",))}
+    return tuple(kind for kind in kinds if kind not in missing)
 
 
 def layers_of(kind: str, layers: int) -> range:

@@ -26,6 +26,7 @@ from depthgauge.results.verdicts import (
     mean_caption,
     percent_down,
     printed_bound_text,
+    unobserved_sentence,
     violates_printed_theorem,
 )
 
@@ -207,9 +208,13 @@ def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableT
     if on_text:
         states = [subject.input.residual, *(layer.residual for layer in subject.layers)]
         columns.append(Column("residual", [_residual(state) for state in states]))
-    for name, value in (_TEXT_COLUMNS if on_text else _WEIGHT_COLUMNS).items():
+    by_head = _WEIGHT_COLUMNS if not on_text else _TEXT_COLUMNS if subject.unobserved is None else {}
+    for name, value in by_head.items():
         columns.append(Column(name, ["" for _ in first] + [spread(layer.heads, value) for layer in subject.layers]))
-    yield from stacked(title, key, columns, width, caption=_HEADS if on_text else _WEIGHTS, dim=[0] if on_text else [])
+    caption = _RESIDUAL + (_HEADS if by_head else "") if on_text else _WEIGHTS
+    yield from stacked(title, key, columns, width, caption=caption, dim=[0] if on_text else [])
+    if subject.unobserved is not None:
+        yield escape(unobserved_sentence(subject.unobserved))
 
 
 def first_layer_tables(bound: FirstLayerBound, width: int) -> Iterator[RenderableType]:
@@ -247,11 +252,13 @@ _WEIGHT_COLUMNS: Mapping[str, _Value] = {
     "‖V‖₂": lambda head: head.ov_norm,
     "Dong's β": lambda head: head.dong_beta,
 }
+_RESIDUAL = (
+    "residual: ‖X − 1x̄ᵀ‖/‖X‖ of the state after the layer, in the norm of Dong et al. (0: all tokens are equal)."
+)
 _HEADS = (
-    "residual: ‖X − 1x̄ᵀ‖/‖X‖ of the state after the layer, in the norm of Dong et al. (0: all tokens are equal). The "
-    "other columns are minimum – maximum over the heads. TV to uniform: distance of attention from plain averaging. % "
-    "on first: attention on the first token. static error: relative error of the head's output if its attention is "
-    "replaced by the best fixed pattern."
+    " The other columns are minimum – maximum over the heads. TV to uniform: distance of attention from plain "
+    "averaging. % on first: attention on the first token. static error: relative error of the head's output if its "
+    "attention is replaced by the best fixed pattern."
 )
 _WEIGHTS = "Minimum – maximum over the heads, from the weights alone."
 

@@ -1,10 +1,11 @@
 """The page section of a checkpoint: the cost of removing each layer, layer scores, heads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from depthgauge._format import DASH, counted, number
 from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis
-from depthgauge.report.markup import Table
+from depthgauge.report.markup import Table, capital
 from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
 from depthgauge.results.labels import SCORES, WHAT_IFS, unit
@@ -14,6 +15,7 @@ from depthgauge.results.verdicts import (
     first_layer_verdict,
     mean_caption,
     percent_down,
+    unobserved_sentence,
 )
 
 
@@ -46,8 +48,19 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
 
 def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    makers = (what_if_part, trust_part, first_layer_part, residual_part, head_part, notes_part)
+    makers = (what_if_part, trust_part, first_layer_part, residual_part, heads_part, notes_part)
     return present(*(make(subject) for make in makers))
+
+
+def heads_part(subject: CheckpointSubject) -> PagePart | None:
+    """Return the map of heads, or the sentence that says why their attention could not be observed, or both."""
+    part = head_part(subject)
+    if subject.unobserved is None:
+        return part
+    statements = (f"{capital(unobserved_sentence(subject.unobserved))}.",)
+    if part is None:
+        return PagePart("heads", "Layer by head", "", statements=statements)
+    return replace(part, statements=statements)
 
 
 def what_if_part(subject: CheckpointSubject) -> PagePart | None:

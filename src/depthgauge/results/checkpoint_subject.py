@@ -194,7 +194,10 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 
 
 class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
-    """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal."""
+    """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal.
+
+    `unobserved` is why the attention weights of the model are not observable; None if they are, or were not asked for.
+    """
 
     model: CheckpointDescription
     text: TextWindows | None
@@ -207,3 +210,4 @@ class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kin
     collapse: tuple[()] = ()
     depth: tuple[dict[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    unobserved: str | None = None

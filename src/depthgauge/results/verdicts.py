@@ -17,6 +17,11 @@ from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
 
 
+def unobserved_sentence(reason: str) -> str:
+    """Say that the measures of heads are missing, and why."""
+    return f"attention weights are not observable: {reason}"
+
+
 def network_verdict(layers: int, radius: float, depths: Sequence[DepthRow], largest: float) -> str:
     """State how many layers are enough, within what error, and for which inputs: proved, refuted or undecided.
 

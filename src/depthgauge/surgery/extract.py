@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet
@@ -28,6 +27,8 @@ PER_LAYER = (
     "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
 )  # fmt: skip
 """Keys of configurations that hold one entry per layer; the list may be longer than the number of layers."""
+_FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
+"""Keys that say how many of the first layers are of another kind than the rest."""
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys that generate `layer_types` from the layer index. The explicit list replaces them."""
 _OWN_TO_A_FILE = ("quantization_config", "transformers_version", "_name_or_path")
@@ -38,19 +39,15 @@ def require_supported(checkpoint: Checkpoint) -> None:
     """Raise unless blocks can be removed from a checkpoint such that stock transformers loads the result.
 
     Raises:
-        CheckpointError: the family is not in `FAMILIES`, the model contains a text model (as Gemma 3 with images does),
-            its class is not part of transformers, its weights are quantized, it has adapters or cross-attention, or its
-            layers have different configurations. The message says which.
+        CheckpointError: the model contains a text model (as Gemma 3 with images does), its class is not part of
+            transformers, its weights are quantized, it has adapters or cross-attention, or its layers have different
+            configurations. The message says which. Whether the model without a block computes what it should is
+            measured by `verify_removal.first_removable`.
     """
-    model, config = checkpoint.model, checkpoint.config
-    kind, name = str(config.model_type), checkpoint.name
+    model, config, name = checkpoint.model, checkpoint.config, checkpoint.name
     if model.config is not config:
         raise CheckpointError(
             f"{name} is a {model.config.model_type} model that contains a text model; shrink needs the text model alone"
-        )
-    if kind not in FAMILIES:
-        raise CheckpointError(
-            f"shrink does not support {kind} models such as {name}; it supports {', '.join(FAMILIES)}"
         )
     if not type(model).__module__.startswith("transformers."):
         raise CheckpointError(
@@ -150,9 +147,16 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
     `renamed` maps prefixes of names in `fresh` to those in `model`; all other names are equal.
     """
     shared: dict[int, nn.Parameter] = {}
+    sources = dict(model.named_modules(remove_duplicate=False))
     for path, module in fresh.named_modules():
         here = next((prefix for prefix in renamed if f"{path}.".startswith(prefix)), "")
-        source = model.get_submodule((renamed.get(here, "") + f"{path}."[len(here) :]).removesuffix("."))
+        name = (renamed.get(here, "") + f"{path}."[len(here) :]).removesuffix(".")
+        source = sources.get(name)
+        if source is None or _shapes(source) != _shapes(module):
+            raise CheckpointError(
+                f"without the removed blocks, the configuration gives {path} other weights than {name} has; keep the "
+                "first blocks, or other ones"
+            )
         for leaf in module._parameters:
             given = source._parameters[leaf]
             if given is None:
@@ -164,6 +168,12 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
             if buffer is not None:
                 value = _value(source, leaf)
                 module._buffers[leaf] = value.clone() if value.dtype == buffer.dtype else _uncast(module, leaf, value)
+
+
+def _shapes(module: nn.Module) -> tuple[list[str], dict[str, torch.Size]]:
+    """Return the names of the submodules of a module, and the shapes of its own weights."""
+    own = {leaf: weight.shape for leaf, weight in module._parameters.items() if weight is not None}
+    return ([] if isinstance(module, nn.ModuleList) else sorted(module._modules), own)
 
 
 def _value(module: nn.Module, leaf: str) -> Tensor:
@@ -239,8 +249,10 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     """Return the configuration of the model that consists of the layers `kept`, in increasing order, of another one.
 
     - The number of layers becomes `len(kept)`, and lists with one entry per layer keep the entries of `kept`.
-    - `max_window_layers` m becomes #{i in kept: i < m}. In Qwen models layer i has a sliding window if i ≥ m and
-      `layer_types` is missing; both rules now give each layer its former attention.
+    - Lists of layer indices, such as `mlp_only_layers`, have the new indices of the layers that are kept.
+    - A number m of first layers (`_FIRST_LAYERS`) becomes #{i in kept: i < m}. In Qwen models layer i has a sliding
+      window if i ≥ `max_window_layers` and `layer_types` is missing; both rules now give each layer its former
+      attention.
     - `quantization_config` is removed: the weights of the new model are not quantized.
 
     A configuration that is saved and loaded again gives the same layers, because all lists are explicit.
@@ -256,10 +268,12 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     for key, value in values.items():
         if _is_per_layer(key, value, layers):
             values[key] = [value[layer] for layer in kept]
+        elif _is_indices(key, value, layers):
+            values[key] = [new for new, old in enumerate(kept) if old in value]
+        elif key in _FIRST_LAYERS and isinstance(value, int):
+            values[key] = sum(layer < value for layer in kept)
     # GPT-2, for example, stores `num_hidden_layers` as `n_layer`.
     values[getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = len(kept)
-    if isinstance(values.get("max_window_layers"), int):
-        values["max_window_layers"] = sum(layer < values["max_window_layers"] for layer in kept)
     with quiet():
         return type(config).from_dict(values)
 
@@ -292,5 +306,12 @@ def _is_per_layer(key: str, value: object, layers: int) -> bool:
         return False
     if key in PER_LAYER:
         return True
-    indices = all(type(entry) is int for entry in value) and all(before < after for before, after in pairwise(value))
-    return "layer" in key and len(value) == layers and not (indices and layers > 1)
+    return "layer" in key and len(value) == layers and not (_is_indices(key, value, layers) and layers > 1)
+
+
+def _is_indices(key: str, value: object, layers: int) -> bool:
+    """Return whether a value is a list of layer indices: increasing numbers below the number of layers."""
+    if not isinstance(value, list | tuple) or not all(type(entry) is int for entry in value):
+        return False
+    in_range = all(0 <= entry < layers for entry in value) and all(before < after for before, after in pairwise(value))
+    return in_range and any(word in key for word in ("layer", "idx", "indices"))

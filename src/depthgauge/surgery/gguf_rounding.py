@@ -79,7 +79,8 @@ def _correct(
 ) -> None:
     """Refit the output maps among the weights `leaves`, if the first of them is one, to the outputs `targets`."""
     family, block = student.checkpoint.family, student.runner.blocks[layer]
-    assert family is not None
+    if family is None:
+        return
     weights = [block.get_parameter(leaf) for leaf in leaves]
     maps = [one for one in output_maps(block, family) if any(one.weight is weight for weight in weights)]
     if is_linear(family) and maps and maps[0].weight is weights[0]:
@@ -121,7 +122,7 @@ def _gram(student: Student, layer: int, leaf: str, states: Float[Tensor, "window
     with module.register_forward_pre_hook(keep):
         for _, part in runner.batches(states):
             size = runner.block(layer, part).flatten(0, 1).float().square().sum(-1, keepdim=True).clamp_min(1e-30)
-            rows = inputs[0].flatten(0, 1).float()
+            rows = inputs[0].reshape(len(size), -1).float()
             found = found + ((rows / size).T @ rows).double().cpu()
     damping = ridge_for(module, states) * found.diagonal().mean().clamp_min(1e-30)
     return found + damping * torch.eye(len(found), dtype=found.dtype)

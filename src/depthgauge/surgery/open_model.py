@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
@@ -31,6 +34,7 @@ from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, C
 from depthgauge.surgery.extract import require_supported
 from depthgauge.surgery.gguf_layout import GgufLayout, match_weights, read_layout
 from depthgauge.surgery.student import effort_of
+from depthgauge.surgery.verify_removal import first_removable
 
 SAMPLED = 1 / 3
 """Share of calibration windows that are sampled from the model, where there is a text."""
@@ -47,6 +51,8 @@ class OpenedModel:
     - `start`: the special tokens around every window
     - `texts`: the windows of the texts, without special tokens
     - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
+    - `fixed`: blocks that cannot be removed
+    - `notes`: what cannot be repaired or removed, and why
     """
 
     checkpoint: Checkpoint
@@ -56,6 +62,8 @@ class OpenedModel:
     start: Start
     texts: CutTexts
     fresh: float
+    fixed: frozenset[int] = frozenset()
+    notes: tuple[str, ...] = ()
 
 
 def open_model(
@@ -106,13 +114,48 @@ def open_model(
             "be repaired; use more devices, or --no-repair"
         )
     require_rows(checkpoint, texts.ids)
+    example = texts.measured[0][None, : texts.window]
+    fixed, notes = _fixed_blocks(checkpoint, example)
+    if not settings.no_repair:
+        checkpoint = derived(checkpoint, example)
+        notes += _unrepaired(checkpoint)
+    for note in notes:
+        message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
     planned = texts.request.start
     start = measure_start(planned, checkpoint, texts.measured)  # on windows that are not in the certify part
     if planned.candidate is not None and checkpoint.objective == "loss":
         message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
     require_readable(checkpoint, tokenizer, start, texts.measured, settings.force, message)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, opened + min(before, opened))
+    seconds = opened + min(before, opened)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, seconds, fixed, notes)
+
+
+def _fixed_blocks(checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return the blocks that cannot be removed, and a note; families in the table have none.
+
+    Raises:
+        CheckpointError: no block can be removed.
+    """
+    if checkpoint.family is not None:
+        return frozenset(), ()
+    first, reason = first_removable(checkpoint, example)
+    which = "block 0 is" if first == 1 else f"blocks 0 to {first - 1} are"
+    return frozenset(range(first)), (f"{which} not removed: {reason}",) if first else ()
+
+
+def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Say which maps cannot be repaired."""
+    family = checkpoint.family
+    if family is None:
+        return (f"blocks are removed without repair, because the structure was not verified: {checkpoint.underived}",)
+    missing = [name for name, path in (("attention", family.out), ("MLP", family.down)) if path is None]
+    if not missing:
+        return ()
+    return (
+        f"the repair leaves the matrices of the {' and '.join(missing)} unchanged, because no linear map there writes "
+        "into the residual stream alone (as in a mixture of experts)",
+    )
 
 
 def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:

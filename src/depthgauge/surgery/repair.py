@@ -1,12 +1,13 @@
 """Refit the maps that write into the residual stream, so that a shrunk model follows the dense model's states.
 
 For a kept block with the dense state T at its matching depth as target, the block's output is y = … + W u, where u is
-the input of the MLP's last map W. The update Δ minimizes Σ_t w_t ‖T_t − y_t − Δ u_t‖² + λ‖Δ‖², which is a ridge
-regression towards the old weights. Every token is used, the first one included: its state is hundreds of times larger
-than the others, and an update that ignores it destroys the model. With w_t = 1/‖T_t‖² all tokens count alike.
+the input of the MLP's last map W, times the residual multiplier of the family. The update Δ minimizes
+Σ_t w_t ‖T_t − y_t − Δ u_t‖² + λ‖Δ‖², which is a ridge regression towards the old weights. Every token is used, the
+first one included: its state is hundreds of times larger than the others, and an update that ignores it destroys the
+model. With w_t = 1/‖T_t‖² all tokens count alike.
 
 Where a norm follows W before the residual stream (Gemma 2 and 3, BERT), the problem is not linear, and the norm takes
-the size of W u away. Such blocks are repaired by `distill` alone.
+the size of W u away. A mixture of experts has no single W. Such blocks are repaired by `distill` alone.
 """
 
 from collections.abc import Sequence
@@ -27,13 +28,13 @@ RIDGE_PER_RATIO = 1.2
 
 
 def is_linear(family: Family) -> bool:
-    """Return whether the outputs of a block are affine in the maps that write into the residual stream."""
-    return family.mlp_norm is None
+    """Return whether the outputs of a block are affine in two known maps that write into the residual stream."""
+    return family.mlp_norm is None and None not in (family.out, family.down)
 
 
-def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, nn.Module]:
-    """Return the output projection of attention and the last map of the MLP."""
-    return block.get_submodule(family.projections.output), block.get_submodule(family.down)
+def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, ...]:
+    """Return the output projection of attention and the last map of the MLP, as far as they are known."""
+    return tuple(block.get_submodule(path) for path in (family.out, family.down) if path is not None)
 
 
 @torch.no_grad()
@@ -80,6 +81,7 @@ def refit(
         ridge: λ, relative to the mean square of the features.
     """
     gram = cross = torch.zeros((), dtype=torch.float64)
+    multiplier = 1.0 if runner.checkpoint.family is None else runner.checkpoint.family.multiplier
     inputs: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -93,7 +95,8 @@ def refit(
             # The products of a batch in float32 take half the time; the penalty is far above their rounding.
             exact = torch.promote_types(output.dtype, torch.float32)
             target = targets[start : start + len(part)].to(output.device, exact)
-            features = torch.cat([with_bias(module, inputs[module]) for module in maps], dim=-1).flatten(0, 1).to(exact)
+            rows = [with_bias(module, inputs[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
+            features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
             gram, cross = gram + (weighted.T @ features).double(), cross + (errors.T @ weighted).double()

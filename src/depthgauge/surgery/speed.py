@@ -101,5 +101,5 @@ def _peak(device: torch.device, held: int, cache: Any) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device)) - held
     layers = getattr(cache, "layers", ())
-    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values) if tensor is not None]
+    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -21,6 +21,7 @@ from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
+from depthgauge.surgery.verify_removal import require_same_output
 
 _SHARE = 0.35
 """The share of free memory that the states of one set of windows may take."""
@@ -174,7 +175,8 @@ class Student:
     ) -> None:
         require_supported(checkpoint)
         self.durations = durations or Durations()
-        self.checkpoint, self.effort, self.repairs = checkpoint, effort, repair
+        self.checkpoint, self.effort = checkpoint, effort
+        self.repairs = repair = repair and checkpoint.family is not None
         self.journal, self.progress = journal or Journal(), progress
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
@@ -246,5 +248,7 @@ class Student:
         return self.objective(self.runner.through(self.kept[place:], self.select.at(place)))
 
     def model(self) -> Any:
-        """Return the present state of the shrunk model as a new transformers model."""
-        return extract(self.checkpoint, self.kept)
+        """Return the present state of the shrunk model as a new transformers model, after checking its output."""
+        made = extract(self.checkpoint, self.kept)
+        require_same_output(made, self.runner, self.kept, self.select.ids[:1])
+        return made

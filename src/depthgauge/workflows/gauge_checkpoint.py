@@ -15,6 +15,7 @@ from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.hub import resolve
@@ -70,7 +71,7 @@ from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_options import ABOUT_FILES
-from depthgauge.results.verdicts import checkpoint_verdict
+from depthgauge.results.verdicts import checkpoint_verdict, unobserved_sentence
 from depthgauge.workflows.target import Target
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
@@ -117,7 +118,7 @@ def gauge_checkpoint(
     windows = None
     if text_file is None:
         kinds = ()
-        if family_of(config) is None:
+        if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
                 f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
                 f"{config.model_type} model keeps its weights; gauge it on text"
@@ -168,24 +169,27 @@ def gauge_checkpoint(
         require_readable(checkpoint, tokenizer, decided, bodies, bool(asked.force), message)
         if decided.before != start.before:
             windows = windows.with_first(decided.before[0], len(start.after))
-        cannot = probe(checkpoint, windows.ids[:1])
-        possible = () if cannot else available(kinds, checkpoint.family)
+        checkpoint = derived(checkpoint, windows.ids)
+        probed = probe(checkpoint, windows.ids[:1])
+        if probed.attention is not None:
+            message(unobserved_sentence(probed.attention))
+        possible = () if probed.blocks else available(kinds, checkpoint.family, probed.attention is None)
         weights, notes = measure_weights(checkpoint, progress)
-        if missing := [kind for kind in kinds if kind not in possible]:
-            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {cannot or _unknown(checkpoint)}")
-        found = measure_windows(checkpoint, windows, possible, journal, progress, message)
+        if missing := [kind for kind in kinds if kind not in possible and kind != "uniform"]:
+            why = probed.blocks or checkpoint.underived
+            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {why}")
+        if "uniform" in kinds and "uniform" not in possible:
+            notes.append(f"the what-if uniform was not measured: {probed.blocks or 'it needs observable attention'}")
+        found = measure_windows(checkpoint, windows, possible, probed.attention is None, journal, progress, message)
         text = windows.record(decided.bos, decided.reason)
-        return settings, subject_record(checkpoint, weights, notes, text, found, possible)
-
-
-def _unknown(checkpoint: Checkpoint) -> str:
-    return f"the architecture {checkpoint.config.model_type!r} is not known to depthgauge"
+        return settings, subject_record(checkpoint, weights, notes, text, found, possible, unobserved=probed.attention)
 
 
 def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[CircuitSizes]], list[str]]:
     """Return the circuit sizes of every head, and a note where the family's projections are not known."""
-    if checkpoint.family is None:
-        return [], [f"the sizes of the weights were not measured: {_unknown(checkpoint)}"]
+    if checkpoint.family is None or checkpoint.family.projections is None:
+        kind = checkpoint.config.model_type
+        return [], [f"the sizes of the weights were not measured: the projections of {kind!r} models are not known"]
     stack = Stack(checkpoint, Session())
     sizes = []
     for layer, block in enumerate(stack.blocks):
@@ -198,17 +202,20 @@ def measure_windows(
     checkpoint: Checkpoint,
     windows: Windows,
     kinds: tuple[str, ...],
+    observable: bool,
     journal: Journal,
     progress: Step,
     message: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
 
+    If the attention is not `observable`, the model computes its own.
+
     Returns:
         What was found on each window: `observed`, and the loss of every layer for each of the `kinds`.
     """
     L, count, estimated, found = checkpoint.layers, len(windows.ids), False, []
-    with attending(checkpoint.model) as session:
+    with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
         for index, window in enumerate(windows.ids):
             ids, known = window[None], dict(journal.get(f"window {index}", {}))
@@ -305,11 +312,13 @@ def subject_record(
     found: Sequence[dict[str, Any]] = (),
     kinds: Sequence[str] = (),
     first_layer: FirstLayerBound | None = None,
+    unobserved: str | None = None,
 ) -> CheckpointSubject:
     """Combine what was found window by window into the record of one checkpoint.
 
     `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the what-ifs `kinds`. `first_layer` is what is proved about layer 0.
+    `measure_windows` for the what-ifs `kinds`. `first_layer` is what is proved about layer 0, and `unobserved` why the
+    attention was not observed.
     """
     L, observed = checkpoint.layers, [window["observed"] for window in found]
     what_ifs = {
@@ -338,13 +347,14 @@ def subject_record(
                 residual=_residual(observed, layer + 1),
                 heads=_heads(checkpoint, observed, weights, layer),
                 scores={name: finite(values[layer]) for name, values in scores.items() if values},
-                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed else None,
+                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
                 what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
             )
             for layer in range(L)
         ),
         scores=tuple(trust),
         notes=tuple(notes),
+        unobserved=unobserved,
     )
 
 
@@ -382,7 +392,7 @@ def _heads(
     layer: int,
 ) -> tuple[CheckpointHead, ...]:
     entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
-    if observed:
+    if observed and observed[0]["heads"]:
         seen = combine([window["heads"][layer] for window in observed])
         errors = seen.static_errors()
         for head, entry in enumerate(entries):

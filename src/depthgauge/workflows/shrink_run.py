@@ -105,7 +105,7 @@ class ShrinkRun:
             self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
-        self.protected = settings.protected(checkpoint.layers, checkpoint.name)
+        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name))
         with self.durations("calibration windows"):
             self.calibration = self._calibrated()
         self.llama = self._source_in_llama()
@@ -402,7 +402,7 @@ class ShrinkRun:
 
 
 def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
-    checkpoint, notes = opened.checkpoint, []
+    checkpoint, notes = opened.checkpoint, [*opened.notes]
     if isinstance(opened.stored, GgufLayout):
         notes += type_notes(opened.stored, shrunk.encoded)
     elif checkpoint.source is not None and checkpoint.source.gguf is not None:

@@ -1,0 +1,226 @@
+"""The derived structure of every family, against the table of families and against lists written by hand."""
+
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import DERIVED, MODELS, tiny_model, tokens
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.derive_family import NotDerivedError, derive_family, derived
+from depthgauge.checkpoints.families import Family
+from depthgauge.checkpoints.interface import Session
+from depthgauge.checkpoints.layers import BlockRunner, Stack, find_blocks
+from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.scores import SublayerScores, added_influence
+from depthgauge.checkpoints.what_if import what_if
+
+LLAMA = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj")
+# Written by hand from the source of transformers.
+EXPECTED = {
+    "olmo": LLAMA,
+    "olmo2": replace(
+        LLAMA,
+        attention="post_attention_layernorm",
+        mlp="post_feedforward_layernorm",
+        attention_norm="post_attention_layernorm",
+        mlp_norm="post_feedforward_layernorm",
+    ),
+    "granite": replace(LLAMA, multiplier=0.22),
+    "phi": Family("self_attn", "mlp", "self_attn.dense", "mlp.fc2", order="parallel"),
+    "phi3": LLAMA,
+    "cohere": replace(LLAMA, order="parallel"),
+    "opt": Family("self_attn", "fc2", "self_attn.out_proj", "fc2"),
+    "opt-post": Family(
+        "self_attn",
+        "fc2",
+        "self_attn.out_proj",
+        "fc2",
+        order="post",
+        attention_norm="self_attn_layer_norm",
+        mlp_norm="final_layer_norm",
+    ),
+    "bloom": Family(
+        "self_attention.dense", "mlp.dense_4h_to_h", "self_attention.dense", "mlp.dense_4h_to_h"
+    ),  # the modules around them return the residual stream
+    "falcon": Family("self_attention", "mlp", "self_attention.dense", "mlp.dense_4h_to_h", order="parallel"),
+    "falcon-alibi": Family("self_attention", "mlp", "self_attention.dense", "mlp.dense_4h_to_h"),
+    "mixtral": replace(LLAMA, down=None),
+    "qwen3_moe": replace(LLAMA, down=None),
+    "gpt_oss": replace(LLAMA, down=None),
+    "modernbert": Family("attn", "mlp", "attn.Wo", "mlp.Wo"),
+    "granitemoe": replace(LLAMA, mlp="block_sparse_moe", down=None),
+    "xglm": Family("self_attn", "fc2", "self_attn.out_proj", "fc2"),
+    "mpnet": Family(
+        "attention.attn",
+        "output.dense",
+        "attention.attn.o",
+        "output.dense",
+        order="post",
+        attention_norm="attention.LayerNorm",
+        mlp_norm="output.LayerNorm",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_declared_families_are_derived(name: str) -> None:
+    checkpoint = wrap(tiny_model(name))
+    declared = checkpoint.family
+    assert declared is not None
+    found = derive_family(checkpoint, tokens())
+    kept = ("projections", "gain", "gain_offset", "head_norms", "embeddings")
+    assert found == replace(declared, **{name: getattr(found, name) for name in kept})
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_other_families_are_derived(name: str) -> None:
+    checkpoint = derived(wrap(tiny_model(name)), tokens())
+    assert checkpoint.family is not None
+    assert checkpoint.family.multiplier == pytest.approx(EXPECTED[name].multiplier, rel=1e-5)
+    assert replace(checkpoint.family, multiplier=EXPECTED[name].multiplier) == EXPECTED[name]
+    assert checkpoint.underived == ""
+
+
+def test_every_family_without_an_entry_is_covered() -> None:
+    assert set(EXPECTED) | {"lfm2"} == set(DERIVED)
+
+
+@pytest.mark.parametrize("name", [name for name, family in EXPECTED.items() if family.order != "post"])
+def test_a_block_adds_the_outputs_of_its_sublayers(name: str) -> None:
+    """Sum the outputs of the modules that are named by hand, without any change of the model."""
+    model, family, seen = tiny_model(name), EXPECTED[name], list[Tensor]()
+    checkpoint = wrap(model)
+    runner = BlockRunner(checkpoint, tokens(batch=1))
+    x = runner.full(tokens(batch=1)).states[1]
+
+    def keep(module: nn.Module, args: Any, out: Any) -> None:
+        seen.append((out[0] if isinstance(out, tuple) else out).clone().reshape(x.shape))
+
+    with ExitStack() as hooks:
+        for path in (family.attention, family.mlp):
+            hooks.enter_context(runner.blocks[1].get_submodule(path).register_forward_hook(keep))
+        with torch.no_grad():
+            found = runner.block(1, x.clone())
+    torch.testing.assert_close(found, x + family.multiplier * (seen[0] + seen[1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["attention", "mlp"])
+@pytest.mark.parametrize("name", EXPECTED)
+def test_sublayers_are_skipped_without_observed_attention(name: str, kind: str) -> None:
+    """Compare with hooks, on modules that are named by hand, during complete passes of the stock model."""
+    model, ids = tiny_model(name), tokens(batch=1)
+    checkpoint = derived(wrap(model), ids)
+    loss = checkpoint.objective == "loss"
+    stack = Stack(checkpoint, Session())
+    base = stack.full(ids)
+    for layer, block in enumerate(find_blocks(model, 3)):
+        module = block.get_submodule(EXPECTED[name].attention if kind == "attention" else EXPECTED[name].mlp)
+        zeros = module.register_forward_hook(
+            lambda module, args, out: (0 * out[0], *out[1:]) if isinstance(out, tuple) else 0 * out
+        )
+        with zeros, torch.no_grad():
+            out = model(input_ids=ids)
+        expected = out.logits if loss else out.last_hidden_state
+        found, scale = what_if(stack, ids, base.states, kind, layer), base.output.abs().max()
+        assert (found - expected).abs().max() < 3e-5 * scale
+        assert (expected - base.output).abs().max() > 1e-3 * scale
+
+
+@pytest.mark.parametrize("name", ["granite", "opt", "falcon", "mpnet"])
+def test_scores_of_sublayers_use_what_is_added(name: str) -> None:
+    """The two scores of a block are computed from its input, output and what the attention adds."""
+    checkpoint = derived(wrap(tiny_model(name)), tokens(batch=1))
+    family, seen = checkpoint.family, list[Tensor]()
+    assert family is not None
+    stack = Stack(checkpoint, Session())
+    scores = SublayerScores(stack.blocks, family)
+    attention = stack.blocks[1].get_submodule(family.attention)
+    with scores.listening(), attention.register_forward_hook(lambda m, a, out: seen.append(out[0].clone())):
+        states = stack.full(tokens(batch=1)).states
+    x, y = states[1], states[2]
+    added = EXPECTED[name].multiplier * seen[0].reshape(x.shape)
+    assert scores.attention[1] == pytest.approx(added_influence(x, added), rel=1e-5)
+    if family.order == "post":
+        return
+    read = x if family.order == "parallel" else x + added
+    assert scores.mlp[1] == pytest.approx(added_influence(read, y - x - added), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "granite", "gemma2", "bert", "phi"])
+def test_half_precision_gives_the_same_structure(name: str) -> None:
+    exact = derive_family(wrap(tiny_model(name)), tokens())
+    coarse = derive_family(wrap(tiny_model(name).bfloat16()), tokens())
+    assert coarse.multiplier == pytest.approx(exact.multiplier, rel=0.03)
+    assert replace(coarse, multiplier=exact.multiplier) == exact
+
+
+def test_one_token_of_text_is_enough() -> None:
+    assert derive_family(wrap(tiny_model("phi3")), tokens(1)) == LLAMA
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, ids = tiny_model("olmo2"), tokens()
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        derive_family(wrap(model), ids)
+        assert torch.equal(model(input_ids=ids).logits, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def complaint(model: Any) -> str:
+    checkpoint = derived(wrap(model), tokens())
+    assert checkpoint.family is None
+    return checkpoint.underived
+
+
+def test_blocks_of_different_kinds_are_named() -> None:
+    assert complaint(tiny_model("lfm2")) == "its blocks are of different kinds: attention is conv and self_attn"
+    assert complaint(tiny_model("albert")) == "it has no list of 3 blocks"
+    assert complaint(tiny_model("xlnet")) == "its states are not arranged by window and token"
+
+
+def test_a_block_that_cannot_be_called_is_named() -> None:
+    model = tiny_model("olmo")
+    find_blocks(model, 3)[1].self_attn.register_forward_hook(lambda module, args, out: out[0][:, :, 3:])
+    assert complaint(model).startswith("its blocks cannot be called one by one: ")
+
+
+def test_a_block_that_adds_something_else_is_not_accepted() -> None:
+    model = tiny_model("olmo")
+    block = find_blocks(model, 3)[0]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs) + 0.01
+    assert "block 0 (OlmoDecoderLayer) is not the identity, or a norm, without two submodules" in complaint(model)
+
+
+def test_every_block_is_verified() -> None:
+    """Block 2 is of the same kind as block 0, from which the structure is derived, and computes something else."""
+    model = tiny_model("olmo")
+    block = find_blocks(model, 3)[2]
+    own = block.forward
+    block.forward = lambda *args, **kwargs: 1.01 * own(*args, **kwargs)
+    assert complaint(model) == "block 2 (OlmoDecoderLayer) without self_attn and mlp is not the identity"
+    block.forward = own
+    block.mlp.register_forward_hook(lambda module, args, out: out.abs())
+    assert complaint(model) == "the output of block 2 (OlmoDecoderLayer) is not affine in the output of mlp.down_proj"
+
+
+def test_the_output_map_is_affine_on_its_way_to_the_stream() -> None:
+    model = tiny_model("olmo")
+    for block in find_blocks(model, 3):
+        block.mlp.register_forward_hook(lambda module, args, out: out.tanh())
+    found = derive_family(wrap(model), tokens())
+    assert (found.mlp, found.down, found.out) == ("mlp", None, "self_attn.o_proj")
+
+
+def test_a_model_that_needs_more_than_the_states_is_refused() -> None:
+    model = tiny_model("olmo")
+    block = find_blocks(model, 3)[1]
+    own, calls = block.forward, count()
+    block.forward = lambda *args, **kwargs: own(*args, **kwargs) + next(calls) * torch.arange(16)
+    with pytest.raises(NotDerivedError, match="its blocks applied one by one do not give its output"):
+        derive_family(wrap(model), tokens())
