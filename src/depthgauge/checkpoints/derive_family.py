@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._format import number
@@ -33,9 +33,11 @@ from depthgauge.checkpoints.layers import (
     find_blocks,
     hidden_in,
     hidden_out,
+    not_by_window,
 )
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.samples import Inputs, few_windows
 
 TOKENS = 12
 """Number of tokens on which a block is observed."""
@@ -147,7 +149,7 @@ class TracedBlock:
         return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def derived(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Checkpoint:
+def derived(checkpoint: Checkpoint, inputs: Inputs) -> Checkpoint:
     """Return a checkpoint with its family: the declared one, or the one that is derived from the model.
 
     Where no family can be derived and verified, the result has none, and `Checkpoint.underived` says why.
@@ -155,29 +157,27 @@ def derived(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Checkpoint
     if checkpoint.family is not None:
         return checkpoint
     try:
-        return replace(checkpoint, family=derive_family(checkpoint, ids))
+        return replace(checkpoint, family=derive_family(checkpoint, inputs))
     except NotDerivedError as reason:
         return replace(checkpoint, underived=str(reason))
 
 
 @torch.no_grad()
-def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Family:
+def derive_family(checkpoint: Checkpoint, inputs: Inputs) -> Family:
     """Derive the family of a model and verify it on every block, on a few of the given tokens.
 
     Raises:
         NotDerivedError: the model has no list of blocks, its blocks differ, or a check failed or could not be made.
     """
     try:
-        return _derived_family(checkpoint, ids)
+        return _derived_family(checkpoint, inputs)
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         # Blocks are called in ways that their authors did not expect.
         raise NotDerivedError(f"its blocks cannot be called one by one: {short(error)}") from error
 
 
-def _derived_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Family:
-    few = ids[:1, :TOKENS]
-    few = few.repeat(1, -(-TOKENS // few.shape[1]))[:, :TOKENS]
-    runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))
+def _derived_family(checkpoint: Checkpoint, inputs: Inputs) -> Family:
+    runner, states = traced_runner(checkpoint, few_windows(inputs, TOKENS))
     found: dict[tuple[tuple[str, str], ...], Family] = {}
     blocks = [TracedBlock(runner, layer, states[layer][:1]) for layer in range(len(runner))]
     for block in blocks:
@@ -193,18 +193,18 @@ def _derived_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Fa
 
 
 @torch.no_grad()
-def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tuple[BlockRunner, tuple[Tensor, ...]]:
+def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
     if not find_blocks(checkpoint.model, checkpoint.layers):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
-    runner = BlockRunner(checkpoint, ids[:1])
-    base = runner.full(ids)
+    runner = BlockRunner(checkpoint, inputs[:1])
+    base = runner.full(inputs)
     state = base.states[0]
-    if state.shape[:2] != ids.shape:
+    if not_by_window(base.states, inputs):
         raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
         state = runner.block(layer, state)
-    output = runner.output(state)
+    output = runner.output(state, inputs)
     off = float((output - base.output).double().norm() / base.output.double().norm())
     if not off <= 100 * torch.finfo(output.dtype).eps ** 0.75:
         raise NotDerivedError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
@@ -19,6 +19,7 @@ from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
+from depthgauge.checkpoints.samples import Inputs, repeated
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
@@ -37,7 +38,7 @@ class Pass(ArrayRecord):
     """One forward pass.
 
     - `states`: X_0 … X_L, the input of every block and the output of the last one, before the final norm
-    - `output`: the logits, or the final states of a model without a language modelling head
+    - `output`: what is measured, such as the logits; see `model_output`
     """
 
     states: tuple[Float[Tensor, "batch n d"], ...]
@@ -60,7 +61,7 @@ class Stack:
     @torch.no_grad()
     def run(
         self,
-        ids: Int[Tensor, "batch n"],
+        inputs: Inputs,
         *,
         start: int = 0,
         state: Float[Tensor, "batch n d"] | None = None,
@@ -73,7 +74,7 @@ class Stack:
         """Return the model's output when the input of layer `start` is `state`; layers before it are not computed.
 
         Args:
-            ids: token ids.
+            inputs: token ids, images, or samples.
             start: the first layer to run.
             state: X_start, the input of layer `start`; not used if `start` is 0.
             changes: functions applied to the outputs of modules.
@@ -91,12 +92,10 @@ class Stack:
                 patches.enter_context(changed(module, change))
             if silent is not None:
                 patches.enter_context(self._silenced(silent))
-            return self._forward(ids)
+            return model_output(self.checkpoint, inputs)
 
     @torch.no_grad()
-    def full(
-        self, ids: Int[Tensor, "batch n"], *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None
-    ) -> Pass:
+    def full(self, inputs: Inputs, *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None) -> Pass:
         """Run all layers except the `skipped` ones and keep the states X_0 … X_L; `watch` observes the attention."""
         states: dict[int, Tensor] = {}
         self.session.begin(watch=watch)
@@ -106,12 +105,8 @@ class Stack:
                 patches.enter_context(self._passing(self.blocks[layer], None))
             for layer, block in enumerate(self.blocks):
                 patches.enter_context(self._recording(block, layer, states))
-            output = self._forward(ids)
+            output = model_output(self.checkpoint, inputs)
         return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
-
-    def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
-        checkpoint = self.checkpoint
-        return model_output(checkpoint.model, ids.to(checkpoint.device), checkpoint.objective == "loss")
 
     @contextmanager
     def _recording(self, block: nn.Module, layer: int, states: dict[int, Tensor]) -> Iterator[None]:
@@ -174,7 +169,7 @@ class BlockRunner(Stack):
     - `batch`: how many windows are computed together
     """
 
-    def __init__(self, checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> None:
+    def __init__(self, checkpoint: Checkpoint, example: Inputs) -> None:
         super().__init__(checkpoint, Session())
         if not self.blocks:
             raise CheckpointError(
@@ -190,17 +185,19 @@ class BlockRunner(Stack):
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
-            self.full(example)
-        self._by_window = self._rows_by_window(example)
-        self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
+            tokens = self.full(example).states[0].shape[1]
+        self._example = example
+        self._by_window = self._rows_by_window()
+        size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
+        self.batch = size if checkpoint.batched else 1
 
     @property
     def device(self) -> torch.device:
-        """The device that expects the token ids."""
+        """The device that expects the inputs."""
         return self.checkpoint.device
 
     @torch.no_grad()
-    def embed(self, ids: Int[Tensor, "windows n"]) -> Float[Tensor, "windows n d"]:
+    def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
         """Return X_0, the input of the first block."""
         found: list[Tensor] = []
 
@@ -209,9 +206,9 @@ class BlockRunner(Stack):
             raise _Reached
 
         with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True):
-            for part in torch.split(ids, self.batch):
+            for start in range(0, len(inputs), self.batch):
                 with suppress(_Reached):
-                    self._forward(part)
+                    model_output(self.checkpoint, inputs[start : start + self.batch])
         return torch.cat(found)
 
     def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
@@ -223,7 +220,7 @@ class BlockRunner(Stack):
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
 
     @torch.no_grad()
-    def _rows_by_window(self, example: Int[Tensor, "1 n"]) -> dict[int | str, Any]:
+    def _rows_by_window(self) -> dict[int | str, Any]:
         """Return which arguments of the first block, by place or name, have rows for each window of a batch."""
         found: dict[int | str, Any] = {}
 
@@ -234,8 +231,10 @@ class BlockRunner(Stack):
             found.update({name: _has_rows_by_window(*pair) for name, pair in pairs})
             raise _Reached
 
+        if not self.checkpoint.batched:
+            return found
         with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
-            self._forward(example[:1].repeat(2, 1))
+            model_output(self.checkpoint, repeated(self._example, 2))
         return found
 
     @torch.no_grad()
@@ -256,23 +255,47 @@ class BlockRunner(Stack):
         for start in range(0, len(states), self.batch):
             yield start, states[start : start + self.batch].to(self.device, dtype)
 
-    def output(self, states: Float[Tensor, "batch n d"]) -> Tensor:
-        """Return the logits, or the final states of a model without a head, for the states after the last block.
+    def output(self, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None) -> Tensor:
+        """Return the output of the model, such as its logits, for the states after the last block.
 
-        Gradients with respect to the states are computed where gradients are enabled.
+        `inputs` are the windows of these states, by default the example. A head may read them: a classifier looks for
+        the last token that is not padding. Gradients with respect to the states are computed where they are enabled.
         """
         self.session.begin(first=len(self))
         with ExitStack() as patches:
             for layer, block in enumerate(self.blocks):
                 patches.enter_context(self._passing(block, states if layer == len(self) - 1 else None))
-            return self._forward(torch.zeros(states.shape[:2], dtype=torch.long))
+            return model_output(self.checkpoint, repeated(self._example, len(states)) if inputs is None else inputs)
+
+
+def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
+    """Return how many tokens a window becomes; an image becomes one for each patch, and some more."""
+    found: list[int] = []
+
+    def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(hidden_in(args, kwargs).shape[1])
+        raise _Reached
+
+    blocks = find_blocks(checkpoint.model, checkpoint.layers)
+    if not blocks:
+        return 0
+    with blocks[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached), torch.no_grad():
+        model_output(checkpoint, inputs[:1])
+    return found[0]
+
+
+def not_by_window(states: Sequence[Tensor], inputs: Inputs) -> bool:
+    """Return whether states are not `[windows, tokens, d]`, all of one shape."""
+    first = states[0].shape
+    tokens = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() == 2 else first[1]
+    return first[:2] != (len(inputs), tokens) or any(one.dim() != 3 or one.shape != first for one in states)
 
 
 def batch_size(model: Any, window: int, loss: bool) -> int:
     """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
-    embedding = model.get_input_embeddings().weight
-    wide = max(model.config.get_text_config().vocab_size if loss else 1, 8 * embedding.shape[1])
-    return max(1, _LOGIT_BYTES.get(embedding.device.type, 2**28) // (4 * window * int(wide)))
+    config = model.config.get_text_config()
+    wide = max(config.vocab_size if loss else 1, 8 * config.hidden_size)
+    return max(1, _LOGIT_BYTES.get(model.device.type, 2**28) // (4 * window * int(wide)))
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:

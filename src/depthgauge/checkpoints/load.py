@@ -16,9 +16,15 @@ from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
+OF_HEAD = ("loss", "labels", "logits")
+"""Objectives that are measured at the output of the model's head."""
+BY_TARGETS = ("loss", "labels")
+"""Objectives that compare the output with targets. The others compare it with the output of the dense model."""
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
+TEXT, IMAGES = "input_ids", "pixel_values"
+"""Main inputs of models."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
@@ -74,10 +80,11 @@ class Checkpoint:
     - `name`: name shown to the user
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
-    - `objective`: how a change is measured, by the `loss` or by the final `states`
+    - `objective`: how a change is measured; see `window_losses`
     - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
     - `underived`: why no family could be derived
+    - `pooling`: how the states of the tokens become one embedding, where that is measured
     """
 
     name: str
@@ -87,6 +94,7 @@ class Checkpoint:
     family: Family | None
     source: Source | None = None
     underived: str = ""
+    pooling: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -94,8 +102,19 @@ class Checkpoint:
 
     @property
     def measured(self) -> Any:
-        """The part of the model whose output is measured; see `measured_part`."""
-        return measured_part(self.model, self.objective == "loss")
+        """The part of the model whose output is measured: with its head where that is, otherwise without it."""
+        return self.model if self.objective in OF_HEAD else self.model.base_model
+
+    @property
+    def reads(self) -> str:
+        """The name of the model's main input: `input_ids`, or `pixel_values`."""
+        return str(self.model.main_input_name)
+
+    @property
+    def batched(self) -> bool:
+        """Whether windows can be computed together: a classifier that reads the last token needs a padding token."""
+        needs = self.objective == "logits" and self.reads == TEXT
+        return not needs or getattr(self.config, "pad_token_id", None) is not None
 
     @property
     def layers(self) -> int:
@@ -109,9 +128,9 @@ class Checkpoint:
 
     @property
     def device(self) -> torch.device:
-        """The device that expects the token ids."""
+        """The device that expects the inputs."""
         embedding = self.model.get_input_embeddings()
-        device: torch.device = embedding.weight.device
+        device: torch.device = next(embedding.parameters()).device
         if device.type == "meta":  # offloaded by accelerate, which moves the weights in during the forward pass
             device = torch.device(embedding._hf_hook.execution_device)
         return device
@@ -145,25 +164,21 @@ def parameter_count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measured_part(model: Any, loss: bool) -> Any:
-    """Return the whole model if its loss is measured; otherwise the model without its head, which returns states."""
-    return model if loss else model.base_model
-
-
 def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
     """Wrap a transformers model that is already in memory, and switch it to evaluation mode.
 
-    The objective is `loss` by default for causal language models, and `states` for all others.
+    The objective is by default that of the head.
     """
-    if objective is None:
-        causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        objective = "loss" if type(model).__name__ in causal else "states"
+    objective = objective or objective_of(type(model).__name__)
     model.eval()
     return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
 
 
-def load_config(source: Source, placement: Placement) -> Any:
-    """Load the configuration, without the weights, and refuse encoder–decoder models."""
+def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
+    """Load the configuration, without the weights; refuse encoder–decoder models, and models that read other inputs.
+
+    `reads` is the main input that the model will be given.
+    """
     library = transformers()
     if source.gguf is None and not placement.trust_remote_code:
         _refuse_remote_code(library, source)
@@ -180,18 +195,44 @@ def load_config(source: Source, placement: Placement) -> Any:
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
         config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
+    if reads == IMAGES and getattr(config, "vision_config", None) is not None:
+        raise CheckpointError(
+            f"{source.target} is a {config.model_type} model with a vision tower and other parts; save the tower "
+            "alone, for example with CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
+        )
     loader, _ = loader_of(config)
-    reads = getattr(loader, "main_input_name", "input_ids")
-    if reads != "input_ids":
-        raise CheckpointError(f"{source.target} is a {loader.__name__}, which reads {reads}; give a model of text")
+    if not hasattr(loader, "main_input_name"):
+        loader = library.MODEL_MAPPING.get(type(config), loader)
+    require_inputs(loader, source.target, reads)
     return config
 
 
-def loader_of(config: Any) -> tuple[Any, str]:
-    """Return the class that loads a checkpoint with its head, and how a change is measured: `loss` or `states`.
+def require_inputs(kind: Any, name: str, reads: str) -> None:
+    """Raise unless a model of this class, called `name`, reads the inputs that it will be given."""
+    needed = getattr(kind, "main_input_name", TEXT)
+    if needed == reads:
+        return
+    advice = {
+        TEXT: "give it text with --text, and leave --images out",
+        IMAGES: "give it images with --images DIR",
+    }.get(needed, "give a model of text or images")
+    raise CheckpointError(f"{name} is a {kind.__name__}, which reads {needed}; {advice}")
 
-    The class is the one that the configuration names. Causal language models are measured by their loss, all other
-    models, such as classifiers, masked language models and bare decoders, by the states before their head.
+
+def objective_of(architecture: str) -> str:
+    """Return how a change of a model with this class is measured.
+
+    Causal language models are measured by their `loss`, classifiers by their `logits`, and all others, such as masked
+    language models and bare decoders, by the `states` before their head.
+    """
+    causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return "loss" if architecture in causal else "logits" if "Classification" in architecture else "states"
+
+
+def loader_of(config: Any) -> tuple[Any, str]:
+    """Return the class that loads a checkpoint with its head, and how a change is measured; see `objective_of`.
+
+    The class is the one that the configuration names.
     """
     library = transformers()
     auto = library.models.auto.modeling_auto
@@ -212,7 +253,7 @@ def loader_of(config: Any) -> tuple[Any, str]:
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
-    return found, "states"
+    return found, objective_of(named)
 
 
 def _refuse_remote_code(library: Any, source: Source) -> None:

@@ -14,8 +14,17 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {"samples": 4, "tokens": 128, "radius": 1.
 CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
     "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
 }  # fmt: skip
+ABOUT_TEXT = (
+    "text", "as_is", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate",
+    "gguf_type",
+)  # fmt: skip
+"""Options of `gauge` and `shrink` that a model of images has no use for."""
+SAMPLES = 16
+"""Images that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
+PATHS = ("input", "text", "images", "labels", "tokenizer")
+"""Options that are paths."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
@@ -23,13 +32,16 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4].
+        samples: Number of random inputs of a network  [default: 4], or of images  [default: 16].
         tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
         seed: Seed of random inputs and of the choice of text windows  [default: 0].
         input: Read the inputs from this safetensors file (tensor `x`) instead.
         text: Text file to gauge on, or FILE.jsonl:FIELD, where FIELD is `text` or `messages` by default  [default: a
             built-in text].
+        images: Directory of images to gauge a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
+        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
+            and label, or CSV with these two columns.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
@@ -46,12 +58,14 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         ignore_unused: Accept weights that no module of the model takes.
     """
 
-    samples: Annotated[int | None, _NETWORKS] = None
+    samples: Annotated[int | None, _ANY] = None
     tokens: Annotated[int | None, _ANY] = None
     radius: Annotated[float | None, _NETWORKS] = None
     seed: Annotated[int | None, _ANY] = None
     input: Annotated[str | None, _NETWORKS] = None
     text: Annotated[str | None, _CHECKPOINTS] = None
+    images: Annotated[str | None, _CHECKPOINTS] = None
+    labels: Annotated[str | None, _CHECKPOINTS] = None
     as_is: Annotated[bool | None, _CHECKPOINTS] = None
     window: Annotated[int | None, _CHECKPOINTS] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
@@ -83,6 +97,22 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
             if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
+        if kind == CHECKPOINTS:
+            refuse_other_inputs(self.given())
+            if self.samples is not None and self.images is None:
+                raise InputError(
+                    f"--samples applies to network files and to --images; {target} is {noun}. Leave it out"
+                )
+
+
+def refuse_other_inputs(given: Mapping[str, Any]) -> None:
+    """Raise if options about text are given together with images, or labels without images."""
+    if "images" in given:
+        for name in given:
+            if name in ABOUT_TEXT:
+                raise InputError(f"--{name.replace('_', '-')} is about text, and --images gives images; leave it out")
+    elif "labels" in given:
+        raise InputError("--labels gives the labels of images; give the images with --images DIR")
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
@@ -100,4 +130,4 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
     """Combine an options record with single options given by keyword; raise for unknown names and other types."""
-    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(("input", "text", "tokenizer"), str))
+    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(PATHS, str))

@@ -31,6 +31,8 @@ _FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers
 """Keys that say how many of the first layers are of another kind than the rest."""
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys that generate `layer_types` from the layer index. The explicit list replaces them."""
+_STAGES = ("stage_names", "out_features", "out_indices")
+"""Keys that name a stage per layer, and those that a backbone returns, by default the last one (DINOv2)."""
 _OWN_TO_A_FILE = ("quantization_config", "transformers_version", "_name_or_path")
 """Keys that describe the file that was loaded, not the model."""
 
@@ -87,7 +89,8 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
     config = shrunk_config(checkpoint.config, kept)
     own = model.config._attn_implementation
     config._attn_implementation = None if own == OBSERVED else own
-    config.tie_word_embeddings = _is_tied(model)
+    if hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = _is_tied(model)
     with quiet(), torch.device("meta"):
         fresh = type(model)(config)
     fresh.eval()
@@ -263,7 +266,7 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     layers = int(config.num_hidden_layers)
     kept = require_layers(kept, layers)
     values: dict[str, Any] = config.to_dict()
-    for key in (*_OWN_TO_A_FILE, *_PATTERNS):
+    for key in (*_OWN_TO_A_FILE, *_PATTERNS, *_STAGES):
         values.pop(key, None)
     for key, value in values.items():
         if _is_per_layer(key, value, layers):

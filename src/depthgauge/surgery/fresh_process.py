@@ -43,7 +43,7 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     given = load_file(exchange / "windows.safetensors")
-    is_loss = request["objective"] == "loss"
+    is_loss = request["is_loss"]
     # A head of another kind than a language model's, such as a classifier's, is loaded by the class of the model.
     loader = transformers.AutoModelForCausalLM if is_loss else getattr(transformers, request["class"])
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
@@ -53,7 +53,7 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     if "device_map" not in place:
         model.to(request["device"])
     model.eval()
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     result: dict[str, Any] = {
         "layers": model.config.num_hidden_layers,
         "class": type(model).__name__,
@@ -64,11 +64,13 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     }
     outputs = {}
     with torch.no_grad():
-        for index, window in enumerate(given["ids"]):
-            ids = window[None].to(device)
-            out = (model if is_loss else model.base_model)(input_ids=ids, **request["call"])
-            made = out.logits[0] if is_loss else out.last_hidden_state[0]
+        for index in range(len(next(iter(given.values())))):
+            inputs = {name: value[index : index + 1].to(device) for name, value in given.items()}
+            inputs = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+            out = (model if request["has_head"] else model.base_model)(**inputs, **request["call"])
+            made = out.logits[0] if request["has_head"] else out.last_hidden_state[0]
             if is_loss:
+                ids = inputs["input_ids"]
                 rows = made[:-1].split(256)
                 targets = ids[0, 1:].to(made.device).split(256)
                 tokens = torch.cat(
@@ -78,13 +80,10 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
                     ]
                 )
                 result["losses"].append(float(tokens.mean()))
-            elif "dense" in given:
-                dense = given["dense"][index].double()
-                result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))
-            if index < request["compared"]:
+            if index < request["compared"] or not is_loss:
                 outputs[str(index)] = made[request["positions"]].cpu().contiguous()
         if is_loss and request["new_tokens"]:
-            prompt = given["ids"][:1, : request["prompt"]].to(device)
+            prompt = given["input_ids"][:1, : request["prompt"]].to(device)
             result |= generations(model, prompt, request["new_tokens"])
     assert not any(name.partition(".")[0] == "depthgauge" for name in sys.modules)
     save_file(outputs, exchange / "outputs.safetensors")

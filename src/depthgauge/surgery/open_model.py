@@ -2,16 +2,24 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.derive_family import derived
+from depthgauge.checkpoints.image_files import (
+    ImageWindows,
+    find_images,
+    load_processor,
+    read_images,
+    require_images,
+    require_labelled,
+)
 from depthgauge.checkpoints.load import (
+    IMAGES,
+    TEXT,
     Checkpoint,
     Placement,
     context_length,
@@ -20,9 +28,11 @@ from depthgauge.checkpoints.load import (
     load_tokenizer,
     loader_of,
     refuse_infinite,
+    require_inputs,
     wrap,
 )
 from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -42,14 +52,14 @@ SAMPLED = 1 / 3
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """A loaded model and the texts that it will be calibrated on.
+    """A loaded model and the texts or images that it will be calibrated on.
 
-    - `checkpoint`, `tokenizer`: the model
+    - `checkpoint`, `tokenizer`: the model, and its tokenizer or image processor
     - `files`: SHA-256 of the weight files by name; empty for a model from memory
     - `stored`: dtype in which the result is written, or the GGUF file whose types it has; None keeps the dtype of the
       loaded weights
     - `start`: the special tokens around every window
-    - `texts`: the windows of the texts, without special tokens
+    - `read`: the windows of the texts, without special tokens, or the images
     - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
     - `fixed`: blocks that cannot be removed
     - `notes`: what cannot be repaired or removed, and why
@@ -60,7 +70,7 @@ class OpenedModel:
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
     start: Start
-    texts: CutTexts
+    read: CutTexts | ImageWindows
     fresh: float
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -90,14 +100,13 @@ def open_model(
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer, plan)
-        texts = _cut_texts(
-            tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name
-        )
+        read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
     else:
         placement = Placement.of(settings)
-        config = load_config(source, placement)
-        tokenizer = load_tokenizer(source, placement, tokenizer)
-        texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", source.target)
+        config = load_config(source, placement, TEXT if settings.images is None else IMAGES)
+        load = load_tokenizer if settings.images is None else load_processor
+        tokenizer = load(source, placement, tokenizer)
+        read = _read(tokenizer, settings, config, source, loader_of(config)[1] == "loss", source.target)
         files = file_digests(source)
         if plan is not None and plan.files != files:
             raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
@@ -113,8 +122,13 @@ def open_model(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
             "be repaired; use more devices, or --no-repair"
         )
-    require_rows(checkpoint, texts.ids)
-    example = texts.measured[0][None, : texts.window]
+    if isinstance(read, ImageWindows):
+        require_images(checkpoint, read.inputs)
+        checkpoint = checkpoint if settings.labels is None else replace(checkpoint, objective="labels")
+        example: Inputs = read.inputs[:2]
+    else:
+        require_rows(checkpoint, read.ids)
+        example = read.measured[0][None, : read.window]
     fixed, notes = _fixed_blocks(checkpoint, example)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
@@ -122,16 +136,18 @@ def open_model(
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
-    planned = texts.request.start
-    start = measure_start(planned, checkpoint, texts.measured)  # on windows that are not in the certify part
-    if planned.candidate is not None and checkpoint.objective == "loss":
-        message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-    require_readable(checkpoint, tokenizer, start, texts.measured, settings.force, message)
     seconds = opened + min(before, opened)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, seconds, fixed, notes)
+    start = Start((), (), None, "")
+    if isinstance(read, CutTexts):
+        planned = read.request.start
+        start = measure_start(planned, checkpoint, read.measured)  # on windows that are not in the certify part
+        if planned.candidate is not None and checkpoint.objective == "loss":
+            message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
+        require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, read, seconds, fixed, notes)
 
 
-def _fixed_blocks(checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> tuple[frozenset[int], tuple[str, ...]]:
+def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return the blocks that cannot be removed, and a note; families in the table have none.
 
     Raises:
@@ -163,10 +179,12 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     if tokenizer is None:
-        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
+        what = "tokenizer" if settings.images is None else "image processor"
+        raise InputError(f"a model in memory needs its {what}; give tokenizer=…")
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
+    require_inputs(type(model), checkpoint.name, TEXT if settings.images is None else IMAGES)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
     kind, layers = str(checkpoint.config.model_type), checkpoint.layers
@@ -178,10 +196,19 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     return checkpoint
 
 
-def _cut_texts(
+def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
+    """Return the numbers of windows that the effort asks for."""
+    effort = effort_of(settings)
+    return CalibrationSizes(effort.fit, effort.select, effort.certify)
+
+
+def _read(
     tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
-) -> CutTexts:
-    """Check the options against the model, read the texts and cut them into windows; nothing here needs the weights."""
+) -> CutTexts | ImageWindows:
+    """Check the options against the model, read the texts or images and cut them into windows.
+
+    Nothing here needs the weights.
+    """
     settings.check_model(decoder, name)
     layers = int(config.get_text_config().num_hidden_layers)
     for check, is_given in (
@@ -192,10 +219,18 @@ def _cut_texts(
             check(layers, name)
     if settings.max_bytes is not None:
         settings.byte_limit()
+    sizes = calibration_sizes(settings)
+    if settings.images is not None:
+        folder = find_images(settings.images, settings.labels)
+        require_labelled(folder, config, name)
+        fewer = "" if settings.effort == "quick" else ", or use --effort quick, which needs fewer"
+        return read_images(
+            folder, tokenizer, config, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
+        )
     effort, context = effort_of(settings), context_length(config)
     request = CalibrationRequest(
         tuple(find_text(text, settings.as_is) for text in settings.text),
-        CalibrationSizes(effort.fit, effort.select, effort.certify),
+        sizes,
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=min(effort.window, context or effort.window) if settings.window is None else settings.window,
         context=context,

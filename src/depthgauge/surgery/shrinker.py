@@ -13,6 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.checkpoints.model_output import model_output
+from depthgauge.checkpoints.samples import shortened
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
@@ -66,7 +68,7 @@ class Shrinker(Student):
         """Run the dense model on the calibration windows; the other arguments are those of `Student`."""
         started = time.perf_counter()
         super().__init__(*args, **keywords)
-        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
+        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.inputs) + len(self.select.inputs))
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
         self._scores: dict[int, float] = {}
@@ -76,10 +78,10 @@ class Shrinker(Student):
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
         if self.checkpoint.objective != "loss":
             return 0.0
-        ids = self.select.ids[:1, :1].to(self.runner.device)
+        first = shortened(self.select.inputs, 1)
         started = time.perf_counter()
         with torch.no_grad():
-            self.checkpoint.model(input_ids=ids).logits.cpu()
+            model_output(self.checkpoint, first).cpu()
         return time.perf_counter() - started
 
     @property

@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.checkpoints.load import TEXT, Checkpoint, context_length, wrap
+from depthgauge.checkpoints.samples import Inputs, as_samples, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
 REPEATS, NEW_TOKENS = 3, 8
@@ -19,13 +19,13 @@ REPEATS, NEW_TOKENS = 3, 8
 
 @torch.no_grad()
 def compare_speed(
-    before: Any, after: Any, ids: Int[Tensor, "1 n"], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
+    before: Any, after: Any, inputs: Inputs, *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
 ) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Measure prefill and decode of two models in turns: before, after, before, after, …
 
     Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians over
-    `repeats` repetitions; one more comes first and is not counted. The window `ids` is shortened if the models' context
-    has no room for `new_tokens` after it. Models that do not generate make no new tokens.
+    `repeats` repetitions; one more comes first and is not counted. The window `inputs` is shortened if the models'
+    context has no room for `new_tokens` after it. Models that do not generate make no new tokens.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
@@ -36,14 +36,17 @@ def compare_speed(
         new_tokens = 0
     if context is not None:
         new_tokens = min(new_tokens, context - 1)
-        ids = ids[:, : context - new_tokens]
-    turns = [[_run(checkpoint, ids, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
+        inputs = shortened(inputs, context - new_tokens)
+    turns = [[_run(checkpoint, inputs, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
     runs = [list(zip(*found, strict=True)) for found in zip(*turns[1:], strict=True)]  # of each model
     prefill = [statistics.median(times) for times, _, _ in runs]
     decode = [statistics.median(times) for _, times, _ in runs] if new_tokens else [None, None]
     memory = [_weights(one.model) + max(found[2]) for one, found in zip(checkpoints, runs, strict=True)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    what = f"{counted(ids.shape[1], 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
+    what = f"1 image, on {place}"
+    if checkpoints[0].reads == TEXT:
+        window = as_samples(inputs, TEXT).main.shape[1]
+        what = f"{counted(window, 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
     record = SpeedRecord(
         prefill=prefill[0] / prefill[1],
         decode=None if decode[0] is None or decode[1] is None else decode[0] / decode[1],
@@ -60,20 +63,20 @@ def compare_speed(
     return record, BeforeAfter(before=memory[0], after=memory[1]), kind
 
 
-def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tuple[float, float, int]:
+def _run(checkpoint: Checkpoint, inputs: Inputs, new_tokens: int) -> tuple[float, float, int]:
     """Return seconds for the window, seconds per generated token (0 without any), and bytes beyond the weights."""
     model, device = checkpoint.model, checkpoint.device
     takes = inspect.signature(model.forward).parameters
     # As in generation: the prompt needs no logits but the last.
     wanted: dict[str, Any] = {"use_cache": new_tokens > 0, "logits_to_keep": 1}
     keywords = {name: value for name, value in wanted.items() if name in takes}
-    ids = ids.to(device)
+    given = as_samples(inputs, checkpoint.reads).keywords(device, model.dtype)
     held = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = int(torch.cuda.memory_allocated(device))
     started = _now(device)
-    out = model(input_ids=ids, **keywords)
+    out = model(**given, **keywords)
     prefill = _now(device) - started
     cache = out.past_key_values if new_tokens else None
     started = _now(device)

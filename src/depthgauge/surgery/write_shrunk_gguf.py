@@ -61,7 +61,7 @@ def write_shrunk_gguf(
     name = checkpoint.source.path.name
     fields |= provenance(layout, name, opened.files.get(name, ""), shrunk.removed)
     with durations("certification"):
-        record = certifier.certified(record, certifier.measure(model))
+        record = certifier.certified(record, certifier.run(model))
     with atomic_file(out, overwrite, journal.result_file()) as path:
         write_gguf(path, layout, kept, fields, shrunk.encoded, certifier.progress)
         with durations("reading the file back"):
@@ -72,7 +72,7 @@ def write_shrunk_gguf(
         else:
             certifier.progress(0, 1, "the result in llama.cpp")
             with durations("check in llama.cpp"):
-                found = compare_with_llama(path, model, certifier.ids[0])
+                found = compare_with_llama(path, model, certifier.inputs[0])
             require_same(out, found, source)
             reload = ReloadRecord(
                 difference=found.difference, layers=len(kept), generation=found.sentence, program=LLAMA,

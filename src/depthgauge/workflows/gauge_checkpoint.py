@@ -3,12 +3,13 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import msgspec
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import duration
@@ -19,10 +20,21 @@ from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.image_files import (
+    ImageWindows,
+    find_images,
+    load_processor,
+    read_images,
+    require_images,
+    require_labelled,
+)
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.layers import Stack, tokens_of
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
+    BY_TARGETS,
+    IMAGES,
+    TEXT,
     Checkpoint,
     Placement,
     context_length,
@@ -30,27 +42,29 @@ from depthgauge.checkpoints.load import (
     load_model,
     load_tokenizer,
     refuse_infinite,
+    require_inputs,
     wrap,
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
+from depthgauge.checkpoints.model_output import accuracy, window_losses
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
 from depthgauge.checkpoints.source import weight_files, weights_digest
-from depthgauge.checkpoints.start_token import measure_start, plan_start
+from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
     available,
     chosen_kinds,
-    cross_entropy,
     layers_of,
     objective,
     passes,
     what_if,
 )
-from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
+from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.errors import InputError, require_count, require_seed
 from depthgauge.measures.residuals import SampleResiduals, residual_record, residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
@@ -66,7 +80,7 @@ from depthgauge.results.checkpoint_subject import (
     ScoreTrust,
     TextWindows,
 )
-from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSettings
+from depthgauge.results.gauge_options import CHECKPOINTS, SAMPLES, GaugeOptions, GaugeSettings
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
@@ -105,18 +119,29 @@ def gauge_checkpoint(
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     seed = require_seed(asked.seed or 0)
     placement, source = Placement.of(asked), None
-    text_file = None if asked.weights_only else find_text(asked.text, bool(asked.as_is))  # before a download
+    folder = None if asked.images is None else find_images(asked.images, asked.labels)  # before a download
+    is_text = folder is None and not asked.weights_only
+    text_file = find_text(asked.text, bool(asked.as_is)) if is_text else None
+    reads = TEXT if folder is None else IMAGES
     if target.model is None:
         assert target.name is not None
         source = resolve(target.path or target.name, bool(asked.allow_pickle), asked.tokenizer, message)
-        config = load_config(source, placement)
+        config = load_config(source, placement, reads)
     else:
         for name in ABOUT_FILES:
             if name in options.given():
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
         config = target.model.config
-    windows = None
-    if text_file is None:
+        require_inputs(type(target.model), str(target.name), reads)
+    windows: Windows | ImageWindows | None = None
+    if folder is not None:
+        tokenizer = tokenizer if source is None else load_processor(source, placement, tokenizer)
+        if tokenizer is None:
+            raise InputError("a model in memory needs its image processor; give tokenizer=…")
+        require_labelled(folder, config, target.description)
+        wanted = require_count("samples", asked.samples or SAMPLES, "the number of images to use")
+        windows = read_images(folder, tokenizer, config, wanted=wanted, seed=seed)
+    elif text_file is None:
         kinds = ()
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
@@ -138,8 +163,9 @@ def gauge_checkpoint(
             special=(start.before, start.after),
         )
     filled = {
-        "tokens": None if windows is None else asked.tokens,
-        "window": None if windows is None else int(windows.ids.shape[1]),
+        "tokens": asked.tokens if isinstance(windows, Windows) else None,
+        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else None,
+        "samples": len(windows.inputs) if isinstance(windows, ImageWindows) else None,
         "seed": seed,
         "what_if": ",".join(kinds) or "none",
         "dtype": asked.dtype,
@@ -162,15 +188,16 @@ def gauge_checkpoint(
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
-        require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
-        n = windows.ids.shape[1]
-        bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
-        decided = measure_start(start, checkpoint, bodies)
-        require_readable(checkpoint, tokenizer, decided, bodies, bool(asked.force), message)
-        if decided.before != start.before:
-            windows = windows.with_first(decided.before[0], len(start.after))
-        checkpoint = derived(checkpoint, windows.ids)
-        probed = probe(checkpoint, windows.ids[:1])
+        if isinstance(windows, ImageWindows):
+            inputs = windows.inputs
+            require_images(checkpoint, inputs)
+            checkpoint = checkpoint if asked.labels is None else replace(checkpoint, objective="labels")
+            text = windows.record(tokens_of(checkpoint, inputs))
+        else:
+            windows, decided = started_windows(checkpoint, windows, start, tokenizer, bool(asked.force), message)
+            inputs, text = windows.ids, windows.record(decided.bos, decided.reason)
+        checkpoint = derived(checkpoint, inputs)
+        probed = probe(checkpoint, inputs[:1])
         if probed.attention is not None:
             message(unobserved_sentence(probed.attention))
         possible = () if probed.blocks else available(kinds, checkpoint.family, probed.attention is None)
@@ -180,8 +207,7 @@ def gauge_checkpoint(
             notes.append(f"the what-ifs {', '.join(missing)} were not measured: {why}")
         if "uniform" in kinds and "uniform" not in possible:
             notes.append(f"the what-if uniform was not measured: {probed.blocks or 'it needs observable attention'}")
-        found = measure_windows(checkpoint, windows, possible, probed.attention is None, journal, progress, message)
-        text = windows.record(decided.bos, decided.reason)
+        found = measure_windows(checkpoint, inputs, possible, probed.attention is None, journal, progress, message)
         return settings, subject_record(checkpoint, weights, notes, text, found, possible, unobserved=probed.attention)
 
 
@@ -200,7 +226,7 @@ def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[C
 
 def measure_windows(
     checkpoint: Checkpoint,
-    windows: Windows,
+    inputs: Inputs,
     kinds: tuple[str, ...],
     observable: bool,
     journal: Journal,
@@ -214,46 +240,48 @@ def measure_windows(
     Returns:
         What was found on each window: `observed`, and the loss of every layer for each of the `kinds`.
     """
-    L, count, estimated, found = checkpoint.layers, len(windows.ids), False, []
+    L, count, estimated, found = checkpoint.layers, len(inputs), False, []
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
-        for index, window in enumerate(windows.ids):
-            ids, known = window[None], dict(journal.get(f"window {index}", {}))
+        for index in range(count):
+            window, known = inputs[index : index + 1], dict(journal.get(f"window {index}", {}))
             found.append(known)
             wanted = [kind for kind in kinds if kind not in known]
             if "observed" in known and not wanted:
                 continue
             started, observing = time.perf_counter(), 0.0
-            base = stack.full(ids)
+            base = stack.full(window)
             seconds = time.perf_counter() - started
-            lost, states = objective(checkpoint.objective, ids, base.output), base.states
-            loss = cross_entropy(base.output, ids) if checkpoint.objective == "loss" else None
+            lost, states = objective(checkpoint.objective, window, base.output), base.states
+            own: dict[str, float | None] = {"loss": None}
+            if checkpoint.objective in BY_TARGETS:
+                own["loss"] = float(window_losses(checkpoint.objective, base.output, window, base.output).mean())
+            if checkpoint.objective == "labels":
+                own["accuracy"] = accuracy(base.output, window)
             del base  # frees the logits, the largest tensor
             if "observed" not in known:
                 progress(0, 1, f"heads, window {index}")
                 started = time.perf_counter()
-                seen, planning = observe(stack, ids, states, plans=index == 0)
-                known["observed"] = {"loss": loss, **seen}
+                seen, planning = observe(stack, window, states, plans=index == 0)
+                known["observed"] = {**own, **seen}
                 journal.put(f"window {index}", known)
                 observing = time.perf_counter() - started - planning
             if not estimated:
-                message(expected_duration(L, kinds, seconds, observing, count - index, ids.shape[1]))
+                message(expected_duration(L, kinds, seconds, observing, count - index, states[0].shape[1]))
                 estimated = True
             total, done = sum(len(layers_of(kind, L)) for kind in wanted), 0
             for kind in wanted:
                 losses = []
                 for layer in layers_of(kind, L):
                     progress(done, total, f"what if, window {index}, {kind} {layer}")
-                    losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    losses.append(lost(what_if(stack, window, states, kind, layer)))
                     done += 1
                 known[kind] = losses
                 journal.put(f"window {index}", known)
     return found
 
 
-def observe(
-    stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
-) -> tuple[dict[str, Any], float]:
+def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: bool) -> tuple[dict[str, Any], float]:
     """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON.
 
     The second value is the time spent on attention plans, in seconds; only the first window has them.
@@ -272,7 +300,7 @@ def observe(
 
     sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
     with nullcontext() if sublayers is None else sublayers.listening():
-        stack.run(ids, watch=watch)
+        stack.run(inputs, watch=watch)
     steps = list(pairwise(states))
     scores = {
         "block_influence": [block_influence(x, y) for x, y in steps],
@@ -340,6 +368,7 @@ def subject_record(
         regime=distance,
         first_layer=first_layer,
         baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
+        accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,
         input=CheckpointState(residual=_residual(observed, 0)),
         layers=tuple(
             CheckpointLayer(

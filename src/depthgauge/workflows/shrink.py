@@ -11,6 +11,7 @@ from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.image_files import find_images
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError
@@ -109,7 +110,8 @@ def shrink(
     Args:
         model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`.
-        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
+        tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
+            tokenizer that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
         out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
             `.gguf`; None keeps it in memory. With `sizes`, the outputs are named after it: `OUT-2`, `OUT-4`, ….
@@ -183,7 +185,8 @@ def plan_shrink(
     Args:
         model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`. A number of blocks is needed.
-        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
+        tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
+            tokenizer that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
         overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
@@ -232,6 +235,8 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
     return {
         "MODEL": path,
         "--tokenizer": settings.tokenizer,
+        "--images": settings.images,
+        "--labels": settings.labels,
         **{f"--text {text}": split_field(text)[0] for text in settings.text},
     }
 
@@ -254,4 +259,6 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
+    if settings.images is not None:
+        find_images(settings.images, settings.labels)
     return resolve(model, settings.allow_pickle, settings.tokenizer, message)
