@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
+from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding_blocks
 from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.checkpoint_subject import CheckpointDescription
@@ -171,7 +172,9 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     """
     objective = objective or objective_of(type(model).__name__)
     model.eval()
-    return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
+    modes = pooling_modes(None if source is None else source.folder) if objective == "embedding" else ()
+    found = Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
+    return replace(found, pooling=modes)
 
 
 def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
@@ -229,11 +232,18 @@ def objective_of(architecture: str) -> str:
     return "loss" if architecture in causal else "logits" if "Classification" in architecture else "states"
 
 
-def loader_of(config: Any) -> tuple[Any, str]:
+def loader_of(config: Any, source: Source | None = None) -> tuple[Any, str]:
     """Return the class that loads a checkpoint with its head, and how a change is measured; see `objective_of`.
 
-    The class is the one that the configuration names.
+    The class is the one that the configuration names. What is measured of a sentence-transformers directory is the
+    `embedding`.
     """
+    loader, objective = _named_loader(config)
+    is_pooled = source is not None and source.gguf is None and bool(pooling_modes(source.folder))
+    return loader, "embedding" if is_pooled else objective
+
+
+def _named_loader(config: Any) -> tuple[Any, str]:
     library = transformers()
     auto = library.models.auto.modeling_auto
     named = (getattr(config, "architectures", None) or [""])[0]
@@ -299,7 +309,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     if placement.device_map is None:
         check_memory(source, placement)
-    chosen, objective = loader_of(config)
+    chosen, objective = loader_of(config, source)
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled

@@ -139,7 +139,7 @@ def _is_tied(model: Any) -> bool:
 def _has_random_pooler(checkpoint: Checkpoint) -> bool:
     """Return whether the model has a pooler that its files do not contain, which transformers fills at random."""
     source = checkpoint.source
-    if getattr(checkpoint.measured, "pooler", None) is None or source is None or source.gguf is not None:
+    if getattr(checkpoint.model.base_model, "pooler", None) is None or source is None or source.gguf is not None:
         return False
     return not any("pooler" in name for name, _, _ in stored_tensors(source))
 

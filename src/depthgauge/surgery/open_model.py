@@ -33,6 +33,7 @@ from depthgauge.checkpoints.load import (
 )
 from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -106,7 +107,7 @@ def open_model(
         config = load_config(source, placement, TEXT if settings.images is None else IMAGES)
         load = load_tokenizer if settings.images is None else load_processor
         tokenizer = load(source, placement, tokenizer)
-        read = _read(tokenizer, settings, config, source, loader_of(config)[1] == "loss", source.target)
+        read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
         files = file_digests(source)
         if plan is not None and plan.files != files:
             raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
@@ -133,6 +134,8 @@ def open_model(
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
+    if checkpoint.objective == "embedding" and source is not None:
+        notes += pooling_notes(source.folder)
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
@@ -221,13 +224,14 @@ def _read(
         settings.byte_limit()
     sizes = calibration_sizes(settings)
     if settings.images is not None:
-        folder = find_images(settings.images, settings.labels)
-        require_labelled(folder, config, name)
+        images = find_images(settings.images, settings.labels)
+        require_labelled(images, config, name)
         fewer = "" if settings.effort == "quick" else ", or use --effort quick, which needs fewer"
         return read_images(
-            folder, tokenizer, config, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
+            images, tokenizer, config, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
         )
-    effort, context = effort_of(settings), context_length(config)
+    folder = None if source is None or source.gguf is not None else source.folder
+    effort, context = effort_of(settings), longest_window(folder, context_length(config))
     request = CalibrationRequest(
         tuple(find_text(text, settings.as_is) for text in settings.text),
         sizes,

@@ -180,7 +180,7 @@ def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, A
             raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
 
     def ignored(name: str) -> bool:  # transformers adds a random pooler to an encoder that has none
-        return "pooler" in name and getattr(checkpoint.measured, "pooler", None) is None
+        return "pooler" in name and getattr(checkpoint.model.base_model, "pooler", None) is None
 
     absent = [name for name in found["missing"] if not ignored(name)]
     if absent or found["unexpected"]:

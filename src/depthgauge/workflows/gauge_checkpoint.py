@@ -53,6 +53,7 @@ from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
+from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files, weights_digest
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -158,7 +159,7 @@ def gauge_checkpoint(
             text_file,
             tokens=asked.tokens,
             window=asked.window,
-            context=context_length(config),
+            context=longest_window(None if source is None else source.folder, context_length(config)),
             seed=seed,
             special=(start.before, start.after),
         )
@@ -207,6 +208,8 @@ def gauge_checkpoint(
             notes.append(f"the what-ifs {', '.join(missing)} were not measured: {why}")
         if "uniform" in kinds and "uniform" not in possible:
             notes.append(f"the what-if uniform was not measured: {probed.blocks or 'it needs observable attention'}")
+        if checkpoint.objective == "embedding" and source is not None:
+            notes += pooling_notes(source.folder)
         found = measure_windows(checkpoint, inputs, possible, probed.attention is None, journal, progress, message)
         return settings, subject_record(checkpoint, weights, notes, text, found, possible, unobserved=probed.attention)
 
