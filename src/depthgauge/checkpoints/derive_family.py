@@ -195,7 +195,7 @@ def _derived_family(checkpoint: Checkpoint, inputs: Inputs) -> Family:
 @torch.no_grad()
 def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
-    if not find_blocks(checkpoint.model, checkpoint.layers):
+    if not find_blocks(checkpoint.root, checkpoint.layers):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
     runner = BlockRunner(checkpoint, inputs[:1])
     base = runner.full(inputs)
@@ -203,7 +203,7 @@ def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, 
     if not_by_window(base.states, inputs):
         raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
-        state = runner.block(layer, state)
+        state = runner.block(layer, state, inputs)
     output = runner.output(state, inputs)
     off = float((output - base.output).double().norm() / base.output.double().norm())
     if not off <= 100 * torch.finfo(output.dtype).eps ** 0.75:

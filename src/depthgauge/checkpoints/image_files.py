@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import counted, one_line
-from depthgauge._records import ArrayRecord
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.library import CheckpointError, attempt, quiet, short, transformers
 from depthgauge.checkpoints.load import IMAGES, Checkpoint, Placement, objective_of
 from depthgauge.checkpoints.model_output import model_output
@@ -21,7 +21,6 @@ from depthgauge.checkpoints.samples import Inputs, Samples
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import JSONL, parse_line
 from depthgauge.errors import InputError, missing_extra, require_path
-from depthgauge.results.checkpoint_subject import TextWindows
 
 _PROCESSOR = "preprocessor_config.json"
 _NAMES = ("file_name", "file")
@@ -42,27 +41,6 @@ class ImageFolder:
     path: Path
     files: tuple[Path, ...]
     labels: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ImageWindows(ArrayRecord):
-    """Images as a model reads them.
-
-    - `inputs`: what the model reads, with labels where they are given
-    - `source`: the directory
-    - `digest`: SHA-256 of the digests of the files
-    """
-
-    inputs: Inputs
-    source: str
-    digest: str
-
-    def record(self, tokens: int) -> TextWindows:
-        """Return the record of the images, each of which becomes this many tokens."""
-        count = len(self.inputs)
-        return TextWindows(
-            kind="images", source=self.source, sha256=self.digest, windows=count, window=tokens, tokens=count * tokens
-        )
 
 
 def _pillow() -> Any:
@@ -173,7 +151,7 @@ def load_processor(source: Source, placement: Placement, given: Any = None) -> A
 
 def read_images(
     found: ImageFolder, processor: Any, config: Any, *, wanted: int, seed: int, least: int = 1, advice: str = ""
-) -> ImageWindows:
+) -> GivenWindows:
     """Read up to `wanted` different images, drawn by the seed, through the model's image processor.
 
     Args:
@@ -213,7 +191,7 @@ def read_images(
         )
     inputs = Samples({IMAGES: torch.stack(pixels)}, torch.tensor(targets) if targets else None)
     total = hashlib.sha256("".join(seen).encode()).hexdigest()
-    return ImageWindows(inputs, str(found.path), total)
+    return GivenWindows("images", inputs, str(found.path), total)
 
 
 def _content(path: Path) -> tuple[bytes, str]:

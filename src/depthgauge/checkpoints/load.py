@@ -24,8 +24,8 @@ BY_TARGETS = ("loss", "labels")
 DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
-TEXT, IMAGES = "input_ids", "pixel_values"
-"""Main inputs of models."""
+TEXT, IMAGES, PAIRS = "input_ids", "pixel_values", "pairs"
+"""What models read: their main input, or pairs of token ids."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
@@ -85,6 +85,8 @@ class Checkpoint:
     - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
     - `underived`: why no family could be derived
+    - `stack`: of an encoder–decoder model, the stack that is gauged or shrunk: `encoder` or `decoder`
+    - `layer_key`: the key of the configuration that has the number of layers
     - `pooling`: how the states of the tokens become one embedding, where that is measured
     """
 
@@ -96,6 +98,8 @@ class Checkpoint:
     source: Source | None = None
     underived: str = ""
     pooling: tuple[str, ...] = ()
+    stack: str | None = None
+    layer_key: str = "num_hidden_layers"
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -120,7 +124,14 @@ class Checkpoint:
     @property
     def layers(self) -> int:
         """L, the number of layers."""
-        return int(self.config.num_hidden_layers)
+        return int(getattr(self.config, self.layer_key))
+
+    @property
+    def root(self) -> Any:
+        """The part of the model that contains the blocks: the model, or one of the two stacks."""
+        if self.stack is None:
+            return self.model
+        return self.model.get_encoder() if self.stack == "encoder" else self.model.get_decoder()
 
     @property
     def heads(self) -> int:
@@ -186,8 +197,7 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     if source.gguf is None and not placement.trust_remote_code:
         _refuse_remote_code(library, source)
     config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
-    if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
+    require_pairs(config, source.target, reads)
     for key in ("num_hidden_layers", "num_attention_heads"):
         if not getattr(config.get_text_config(), key, 0):
             raise CheckpointError(
@@ -206,8 +216,19 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
         loader = library.MODEL_MAPPING.get(type(config), loader)
-    require_inputs(loader, source.target, reads)
+    require_inputs(loader, source.target, TEXT if reads == PAIRS else reads)
     return config
+
+
+def require_pairs(config: Any, name: str, reads: str) -> None:
+    """Raise unless pairs are given to an encoder–decoder model, called `name`, and to no other."""
+    has_two = bool(getattr(config, "is_encoder_decoder", False))
+    if has_two and reads == TEXT:
+        raise CheckpointError(
+            f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
+        )
+    if not has_two and reads == PAIRS:
+        raise CheckpointError(f"{name} is no encoder–decoder model, so it reads no pairs; leave --pairs out")
 
 
 def require_inputs(kind: Any, name: str, reads: str) -> None:
@@ -225,11 +246,13 @@ def require_inputs(kind: Any, name: str, reads: str) -> None:
 def objective_of(architecture: str) -> str:
     """Return how a change of a model with this class is measured.
 
-    Causal language models are measured by their `loss`, classifiers by their `logits`, and all others, such as masked
+    Models that write text are measured by their `loss`, classifiers by their `logits`, and all others, such as masked
     language models and bare decoders, by the `states` before their head.
     """
-    causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return "loss" if architecture in causal else "logits" if "Classification" in architecture else "states"
+    auto = transformers().models.auto.modeling_auto
+    writers = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    is_writer = any(architecture in names.values() for names in writers)
+    return "loss" if is_writer else "logits" if "Classification" in architecture else "states"
 
 
 def loader_of(config: Any, source: Source | None = None) -> tuple[Any, str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from depthgauge.checkpoints.load import OF_HEAD, Checkpoint
-from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
+from depthgauge.checkpoints.samples import IGNORED, Inputs, Samples, as_samples
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """Largest number of logits converted to float32 at once: 16 MB, which a cache holds; 256 MB on a GPU, where each piece
@@ -70,8 +70,7 @@ def window_losses(
     - `embedding`: 1 − cos(output, reference)
     """
     if objective == "loss":
-        assert isinstance(inputs, Tensor)
-        return token_losses(output, inputs).double().mean(dim=1)
+        return _target_losses(output, inputs) if isinstance(inputs, Samples) else _mean_losses(output, inputs)
     if objective == "labels":
         return functional.cross_entropy(output.double(), labels_of(inputs).to(output.device), reduction="none")
     if objective == "embedding":
@@ -79,8 +78,22 @@ def window_losses(
     return relative_distance(output, reference)
 
 
+def _mean_losses(logits: Float[Tensor, "batch n vocabulary"], ids: Int[Tensor, "batch n"]) -> Float[Tensor, " batch"]:
+    return token_losses(logits, ids).double().mean(dim=1)
+
+
+def _target_losses(logits: Float[Tensor, "batch n vocabulary"], samples: Samples) -> Float[Tensor, " batch"]:
+    """Return the mean over the tokens of each target of −log p(token)."""
+    targets = labels_of(samples).to(logits.device)
+    losses = [
+        functional.cross_entropy(rows.float(), wanted, ignore_index=IGNORED)  # the mean over those that count
+        for rows, wanted in zip(logits, targets, strict=True)
+    ]
+    return torch.stack(losses).double()
+
+
 def labels_of(inputs: Inputs) -> Int[Tensor, " windows"]:
-    """Return the label of every window."""
+    """Return the label, or the target tokens, of every window."""
     assert isinstance(inputs, Samples)
     assert inputs.targets is not None
     return inputs.targets

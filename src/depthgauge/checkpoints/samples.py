@@ -15,6 +15,11 @@ from torch import Tensor
 
 from depthgauge._records import ArrayRecord
 
+ENCODED = "encoder_outputs"
+"""The argument for states of the encoder, which are then not computed again."""
+IGNORED = -100
+"""A target that does not count, because the place is padding."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Samples(ArrayRecord):
@@ -41,11 +46,15 @@ class Samples(ArrayRecord):
         chosen = {name: value[rows] for name, value in self.inputs.items()}
         return Samples(chosen, None if self.targets is None else self.targets[rows])
 
-    def keywords(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the arguments of the model on its device; images get the dtype of its weights."""
-        return {
+    def keywords(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the arguments of the model on its device; images get the dtype of its weights.
+
+        transformers expects the outputs of an encoder in a tuple.
+        """
+        placed = {
             name: value.to(device, dtype if value.is_floating_point() else None) for name, value in self.inputs.items()
         }
+        return {name: (value,) if name == ENCODED else value for name, value in placed.items()}
 
 
 Inputs = Tensor | Samples

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.record import Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
@@ -19,11 +19,13 @@ ABOUT_TEXT = (
     "gguf_type",
 )  # fmt: skip
 """Options of `gauge` and `shrink` that a model of images has no use for."""
+STACKS = ("decoder", "encoder")
+"""The stacks of an encoder–decoder model, the default first."""
 SAMPLES = 16
 """Images that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
-PATHS = ("input", "text", "images", "labels", "tokenizer")
+PATHS = ("input", "text", "images", "labels", "pairs", "tokenizer")
 """Options that are paths."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
@@ -32,7 +34,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4], or of images  [default: 16].
+        samples: Number of random inputs of a network  [default: 4], or of images or pairs  [default: 16].
         tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
         seed: Seed of random inputs and of the choice of text windows  [default: 0].
@@ -42,6 +44,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         images: Directory of images to gauge a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
         labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
             and label, or CSV with these two columns.
+        pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
+        stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
@@ -66,6 +70,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     text: Annotated[str | None, _CHECKPOINTS] = None
     images: Annotated[str | None, _CHECKPOINTS] = None
     labels: Annotated[str | None, _CHECKPOINTS] = None
+    pairs: Annotated[str | None, _CHECKPOINTS] = None
+    stack: Annotated[str | None, _CHECKPOINTS] = None
     as_is: Annotated[bool | None, _CHECKPOINTS] = None
     window: Annotated[int | None, _CHECKPOINTS] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
@@ -99,20 +105,27 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
         if kind == CHECKPOINTS:
             refuse_other_inputs(self.given())
-            if self.samples is not None and self.images is None:
+            if self.samples is not None and self.images is None and self.pairs is None:
                 raise InputError(
-                    f"--samples applies to network files and to --images; {target} is {noun}. Leave it out"
+                    f"--samples applies to network files, --images and --pairs; {target} is {noun}. Leave it out"
                 )
 
 
 def refuse_other_inputs(given: Mapping[str, Any]) -> None:
-    """Raise if options about text are given together with images, or labels without images."""
-    if "images" in given:
-        for name in given:
-            if name in ABOUT_TEXT:
-                raise InputError(f"--{name.replace('_', '-')} is about text, and --images gives images; leave it out")
-    elif "labels" in given:
+    """Raise if options about text are given with images or pairs, labels without images, or a stack without pairs."""
+    if "images" in given and "pairs" in given:
+        raise InputError("--images and --pairs are inputs of different models; leave one of them out")
+    for kind, allowed in (("images", ()), ("pairs", ("window", "tokenizer"))):
+        for name in given if kind in given else ():
+            if name in ABOUT_TEXT and name not in allowed:
+                raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {kind}; leave it out")
+    if "labels" in given and "images" not in given:
         raise InputError("--labels gives the labels of images; give the images with --images DIR")
+    if "stack" in given:
+        if "pairs" not in given:
+            raise InputError("--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl")
+        if given["stack"] not in STACKS:
+            raise unknown_name("stack", given["stack"], STACKS)
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):

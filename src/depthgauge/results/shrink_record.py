@@ -70,7 +70,10 @@ class RepairStage(Record, frozen=True, kw_only=True):
 
 
 class SourceRecord(Record, frozen=True, kw_only=True):
-    """One source of calibration windows: `text`, `sampled`, `built-in` or `images`, and its windows in each part."""
+    """One source of calibration windows, and its windows in each part.
+
+    `kind` is `text`, `sampled`, `built-in`, `images` or `pairs`.
+    """
 
     kind: str
     name: str
@@ -91,8 +94,9 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """What one window is: a `window` of text, or an `image`."""
-        return "image" if any(source.kind == "images" for source in self.sources) else "window"
+        """What one window is: a `window` of text, an `image` or a `pair`."""
+        kinds = {source.kind for source in self.sources}
+        return "image" if "images" in kinds else "pair" if "pairs" in kinds else "window"
 
     @property
     def windows(self) -> str:
@@ -191,7 +195,7 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
     - `quantile`: the bound; with a `limit`, it is the limit itself
     - `mean`: a bound on the mean, in documents of earlier versions; otherwise None
-    - `about`: what the guarantee is about: `text`, `sampled`, `built-in` or `images`
+    - `about`: what the guarantee is about: `text`, `sampled`, `built-in`, `images` or `pairs`
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """

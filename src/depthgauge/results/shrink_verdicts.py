@@ -68,19 +68,32 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
 }  # fmt: skip
 """Objective → label."""
 
-TEXTS = {"text": "your text", "images": "your images", "sampled": "sampled from the model", "built-in": "built-in text"}
+TEXTS = {
+    "text": "your text",
+    "images": "your images",
+    "pairs": "your pairs",
+    "sampled": "sampled from the model",
+    "built-in": "built-in text",
+}
 """Kind of text → label."""
 ABOUT = {
     "text": "your text",
     "images": "your images",
+    "pairs": "your pairs",
     "sampled": "text that the model writes itself",
     "built-in": "the built-in text",
 }
 """Kind of text → what a guarantee about it says."""
-SHORT_TEXTS = {"text": "your text", "images": "your images", "sampled": "sampled", "built-in": "built-in"}
+SHORT_TEXTS = {
+    "text": "your text",
+    "images": "your images",
+    "pairs": "your pairs",
+    "sampled": "sampled",
+    "built-in": "built-in",
+}
 """Kind of text → label next to a chart."""
 
-GIVEN = ("text", "images")
+GIVEN = ("text", "images", "pairs")
 """Kinds that the user gave, by name."""
 BY_LOSS = ("loss", "labels")
 """Objectives that have a value before and after."""

@@ -162,8 +162,9 @@ class Candidates:
         layers = shrinker.kept[place:]
         for done, layer in enumerate(layers):
             shrinker.progress(done, len(layers), f"least squares, block {layer}")
-            refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)))
-            states = shrinker.runner.through([layer], states)
+            targets, inputs = shrinker.fit.at(shrinker.following(layer)), shrinker.fit.inputs
+            refit_block(shrinker.runner, layer, states, targets, inputs)
+            states = shrinker.runner.through([layer], states, inputs)
 
     def _known(self, removed: Removed, weights: list[nn.Parameter]) -> Repaired | None:
         """Put the weights of a repair back that was done before, in this run or in an interrupted one."""

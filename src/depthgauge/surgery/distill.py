@@ -80,7 +80,7 @@ def distill(
                         target = runner.output(fit.final[part].to(device, model.dtype), inputs)
                     made = states[part].to(device, model.dtype)
                     for layer in layers:
-                        made = runner.block(layer, made)
+                        made = runner.block(layer, made, inputs)
                     made = runner.output(made, inputs)
                 loss = apart(target, made) * (len(part) / len(chosen))
                 loss.backward()  # type: ignore[no-untyped-call]

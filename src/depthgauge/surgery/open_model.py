@@ -2,33 +2,24 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.image_files import (
-    ImageWindows,
-    find_images,
-    load_processor,
-    read_images,
-    require_images,
-    require_labelled,
-)
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.load import (
-    IMAGES,
     TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     loader_of,
     refuse_infinite,
-    require_inputs,
     wrap,
 )
 from depthgauge.checkpoints.reads_text import require_readable
@@ -71,7 +62,7 @@ class OpenedModel:
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
     start: Start
-    read: CutTexts | ImageWindows
+    read: CutTexts | GivenWindows
     fresh: float
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -104,9 +95,8 @@ def open_model(
         read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
     else:
         placement = Placement.of(settings)
-        config = load_config(source, placement, TEXT if settings.images is None else IMAGES)
-        load = load_tokenizer if settings.images is None else load_processor
-        tokenizer = load(source, placement, tokenizer)
+        config = load_config(source, placement, read_kind(settings))
+        tokenizer = load_reader(source, placement, settings, tokenizer)
         read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
         files = file_digests(source)
         if plan is not None and plan.files != files:
@@ -123,9 +113,9 @@ def open_model(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
             "be repaired; use more devices, or --no-repair"
         )
-    if isinstance(read, ImageWindows):
-        require_images(checkpoint, read.inputs)
-        checkpoint = checkpoint if settings.labels is None else replace(checkpoint, objective="labels")
+    if isinstance(read, GivenWindows):
+        checkpoint = prepared(checkpoint, read, settings)
+        _check_layers(settings, checkpoint.layers, checkpoint.name)
         example: Inputs = read.inputs[:2]
     else:
         require_rows(checkpoint, read.ids)
@@ -181,13 +171,11 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     for name in settings.given():
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    if tokenizer is None:
-        what = "tokenizer" if settings.images is None else "image processor"
-        raise InputError(f"a model in memory needs its {what}; give tokenizer=…")
+    load_reader(None, Placement(), settings, tokenizer)
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
-    require_inputs(type(model), checkpoint.name, TEXT if settings.images is None else IMAGES)
+    require_kind(model, checkpoint.name, settings)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
     kind, layers = str(checkpoint.config.model_type), checkpoint.layers
@@ -205,30 +193,33 @@ def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
     return CalibrationSizes(effort.fit, effort.select, effort.certify)
 
 
-def _read(
-    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
-) -> CutTexts | ImageWindows:
-    """Check the options against the model, read the texts or images and cut them into windows.
-
-    Nothing here needs the weights.
-    """
-    settings.check_model(decoder, name)
-    layers = int(config.get_text_config().num_hidden_layers)
+def _check_layers(settings: ShrinkOptions, layers: int, name: str) -> None:
+    """Raise for options that name blocks which the model `name` with this many layers does not have."""
     for check, is_given in (
         (settings.count, settings.remove), (settings.counts, settings.sizes), (settings.protected, settings.keep),
         (settings.layers_to_remove, settings.remove_layers),
     ):  # fmt: skip
         if is_given is not None:
             check(layers, name)
+
+
+def _read(
+    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
+) -> CutTexts | GivenWindows:
+    """Check the options against the model, read the texts or images and cut them into windows.
+
+    Nothing here needs the weights.
+    """
+    settings.check_model(decoder, name)
+    if settings.pairs is None:  # otherwise the number of layers is that of a stack, which is found in the model
+        _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()
     sizes = calibration_sizes(settings)
-    if settings.images is not None:
-        images = find_images(settings.images, settings.labels)
-        require_labelled(images, config, name)
+    if read_kind(settings) != TEXT:
         fewer = "" if settings.effort == "quick" else ", or use --effort quick, which needs fewer"
-        return read_images(
-            images, tokenizer, config, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
+        return read_given(
+            settings, tokenizer, config, name, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
         )
     folder = None if source is None or source.gguf is not None else source.folder
     effort, context = effort_of(settings), longest_window(folder, context_length(config))

@@ -147,7 +147,7 @@ class Shrinker(Student):
         self._scores.pop(layer, None)
         del self._states[place + 1]
         for index in range(place, len(path)):
-            self._states[index + 1] = self.runner.through([path[index]], self._states[index])
+            self._states[index + 1] = self.runner.through([path[index]], self._states[index], self.select.inputs)
 
     def sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of `count` blocks that are known, by the method that chose them."""
@@ -190,7 +190,8 @@ class Shrinker(Student):
         if key not in known:
             self.keep_all_but(removed)
             place, part = self.first_gap, slice(0, windows)
-            found = self.objective(self.runner.through(self.kept[place:], self.select.at(place)[part]), part)
+            states = self.runner.through(self.kept[place:], self.select.at(place)[part], self.select.inputs)
+            found = self.objective(states, part)
             known = known | {key: found.tolist()}
             self.journal.put("sets", known)
         return torch.tensor(known[key], dtype=torch.float64)

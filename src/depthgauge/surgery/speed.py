@@ -10,7 +10,7 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.load import TEXT, Checkpoint, context_length, wrap
-from depthgauge.checkpoints.samples import Inputs, as_samples, shortened
+from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
 REPEATS, NEW_TOKENS = 3, 8
@@ -32,7 +32,7 @@ def compare_speed(
     """
     checkpoints = (wrap(before), wrap(after))
     device, context = checkpoints[0].device, context_length(checkpoints[0].config)
-    if any(checkpoint.objective != "loss" for checkpoint in checkpoints):
+    if isinstance(inputs, Samples) or any(checkpoint.objective != "loss" for checkpoint in checkpoints):
         new_tokens = 0
     if context is not None:
         new_tokens = min(new_tokens, context - 1)
@@ -43,8 +43,8 @@ def compare_speed(
     decode = [statistics.median(times) for _, times, _ in runs] if new_tokens else [None, None]
     memory = [_weights(one.model) + max(found[2]) for one, found in zip(checkpoints, runs, strict=True)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    what = f"1 image, on {place}"
-    if checkpoints[0].reads == TEXT:
+    what = f"1 {'pair' if checkpoints[0].reads == TEXT else 'image'}, on {place}"
+    if not isinstance(inputs, Samples):
         window = as_samples(inputs, TEXT).main.shape[1]
         what = f"{counted(window, 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
     record = SpeedRecord(

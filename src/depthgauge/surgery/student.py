@@ -17,7 +17,7 @@ from depthgauge._journal import Journal
 from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, window_losses
-from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
 from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
@@ -66,6 +66,23 @@ def effort_of(settings: ShrinkOptions) -> Effort:
     return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
 
 
+@torch.no_grad()
+def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
+    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk."""
+    if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
+        return inputs
+    sources = Samples({name: inputs.inputs[name] for name in ("input_ids", "attention_mask")})
+    given = dict(inputs.inputs)
+    del given["input_ids"]
+    states = [
+        checkpoint.model.get_encoder()(
+            **sources[row : row + 1].keywords(checkpoint.device, checkpoint.model.dtype)
+        ).last_hidden_state.cpu()
+        for row in range(len(sources))
+    ]
+    return Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+
+
 class DenseStates:
     """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
 
@@ -84,7 +101,7 @@ class DenseStates:
         for layer in range(self.layers):
             progress(layer, self.layers, f"dense model, layer {layer}")
             place = self._room[layer + 1 if all_layers else 1]
-            place.copy_(runner.through([layer], current))
+            place.copy_(runner.through([layer], current, inputs))
             current = place
 
     def at(self, layer: int) -> Float[Tensor, "windows n d"]:
@@ -175,6 +192,7 @@ class Student:
         self.checkpoint, self.effort = checkpoint, effort
         self.repairs = repair = repair and checkpoint.family is not None
         self.journal, self.progress = journal or Journal(), progress
+        fit, select = encoded(checkpoint, fit), encoded(checkpoint, select)
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)
@@ -237,12 +255,12 @@ class Student:
     ) -> float:
         """Return the mean objective after running the given layers from `states`, on the first `windows` windows."""
         part = slice(0, windows)
-        return float(self.objective(self.runner.through(layers, states[part]), part).mean())
+        return float(self.objective(self.runner.through(layers, states[part], self.select.inputs), part).mean())
 
     def losses(self) -> Float[Tensor, " select"]:
         """Return the objective of the shrunk model on every selection window."""
         place = max(0, self.first_gap - 1)
-        return self.objective(self.runner.through(self.kept[place:], self.select.at(place)))
+        return self.objective(self.runner.through(self.kept[place:], self.select.at(place), self.select.inputs))
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model, after checking its output."""

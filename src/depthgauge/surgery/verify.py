@@ -124,13 +124,14 @@ def verify_reload(
     model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
     if like is not None:
-        checkpoint = replace(checkpoint, objective=like.objective)
+        checkpoint = replace(checkpoint, objective=like.objective, stack=like.stack, layer_key=like.layer_key)
     ours = [model_output(checkpoint, inputs[index : index + 1])[0] for index in range(min(compared, len(inputs)))]
     is_loss = checkpoint.objective == "loss"
     rows = ours[0].shape[0]
     positions = torch.linspace(0, rows - 1, min(POSITIONS, rows)).round().long() if is_loss else torch.arange(rows)
     request = {
         "out": str(Path(out).resolve()), "device": device, "compared": compared,
+        "is_causal": is_loss and checkpoint.stack is None, "layer_key": checkpoint.layer_key,
         "is_loss": is_loss, "has_head": checkpoint.objective in OF_HEAD,
         "positions": positions.tolist(), "threads": torch.get_num_threads(), "call": no_cache(checkpoint.measured),
         "class": type(model).__name__, "dtype": None if compute is None else str(compute).removeprefix("torch."),
@@ -138,6 +139,8 @@ def verify_reload(
     }  # fmt: skip
     samples = as_samples(inputs, checkpoint.reads)
     windows = {name: value.cpu().contiguous() for name, value in samples.inputs.items()}
+    if is_loss and samples.targets is not None:
+        windows["targets"] = samples.targets.contiguous()
     with FreshProcess(model) if process is None else nullcontext(process) as fresh:
         found, outputs = fresh.check(request, windows)
     _check_structure(out, checkpoint, found)

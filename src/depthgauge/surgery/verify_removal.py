@@ -53,7 +53,7 @@ def require_same_output(model: Any, runner: BlockRunner, kept: Sequence[int], in
     The tokens are as many as those of the runner's example.
     """
     checkpoint = runner.checkpoint
-    expected = runner.output(runner.through(kept, runner.embed(inputs)).to(runner.device), inputs)
+    expected = runner.output(runner.through(kept, runner.embed(inputs), inputs).to(runner.device), inputs)
     found = model_output(replace(checkpoint, model=model), inputs)
     off = relative_difference(found, expected)
     if not off <= rounding_tolerance(expected.dtype):

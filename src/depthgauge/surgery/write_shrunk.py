@@ -73,6 +73,7 @@ def write_shrunk(
         if (
             unchanged
             and checkpoint.reads == TEXT
+            and checkpoint.stack is None
             and (source is None or source.gguf is None)
             and not has_layer_lists(checkpoint.config)
         ):

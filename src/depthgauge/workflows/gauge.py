@@ -95,7 +95,7 @@ def gauge(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
-        inputs["--labels"] = asked.labels
+        inputs |= {"--labels": asked.labels, "--pairs": asked.pairs}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             settings, subject = gauge_checkpoint(found, asked, tokenizer, journal, progress, message)

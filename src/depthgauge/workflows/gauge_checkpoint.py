@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from itertools import pairwise
 from statistics import mean
 from typing import Any
@@ -18,31 +17,22 @@ from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import family_of
+from depthgauge.checkpoints.given_inputs import find_given, load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.hub import resolve
-from depthgauge.checkpoints.image_files import (
-    ImageWindows,
-    find_images,
-    load_processor,
-    read_images,
-    require_images,
-    require_labelled,
-)
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack, tokens_of
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     BY_TARGETS,
-    IMAGES,
     TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     refuse_infinite,
-    require_inputs,
     wrap,
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
@@ -120,10 +110,10 @@ def gauge_checkpoint(
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     seed = require_seed(asked.seed or 0)
     placement, source = Placement.of(asked), None
-    folder = None if asked.images is None else find_images(asked.images, asked.labels)  # before a download
-    is_text = folder is None and not asked.weights_only
+    reads = read_kind(asked)
+    find_given(asked)  # before a download
+    is_text = reads == TEXT and not asked.weights_only
     text_file = find_text(asked.text, bool(asked.as_is)) if is_text else None
-    reads = TEXT if folder is None else IMAGES
     if target.model is None:
         assert target.name is not None
         source = resolve(target.path or target.name, bool(asked.allow_pickle), asked.tokenizer, message)
@@ -133,15 +123,12 @@ def gauge_checkpoint(
             if name in options.given():
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
         config = target.model.config
-        require_inputs(type(target.model), str(target.name), reads)
-    windows: Windows | ImageWindows | None = None
-    if folder is not None:
-        tokenizer = tokenizer if source is None else load_processor(source, placement, tokenizer)
-        if tokenizer is None:
-            raise InputError("a model in memory needs its image processor; give tokenizer=…")
-        require_labelled(folder, config, target.description)
-        wanted = require_count("samples", asked.samples or SAMPLES, "the number of images to use")
-        windows = read_images(folder, tokenizer, config, wanted=wanted, seed=seed)
+        require_kind(target.model, str(target.name), asked)
+    windows: Windows | GivenWindows | None = None
+    if reads != TEXT:
+        tokenizer = load_reader(source, placement, asked, tokenizer)
+        wanted = require_count("samples", asked.samples or SAMPLES, "the number of images or pairs to use")
+        windows = read_given(asked, tokenizer, config, target.description, wanted=wanted, seed=seed)
     elif text_file is None:
         kinds = ()
         if family_of(config) is None:  # the projections of other families are not derived
@@ -150,9 +137,7 @@ def gauge_checkpoint(
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
-        tokenizer = tokenizer if source is None else load_tokenizer(source, placement, tokenizer)
-        if tokenizer is None:
-            raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
+        tokenizer = load_reader(source, placement, asked, tokenizer)
         start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
@@ -166,7 +151,7 @@ def gauge_checkpoint(
     filled = {
         "tokens": asked.tokens if isinstance(windows, Windows) else None,
         "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else None,
-        "samples": len(windows.inputs) if isinstance(windows, ImageWindows) else None,
+        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
         "seed": seed,
         "what_if": ",".join(kinds) or "none",
         "dtype": asked.dtype,
@@ -189,10 +174,8 @@ def gauge_checkpoint(
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
-        if isinstance(windows, ImageWindows):
-            inputs = windows.inputs
-            require_images(checkpoint, inputs)
-            checkpoint = checkpoint if asked.labels is None else replace(checkpoint, objective="labels")
+        if isinstance(windows, GivenWindows):
+            checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
             text = windows.record(tokens_of(checkpoint, inputs))
         else:
             windows, decided = started_windows(checkpoint, windows, start, tokenizer, bool(asked.force), message)

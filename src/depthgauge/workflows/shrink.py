@@ -10,8 +10,8 @@ import msgspec
 from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
+from depthgauge.checkpoints.given_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
-from depthgauge.checkpoints.image_files import find_images
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError
@@ -237,6 +237,7 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
         "--tokenizer": settings.tokenizer,
         "--images": settings.images,
         "--labels": settings.labels,
+        "--pairs": settings.pairs,
         **{f"--text {text}": split_field(text)[0] for text in settings.text},
     }
 
@@ -259,6 +260,5 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
-    if settings.images is not None:
-        find_images(settings.images, settings.labels)
+    find_given(settings)
     return resolve(model, settings.allow_pickle, settings.tokenizer, message)

@@ -15,10 +15,11 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.image_files import ImageWindows
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.layers import tokens_of
 from depthgauge.checkpoints.library import transformers
-from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.load import BY_TARGETS, TEXT, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
@@ -41,7 +42,7 @@ from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout
-from depthgauge.surgery.image_calibration import image_calibration
+from depthgauge.surgery.given_calibration import given_calibration
 from depthgauge.surgery.open_model import OpenedModel, calibration_sizes, open_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
@@ -142,9 +143,9 @@ class ShrinkRun:
 
     def _calibrated(self) -> Calibration:
         opened = self.opened
-        if isinstance(opened.read, ImageWindows):
+        if isinstance(opened.read, GivenWindows):
             tokens = tokens_of(opened.checkpoint, opened.read.inputs)
-            made = image_calibration(opened.read, calibration_sizes(self.settings), tokens)
+            made = given_calibration(opened.read, calibration_sizes(self.settings), tokens)
         else:
             made = prepare_calibration(
                 opened.checkpoint, opened.tokenizer, opened.read, opened.start,
@@ -166,7 +167,9 @@ class ShrinkRun:
             return None
         self.progress(0, 1, "the source in llama.cpp")
         with self.durations("check in llama.cpp"):
-            return compare_source(checkpoint.source.path, checkpoint.model, self.calibration.certify.inputs[0])
+            return compare_source(
+                checkpoint.source.path, checkpoint.model, as_samples(self.calibration.certify.inputs, TEXT).main[0]
+            )
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of blocks to remove, each of which makes a model."""
@@ -178,7 +181,7 @@ class ShrinkRun:
             found = settings.counts(layers, name)
         elif settings.max_bytes is not None:
             limit, repairs = settings.byte_limit(), not settings.no_repair
-            found = (blocks_over(checkpoint.model, layers, limit, self.opened.stored, name, repairs),)
+            found = (blocks_over(checkpoint, limit, self.opened.stored, repairs),)
         else:
             found = (settings.count(layers, name),)
         left = layers - len(self.protected)
@@ -266,7 +269,8 @@ class ShrinkRun:
     def _heal_advice(self) -> tuple[str, ...]:
         """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
         shrinker = self.shrinker
-        if self.settings.heal is not None or not shrinker.repairs or self.opened.checkpoint.objective != "loss":
+        checkpoint = self.opened.checkpoint
+        if self.settings.heal is not None or not shrinker.repairs or checkpoint.objective != "loss":
             return ()
         seconds = heal_seconds(
             ADVISED_STEPS, shrinker.effort, self.calibration.record.window, shrinker.window_seconds
