@@ -196,10 +196,11 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
 def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
     """Yield one row per layer: the residual and what the heads do on text, or else the sizes of the weights."""
     model = subject.model
+    heads = f" × {counted(model.heads, 'head')}" if model.heads else ""
     groups = "" if model.kv_heads == model.heads else f" ({model.kv_heads} key–value)"
     title = (
-        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')} × {counted(model.heads, 'head')}"
-        f"{groups}, dim {model.dim}, {parameters(model.parameters)}"
+        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')}{heads}{groups}, "
+        f"dim {model.dim}, {parameters(model.parameters)}"
     )
     on_text = subject.text is not None
     first = ["input"] if on_text else []

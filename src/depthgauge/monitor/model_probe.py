@@ -271,9 +271,9 @@ class ModelProbe:
 
     def _measure(self, stack: ProbeStack, weights: bool) -> tuple[Measurement, Pass]:
         """Return the measures of one forward pass, and the pass; nothing is read from the device."""
-        family, real = stack.checkpoint.family, self.batch.real if self.padded else None
+        families, real = stack.checkpoint.families, self.batch.real if self.padded else None
         heads = RowWatch(real) if self.observed else None
-        sublayers = None if family is None else SublayerScores(stack.blocks, family, _sizes)
+        sublayers = SublayerScores(stack.blocks, families, _sizes) if any(families) else None
         with nullcontext() if sublayers is None else sublayers.listening():
             base = stack.full(self.batch.ids, watch=heads)
         layers = state_measures(base.states, real)
@@ -283,7 +283,7 @@ class ModelProbe:
         by_head: dict[str, Tensor] = {}
         if heads:
             by_head, layers["uniform_entropy"] = heads.measures()
-        if weights and family is not None:
+        if weights and stack.checkpoint.family is not None:
             layers |= vars(block_sizes(stack.checkpoint, stack.blocks))
         loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base

@@ -7,15 +7,19 @@ after exchanges of single blocks. `candidates.py` compares them as finished mode
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._format import counted
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
+from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
     "depthgauge",
@@ -69,6 +73,7 @@ class Shrinker(Student):
         self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
+        self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
         self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
 
@@ -88,7 +93,10 @@ class Shrinker(Student):
         return [layer for layer in range(len(self.runner)) if layer not in self.protected]
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`."""
+        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`.
+
+        It ends early where no further block can be removed; see `why_not`.
+        """
         known = [SearchStep(**step) for step in self.journal.get("search", [])]
         while len(self.steps) < min(count, len(self.allowed)):
             done = len(self.steps)
@@ -99,6 +107,8 @@ class Shrinker(Student):
                     self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
             else:
                 layer = self._cheapest()
+                if layer is None:
+                    return
                 self._remove(layer)
                 self.steps += (SearchStep(layer=layer, objective=float(self.objective(self._states[-1]).mean())),)
                 # One write for both: a resumed run must rank the blocks as this one does.
@@ -118,16 +128,36 @@ class Shrinker(Student):
         left = [layer for layer in self.path if layer not in self.protected]
         return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
 
-    def _cheapest(self) -> int:
-        """Return the block whose removal costs least on the ranking windows.
+    def why_not(self, removed: Iterable[int]) -> str | None:
+        """Return why these blocks cannot be removed together, or None; blocks of one kind are not checked again."""
+        key = tuple(sorted(removed))
+        if self._refused is None:
+            return None
+        if key not in self._refused:
+            self._refused[key] = why_not_removed(self.runner, key, self.select.ids[:1])
+        return self._refused[key]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A note on the sets of blocks that the search has left out, if there are any."""
+        found = {removed: reason for removed, reason in (self._refused or {}).items() if reason is not None}
+        if not found:
+            return ()
+        smallest = min(found, key=len)
+        count = counted(len(found), "set")
+        return (f"the search left out {count} of blocks, such as {list(smallest)}: {found[smallest]}",)
+
+    def _cheapest(self) -> int | None:
+        """Return the block whose removal costs least on the ranking windows; None if none of them can be removed.
 
         Only the best blocks of the last ranking are ranked again. The first time, half of the windows rank all blocks.
         """
         if not self.steps:
             self._rank(self.ranked(), -(-self.effort.ranking // 2))
-        best = self.ranked()[: self.effort.breadth]
+        best, gone = self.ranked()[: self.effort.breadth], [step.layer for step in self.steps]
         self._rank(best, self.effort.ranking)
-        return min(best, key=self._scores.__getitem__)
+        order = dict.fromkeys([*sorted(best, key=self._scores.__getitem__), *self.ranked()])
+        return next((layer for layer in order if self.why_not([*gone, layer]) is None), None)
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
@@ -148,16 +178,32 @@ class Shrinker(Student):
             self._states[index + 1] = self.runner.through([path[index]], self._states[index])
 
     def sets(self, count: int) -> dict[str, Removed]:
-        """Return the sets of `count` blocks that are known, by the method that chose them."""
+        """Return the sets of `count` blocks that are known, by the method that chose them.
+
+        Raises:
+            CheckpointError: none is known that can be removed.
+        """
         found = tuple(sorted(step.layer for step in self.steps[:count]))
-        return {GREEDY: found, EXCHANGED: self.exchanged(found), **self.peer_sets(count)}
+        ours = {GREEDY: found, EXCHANGED: self.exchanged(found)} if len(found) == count else {}
+        if made := {**ours, **self.peer_sets(count)}:
+            return made
+        raise CheckpointError(
+            f"no {counted(count, 'block')} that can be removed from {self.checkpoint.name} together were found: "
+            f"{'; '.join(self.refusals)}; remove another number of blocks, or name them with --remove-layers"
+        )
 
     def peer_sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
+        runs = (run for run in runs_by_angle(self.select, count, self.allowed) if self.why_not(run) is None)
+        best = min(
+            islice(runs, self.effort.breadth), key=lambda run: self.mean_without(run, self.effort.ranking), default=None
+        )
+        return self._published(count) | ({} if best is None else {RUN: best})
+
+    def _published(self, count: int) -> dict[str, Removed]:
+        """Return the sets of published methods that can be removed."""
         made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
-        runs = runs_by_angle(self.select, count, self.allowed)[: self.effort.breadth]
-        made[RUN] = min(runs, key=lambda run: self.mean_without(run, self.effort.ranking), default=None)
-        return {name: removed for name, removed in made.items() if removed is not None}
+        return {name: gone for name, gone in made.items() if gone is not None and self.why_not(gone) is None}
 
     def exchanged(self, removed: Removed) -> Removed:
         """Exchange single blocks of a set, those that the search removed last first, where that lowers the objective.
@@ -173,7 +219,8 @@ class Shrinker(Student):
                     trial = tuple(sorted({*removed, other} - {one}))
                     trials[trial] = self.mean_without(trial, self.effort.ranking)
                     tried += 1
-            best = min(trials, key=trials.__getitem__, default=removed)
+            order = sorted(trials, key=trials.__getitem__)
+            best = next((trial for trial in order if self.why_not(trial) is None), removed)
             if self.mean_without(best) < self.mean_without(removed):
                 removed = best
         return removed
@@ -209,9 +256,7 @@ class Shrinker(Student):
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        for method, choose in PEERS.items():
-            gone = choose(self.select, count, self.allowed)
-            if gone is not None:
-                self.progress(0, 1, method)
-                points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
+        for method, gone in self._published(count).items():
+            self.progress(0, 1, method)
+            points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
         return tuple(points)

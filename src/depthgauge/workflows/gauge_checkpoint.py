@@ -1,9 +1,11 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -42,7 +44,6 @@ from depthgauge.checkpoints.source import weight_files, weights_digest
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.what_if import (
-    available,
     chosen_kinds,
     cross_entropy,
     layers_of,
@@ -173,16 +174,34 @@ def gauge_checkpoint(
         probed = probe(checkpoint, windows.ids[:1])
         if probed.attention is not None:
             message(unobserved_sentence(probed.attention))
-        possible = () if probed.blocks else available(kinds, checkpoint.family, probed.attention is None)
         weights, notes = measure_weights(checkpoint, progress)
-        if missing := [kind for kind in kinds if kind not in possible and kind != "uniform"]:
-            why = probed.blocks or checkpoint.underived
-            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {why}")
-        if "uniform" in kinds and "uniform" not in possible:
-            notes.append(f"the what-if uniform was not measured: {probed.blocks or 'it needs observable attention'}")
-        found = measure_windows(checkpoint, windows, possible, probed.attention is None, journal, progress, message)
+        observable = probed.attention is None
+        measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
+        notes += _unmeasured(kinds, measured, checkpoint, probed.blocks)
+        measured = {kind: layers for kind, layers in measured.items() if layers}
+        found = measure_windows(checkpoint, windows, measured, observable, journal, progress, message)
         text = windows.record(decided.bos, decided.reason)
-        return settings, subject_record(checkpoint, weights, notes, text, found, possible, unobserved=probed.attention)
+        return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+
+
+def _unmeasured(
+    kinds: Sequence[str], measured: Mapping[str, Sequence[int]], checkpoint: Checkpoint, blocks: str | None
+) -> list[str]:
+    """Say which what-ifs are missing, and in which layers; `blocks` is why blocks cannot be rerun."""
+    if blocks is not None:
+        return [f"the what-ifs {', '.join(kinds)} were not measured: {blocks}"] if kinds else []
+    notes, unknown = list[str](), [layer for layer, family in enumerate(checkpoint.families) if family is None]
+    if unknown and (missing := [kind for kind in ("attention", "mlp") if kind in kinds]):
+        where = "" if len(unknown) == checkpoint.layers else f" in the layers {', '.join(map(str, unknown))}"
+        notes.append(f"the what-ifs {', '.join(missing)} were not measured{where}: {checkpoint.underived}")
+    elif missing := [kind for kind, layers in measured.items() if kind in ("attention", "mlp") and not layers]:
+        notes.append(
+            f"the what-ifs {', '.join(missing)} were not measured: its blocks have one sublayer, and without it they "
+            "are skipped"
+        )
+    if "uniform" in kinds and not measured["uniform"]:
+        notes.append("the what-if uniform was not measured: it needs observable attention")
+    return notes
 
 
 def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[CircuitSizes]], list[str]]:
@@ -201,7 +220,7 @@ def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[C
 def measure_windows(
     checkpoint: Checkpoint,
     windows: Windows,
-    kinds: tuple[str, ...],
+    measured: Mapping[str, Sequence[int]],
     observable: bool,
     journal: Journal,
     progress: Step,
@@ -209,18 +228,18 @@ def measure_windows(
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
 
-    If the attention is not `observable`, the model computes its own.
+    `measured` has the layers of each what-if. If the attention is not `observable`, the model computes its own.
 
     Returns:
-        What was found on each window: `observed`, and the loss of every layer for each of the `kinds`.
+        What was found on each window: `observed`, and for each what-if the loss of every measured layer.
     """
-    L, count, estimated, found = checkpoint.layers, len(windows.ids), False, []
+    count, estimated, found = len(windows.ids), False, []
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
         for index, window in enumerate(windows.ids):
             ids, known = window[None], dict(journal.get(f"window {index}", {}))
             found.append(known)
-            wanted = [kind for kind in kinds if kind not in known]
+            wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:
                 continue
             started, observing = time.perf_counter(), 0.0
@@ -237,12 +256,12 @@ def measure_windows(
                 journal.put(f"window {index}", known)
                 observing = time.perf_counter() - started - planning
             if not estimated:
-                message(expected_duration(L, kinds, seconds, observing, count - index, ids.shape[1]))
+                message(expected_duration(len(stack), measured, seconds, observing, count - index, ids.shape[1]))
                 estimated = True
-            total, done = sum(len(layers_of(kind, L)) for kind in wanted), 0
+            total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
                 losses = []
-                for layer in layers_of(kind, L):
+                for layer in measured[kind]:
                     progress(done, total, f"what if, window {index}, {kind} {layer}")
                     losses.append(lost(what_if(stack, ids, states, kind, layer)))
                     done += 1
@@ -258,7 +277,7 @@ def observe(
 
     The second value is the time spent on attention plans, in seconds; only the first window has them.
     """
-    heads, fast, planning, family = list[dict[str, Any]](), list[dict[str, Any]](), 0.0, stack.checkpoint.family
+    heads, fast, planning = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
 
     def watch(call: AttentionCall) -> Tensor:
         nonlocal planning
@@ -270,7 +289,8 @@ def observe(
         heads.append(statistics.to_json())
         return output
 
-    sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
+    families = stack.checkpoint.families
+    sublayers = SublayerScores(stack.blocks, families) if any(families) and len(stack) else None
     with nullcontext() if sublayers is None else sublayers.listening():
         stack.run(ids, watch=watch)
     steps = list(pairwise(states))
@@ -279,7 +299,11 @@ def observe(
         "angular_distance": [angular_distance(x, y) for x, y in steps],
     }
     if sublayers is not None:
-        scores |= {"attention_cosine": sublayers.attention, "mlp_cosine": sublayers.mlp}
+        scores |= {
+            name: found
+            for name, found in (("attention_cosine", sublayers.attention), ("mlp_cosine", sublayers.mlp))
+            if not all(map(math.isnan, found))
+        }
     residuals = [
         {
             center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
@@ -291,14 +315,15 @@ def observe(
 
 
 def expected_duration(
-    layers: int, kinds: Sequence[str], seconds: float, observing: float, windows: int, tokens: int
+    layers: int, measured: Mapping[str, Sequence[int]], seconds: float, observing: float, windows: int, tokens: int
 ) -> str:
     """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
 
+    `measured` has the layers of each what-if.
     A forward pass takes `seconds`, and the observation of a window takes `observing` seconds; one of the `windows` that
     are left was observed already.
     """
-    count = 1 + sum(passes(kind, layers) for kind in kinds)
+    count = 1 + sum(passes(kind, on, layers) for kind, on in measured.items())
     left = duration(count * seconds * windows + observing * (windows - 1))
     noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
     return f"about {left}: {noun} of {windows * tokens:,} tokens"
@@ -310,26 +335,26 @@ def subject_record(
     notes: Sequence[str],
     text: TextWindows | None = None,
     found: Sequence[dict[str, Any]] = (),
-    kinds: Sequence[str] = (),
+    measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
     first_layer: FirstLayerBound | None = None,
     unobserved: str | None = None,
 ) -> CheckpointSubject:
     """Combine what was found window by window into the record of one checkpoint.
 
     `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the what-ifs `kinds`. `first_layer` is what is proved about layer 0, and `unobserved` why the
-    attention was not observed.
+    `measure_windows` for the layers `measured` of each what-if. `first_layer` is what is proved about layer 0, and
+    `unobserved` why the attention was not observed.
     """
     L, observed = checkpoint.layers, [window["observed"] for window in found]
     what_ifs = {
-        kind: {layer: mean_interval([window[kind][layer] for window in found]) for layer in range(len(found[0][kind]))}
-        for kind in kinds
+        kind: {layer: mean_interval([window[kind][place] for window in found]) for place, layer in enumerate(on)}
+        for kind, on in measured.items()
     }
     scores = {
         name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
         for name in (observed[0]["scores"] if observed else ())
     }
-    trust = _trust(scores, what_ifs, L)
+    trust = _trust(scores, what_ifs)
     distance = regime(weights) if weights else None
     has_loss = bool(observed) and observed[0]["loss"] is not None
     return CheckpointSubject(
@@ -358,14 +383,14 @@ def subject_record(
     )
 
 
-def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]], layers: int) -> list[ScoreTrust]:
+def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]]) -> list[ScoreTrust]:
     """Return the rank correlation of each layer score with the what-if it predicts."""
     rows = []
     for score, values in scores.items():
-        kind = SCORES[score].what_if
-        if kind in what_ifs and len(values) == layers:
-            correlation = spearman(values, [what_ifs[kind][layer].loss for layer in range(layers)])
-            rows.append(ScoreTrust(score=score, what_if=kind, spearman=correlation, layers=layers))
+        lost = what_ifs.get(SCORES[score].what_if, {})
+        if lost and values:
+            correlation = spearman([values[layer] for layer in lost], [one.loss for one in lost.values()])
+            rows.append(ScoreTrust(score=score, what_if=SCORES[score].what_if, spearman=correlation, layers=len(lost)))
     return rows
 
 
