@@ -330,3 +330,28 @@ def test_the_expected_duration_counts_passes_and_observations() -> None:
     expected = f"about {duration(3 * 2 * count + 2 * 10)}: {round(count)} forward passes of 48 tokens"
     assert gauge_checkpoint.expected_duration(4, {}, **told) == "about 26 seconds: 1 forward pass of 48 tokens"
     assert gauge_checkpoint.expected_duration(4, {"block": range(4)}, **told) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_gauged_one_by_one(name: str, tmp_path: Path, corpus: Path) -> None:
+    save_checkpoint(tmp_path / "model", name)
+    subject = subject_of(tmp_path / "model", corpus, tokens=64, what_if="block,expert", report=tmp_path / "page.html")
+    for layer in subject["layers"]:
+        if name == "qwen3_moe" and layer["index"] == 1:  # it is dense
+            assert "experts" not in layer
+            continue
+        assert set(layer["what_if"]) == {"block"}
+        assert [expert["index"] for expert in layer["experts"]] == [0, 1, 2, 3]
+        assert sum(expert["share"] for expert in layer["experts"]) == pytest.approx(2)  # experts per token
+        for expert in layer["experts"]:
+            assert expert["what_if"]["low"] <= expert["what_if"]["loss"] <= expert["what_if"]["high"]
+        assert len({expert["what_if"]["loss"] for expert in layer["experts"]}) == 4
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "What each expert is worth" in page
+    assert "Heat map of share of tokens by layer and expert" in page
+
+
+def test_a_model_without_experts_says_so(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus, what_if="expert")
+    assert subject["notes"] == ["the what-if expert was not measured: no MLP has weights with one entry per expert"]
+    assert all("experts" not in layer and layer["what_if"] == {} for layer in subject["layers"])

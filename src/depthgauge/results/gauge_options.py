@@ -32,7 +32,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             built-in text].
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
-        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
+        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
+            expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
             GGUF metadata says and otherwise measures.
         weights_only: Read no text: report what the weights alone show.

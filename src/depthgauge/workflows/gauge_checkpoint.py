@@ -5,10 +5,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
-import msgspec
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -18,8 +16,9 @@ from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.derive_family import derived
+from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
+from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack
@@ -34,12 +33,10 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import require_readable
-from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
+from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.source import weight_files, weights_digest
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -53,30 +50,18 @@ from depthgauge.checkpoints.what_if import (
 )
 from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
 from depthgauge.errors import InputError, require_count, require_seed
-from depthgauge.measures.residuals import SampleResiduals, residual_record, residual_sizes
+from depthgauge.measures.residuals import residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import (
-    CheckpointHead,
-    CheckpointLayer,
-    CheckpointState,
     CheckpointSubject,
-    FastPlan,
-    FirstLayerBound,
-    Interval,
-    ScoreTrust,
-    TextWindows,
 )
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSettings
-from depthgauge.results.labels import SCORES
-from depthgauge.results.network_subject import Residual
-from depthgauge.results.record import finite
+from depthgauge.results.labels import EXPERT
 from depthgauge.results.shrink_options import ABOUT_FILES
-from depthgauge.results.verdicts import checkpoint_verdict, unobserved_sentence
+from depthgauge.results.verdicts import unobserved_sentence
+from depthgauge.workflows.checkpoint_record import subject_record
 from depthgauge.workflows.target import Target
-
-_ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
-"""The statistics of a head that are copied to its record."""
 
 
 def gauge_checkpoint(
@@ -177,6 +162,8 @@ def gauge_checkpoint(
         weights, notes = measure_weights(checkpoint, progress)
         observable = probed.attention is None
         measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
+        if EXPERT in measured:
+            measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
         notes += _unmeasured(kinds, measured, checkpoint, probed.blocks)
         measured = {kind: layers for kind, layers in measured.items() if layers}
         found = measure_windows(checkpoint, windows, measured, observable, journal, progress, message)
@@ -199,6 +186,8 @@ def _unmeasured(
             f"the what-ifs {', '.join(missing)} were not measured: its blocks have one sublayer, and without it they "
             "are skipped"
         )
+    if EXPERT in kinds and not measured[EXPERT]:
+        notes.append("the what-if expert was not measured: no MLP has weights with one entry per expert")
     if "uniform" in kinds and not measured["uniform"]:
         notes.append("the what-if uniform was not measured: it needs observable attention")
     return notes
@@ -231,7 +220,8 @@ def measure_windows(
     `measured` has the layers of each what-if. If the attention is not `observable`, the model computes its own.
 
     Returns:
-        What was found on each window: `observed`, and for each what-if the loss of every measured layer.
+        What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
+        expert, the loss and the share of tokens.
     """
     count, estimated, found = len(windows.ids), False, []
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
@@ -260,10 +250,15 @@ def measure_windows(
                 estimated = True
             total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
-                losses = []
-                for layer in measured[kind]:
+                losses: list[Any] = []
+                experts = ExpertWhatIfs(stack, ids) if kind == EXPERT else None
+                for place, layer in enumerate(measured[kind]):
                     progress(done, total, f"what if, window {index}, {kind} {layer}")
-                    losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    if experts is None:
+                        losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    else:
+                        output, share = experts.without(states[layer], layer, place - measured[kind].index(layer))
+                        losses.append([lost(output), share])
                     done += 1
                 known[kind] = losses
                 journal.put(f"window {index}", known)
@@ -327,104 +322,3 @@ def expected_duration(
     left = duration(count * seconds * windows + observing * (windows - 1))
     noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
     return f"about {left}: {noun} of {windows * tokens:,} tokens"
-
-
-def subject_record(
-    checkpoint: Checkpoint,
-    weights: Sequence[Sequence[CircuitSizes]],
-    notes: Sequence[str],
-    text: TextWindows | None = None,
-    found: Sequence[dict[str, Any]] = (),
-    measured: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    first_layer: FirstLayerBound | None = None,
-    unobserved: str | None = None,
-) -> CheckpointSubject:
-    """Combine what was found window by window into the record of one checkpoint.
-
-    `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the layers `measured` of each what-if. `first_layer` is what is proved about layer 0, and
-    `unobserved` why the attention was not observed.
-    """
-    L, observed = checkpoint.layers, [window["observed"] for window in found]
-    what_ifs = {
-        kind: {layer: mean_interval([window[kind][place] for window in found]) for place, layer in enumerate(on)}
-        for kind, on in measured.items()
-    }
-    scores = {
-        name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
-        for name in (observed[0]["scores"] if observed else ())
-    }
-    trust = _trust(scores, what_ifs)
-    distance = regime(weights) if weights else None
-    has_loss = bool(observed) and observed[0]["loss"] is not None
-    return CheckpointSubject(
-        name=checkpoint.name,
-        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, distance),
-        model=checkpoint.describe(),
-        text=text,
-        regime=distance,
-        first_layer=first_layer,
-        baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
-        input=CheckpointState(residual=_residual(observed, 0)),
-        layers=tuple(
-            CheckpointLayer(
-                index=layer,
-                residual=_residual(observed, layer + 1),
-                heads=_heads(checkpoint, observed, weights, layer),
-                scores={name: finite(values[layer]) for name, values in scores.items() if values},
-                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
-                what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
-            )
-            for layer in range(L)
-        ),
-        scores=tuple(trust),
-        notes=tuple(notes),
-        unobserved=unobserved,
-    )
-
-
-def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]]) -> list[ScoreTrust]:
-    """Return the rank correlation of each layer score with the what-if it predicts."""
-    rows = []
-    for score, values in scores.items():
-        lost = what_ifs.get(SCORES[score].what_if, {})
-        if lost and values:
-            correlation = spearman([values[layer] for layer in lost], [one.loss for one in lost.values()])
-            rows.append(ScoreTrust(score=score, what_if=SCORES[score].what_if, spearman=correlation, layers=len(lost)))
-    return rows
-
-
-def _residual(observed: Sequence[dict[str, Any]], state: int) -> Residual | None:
-    """Return the residual of X_ℓ, mean and spread over windows; None where the states were not observed."""
-    if not observed or not observed[0]["residuals"]:
-        return None
-    windows = [seen["residuals"][state] for seen in observed]
-    return residual_record(
-        {
-            center: {
-                norm: SampleResiduals(*torch.tensor([w[center][norm] for w in windows], dtype=torch.float64).unbind(1))
-                for norm in norms
-            }
-            for center, norms in windows[0].items()
-        }
-    )
-
-
-def _heads(
-    checkpoint: Checkpoint,
-    observed: Sequence[dict[str, Any]],
-    weights: Sequence[Sequence[CircuitSizes]],
-    layer: int,
-) -> tuple[CheckpointHead, ...]:
-    entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
-    if observed and observed[0]["heads"]:
-        seen = combine([window["heads"][layer] for window in observed])
-        errors = seen.static_errors()
-        for head, entry in enumerate(entries):
-            entry |= {name: finite(getattr(seen, name)[head]) for name in _ON_TEXT}
-            entry["static"] = {name: finite(errors[i, head]) for i, name in enumerate(STATIC)}
-            entry["static_best"] = STATIC[int(errors[:, head].nan_to_num(nan=torch.inf).argmin())]
-    if weights:
-        for entry, sizes in zip(entries, weights[layer], strict=True):
-            entry |= {name: finite(size) for name, size in vars(sizes).items() if name != "score_norm"}
-    return tuple(CheckpointHead(**entry) for entry in entries)
