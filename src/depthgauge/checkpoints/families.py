@@ -18,8 +18,8 @@ the padding index, which RoBERTa models never use, and `family_of` reads GPT-Neo
 
 `FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
 projections of queries, keys and values, the gain of the norm before them, norms inside the heads, and what is added to
-the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it, and `Monitor`, which
-derives nothing, needs it for sublayers. An entry can also declare sublayers where their derivation fails.
+the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it. An entry can also
+declare sublayers where their derivation fails, and `Monitor` uses it for models that are sharded.
 
 To add a family:
 
