@@ -1,6 +1,5 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,11 +11,11 @@ import torch
 from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
-from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding_blocks
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
+from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
-DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
 _COMPUTED = ("inv_freq", "position_ids")
@@ -30,8 +29,8 @@ _TOKENIZER_FILES = (
 class Placement:
     """How to load a checkpoint.
 
-    The fields are those of `GaugeOptions`. `dtype` is one of `DTYPES`; `auto` means float32 on a CPU, where half
-    precision is slow, and the stored dtype on a GPU. `device_map` replaces `device`.
+    The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
+    the stored dtype on a GPU. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
@@ -48,8 +47,6 @@ class Placement:
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
-        if self.dtype not in DTYPES:
-            raise unknown_name("dtype", self.dtype, DTYPES)
         if self.dtype != "auto":
             return getattr(torch, self.dtype)
         return torch.float32 if self.torch_device().type == "cpu" else "auto"
@@ -164,10 +161,7 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
 
 def load_config(source: Source, placement: Placement) -> Any:
     """Load the configuration, without the weights, and refuse encoder–decoder models."""
-    library = transformers()
-    if source.gguf is None and not placement.trust_remote_code:
-        _refuse_remote_code(library, source)
-    config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
+    config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
     for key in ("num_hidden_layers", "num_attention_heads"):
@@ -213,18 +207,6 @@ def loader_of(config: Any) -> tuple[Any, str]:
             "that does"
         )
     return found, "states"
-
-
-def _refuse_remote_code(library: Any, source: Source) -> None:
-    """Raise if the architecture is defined by Python code in the checkpoint's directory."""
-    raw = attempt(
-        source.target, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8"))
-    )
-    if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{source.target} needs to run the Python code in its directory; if you have read and trust that code, use "
-            "--trust-remote-code"
-        )
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:

@@ -23,8 +23,9 @@ from depthgauge.checkpoints.load import (
     wrap,
 )
 from depthgauge.checkpoints.reads_text import require_readable
-from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
+from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError

@@ -17,7 +17,8 @@ from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
-from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
+from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
 from depthgauge.results.evaluate_options import EvaluateOptions
@@ -49,7 +50,7 @@ from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.surgery.write_shrunk_gguf import type_notes, write_shrunk_gguf
-from depthgauge.workflows.evaluate import (
+from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     calibration_notes,
     evaluation_record,
