@@ -4,7 +4,9 @@ Importing transformers takes seconds; a wrong path or a damaged file should be r
 """
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from depthgauge.errors import missing_extra
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers.models.auto that name all model types."""
+
+_MOST = ((r"layers?$", 10_000), (r"^(num|n)_", 100_000_000))
+"""The most that a number in config.json can be, by its key; transformers would make a list of so many entries."""
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -36,6 +41,17 @@ def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
             defined by code in its directory, and that code may not run.
     """
     raw = read_json(path, name)
+    named = raw.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        raise CheckpointError(
+            f"architectures in config.json of {name} must be a list with the name of a class, got {named!r}; correct it"
+        )
+    for key, value in _numbers(raw):
+        most = next((most for pattern, most in _MOST if re.search(pattern, key)), value)
+        if value > most:
+            raise CheckpointError(
+                f"{key} in config.json of {name} is {value:,}, and no model has more than {most:,}; correct it"
+            )
     kind, brings_code = raw.get("model_type"), bool(raw.get("auto_map"))
     if is_known(kind) or (brings_code and trust_remote_code):
         return
@@ -53,6 +69,15 @@ def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
         f"{name} is a {kind!r} model, which transformers {metadata.version('transformers')} does not know; correct the "
         "model_type in its config.json, or install a version of transformers that knows it"
     )
+
+
+def _numbers(raw: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the keys and values of all whole numbers in a configuration and in those that it contains."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int):
+            yield key, value
 
 
 def is_known(kind: object) -> bool:

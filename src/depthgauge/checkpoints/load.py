@@ -1,5 +1,6 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -206,6 +207,11 @@ def loader_of(config: Any) -> tuple[Any, str]:
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
+    if not isinstance(config, getattr(found, "config_class", None) or object):
+        raise CheckpointError(
+            f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
+            f"architectures names a {named}; correct it"
+        )
     return found, "states"
 
 
@@ -238,9 +244,10 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
-    if placement.device_map is None:
-        check_memory(source, placement)
     chosen, objective = loader_of(config)
+    described = described_parameters(source, config, chosen, placement)
+    if placement.device_map is None:
+        check_memory(source, placement, described)
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
@@ -293,10 +300,30 @@ def refuse_infinite(model: Any, name: str) -> None:
             )
 
 
-def check_memory(source: Source, placement: Placement) -> None:
-    """Raise if the weights, in the requested dtype, do not fit into free memory."""
+def described_parameters(source: Source, config: Any, chosen: Any, placement: Placement) -> int:
+    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
+
+    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
+    """
+
+    def build() -> int:
+        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
+        with torch.device("meta"):
+            if is_auto:
+                return parameter_count(chosen.from_config(copied, trust_remote_code=placement.trust_remote_code))
+            return parameter_count(chosen._from_config(copied))
+
+    found: int = attempt(source.target, "configuration", build)
+    return found
+
+
+def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
+    """Raise if the weights, in the requested dtype, do not fit into free memory.
+
+    `described` is the number of parameters according to the configuration; see `described_parameters`.
+    """
     parameters, stored = count_parameters(source)
-    chosen = placement.torch_dtype()
+    chosen, parameters = placement.torch_dtype(), max(parameters, described)
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     device = placement.torch_device()
     free = free_memory(device)

@@ -32,6 +32,7 @@ from depthgauge.checkpoints.load import (
     wrap,
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
+from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.regime import regime
@@ -141,6 +142,7 @@ def gauge_checkpoint(
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+        require_output(checkpoint, windows.ids[0])
         n = windows.ids.shape[1]
         bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
         decided = measure_start(start, checkpoint, bodies)
