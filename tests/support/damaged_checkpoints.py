@@ -67,7 +67,7 @@ def _nest(rng: random.Random, config: dict[str, Any], *_: Path) -> str:
     """Change an entry of a list or a dictionary in the configuration, or its length."""
     nested = [key for key, value in sorted(config.items()) if isinstance(value, list | dict) and value]
     key = rng.choice(nested or ["architectures"])
-    value = config.get(key) or ["x"]
+    value = config[key] if nested else ["x"]
     if isinstance(value, dict):
         value = {**value, rng.choice(sorted(value)): rng.choice(VALUES)}
     else:

@@ -6,7 +6,7 @@ Importing transformers takes seconds; a wrong path or a damaged file should be r
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ _LISTS = ("auto_mappings.py", "configuration_auto.py")
 
 _MOST = ((r"layers?$", 10_000), (r"^(num|n)_", 100_000_000))
 """The most that a number in config.json can be, by its key; transformers would make a list of so many entries."""
+
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization that transformers undoes when it loads the weights, without a GPU or another package."""
 
 
 def read_json(path: Path, name: str) -> dict[str, Any]:
@@ -33,6 +36,14 @@ def read_json(path: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def quantization_method(raw: Mapping[str, Any]) -> str | None:
+    """Return the name of the method with which the weights of a configuration are quantized; None if they are not."""
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if not found:
+        return None
+    return str(found.get("quant_method", "an unnamed method")) if isinstance(found, dict) else "an unnamed method"
+
+
 def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
     """Check that the config.json at `path`, of the checkpoint called `name`, is one of a model that can be loaded.
 
@@ -45,6 +56,11 @@ def check_config(path: Path, name: str, trust_remote_code: bool) -> None:
     if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
         raise CheckpointError(
             f"architectures in config.json of {name} must be a list with the name of a class, got {named!r}; correct it"
+        )
+    if (method := quantization_method(raw)) is not None and method not in DEQUANTIZED:
+        raise CheckpointError(
+            f"{name} is quantized with {method}, and only {' and '.join(DEQUANTIZED)} can be dequantized without "
+            "further packages; give the checkpoint that it was made from, or a GGUF file of it"
         )
     for key, value in _numbers(raw):
         most = next((most for pattern, most in _MOST if re.search(pattern, key)), value)

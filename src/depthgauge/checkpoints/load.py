@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from depthgauge._format import counted, size_text
+from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
@@ -171,6 +172,8 @@ def load_config(source: Source, placement: Placement) -> Any:
                 f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
                 "give a transformer"
             )
+    if source.gguf is None and quantization_method(vars(config)) is not None:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
@@ -253,12 +256,16 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         keywords["use_safetensors"] = not source.pickled
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
-    keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
+    wanted = placement.torch_dtype()
+    keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, source.target)
+    if isinstance(wanted, torch.dtype):
+        for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
+            weight.data = weight.data.to(wanted) if weight.dtype == torch.bfloat16 else weight.data
     if placement.device_map is None:
         model.to(placement.torch_device())
     return wrap(model, source.name, source, objective)
