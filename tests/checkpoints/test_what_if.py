@@ -14,9 +14,10 @@ from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.what_if import chosen_kinds, cross_entropy, layers_of, objective, what_if
+from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, what_if
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
+from depthgauge.results.gauge_options import chosen_kinds
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 
 # Paths of each family's sublayers, written independently of the table under test.

@@ -11,23 +11,6 @@ from torch import Tensor
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.model_output import relative_distance, token_losses
-from depthgauge.errors import unknown_name
-from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
-
-
-def chosen_kinds(asked: str) -> tuple[str, ...]:
-    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for.
-
-    `expert` costs a pass per expert, so that only its name stands for it.
-    """
-    presets, names = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}, (*WHAT_IFS, EXPERT)
-    if asked in presets:
-        return presets[asked]
-    wanted = [name.strip() for name in asked.split(",")]
-    for name in wanted:
-        if name not in names:
-            raise unknown_name("what-if", name, [*names, *presets])
-    return tuple(kind for kind in names if kind in wanted)
 
 
 def layers_of(kind: str, families: Sequence[Family | None], observable: bool = True) -> list[int]:

@@ -19,7 +19,7 @@ from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.source import stored_tensors
+from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.errors import InputError
 
 PER_LAYER = (

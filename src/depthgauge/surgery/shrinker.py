@@ -16,9 +16,10 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import free_memory
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import DenseStates, Student
+from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
 from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
@@ -75,7 +76,6 @@ class Shrinker(Student):
         self.steps: tuple[SearchStep, ...] = ()
         self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
-        self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
 
     def token_seconds(self) -> float:
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
@@ -97,45 +97,32 @@ class Shrinker(Student):
 
         It ends early where no further block can be removed; see `why_not`.
         """
-        known = [SearchStep(**step) for step in self.journal.get("search", [])]
         while len(self.steps) < min(count, len(self.allowed)):
-            done = len(self.steps)
-            if done < len(known):
-                self._remove(known[done].layer)
-                self.steps += (known[done],)
-                if done + 1 == len(known):
-                    self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
-            else:
-                layer = self._cheapest()
-                if layer is None:
-                    return
-                self._remove(layer)
-                self.steps += (SearchStep(layer=layer, objective=float(self.objective(self._states[-1]).mean())),)
-                # One write for both: a resumed run must rank the blocks as this one does.
-                self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
-                self.journal.put("search", [step.to_json() for step in self.steps])
+            layer = self._cheapest()
+            if layer is None:
+                return
+            removed = self._with(layer)
+            self.steps += (SearchStep(layer=layer, objective=self.means_without([removed])[removed]),)
+            self._scores.pop(layer)
             if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
-    @property
-    def path(self) -> list[int]:
-        """The blocks that are left by the search, in order."""
-        gone = {step.layer for step in self.steps}
-        return [layer for layer in range(len(self.runner)) if layer not in gone]
-
     def ranked(self) -> list[int]:
         """Return the removable blocks that the search has left, in the order of their last ranking."""
-        left = [layer for layer in self.path if layer not in self.protected]
-        return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
+        gone = {step.layer for step in self.steps}
+        return sorted({*self.allowed} - gone, key=lambda layer: (self._scores.get(layer, 0.0), layer))
 
-    def why_not(self, removed: Iterable[int]) -> str | None:
+    def _with(self, layer: int) -> Removed:
+        """Return the blocks that the search has removed, and one more."""
+        return tuple(sorted([layer, *(step.layer for step in self.steps)]))
+
+    def why_not(self, removed: Removed) -> str | None:
         """Return why these blocks cannot be removed together, or None; blocks of one kind are not checked again."""
-        key = tuple(sorted(removed))
         if self._refused is None:
             return None
-        if key not in self._refused:
-            self._refused[key] = why_not_removed(self.runner, key, self.select.ids[:1])
-        return self._refused[key]
+        if removed not in self._refused:
+            self._refused[removed] = why_not_removed(self.runner, removed, self.select.ids[:1])
+        return self._refused[removed]
 
     @property
     def refusals(self) -> tuple[str, ...]:
@@ -154,28 +141,16 @@ class Shrinker(Student):
         """
         if not self.steps:
             self._rank(self.ranked(), -(-self.effort.ranking // 2))
-        best, gone = self.ranked()[: self.effort.breadth], [step.layer for step in self.steps]
+        best = self.ranked()[: self.effort.breadth]
         self._rank(best, self.effort.ranking)
         order = dict.fromkeys([*sorted(best, key=self._scores.__getitem__), *self.ranked()])
-        return next((layer for layer in order if self.why_not([*gone, layer]) is None), None)
+        return next((layer for layer in order if self.why_not(self._with(layer)) is None), None)
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
-        path, dense = self.path, float(self.dense_losses[:windows].mean())
-        for done, layer in enumerate(blocks):
-            self.progress(done, len(blocks), f"removal {len(self.steps) + 1}, block {layer}")
-            place = path.index(layer)
-            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], windows) - dense
-
-    def _remove(self, layer: int) -> None:
-        """Leave a block out, and compute the states after it again."""
-        path = self.path
-        place = path.index(layer)
-        path.remove(layer)
-        self._scores.pop(layer, None)
-        del self._states[place + 1]
-        for index in range(place, len(path)):
-            self._states[index + 1] = self.runner.through([path[index]], self._states[index])
+        sets, dense = {layer: self._with(layer) for layer in blocks}, float(self.dense_losses[:windows].mean())
+        means = self.means_without(sets.values(), windows, f"removal {len(self.steps) + 1}")
+        self._scores |= {layer: means[removed] - dense for layer, removed in sets.items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of `count` blocks that are known, by the method that chose them.
@@ -195,10 +170,8 @@ class Shrinker(Student):
     def peer_sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
         runs = (run for run in runs_by_angle(self.select, count, self.allowed) if self.why_not(run) is None)
-        best = min(
-            islice(runs, self.effort.breadth), key=lambda run: self.mean_without(run, self.effort.ranking), default=None
-        )
-        return self._published(count) | ({} if best is None else {RUN: best})
+        means = self.means_without(islice(runs, self.effort.breadth), self.effort.ranking, RUN)
+        return self._published(count) | ({RUN: min(means, key=means.__getitem__)} if means else {})
 
     def _published(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods that can be removed."""
@@ -210,39 +183,68 @@ class Shrinker(Student):
 
         The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
-        others, swaps, tried = self.ranked(), self.effort.swaps, 0
+        others, left = self.ranked(), self.effort.swaps
         for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
-            trials: dict[Removed, float] = {}
-            for other in others[: max(1, swaps // max(1, len(removed)))]:
-                if tried < swaps and other not in removed:
-                    self.progress(tried, swaps, f"exchange block {one} for block {other}")
-                    trial = tuple(sorted({*removed, other} - {one}))
-                    trials[trial] = self.mean_without(trial, self.effort.ranking)
-                    tried += 1
-            order = sorted(trials, key=trials.__getitem__)
+            chosen = [other for other in others if other not in removed]
+            chosen = chosen[: min(left, max(1, self.effort.swaps // max(1, len(removed))))]
+            left -= len(chosen)
+            trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
+            means = self.means_without(trials, self.effort.ranking, f"exchange block {one}")
+            order = sorted(means, key=means.__getitem__)
             best = next((trial for trial in order if self.why_not(trial) is None), removed)
-            if self.mean_without(best) < self.mean_without(removed):
-                removed = best
+            removed = min([removed, best], key=self.means_without([removed, best]).__getitem__)
         return removed
 
-    def losses_without(self, removed: Removed, windows: int | None = None) -> Float[Tensor, " windows"]:
-        """Return the objective without these blocks, unrepaired, on each of the first `windows` selection windows.
+    def losses_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, Float[Tensor, " windows"]]:
+        """Return the objective without each set of blocks, unrepaired, on the first `windows` selection windows.
 
-        Each set is measured once, and remembered in the journal.
+        All sets that are not known from the journal are measured in one pass over the blocks, or in as few as memory
+        allows.
         """
-        key = ",".join(map(str, removed)) + ("" if windows is None else f" on {windows}")
+        on = "" if windows is None else f" on {windows}"
+        keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
         known: dict[str, list[float]] = self.journal.get("sets", {})
-        if key not in known:
-            self.keep_all_but(removed)
-            place, part = self.first_gap, slice(0, windows)
-            found = self.objective(self.runner.through(self.kept[place:], self.select.at(place)[part]), part)
-            known = known | {key: found.tolist()}
+        new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
+        for start in range(0, len(new), count := self._sets_per_pass(part)):
+            states = self._states_without(new[start : start + count], part, label)
+            known = known | {keys[removed]: self.objective(state, part).tolist() for removed, state in states.items()}
             self.journal.put("sets", known)
-        return torch.tensor(known[key], dtype=torch.float64)
+        return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
 
-    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
-        """Return the mean of `losses_without`."""
-        return float(self.losses_without(removed, windows).mean())
+    def _sets_per_pass(self, part: slice) -> int:
+        """Return for how many sets the states fit into memory, before and after a block."""
+        state = self.select.final[part]
+        return max(1, int(STATES_SHARE * free_memory(state.device)) // (2 * state.numel() * state.itemsize))
+
+    def _states_without(
+        self, sets: Sequence[Removed], part: slice, label: str
+    ) -> dict[Removed, Float[Tensor, "windows n d"]]:
+        """Return the states after the last block without each set of blocks, with the original weights.
+
+        Every block is applied once, to the states of all sets that keep it. Sets that agree on the blocks so far share
+        their states; the first blocks, which all sets keep, are not applied at all.
+        """
+        self.restore()
+        first, layers = min(removed[0] if removed else len(self.runner) for removed in sets), len(self.runner)
+        states: dict[Removed, Tensor] = {(): self.select.at(first)[part]}
+        for layer in range(first, layers):
+            self.progress(layer - first, layers - first, f"{label}, block {layer}")
+            before = {removed: tuple(k for k in removed if k < layer) for removed in sets}
+            kept = list(dict.fromkeys(before[removed] for removed in sets if layer not in removed))
+            after = {(*before[removed], layer): states[before[removed]] for removed in sets if layer in removed}
+            if kept:
+                applied = self.runner.through([layer], torch.cat([states[one] for one in kept]))
+                after |= zip(kept, torch.chunk(applied, len(kept)), strict=True)
+            states = after
+        return states
+
+    def means_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, float]:
+        """Return the means of `losses_without`."""
+        return {removed: float(losses.mean()) for removed, losses in self.losses_without(sets, windows, label).items()}
 
     def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
@@ -256,7 +258,10 @@ class Shrinker(Student):
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        for method, gone in self._published(count).items():
-            self.progress(0, 1, method)
-            points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
+        found = self._published(count)
+        means = self.means_without(found.values())
+        points += [
+            CurvePoint(method=method, removed=count, increase=means[gone] - self.dense)
+            for method, gone in found.items()
+        ]
         return tuple(points)
