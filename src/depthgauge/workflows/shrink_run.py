@@ -16,6 +16,7 @@ from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.config_file import quantization_method, read_json
+from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes
@@ -257,9 +258,15 @@ class ShrinkRun:
             healed=ROUND * MOST_ROUNDS if heal == "auto" else int(heal or 0),
             stops=stops,
             writes=writes,
+            task_tokens=self._task_tokens,
         )
         costs = PartCosts(shrinker.window_seconds, shrinker.token_seconds(), self.opened.fresh)
         self.message(time_left(job, costs, is_most=heal == "auto"))
+
+    @property
+    def _task_tokens(self) -> int:
+        work = self.evaluation
+        return 0 if work is None else task_tokens(work.tasks, self.opened.tokenizer, work.settings.limit)
 
     def _heal_advice(self) -> tuple[str, ...]:
         """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
