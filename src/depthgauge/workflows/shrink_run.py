@@ -108,7 +108,13 @@ class ShrinkRun:
             self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
-        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name))
+        sliding = self._sliding_blocks()
+        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
+        if sliding and set(sliding) <= set(self.given or ()):
+            raise InputError(
+                f"{counted(len(sliding), 'block')} of {checkpoint.name} have a sliding window, and all of them would "
+                "be removed; llama.cpp cannot run such a file: keep one of them, or give a directory as --out"
+            )
         with self.durations("calibration windows"):
             self.calibration = self._calibrated()
         self.llama = self._source_in_llama()
@@ -125,6 +131,13 @@ class ShrinkRun:
                 protected=self.protected,
             )
         self.candidates = Candidates(self.shrinker, settings.seed)
+
+    def _sliding_blocks(self) -> list[int]:
+        """Return the blocks with a sliding window if the result is a GGUF file; llama.cpp crashes without any."""
+        kinds = getattr(self.opened.checkpoint.config, "layer_types", None) or ()
+        if not isinstance(self.opened.stored, GgufLayout):
+            return []
+        return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
 
     def _describe_in_journal(self, model: Any) -> None:
         opened, followed = self.opened, self.followed
