@@ -15,7 +15,6 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
@@ -41,7 +40,7 @@ from depthgauge.surgery.block_sizes import blocks_over
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
-from depthgauge.surgery.gguf_layout import GgufLayout
+from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.open_model import OpenedModel, open_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
@@ -108,7 +107,8 @@ class ShrinkRun:
             self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
-        sliding = self._sliding_blocks()
+        is_gguf = isinstance(self.opened.stored, GgufLayout)
+        sliding = sliding_blocks(checkpoint.config) if is_gguf else []  # llama.cpp crashes without any
         self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
         if sliding and set(sliding) <= set(self.given or ()):
             raise InputError(
@@ -131,13 +131,6 @@ class ShrinkRun:
                 protected=self.protected,
             )
         self.candidates = Candidates(self.shrinker, settings.seed)
-
-    def _sliding_blocks(self) -> list[int]:
-        """Return the blocks with a sliding window if the result is a GGUF file; llama.cpp crashes without any."""
-        kinds = getattr(self.opened.checkpoint.config, "layer_types", None) or ()
-        if not isinstance(self.opened.stored, GgufLayout):
-            return []
-        return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
 
     def _describe_in_journal(self, model: Any) -> None:
         opened, followed = self.opened, self.followed
@@ -429,10 +422,6 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
         notes += type_notes(opened.stored, shrunk.encoded)
     elif checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
-    elif checkpoint.source is not None:
-        raw = read_json(checkpoint.source.folder / "config.json", checkpoint.name)
-        if (method := quantization_method(raw)) is not None:
-            notes.append(f"the weights of the source are quantized ({method}); they were dequantized and written so")
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
         kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
         notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
