@@ -15,7 +15,6 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
