@@ -115,7 +115,7 @@ def test_a_decoder_with_pooling_is_no_language_model(corpus: Path, tmp_path: Pat
     source = add_modules(save(tmp_path / "model", "qwen3"), {"pooling_mode_lasttoken": True})
     record = dg.shrink(source, text=corpus, out=tmp_path / "out", **SHRINK).record
     assert record.objective == "embedding"
-    assert [one.kind for one in record.plan.calibration.sources] == ["text"]
+    assert [one.kind for one in record.plan.calibration.sources] == ["text", "built-in"]
     assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
 
 

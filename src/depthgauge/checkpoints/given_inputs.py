@@ -8,7 +8,6 @@ from depthgauge.checkpoints.image_files import (
     find_images,
     load_processor,
     read_images,
-    require_images,
     require_labelled,
 )
 from depthgauge.checkpoints.layers import with_stack
@@ -77,8 +76,7 @@ def read_given(
 
 
 def prepared(checkpoint: Checkpoint, windows: GivenWindows, options: Any) -> Checkpoint:
-    """Return the checkpoint with what is measured on these windows, after checking that it can read them."""
+    """Return the checkpoint with what is measured on these windows."""
     if windows.kind == "pairs":
         return with_stack(checkpoint, options.stack or STACKS[0])
-    require_images(checkpoint, windows.inputs)
     return checkpoint if options.labels is None else replace(checkpoint, objective="labels")

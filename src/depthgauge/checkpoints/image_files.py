@@ -14,10 +14,9 @@ from torch import Tensor
 
 from depthgauge._format import counted, one_line
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.library import CheckpointError, attempt, quiet, short, transformers
-from depthgauge.checkpoints.load import IMAGES, Checkpoint, Placement, objective_of
-from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, Samples
+from depthgauge.checkpoints.library import CheckpointError, attempt, quiet, transformers
+from depthgauge.checkpoints.load import IMAGES, Placement, objective_of
+from depthgauge.checkpoints.samples import Samples
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import JSONL, parse_line
 from depthgauge.errors import InputError, missing_extra, require_path
@@ -213,15 +212,3 @@ def _pixels(raw: bytes, path: str | os.PathLike[str], processor: Any) -> Tensor:
     except Exception as error:  # decoders and processors raise errors of many kinds
         raise InputError(f"cannot read the image {path}: {one_line(error)}; repair or remove it") from error
     return made
-
-
-@torch.no_grad()
-def require_images(checkpoint: Checkpoint, inputs: Inputs) -> None:
-    """Raise if a model cannot read images as its image processor gives them, for example because of their size."""
-    try:
-        model_output(checkpoint, inputs[:1])
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{checkpoint.name} cannot read the images as its image processor gives them: {short(error)}; use the "
-            "image processor that belongs to the model"
-        ) from error

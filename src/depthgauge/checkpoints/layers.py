@@ -346,7 +346,8 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
             trial = replace(checkpoint, model=type(model)(config))
         found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
         if found == lengths | {stack: lengths[stack] + 1}:
-            return replace(checkpoint, stack=stack, layer_key=key)
+            families = (None,) * lengths[stack]
+            return replace(checkpoint, stack=stack, layer_key=key, families=families)
     raise CheckpointError(
         f"no key of the configuration of {checkpoint.name} has the number of layers of its {stack} alone; this model "
         "is not supported"

@@ -1,31 +1,34 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
-import json
+import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthgauge._format import counted, size_text
+from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
-from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding_blocks
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
+from depthgauge.checkpoints.stored_weights import count_parameters, stored_tensors
+from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 OF_HEAD = ("loss", "labels", "logits")
 """Objectives that are measured at the output of the model's head."""
 BY_TARGETS = ("loss", "labels")
 """Objectives that compare the output with targets. The others compare it with the output of the dense model."""
-DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
 TEXT, IMAGES, PAIRS = "input_ids", "pixel_values", "pairs"
 """What models read: their main input, or pairs of token ids."""
+MANY_LAYERS = 200
+"""From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
@@ -37,8 +40,8 @@ _TOKENIZER_FILES = (
 class Placement:
     """How to load a checkpoint.
 
-    The fields are those of `GaugeOptions`. `dtype` is one of `DTYPES`; `auto` means float32 on a CPU, where half
-    precision is slow, and the stored dtype on a GPU. `device_map` replaces `device`.
+    The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
+    the stored dtype on a GPU. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
@@ -55,8 +58,6 @@ class Placement:
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
-        if self.dtype not in DTYPES:
-            raise unknown_name("dtype", self.dtype, DTYPES)
         if self.dtype != "auto":
             return getattr(torch, self.dtype)
         return torch.float32 if self.torch_device().type == "cpu" else "auto"
@@ -82,9 +83,10 @@ class Checkpoint:
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
     - `objective`: how a change is measured; see `window_losses`
-    - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
+    - `families`: the paths of the modules of every block; None where `FAMILIES` has no entry and they were not derived
+      (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
-    - `underived`: why no family could be derived
+    - `underived`: why a block has no family
     - `stack`: of an encoder–decoder model, the stack that is gauged or shrunk: `encoder` or `decoder`
     - `layer_key`: the key of the configuration that has the number of layers
     - `pooling`: how the states of the tokens become one embedding, where that is measured
@@ -94,7 +96,7 @@ class Checkpoint:
     model: Any
     config: Any
     objective: str
-    family: Family | None
+    families: tuple[Family | None, ...]
     source: Source | None = None
     underived: str = ""
     pooling: tuple[str, ...] = ()
@@ -122,6 +124,11 @@ class Checkpoint:
         return not needs or getattr(self.config, "pad_token_id", None) is not None
 
     @property
+    def family(self) -> Family | None:
+        """The family of all blocks; None if it is not known, or if they differ."""
+        return self.families[0] if len(set(self.families)) == 1 else None
+
+    @property
     def layers(self) -> int:
         """L, the number of layers."""
         return int(getattr(self.config, self.layer_key))
@@ -135,8 +142,8 @@ class Checkpoint:
 
     @property
     def heads(self) -> int:
-        """H, the number of query heads."""
-        return int(self.config.num_attention_heads)
+        """H, the number of query heads; 0 for a model without attention."""
+        return int(getattr(self.config, "num_attention_heads", 0))
 
     @property
     def device(self) -> torch.device:
@@ -184,8 +191,9 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
     objective = objective or objective_of(type(model).__name__)
     model.eval()
     modes = pooling_modes(None if source is None else source.folder) if objective == "embedding" else ()
-    found = Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
-    return replace(found, pooling=modes)
+    config = model.config.get_text_config()
+    families = (family_of(model.config),) * int(config.num_hidden_layers)
+    return Checkpoint(name, model, config, objective, families, source, pooling=modes)
 
 
 def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
@@ -193,17 +201,15 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
 
     `reads` is the main input that the model will be given.
     """
-    library = transformers()
-    if source.gguf is None and not placement.trust_remote_code:
-        _refuse_remote_code(library, source)
-    config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
+    config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     require_pairs(config, source.target, reads)
-    for key in ("num_hidden_layers", "num_attention_heads"):
-        if not getattr(config.get_text_config(), key, 0):
-            raise CheckpointError(
-                f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
-                "give a transformer"
-            )
+    if not getattr(config.get_text_config(), "num_hidden_layers", 0):
+        raise CheckpointError(
+            f"{source.target} is a {config.model_type} model without layers: its configuration has no "
+            "num_hidden_layers; give a transformer"
+        )
+    if source.gguf is None and quantization_method(vars(config)) is not None:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
@@ -215,7 +221,7 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
         )
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
-        loader = library.MODEL_MAPPING.get(type(config), loader)
+        loader = transformers().MODEL_MAPPING.get(type(config), loader)
     require_inputs(loader, source.target, TEXT if reads == PAIRS else reads)
     return config
 
@@ -286,19 +292,12 @@ def _named_loader(config: Any) -> tuple[Any, str]:
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
-    return found, objective_of(named)
-
-
-def _refuse_remote_code(library: Any, source: Source) -> None:
-    """Raise if the architecture is defined by Python code in the checkpoint's directory."""
-    raw = attempt(
-        source.target, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8"))
-    )
-    if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
+    if not isinstance(config, getattr(found, "config_class", None) or object):
         raise CheckpointError(
-            f"{source.target} needs to run the Python code in its directory; if you have read and trust that code, use "
-            "--trust-remote-code"
+            f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
+            f"architectures names a {named}; correct it"
         )
+    return found, objective_of(named)
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
@@ -330,20 +329,31 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
-    if placement.device_map is None:
-        check_memory(source, placement)
     chosen, objective = loader_of(config, source)
+    layers = int(config.get_text_config().num_hidden_layers)
+    if layers > MANY_LAYERS and source.gguf is None and layers > (stored := sum(1 for _ in stored_tensors(source))):
+        raise CheckpointError(
+            f"{source.target} contradicts its config.json, which describes {layers:,} layers: its files have {stored} "
+            "tensors; correct the number of layers, or download it again"
+        )
+    described = described_parameters(source, config, chosen, placement)
+    if placement.device_map is None:
+        check_memory(source, placement, described)
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
-    keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
+    wanted = placement.torch_dtype()
+    keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, source.target)
+    if isinstance(wanted, torch.dtype):
+        for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
+            weight.data = weight.data.to(wanted) if weight.dtype == torch.bfloat16 else weight.data
     if placement.device_map is None:
         model.to(placement.torch_device())
     return wrap(model, source.name, source, objective)
@@ -385,10 +395,30 @@ def refuse_infinite(model: Any, name: str) -> None:
             )
 
 
-def check_memory(source: Source, placement: Placement) -> None:
-    """Raise if the weights, in the requested dtype, do not fit into free memory."""
+def described_parameters(source: Source, config: Any, chosen: Any, placement: Placement) -> int:
+    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
+
+    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
+    """
+
+    def build() -> int:
+        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
+        with torch.device("meta"):
+            if is_auto:
+                return parameter_count(chosen.from_config(copied, trust_remote_code=placement.trust_remote_code))
+            return parameter_count(chosen._from_config(copied))
+
+    found: int = attempt(source.target, "configuration", build)
+    return found
+
+
+def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
+    """Raise if the weights, in the requested dtype, do not fit into free memory.
+
+    `described` is the number of parameters according to the configuration; see `described_parameters`.
+    """
     parameters, stored = count_parameters(source)
-    chosen = placement.torch_dtype()
+    chosen, parameters = placement.torch_dtype(), max(parameters, described)
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     device = placement.torch_device()
     free = free_memory(device)

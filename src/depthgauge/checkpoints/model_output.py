@@ -9,12 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from depthgauge.checkpoints.library import CheckpointError, attempt, transformers
 from depthgauge.checkpoints.load import OF_HEAD, Checkpoint
-from depthgauge.checkpoints.samples import IGNORED, Inputs, Samples, as_samples
+from depthgauge.checkpoints.samples import IGNORED, Inputs, Samples, as_samples, shortened
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """Largest number of logits converted to float32 at once: 16 MB, which a cache holds; 256 MB on a GPU, where each piece
 costs several launches."""
+
+_TRIED = 32
+"""Tokens on which a model is tried."""
 
 
 def no_cache(model: Any) -> dict[str, bool]:
@@ -22,6 +26,34 @@ def no_cache(model: Any) -> dict[str, bool]:
     taken = inspect.signature(model.forward).parameters
     others = any(one.kind is one.VAR_KEYWORD for one in taken.values()) and getattr(model.config, "use_cache", False)
     return {"use_cache": False} if "use_cache" in taken or others else {}
+
+
+def decoded(
+    model: Any, ids: Int[Tensor, "batch n"], cache: Mapping[str, Any], **keywords: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """Run a causal language model on the next tokens; return its output, and the cache for the tokens after them.
+
+    The cache is a set of keyword arguments, empty for the first tokens: what the model returns under the name of one of
+    its arguments, such as `past_key_values`, or `cache_params` of Mamba. A model that takes a cache but returns none
+    (RecurrentGemma) is given one. The result is empty if the model keeps no cache.
+    """
+    takes = inspect.signature(model.forward).parameters
+    out = model(input_ids=ids, use_cache=True, **cache, **keywords)
+    found = {name: value for name, value in out.items() if name in takes and value is not None}
+    if not found and not cache and "past_key_values" in takes:
+        cache = {"past_key_values": transformers().DynamicCache(config=model.config)}
+        out = model(input_ids=ids, use_cache=True, **cache, **keywords)
+        return out, cache if cached_tensors(cache) else {}
+    return out, found or cache
+
+
+def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a cache: a list of tensors, or the states of every layer."""
+    found: list[Any] = []
+    for one in cache.values():
+        found += one if isinstance(one, list | tuple) else [v for layer in one.layers for v in vars(layer).values()]
+    values = [value for one in found for value in (one.values() if isinstance(one, Mapping) else [one])]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def model_output(checkpoint: Checkpoint, inputs: Inputs) -> Float[Tensor, "batch *n out"]:
@@ -102,6 +134,20 @@ def labels_of(inputs: Inputs) -> Int[Tensor, " windows"]:
 def accuracy(output: Float[Tensor, "windows labels"], inputs: Inputs) -> float:
     """Return the share of windows whose largest logit is that of the label."""
     return float((output.argmax(dim=-1).cpu() == labels_of(inputs).cpu()).double().mean())
+
+
+@torch.no_grad()
+def require_output(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Run a model on a window, or on a few of its tokens; raise if it cannot run, or if its output is NaN."""
+
+    def run() -> Tensor:
+        return model_output(checkpoint, shortened(inputs, _TRIED))
+
+    if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
+        raise CheckpointError(
+            f"the output of {checkpoint.name} is NaN; use --dtype float32 if the dtype is too narrow, otherwise "
+            "correct its config.json, or download it again"
+        )
 
 
 def token_losses(

@@ -39,16 +39,19 @@ def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
         CheckpointError: neither is possible.
     """
     inputs, model, name = shortened(inputs, TOKENS), checkpoint.model, type(checkpoint.model).__name__
-    own = model.config._attn_implementation
-    with quiet():
-        model.set_attn_implementation("eager")
-        stock = Stack(checkpoint, Session()).run(inputs)
-        model.set_attn_implementation(own)
-    with attending(model) as session:
-        stack = Stack(checkpoint, session)
-        attention = _unobserved(stack, inputs, stock)
-        if attention is None:
-            return Probed(None, _not_rerun(stack, inputs))
+    if not checkpoint.heads:
+        attention: str | None = f"{name} has no attention heads"
+    else:
+        own = model.config._attn_implementation
+        with quiet():
+            model.set_attn_implementation("eager")
+            stock = Stack(checkpoint, Session()).run(inputs)
+            model.set_attn_implementation(own)
+        with attending(model) as session:
+            stack = Stack(checkpoint, session)
+            attention = _unobserved(stack, inputs, stock)
+            if attention is None:
+                return Probed(None, _not_rerun(stack, inputs))
     found = Probed(attention, _not_rerun(Stack(checkpoint, Session()), inputs))
     if found.blocks is not None:
         raise CheckpointError(

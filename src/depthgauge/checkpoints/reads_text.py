@@ -15,7 +15,7 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.checkpoints.model_output import model_output, token_losses
+from depthgauge.checkpoints.model_output import model_output, require_output, token_losses
 from depthgauge.checkpoints.start_token import Start, measure_start
 from depthgauge.checkpoints.windows import Windows, require_rows
 
@@ -75,6 +75,7 @@ def started_windows(
 ) -> tuple[Windows, Start]:
     """Decide about the BOS token, add it if it helps, and check that the model can read the text."""
     require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+    require_output(checkpoint, windows.ids)
     n = windows.ids.shape[1]
     bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
     decided = measure_start(start, checkpoint, bodies)

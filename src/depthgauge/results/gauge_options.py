@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from depthgauge.errors import InputError, unknown_name
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
 from depthgauge.results.record import Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
@@ -27,6 +28,11 @@ DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
 PATHS = ("input", "text", "images", "labels", "pairs", "tokenizer")
 """Options that are paths."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
+    "bos": ("auto", "yes", "no"),
+}
+"""The values of options of `gauge`, `shrink` and `evaluate` that have a few values only."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
@@ -48,7 +54,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
-        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
+        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
+            expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
             GGUF metadata says and otherwise measures.
         weights_only: Read no text: report what the weights alone show.
@@ -139,6 +146,28 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     in_memory: bool = False
     depth: float | None = None
     max_removed: int | None = None
+
+
+def check_choices(options: Any) -> None:
+    """Raise if an option of `gauge`, `shrink` or `evaluate` has a value that is not in `CHOICES`."""
+    for name, known in CHOICES.items():
+        if (value := getattr(options, name)) is not None and value not in known:
+            raise unknown_name(name, value, known)
+
+
+def chosen_kinds(asked: str) -> tuple[str, ...]:
+    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for.
+
+    `expert` costs a pass per expert, so that only its name stands for it.
+    """
+    presets, names = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}, (*WHAT_IFS, EXPERT)
+    if asked in presets:
+        return presets[asked]
+    wanted = [name.strip() for name in asked.split(",")]
+    for name in wanted:
+        if name not in names:
+            raise unknown_name("what-if", name, [*names, *presets])
+    return tuple(kind for kind in names if kind in wanted)
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:

@@ -125,6 +125,7 @@ def generations(model: Any, prompt: Any, mask: Any, new_tokens: int) -> dict[str
     import torch
 
     transformers: Any = import_module("transformers")
+    own = model.generation_config
     start = getattr(model.config, "decoder_start_token_id", None)
     # greedy, without penalties and stops
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
@@ -136,6 +137,7 @@ def generations(model: Any, prompt: Any, mask: Any, new_tokens: int) -> dict[str
         )  # fmt: skip
         tokens = made.sequences[0, -len(made.logits) :].tolist()
         runs.append((tokens, [step[0].double().cpu() for step in made.logits]))
+    model.generation_config = own
     (cached, with_cache), (uncached, without) = runs
     differences, gap = [], None
     for step, (ours, plain) in enumerate(zip(cached, uncached, strict=True)):

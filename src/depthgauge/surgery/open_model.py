@@ -1,13 +1,14 @@
 """Open the model of `shrink`: check every option and file, cut the texts into windows, and load the weights."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
 from depthgauge.checkpoints.given_windows import GivenWindows
@@ -22,11 +23,13 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
+from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
-from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
+from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError
@@ -120,12 +123,14 @@ def open_model(
     else:
         require_rows(checkpoint, read.ids)
         example = read.measured[0][None, : read.window]
+    require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
     if checkpoint.objective == "embedding" and source is not None:
         notes += pooling_notes(source.folder)
+    notes += _dequantized(source)
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
@@ -146,25 +151,50 @@ def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[in
     Raises:
         CheckpointError: no block can be removed.
     """
-    if checkpoint.family is not None:
+    if None not in checkpoint.families:
         return frozenset(), ()
     first, reason = first_removable(checkpoint, example)
     which = "block 0 is" if first == 1 else f"blocks 0 to {first - 1} are"
     return frozenset(range(first)), (f"{which} not removed: {reason}",) if first else ()
 
 
-def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Say which maps cannot be repaired."""
-    family = checkpoint.family
-    if family is None:
-        return (f"blocks are removed without repair, because the structure was not verified: {checkpoint.underived}",)
-    missing = [name for name, path in (("attention", family.out), ("MLP", family.down)) if path is None]
-    if not missing:
+def _dequantized(source: Source | None) -> tuple[str, ...]:
+    """Say that the weights of a directory were dequantized, if they were."""
+    if source is None or source.gguf is not None:
         return ()
-    return (
-        f"the repair leaves the matrices of the {' and '.join(missing)} unchanged, because no linear map there writes "
-        "into the residual stream alone (as in a mixture of experts)",
-    )
+    method = quantization_method(read_json(source.folder / "config.json", source.target))
+    if method is None:
+        return ()
+    return (f"the weights of the source are quantized ({method}); they are dequantized and written unquantized",)
+
+
+def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Say which blocks and maps cannot be repaired."""
+    families, notes = checkpoint.families, list[str]()
+    if not any(families):
+        return (f"blocks are removed without repair, because the structure was not verified: {checkpoint.underived}",)
+    if unknown := [layer for layer, family in enumerate(families) if family is None]:
+        notes.append(
+            f"the repair leaves {_blocks(unknown, families)} unchanged, because the structure was not verified: "
+            f"{checkpoint.underived}"
+        )
+    for name, sublayer, last in (("attention", "attention", "out"), ("MLP", "mlp", "down")):
+        without = [
+            layer for layer, family in enumerate(families)
+            if family is not None and getattr(family, sublayer) is not None and getattr(family, last) is None
+        ]  # fmt: skip
+        if without:
+            notes.append(
+                f"the repair leaves the matrices of the {name} unchanged in {_blocks(without, families)}, because no "
+                "linear map there writes into the residual stream alone (as in a mixture of experts)"
+            )
+    return tuple(notes)
+
+
+def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
+    if len(layers) == len(families):
+        return "all blocks"
+    return f"block {layers[0]}" if len(layers) == 1 else f"blocks {', '.join(map(str, layers))}"
 
 
 def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:

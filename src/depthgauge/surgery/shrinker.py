@@ -7,17 +7,22 @@ after exchanges of single blocks. `candidates.py` compares them as finished mode
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._format import counted
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import free_memory
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import shortened
+from depthgauge.checkpoints.samples import Inputs, shortened
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import DenseStates, Student
+from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
+from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
     "depthgauge",
@@ -71,8 +76,8 @@ class Shrinker(Student):
         self.window_seconds = (time.perf_counter() - started) / (len(self.fit.inputs) + len(self.select.inputs))
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
+        self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
-        self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
 
     def token_seconds(self) -> float:
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
@@ -90,38 +95,49 @@ class Shrinker(Student):
         return [layer for layer in range(len(self.runner)) if layer not in self.protected]
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`."""
-        known = [SearchStep(**step) for step in self.journal.get("search", [])]
+        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`.
+
+        It ends early where no further block can be removed; see `why_not`.
+        """
         while len(self.steps) < min(count, len(self.allowed)):
-            done = len(self.steps)
-            if done < len(known):
-                self._remove(known[done].layer)
-                self.steps += (known[done],)
-                if done + 1 == len(known):
-                    self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
-            else:
-                layer = self._cheapest()
-                self._remove(layer)
-                self.steps += (SearchStep(layer=layer, objective=float(self.objective(self._states[-1]).mean())),)
-                # One write for both: a resumed run must rank the blocks as this one does.
-                self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
-                self.journal.put("search", [step.to_json() for step in self.steps])
+            layer = self._cheapest()
+            if layer is None:
+                return
+            removed = self._with(layer)
+            self.steps += (SearchStep(layer=layer, objective=self.means_without([removed])[removed]),)
+            self._scores.pop(layer)
             if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
-    @property
-    def path(self) -> list[int]:
-        """The blocks that are left by the search, in order."""
-        gone = {step.layer for step in self.steps}
-        return [layer for layer in range(len(self.runner)) if layer not in gone]
-
     def ranked(self) -> list[int]:
         """Return the removable blocks that the search has left, in the order of their last ranking."""
-        left = [layer for layer in self.path if layer not in self.protected]
-        return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
+        gone = {step.layer for step in self.steps}
+        return sorted({*self.allowed} - gone, key=lambda layer: (self._scores.get(layer, 0.0), layer))
 
-    def _cheapest(self) -> int:
-        """Return the block whose removal costs least on the ranking windows.
+    def _with(self, layer: int) -> Removed:
+        """Return the blocks that the search has removed, and one more."""
+        return tuple(sorted([layer, *(step.layer for step in self.steps)]))
+
+    def why_not(self, removed: Removed) -> str | None:
+        """Return why these blocks cannot be removed together, or None; blocks of one kind are not checked again."""
+        if self._refused is None:
+            return None
+        if removed not in self._refused:
+            self._refused[removed] = why_not_removed(self.runner, removed, self.select.inputs[:1])
+        return self._refused[removed]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A note on the sets of blocks that the search has left out, if there are any."""
+        found = {removed: reason for removed, reason in (self._refused or {}).items() if reason is not None}
+        if not found:
+            return ()
+        smallest = min(found, key=len)
+        count = counted(len(found), "set")
+        return (f"the search left out {count} of blocks, such as {list(smallest)}: {found[smallest]}",)
+
+    def _cheapest(self) -> int | None:
+        """Return the block whose removal costs least on the ranking windows; None if none of them can be removed.
 
         Only the best blocks of the last ranking are ranked again. The first time, half of the windows rank all blocks.
         """
@@ -129,76 +145,115 @@ class Shrinker(Student):
             self._rank(self.ranked(), -(-self.effort.ranking // 2))
         best = self.ranked()[: self.effort.breadth]
         self._rank(best, self.effort.ranking)
-        return min(best, key=self._scores.__getitem__)
+        order = dict.fromkeys([*sorted(best, key=self._scores.__getitem__), *self.ranked()])
+        return next((layer for layer in order if self.why_not(self._with(layer)) is None), None)
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
-        path, dense = self.path, float(self.dense_losses[:windows].mean())
-        for done, layer in enumerate(blocks):
-            self.progress(done, len(blocks), f"removal {len(self.steps) + 1}, block {layer}")
-            place = path.index(layer)
-            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], windows) - dense
-
-    def _remove(self, layer: int) -> None:
-        """Leave a block out, and compute the states after it again."""
-        path = self.path
-        place = path.index(layer)
-        path.remove(layer)
-        self._scores.pop(layer, None)
-        del self._states[place + 1]
-        for index in range(place, len(path)):
-            self._states[index + 1] = self.runner.through([path[index]], self._states[index], self.select.inputs)
+        sets, dense = {layer: self._with(layer) for layer in blocks}, float(self.dense_losses[:windows].mean())
+        means = self.means_without(sets.values(), windows, f"removal {len(self.steps) + 1}")
+        self._scores |= {layer: means[removed] - dense for layer, removed in sets.items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
-        """Return the sets of `count` blocks that are known, by the method that chose them."""
+        """Return the sets of `count` blocks that are known, by the method that chose them.
+
+        Raises:
+            CheckpointError: none is known that can be removed.
+        """
         found = tuple(sorted(step.layer for step in self.steps[:count]))
-        return {GREEDY: found, EXCHANGED: self.exchanged(found), **self.peer_sets(count)}
+        ours = {GREEDY: found, EXCHANGED: self.exchanged(found)} if len(found) == count else {}
+        if made := {**ours, **self.peer_sets(count)}:
+            return made
+        raise CheckpointError(
+            f"no {counted(count, 'block')} that can be removed from {self.checkpoint.name} together were found: "
+            f"{'; '.join(self.refusals)}; remove another number of blocks, or name them with --remove-layers"
+        )
 
     def peer_sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
+        runs = (run for run in runs_by_angle(self.select, count, self.allowed) if self.why_not(run) is None)
+        means = self.means_without(islice(runs, self.effort.breadth), self.effort.ranking, RUN)
+        return self._published(count) | ({RUN: min(means, key=means.__getitem__)} if means else {})
+
+    def _published(self, count: int) -> dict[str, Removed]:
+        """Return the sets of published methods that can be removed."""
         made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
-        runs = runs_by_angle(self.select, count, self.allowed)[: self.effort.breadth]
-        made[RUN] = min(runs, key=lambda run: self.mean_without(run, self.effort.ranking), default=None)
-        return {name: removed for name, removed in made.items() if removed is not None}
+        return {name: gone for name, gone in made.items() if gone is not None and self.why_not(gone) is None}
 
     def exchanged(self, removed: Removed) -> Removed:
         """Exchange single blocks of a set, those that the search removed last first, where that lowers the objective.
 
         The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
-        others, swaps, tried = self.ranked(), self.effort.swaps, 0
+        others, left = self.ranked(), self.effort.swaps
         for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
-            trials: dict[Removed, float] = {}
-            for other in others[: max(1, swaps // max(1, len(removed)))]:
-                if tried < swaps and other not in removed:
-                    self.progress(tried, swaps, f"exchange block {one} for block {other}")
-                    trial = tuple(sorted({*removed, other} - {one}))
-                    trials[trial] = self.mean_without(trial, self.effort.ranking)
-                    tried += 1
-            best = min(trials, key=trials.__getitem__, default=removed)
-            if self.mean_without(best) < self.mean_without(removed):
-                removed = best
+            chosen = [other for other in others if other not in removed]
+            chosen = chosen[: min(left, max(1, self.effort.swaps // max(1, len(removed))))]
+            left -= len(chosen)
+            trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
+            means = self.means_without(trials, self.effort.ranking, f"exchange block {one}")
+            order = sorted(means, key=means.__getitem__)
+            best = next((trial for trial in order if self.why_not(trial) is None), removed)
+            removed = min([removed, best], key=self.means_without([removed, best]).__getitem__)
         return removed
 
-    def losses_without(self, removed: Removed, windows: int | None = None) -> Float[Tensor, " windows"]:
-        """Return the objective without these blocks, unrepaired, on each of the first `windows` selection windows.
+    def losses_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, Float[Tensor, " windows"]]:
+        """Return the objective without each set of blocks, unrepaired, on the first `windows` selection windows.
 
-        Each set is measured once, and remembered in the journal.
+        All sets that are not known from the journal are measured in one pass over the blocks, or in as few as memory
+        allows.
         """
-        key = ",".join(map(str, removed)) + ("" if windows is None else f" on {windows}")
+        on = "" if windows is None else f" on {windows}"
+        keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
         known: dict[str, list[float]] = self.journal.get("sets", {})
-        if key not in known:
-            self.keep_all_but(removed)
-            place, part = self.first_gap, slice(0, windows)
-            states = self.runner.through(self.kept[place:], self.select.at(place)[part], self.select.inputs)
-            found = self.objective(states, part)
-            known = known | {key: found.tolist()}
+        new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
+        for start in range(0, len(new), count := self._sets_per_pass(part)):
+            states = self._states_without(new[start : start + count], part, label)
+            known = known | {keys[removed]: self.objective(state, part).tolist() for removed, state in states.items()}
             self.journal.put("sets", known)
-        return torch.tensor(known[key], dtype=torch.float64)
+        return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
 
-    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
-        """Return the mean of `losses_without`."""
-        return float(self.losses_without(removed, windows).mean())
+    def _sets_per_pass(self, part: slice) -> int:
+        """Return for how many sets the states fit into memory, before and after a block."""
+        state = self.select.final[part]
+        return max(1, int(STATES_SHARE * free_memory(state.device)) // (2 * state.numel() * state.itemsize))
+
+    def _states_without(
+        self, sets: Sequence[Removed], part: slice, label: str
+    ) -> dict[Removed, Float[Tensor, "windows n d"]]:
+        """Return the states after the last block without each set of blocks, with the original weights.
+
+        Every block is applied once, to the states of all sets that keep it. Sets that agree on the blocks so far share
+        their states; the first blocks, which all sets keep, are not applied at all.
+        """
+        self.restore()
+        first, layers = min(removed[0] if removed else len(self.runner) for removed in sets), len(self.runner)
+        states: dict[Removed, Tensor] = {(): self.select.at(first)[part]}
+        for layer in range(first, layers):
+            self.progress(layer - first, layers - first, f"{label}, block {layer}")
+            before = {removed: tuple(k for k in removed if k < layer) for removed in sets}
+            kept = list(dict.fromkeys(before[removed] for removed in sets if layer not in removed))
+            after = {(*before[removed], layer): states[before[removed]] for removed in sets if layer in removed}
+            if kept:
+                together = torch.cat([states[one] for one in kept])
+                applied = self.runner.through([layer], together, self._windows(len(together), len(kept)))
+                after |= zip(kept, torch.chunk(applied, len(kept)), strict=True)
+            states = after
+        return states
+
+    def _windows(self, rows: int, sets: int) -> Inputs | None:
+        """Return the windows of several sets, one after the other; None for models whose blocks do not need them."""
+        if self.checkpoint.stack is None:
+            return None
+        return self.select.inputs[torch.arange(rows // sets).repeat(sets)]
+
+    def means_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, float]:
+        """Return the means of `losses_without`."""
+        return {removed: float(losses.mean()) for removed, losses in self.losses_without(sets, windows, label).items()}
 
     def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
@@ -212,9 +267,10 @@ class Shrinker(Student):
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        for method, choose in PEERS.items():
-            gone = choose(self.select, count, self.allowed)
-            if gone is not None:
-                self.progress(0, 1, method)
-                points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
+        found = self._published(count)
+        means = self.means_without(found.values())
+        points += [
+            CurvePoint(method=method, removed=count, increase=means[gone] - self.dense)
+            for method, gone in found.items()
+        ]
         return tuple(points)
