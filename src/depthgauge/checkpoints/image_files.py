@@ -15,7 +15,8 @@ from torch import Tensor
 from depthgauge._format import counted, one_line
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.library import CheckpointError, attempt, quiet, transformers
-from depthgauge.checkpoints.load import IMAGES, Placement, objective_of
+from depthgauge.checkpoints.load import IMAGES, Placement
+from depthgauge.checkpoints.model_class import objective_of
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import JSONL, parse_line

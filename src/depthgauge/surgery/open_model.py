@@ -19,10 +19,10 @@ from depthgauge.checkpoints.load import (
     context_length,
     load_config,
     load_model,
-    loader_of,
     refuse_infinite,
     wrap,
 )
+from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.samples import Inputs

@@ -15,7 +15,8 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
 from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, loader_of
+from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start, measure_start, plan_start

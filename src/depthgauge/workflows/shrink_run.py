@@ -19,7 +19,7 @@ from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.layers import tokens_of
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import BY_TARGETS, TEXT, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.load import TEXT, Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
@@ -38,14 +38,14 @@ from depthgauge.results.shrink_record import (
     TestedSize,
     check_shrink,
 )
-from depthgauge.results.shrink_verdicts import objective_label, shrink_warnings
+from depthgauge.results.shrink_verdicts import shrink_warnings
 from depthgauge.surgery.block_sizes import blocks_over
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.given_calibration import given_calibration
-from depthgauge.surgery.open_model import OpenedModel, calibration_sizes, open_model
+from depthgauge.surgery.open_model import calibration_sizes, open_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
@@ -54,7 +54,7 @@ from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.surgery.write_shrunk_gguf import type_notes, write_shrunk_gguf
+from depthgauge.surgery.write_shrunk_gguf import write_shrunk_gguf
 from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     calibration_notes,
@@ -70,6 +70,7 @@ from depthgauge.workflows.shrink_estimate import (
     heal_seconds,
     time_left,
 )
+from depthgauge.workflows.shrink_notes import shrink_notes
 
 SHRUNK = "the smaller model"
 """The name of the shrunk model in the record of its tasks."""
@@ -422,33 +423,10 @@ class ShrinkRun:
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes = (*_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self._heal_advice(), f"memory: {kind}")
+        notes = (
+            *shrink_notes(record, self.opened, shrunk),
+            *self.shrinker.refusals,
+            *self._heal_advice(),
+            f"memory: {kind}",
+        )
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
-
-
-def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> list[str]:
-    checkpoint, notes = opened.checkpoint, [*opened.notes]
-    if isinstance(opened.stored, GgufLayout):
-        notes += type_notes(opened.stored, shrunk.encoded)
-    elif checkpoint.source is not None and checkpoint.source.gguf is not None:
-        notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
-    if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
-        kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
-        notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
-    if checkpoint.objective not in BY_TARGETS:
-        notes.append(
-            "the model is not a causal language model: the numbers say how far "
-            f"{objective_label(checkpoint.objective).output} from the dense model's, and no perplexity is claimed"
-        )
-        if checkpoint.measured is not checkpoint.model:
-            head = type(checkpoint.model).__name__
-            notes.append(f"the head of the {head} was kept unchanged; its own loss was not measured")
-    if shrunk.stages and not shrunk.repaired:
-        notes.append("no repair lowered the objective on the selection windows, so no weight was changed")
-    if shrunk.heal is not None and not shrunk.heal.kept:
-        notes.append("healing did not lower the objective on the selection windows, so its result was discarded")
-    if record.looks > 1 and record.guarantee is not None and not record.guarantee.tested:
-        notes.append(
-            f"{counted(record.looks, 'size')} may have been measured on these certify windows; the bounds allow for it"
-        )
-    return notes
