@@ -1,6 +1,7 @@
 """`shrink` on models whose blocks are of different kinds, or have no attention."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tiny_checkpoints import text_of
 from tiny_shrinks import quick, save
 
+from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
@@ -93,3 +95,22 @@ def test_state_spaces_are_shrunk(name: str, tmp_path: Path, text: Path) -> None:
     assert record.reload is not None
     if name != "rwkv":  # its state is not a cache that `generate` can leave out
         assert generates_alike(loaded(tmp_path / "out"))
+
+
+def test_the_command(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code(folder: Path, *arguments: str) -> int:
+        common = ["--text", str(text), "--window", "16", "--effort", "quick", "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["depthgauge", "shrink", str(folder), *common, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    assert code(save(tmp_path / "lfm2", "lfm2", layers=3), "--remove-layers", "1") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: without the blocks [1], lfm2 cannot be built or run: ")
+    assert not (tmp_path / "out").exists()
+    assert code(save(tmp_path / "mamba", "mamba"), "--remove", "1") == 0
+    assert "least squares" in capsys.readouterr().out
+    assert loaded(tmp_path / "out").config.num_hidden_layers == 3
