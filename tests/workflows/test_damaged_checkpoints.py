@@ -72,6 +72,7 @@ def gauge_with(model: Path, originals: Path, **changes: Any) -> None:
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "the output of model is NaN"),
         ({"num_hidden_layers": 10**12}, "is 1,000,000,000,000, and no model has more than 10,000"),
+        ({"num_hidden_layers": 3000}, "describes 3,000 layers: its files have 30 tensors"),
         ({"vocab_size": 10**12}, r"is too large: [0-9,]+ parameters need"),
         ({"architectures": [1]}, "must be a list with the name of a class, got [1]; correct it"),
         ({"architectures": ["BertModel"]}, "contradicts itself: the model_type is 'llama'"),

@@ -14,12 +14,14 @@ from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.checkpoints.stored_weights import count_parameters, stored_tensors
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
+MANY_LAYERS = 200
+"""From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
@@ -255,6 +257,12 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     chosen, objective = loader_of(config)
+    layers = int(config.get_text_config().num_hidden_layers)
+    if layers > MANY_LAYERS and source.gguf is None and layers > (stored := sum(1 for _ in stored_tensors(source))):
+        raise CheckpointError(
+            f"{source.target} contradicts its config.json, which describes {layers:,} layers: its files have {stored} "
+            "tensors; correct the number of layers, or download it again"
+        )
     described = described_parameters(source, config, chosen, placement)
     if placement.device_map is None:
         check_memory(source, placement, described)

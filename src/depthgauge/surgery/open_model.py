@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.load import (
     Checkpoint,
@@ -122,6 +123,7 @@ def open_model(
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
+    notes += _dequantized(source)
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
@@ -145,6 +147,16 @@ def _fixed_blocks(checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> tuple[
     first, reason = first_removable(checkpoint, example)
     which = "block 0 is" if first == 1 else f"blocks 0 to {first - 1} are"
     return frozenset(range(first)), (f"{which} not removed: {reason}",) if first else ()
+
+
+def _dequantized(source: Source | None) -> tuple[str, ...]:
+    """Say that the weights of a directory were dequantized, if they were."""
+    if source is None or source.gguf is not None:
+        return ()
+    method = quantization_method(read_json(source.folder / "config.json", source.target))
+    if method is None:
+        return ()
+    return (f"the weights of the source are quantized ({method}); they are dequantized and written unquantized",)
 
 
 def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
