@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.library import CheckpointError, attempt, transformers
+from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint, measured_part
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
@@ -32,17 +32,12 @@ def decoded(
     """Run a causal language model on the next tokens; return its output, and the cache for the tokens after them.
 
     The cache is a set of keyword arguments, empty for the first tokens: what the model returns under the name of one of
-    its arguments, such as `past_key_values`, or `cache_params` of Mamba. A model that takes a cache but returns none
-    (RecurrentGemma) is given one. The result is empty if the model keeps no cache.
+    its arguments, such as `past_key_values`, or `cache_params` of Mamba. It stays empty if the model returns none.
     """
     takes = inspect.signature(model.forward).parameters
-    out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-    found = {name: value for name, value in out.items() if name in takes and value is not None}
-    if not found and not cache and "past_key_values" in takes:
-        cache = {"past_key_values": transformers().DynamicCache(config=model.config)}
-        out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-        return out, cache if cached_tensors(cache) else {}
-    return out, found or cache
+    keywords |= dict.fromkeys(no_cache(model), True)
+    out = model(input_ids=ids, **cache, **keywords)
+    return out, {name: value for name, value in out.items() if name in takes and value is not None}
 
 
 def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
