@@ -76,16 +76,17 @@ class Checkpoint:
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
     - `objective`: how a change is measured, by the `loss` or by the final `states`
-    - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
+    - `families`: the paths of the modules of every block; None where `FAMILIES` has no entry and they were not derived
+      (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
-    - `underived`: why no family could be derived
+    - `underived`: why a block has no family
     """
 
     name: str
     model: Any
     config: Any
     objective: str
-    family: Family | None
+    families: tuple[Family | None, ...]
     source: Source | None = None
     underived: str = ""
 
@@ -99,14 +100,19 @@ class Checkpoint:
         return measured_part(self.model, self.objective == "loss")
 
     @property
+    def family(self) -> Family | None:
+        """The family of all blocks; None if it is not known, or if they differ."""
+        return self.families[0] if len(set(self.families)) == 1 else None
+
+    @property
     def layers(self) -> int:
         """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def heads(self) -> int:
-        """H, the number of query heads."""
-        return int(self.config.num_attention_heads)
+        """H, the number of query heads; 0 for a model without attention."""
+        return int(getattr(self.config, "num_attention_heads", 0))
 
     @property
     def device(self) -> torch.device:
@@ -160,7 +166,9 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
         causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         objective = "loss" if type(model).__name__ in causal else "states"
     model.eval()
-    return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
+    config = model.config.get_text_config()
+    families = (family_of(model.config),) * int(config.num_hidden_layers)
+    return Checkpoint(name, model, config, objective, families, source)
 
 
 def load_config(source: Source, placement: Placement) -> Any:
@@ -168,12 +176,11 @@ def load_config(source: Source, placement: Placement) -> Any:
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
-    for key in ("num_hidden_layers", "num_attention_heads"):
-        if not getattr(config.get_text_config(), key, 0):
-            raise CheckpointError(
-                f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
-                "give a transformer"
-            )
+    if not getattr(config.get_text_config(), "num_hidden_layers", 0):
+        raise CheckpointError(
+            f"{source.target} is a {config.model_type} model without layers: its configuration has no "
+            "num_hidden_layers; give a transformer"
+        )
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -16,7 +16,7 @@ from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.harness import task_tokens
-from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
@@ -202,6 +202,8 @@ class ShrinkRun:
             if self.given is None:
                 self.shrinker.remove_until(count)
                 return self.shrinker.sets(count)
+            if reason := self.shrinker.why_not(self.given):
+                raise CheckpointError(reason)
             others = {} if self.followed is not None else self.shrinker.peer_sets(count)
             return {GIVEN: self.given} | others
 
@@ -412,7 +414,7 @@ class ShrinkRun:
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
-        notes = (*_notes(record, self.opened, shrunk), *self._heal_advice(), f"memory: {kind}")
+        notes = (*_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
 
