@@ -67,7 +67,7 @@ def require_output(checkpoint: Checkpoint, ids: Int[Tensor, " n"]) -> None:
     if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
         raise CheckpointError(
             f"the output of {checkpoint.name} is NaN; use --dtype float32 if the dtype is too narrow, otherwise "
-            "correct its config.json, or download it again"
+            "correct its configuration, or download it again"
         )
 
 
