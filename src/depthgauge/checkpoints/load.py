@@ -16,7 +16,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters, stored_tensors
+from depthgauge.checkpoints.stored_weights import count_parameters, tensor_count
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -281,10 +281,10 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     chosen, objective = loader_of(config, source)
     layers = int(config.get_text_config().num_hidden_layers)
-    if layers > MANY_LAYERS and source.gguf is None and layers > (stored := sum(1 for _ in stored_tensors(source))):
+    if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
         raise CheckpointError(
-            f"{source.target} contradicts its config.json, which describes {layers:,} layers: its files have {stored} "
-            "tensors; correct the number of layers, or download it again"
+            f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
+            f"{stored} tensors; correct the number of layers, or download it again"
         )
     described = described_parameters(source, config, chosen, placement)
     if placement.device_map is None:

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
-from depthgauge.checkpoints.library import CheckpointError, attempt, transformers
+from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import OF_HEAD, Checkpoint
 from depthgauge.checkpoints.samples import IGNORED, Inputs, Samples, as_samples, shortened
 
@@ -34,17 +34,12 @@ def decoded(
     """Run a causal language model on the next tokens; return its output, and the cache for the tokens after them.
 
     The cache is a set of keyword arguments, empty for the first tokens: what the model returns under the name of one of
-    its arguments, such as `past_key_values`, or `cache_params` of Mamba. A model that takes a cache but returns none
-    (RecurrentGemma) is given one. The result is empty if the model keeps no cache.
+    its arguments, such as `past_key_values`, or `cache_params` of Mamba. It stays empty if the model returns none.
     """
     takes = inspect.signature(model.forward).parameters
-    out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-    found = {name: value for name, value in out.items() if name in takes and value is not None}
-    if not found and not cache and "past_key_values" in takes:
-        cache = {"past_key_values": transformers().DynamicCache(config=model.config)}
-        out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-        return out, cache if cached_tensors(cache) else {}
-    return out, found or cache
+    keywords |= dict.fromkeys(no_cache(model), True)
+    out = model(input_ids=ids, **cache, **keywords)
+    return out, {name: value for name, value in out.items() if name in takes and value is not None}
 
 
 def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
@@ -146,7 +141,7 @@ def require_output(checkpoint: Checkpoint, inputs: Inputs) -> None:
     if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
         raise CheckpointError(
             f"the output of {checkpoint.name} is NaN; use --dtype float32 if the dtype is too narrow, otherwise "
-            "correct its config.json, or download it again"
+            "correct its configuration, or download it again"
         )
 
 

@@ -1,5 +1,6 @@
 """A quick check before a long computation: can attention be observed exactly, and can blocks be rerun?"""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack, not_by_window
+from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Change, Stack, changed, not_by_window
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, shortened
@@ -84,9 +85,20 @@ def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
     """Return why blocks cannot be rerun from a state in the middle, or None."""
     if not len(stack):
         return "its blocks are not kept in one list"
-    intact, middle = stack.full(inputs), len(stack) // 2
+    outputs: dict[int, Tensor] = {}
+
+    def keeping(layer: int) -> Change:
+        return lambda out: outputs.setdefault(layer, out)
+
+    with ExitStack() as hooks:
+        for layer, block in enumerate(stack.blocks):
+            hooks.enter_context(changed(block, keeping(layer)))
+        intact, middle = stack.full(inputs), len(stack) // 2
     if not_by_window(intact.states, inputs):
         return NOT_BY_WINDOW
+    for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
+        if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
+            return f"the model changes the states between the blocks {layer} and {layer + 1}"
     again = stack.run(inputs, start=middle, state=intact.states[middle])
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
         return "its blocks need other inputs than the hidden states before them"
