@@ -68,7 +68,9 @@ def test_one_pass_over_the_blocks_measures_all_sets(monkeypatch: pytest.MonkeyPa
     sets = [(), (1,), (2,), (1, 2), (1, 4), (1, 2, 4), (2, 3, 5), (0, 5), (0, 1, 2, 3, 4)]
     with shrinker(checkpoint) as work:
         applied, apply = list[int](), work.runner.block
-        monkeypatch.setattr(work.runner, "block", lambda layer, x: (applied.append(layer), apply(layer, x))[1])
+        monkeypatch.setattr(
+            work.runner, "block", lambda layer, x, inputs=None: (applied.append(layer), apply(layer, x))[1]
+        )
         monkeypatch.setattr(work.runner, "batch", 10**6)
         found = work.means_without(sets)
         assert applied == [*range(6)]

@@ -305,7 +305,8 @@ def test_minilm_for_real() -> None:
     assert 1 < subject["regime"]["corrected_orders"] < subject["regime"]["printed_orders"]
     block = [layer["what_if"]["block"]["loss"] for layer in subject["layers"]]
     assert max(range(6), key=block.__getitem__) == 5
-    assert min(block) > 0.2  # no layer of a distilled model is idle
+    assert subject["model"]["objective"] == "embedding"  # it is a directory of sentence-transformers
+    assert min(block) > 0.05  # no layer of a distilled model is idle
 
 
 @pytest.mark.models

@@ -37,7 +37,7 @@ from depthgauge.checkpoints.model_output import accuracy, require_output, window
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
@@ -240,7 +240,8 @@ def measure_windows(
                 journal.put(f"window {index}", known)
                 observing = time.perf_counter() - started - planning
             if not estimated:
-                message(expected_duration(len(stack), measured, seconds, observing, count - index, states[0].shape[1]))
+                tokens = states[0].shape[1] if states else as_samples(window, TEXT).main.shape[1]
+                message(expected_duration(len(stack), measured, seconds, observing, count - index, tokens))
                 estimated = True
             total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
