@@ -93,7 +93,7 @@ class Stack:
                 patches.enter_context(changed(module, change))
             if silent is not None:
                 patches.enter_context(self._silenced(silent))
-            return model_output(self.checkpoint, inputs)
+            return self._forward(inputs)
 
     @torch.no_grad()
     def full(self, inputs: Inputs, *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None) -> Pass:
@@ -106,8 +106,12 @@ class Stack:
                 patches.enter_context(self._passing(layer, None))
             for layer, block in enumerate(self.blocks):
                 patches.enter_context(self._recording(block, layer, states))
-            output = model_output(self.checkpoint, inputs)
+            output = self._forward(inputs)
         return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        """Return the output of one pass; the monitor's stack returns the loss of its own batch."""
+        return model_output(self.checkpoint, inputs)
 
     @contextmanager
     def _recording(self, block: nn.Module, layer: int, states: dict[int, Tensor]) -> Iterator[None]:
@@ -211,7 +215,7 @@ class BlockRunner(Stack):
         with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True):
             for start in range(0, len(inputs), self.batch):
                 with suppress(_Reached):
-                    model_output(self.checkpoint, inputs[start : start + self.batch])
+                    self._forward(inputs[start : start + self.batch])
         return torch.cat(found)
 
     def block(
@@ -239,7 +243,7 @@ class BlockRunner(Stack):
                 for layer, block in enumerate(self.blocks):
                     patches.enter_context(self._passing(layer, None))
                     patches.enter_context(block.register_forward_pre_hook(_recorder(calls), with_kwargs=True))
-                model_output(self.checkpoint, inputs)
+                self._forward(inputs)
             self._last = inputs, calls
         return self._last[1]
 
@@ -258,7 +262,7 @@ class BlockRunner(Stack):
         if not self.checkpoint.batched:
             return found
         with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
-            model_output(self.checkpoint, repeated(self._example, 2))
+            self._forward(repeated(self._example, 2))
         return found
 
     @torch.no_grad()
@@ -295,7 +299,7 @@ class BlockRunner(Stack):
         with ExitStack() as patches:
             for layer in range(len(self)):
                 patches.enter_context(self._passing(layer, states if layer == len(self) - 1 else None))
-            return model_output(self.checkpoint, repeated(self._example, len(states)) if inputs is None else inputs)
+            return self._forward(repeated(self._example, len(states)) if inputs is None else inputs)
 
 
 def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._format import number
@@ -19,6 +19,7 @@ from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, wrap
 from depthgauge.checkpoints.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.probe import relative_difference
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
@@ -131,7 +132,7 @@ class ProbeStack(Stack):
         super().__init__(checkpoint, session)
         self.batch, self.keywords = batch, keywords
 
-    def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
+    def _forward(self, inputs: Inputs) -> Tensor:
         model = self.checkpoint.model
         out = model(**self.batch.inputs, **self.keywords)
         made: Tensor | None = out.loss if self.checkpoint.objective == "loss" else out.last_hidden_state
