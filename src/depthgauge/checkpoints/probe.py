@@ -11,6 +11,7 @@ from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_output import require_output
 
 TOKENS = 32
 """Number of tokens used."""
@@ -45,6 +46,7 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> Probed:
         own = model.config._attn_implementation
         with quiet():
             model.set_attn_implementation("eager")
+            require_output(checkpoint, ids[0])  # eager attention may fail where the model's own does not
             stock = Stack(checkpoint, Session()).run(ids)
             model.set_attn_implementation(own)
         with attending(model) as session:
