@@ -89,8 +89,10 @@ def test_a_head_is_kept_by_shrink(name: str, tmp_path: Path, corpus: Path) -> No
     heads = [key for key in before if key.startswith(head)]
     assert heads
     assert all(torch.equal(before[key], after[key]) for key in heads)
-    assert result.record.objective == "states"
-    assert any(f"the head of the {kind} was kept unchanged" in note for note in result.record.notes)
+    is_classifier = "Classification" in kind
+    assert result.record.objective == ("logits" if is_classifier else "states")
+    told = any(f"the head of the {kind} was kept unchanged; its own loss" in note for note in result.record.notes)
+    assert told != is_classifier
 
 
 def test_a_head_is_kept_in_memory_too(corpus: Path, tmp_path: Path) -> None:
@@ -111,10 +113,16 @@ def test_a_model_with_another_head_is_not_gauged_as_a_language_model(name: str, 
     result = dg.gauge(tmp_path, text=corpus, tokens=48, what_if="block", **SMALL)
     subject = result.to_json()["subjects"][0]
     assert subject["model"]["architecture"] == HEADS[name][0]
-    assert subject["model"]["objective"] == "states"
     saved(model.base_model, tmp_path / "bare")
     bare = dg.gauge(tmp_path / "bare", text=corpus, tokens=48, what_if="block", **SMALL).to_json()["subjects"][0]
-    assert subject["layers"] == bare["layers"]  # the same encoder, the same numbers
+    assert bare["model"]["objective"] == "states"
+    if "Classification" not in HEADS[name][0]:
+        assert subject["model"]["objective"] == "states"
+        assert subject["layers"] == bare["layers"]  # the same encoder, the same numbers
+        return
+    assert subject["model"]["objective"] == "logits"
+    costs, others = ([one["what_if"]["block"]["loss"] for one in found["layers"]] for found in (subject, bare))
+    assert all(a > 0 and a != b for a, b in zip(costs, others, strict=True))
 
 
 def test_an_unknown_class_is_named(tmp_path: Path) -> None:

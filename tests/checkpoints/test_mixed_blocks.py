@@ -12,9 +12,12 @@ from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.interface import Session
 from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.scores import SublayerScores, added_influence
 from depthgauge.checkpoints.what_if import layers_of, what_if
+from depthgauge.surgery.verify_removal import first_removable
 
 QWEN = Family("self_attn", "mlp", "self_attn.o_proj", "mlp.down_proj")
 DELTA = replace(QWEN, attention="linear_attn", out="linear_attn.out_proj")
@@ -101,3 +104,17 @@ def test_a_block_with_two_sublayers_is_scored_by_both(name: str) -> None:
         added = seen[0].reshape(x.shape)
         assert scores.attention[2] == pytest.approx(added_influence(x, added), rel=1e-4)
         assert scores.mlp[2] == pytest.approx(added_influence(x + added, y - x - added), rel=1e-4)
+
+
+def test_states_that_change_between_blocks_are_noticed() -> None:
+    """RWKV halves its states after every `rescale_every` blocks: states that are put in there would be halved again."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    config = RwkvConfig(
+        hidden_size=16, vocab_size=40, context_length=64, intermediate_size=24, num_hidden_layers=4, rescale_every=2
+    )
+    checkpoint = wrap(RwkvForCausalLM(config).eval(), "tiny")
+    with pytest.raises(CheckpointError, match="the model changes the states between the blocks 1 and 2"):
+        probe(checkpoint, tokens(batch=1))
+    with pytest.raises(CheckpointError, match="its blocks applied one by one do not give its output"):
+        first_removable(checkpoint, tokens())

@@ -8,7 +8,8 @@ HOSTILE = "</script><script>alert(1)</script>"
 _SETTINGS = {
     "remove": "7", "remove_layers": None, "sizes": None, "max_bytes": None, "max_increase": None, "keep": None,
     "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200", "evaluate": None,
-    "text": ["corpus.txt", "more text.txt"], "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
+    "text": ["corpus.txt", "more text.txt"], "images": None, "labels": None, "pairs": None, "stack": None,
+    "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
     "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "gguf_type": None, "force": False,
     "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
 }  # fmt: skip
@@ -85,6 +86,7 @@ DOCUMENT: dict[str, Any] = {
     "schema": "depthgauge.shrink/1", "version": "0.2.0", "name": "SmolLM2-135M", "objective": "loss",
     "layers_before": 30, "layers_after": 23, "removed": _REMOVED, "repaired": True,
     "loss": {"dense": 3.4231, "shrunk": 3.8542, "low": 3.7917, "high": 3.9158},
+    "accuracy": None,
     "texts": [
         _text("text", "corpus.txt", 80, 3.5112, 0.4011),
         _text("text", "more text.txt", 40, 3.2469, 0.4911),

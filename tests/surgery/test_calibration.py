@@ -71,11 +71,11 @@ def of(made: Calibration, part: str, kind: str) -> torch.Tensor:
     """Return the token ids of the windows of a part whose source has this kind."""
     matches = torch.tensor([source.kind == kind for source in made.record.sources])
     windows = getattr(made, part)
-    return windows.ids[matches[windows.source]]
+    return windows.inputs[matches[windows.source]]
 
 
 def contents(part: parts.CalibrationPart) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in part.ids.tolist()]
+    return [tuple(row) for row in part.inputs.tolist()]
 
 
 def assert_disjoint(made: Calibration) -> None:
@@ -101,10 +101,10 @@ def test_half_of_the_windows_are_sampled(decoder: Checkpoint, tokenizer: Any, wr
     assert counts == [(5, 5), (3, 3), (12, 3)]
     assert [len(of(made, part, "built-in")) for part in PARTS] == [0, 0, 1]  # to this tokenizer it is all [UNK]
     assert made.guaranteed_kind == "text"
-    assert made.record.window == made.fit.ids.shape[1] == 16
+    assert made.record.window == made.fit.inputs.shape[1] == 16
     places = []
     for part in PARTS:
-        assert (getattr(made, part).ids[:, 0] == 1).all()
+        assert (getattr(made, part).inputs[:, 0] == 1).all()
         places += [grid(text, 15).index(row[1:]) for row in map(tuple, of(made, part, "text").tolist())]
     assert len(set(places)) == 20  # windows of the text, none used twice; on a grid, so none overlap
     assert places != sorted(places)
@@ -116,15 +116,15 @@ def test_half_of_the_windows_are_sampled(decoder: Checkpoint, tokenizer: Any, wr
 def test_samples_are_the_models_own(decoder: Checkpoint, tokenizer: Any) -> None:
     """On its samples the tiny model has a lower loss than on random words."""
     made = prepare(decoder, tokenizer, [], sizes=CalibrationSizes(60, 1, 1))
-    assert (made.fit.ids[:, 1] > 3).all()  # [PAD] and [UNK] of the tokenizer, BOS and EOS of the model are no starts
+    assert (made.fit.inputs[:, 1] > 3).all()  # [PAD] and [UNK] of the tokenizer, BOS and EOS of the model are no starts
 
     def loss(ids: torch.Tensor) -> float:
         with torch.no_grad():
             logits = decoder.model(ids).logits[:, 1:-1]
         return float(torch.nn.functional.cross_entropy(logits.transpose(1, 2), ids[:, 2:]))
 
-    random = torch.cat([made.fit.ids[:, :2], made.fit.ids[torch.randperm(60), 2:]], dim=1)
-    assert loss(made.fit.ids) < loss(random) - 0.5
+    random = torch.cat([made.fit.inputs[:, :2], made.fit.inputs[torch.randperm(60), 2:]], dim=1)
+    assert loss(made.fit.inputs) < loss(random) - 0.5
 
 
 def test_several_texts_have_equal_shares(decoder: Checkpoint, tokenizer: Any, write: Any) -> None:
@@ -137,7 +137,7 @@ def test_several_texts_have_equal_shares(decoder: Checkpoint, tokenizer: Any, wr
     for index, path in enumerate(texts):
         known = grid(path.read_text(), 15)
         for part in (made.fit, made.select, made.certify):
-            assert all(tuple(row[1:]) in known for row in part.ids[part.source == index].tolist())
+            assert all(tuple(row[1:]) in known for row in part.inputs[part.source == index].tolist())
         assert made.record.sources[index].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -184,8 +184,8 @@ def test_encoders_use_text_alone(encoder: Checkpoint, tokenizer: Any, write: Any
     assert [(s.kind, s.fit, s.select) for s in made.record.sources] == [("text", 10, 6), ("built-in", 0, 0)]
     assert made.guaranteed_kind == "text"
     assert_disjoint(made)
-    assert (made.fit.ids[:, 0] == 1).all()
-    assert (made.fit.ids[:, -1] == 2).all()
+    assert (made.fit.inputs[:, 0] == 1).all()
+    assert (made.fit.inputs[:, -1] == 2).all()
 
 
 def test_an_encoder_without_text_uses_the_built_in_one(encoder: Checkpoint, tokenizer: Any) -> None:
@@ -324,9 +324,9 @@ def test_the_digest_sees_every_token_and_part(decoder: Checkpoint, tokenizer: An
 
     before = digest()
     assert before == made.record.sha256
-    made.certify.ids[3, 5] += 1
+    made.certify.inputs[3, 5] += 1
     assert digest() != before
-    made.certify.ids[3, 5] -= 1
+    made.certify.inputs[3, 5] -= 1
     assert digest() == before
     assert windows_digest((made.select, made.fit, made.certify)) != before
 

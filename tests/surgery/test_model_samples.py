@@ -86,7 +86,7 @@ def plain_windows(checkpoint: Checkpoint, ids: torch.Tensor, uniform: torch.Tens
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [*DECODERS, "mamba", "mamba2", "lfm2", "nemotron_h"])
 def test_the_cache_changes_no_token(name: str) -> None:
     checkpoint = tiny(name)
     ids = sample_windows(checkpoint, windows=3, window=16, before=[1], seed=11, batch=2)
@@ -211,6 +211,25 @@ class Tokenizer:
 def test_ordinary_tokens_are_neither_special_nor_unknown_to_the_tokenizer() -> None:
     assert ordinary_tokens(tiny("llama"), Tokenizer(9)) == [3, 6, 7, 8]
     assert ordinary_tokens(tiny("llama"), Tokenizer(50))[-1] == 39
+
+
+def test_a_model_without_a_cache_is_refused() -> None:
+    from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
+
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=40, n_positions=32, n_embd=16, n_layer=2, n_head=2)).eval()
+    with pytest.raises(
+        CheckpointError, match="cannot be sampled: OpenAIGPTLMHeadModel returns no KV cache; give a text"
+    ):
+        sample_windows(wrap(model, "tiny"), windows=2, window=8, before=[1], seed=0)
+
+
+def test_a_cache_that_mixes_windows_is_refused() -> None:
+    checkpoint = wrap(tiny_model("rwkv"), "tiny")
+    with pytest.raises(
+        CheckpointError, match=r"RwkvForCausalLM returns logits for \[2, 2\] instead of \[2, 1\] windows"
+    ):
+        sample_windows(checkpoint, windows=2, window=8, before=[1], seed=0)
+    assert sample_windows(checkpoint, windows=2, window=8, before=[1], seed=0, batch=1).shape == (2, 8)
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

@@ -1,6 +1,7 @@
 """`shrink` on models whose blocks are of different kinds, or have no attention."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from tiny_checkpoints import text_of
 from tiny_shrinks import quick, save
 
+from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")
@@ -36,8 +38,12 @@ def generates_alike(model: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["lfm2", "bamba", "qwen3_next", "recurrent_gemma", "nemotron_h"])
 def test_blocks_of_different_kinds_are_repaired(name: str, tmp_path: Path, text: Path) -> None:
-    result = quick(save(tmp_path / "model", name, layers=5), text, remove=2, out=tmp_path / "out")
-    record = result.record
+    folder, options = save(tmp_path / "model", name, layers=5), {"remove": 2, "out": tmp_path / "out"}
+    if name == "recurrent_gemma":
+        with pytest.raises(InputError, match=r"RecurrentGemmaForCausalLM returns no KV cache; .* use --sampled 0"):
+            quick(folder, text, **options)
+        options["sampled"] = 0.0
+    record = quick(folder, text, **options).record
     if name != "qwen3_next":  # all its blocks but the first have experts
         assert record.stages[0].name == "least squares"
     assert record.stages[-1].name == "distillation"
@@ -87,9 +93,29 @@ def test_kinds_that_follow_from_the_index_leave_some_sets(tmp_path: Path, text: 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "rwkv"])
 def test_state_spaces_are_shrunk(name: str, tmp_path: Path, text: Path) -> None:
-    record = quick(save(tmp_path / "model", name, layers=4), text, remove=1, out=tmp_path / "out").record
+    sampled = {"sampled": 0.0} if name == "rwkv" else {}
+    record = quick(save(tmp_path / "model", name, layers=4), text, remove=1, out=tmp_path / "out", **sampled).record
     expected = ["distillation"] if name == "rwkv" else ["least squares", "distillation"]
     assert [stage.name for stage in record.stages] == expected
     assert record.reload is not None
     if name != "rwkv":  # its state is not a cache that `generate` can leave out
         assert generates_alike(loaded(tmp_path / "out"))
+
+
+def test_the_command(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code(folder: Path, *arguments: str) -> int:
+        common = ["--text", str(text), "--window", "16", "--effort", "quick", "--out", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["depthgauge", "shrink", str(folder), *common, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+    assert code(save(tmp_path / "lfm2", "lfm2", layers=3), "--remove-layers", "1") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: without the blocks [1], lfm2 cannot be built or run: ")
+    assert not (tmp_path / "out").exists()
+    assert code(save(tmp_path / "mamba", "mamba"), "--remove", "1") == 0
+    assert "least squares" in capsys.readouterr().out
+    assert loaded(tmp_path / "out").config.num_hidden_layers == 3

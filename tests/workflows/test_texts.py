@@ -103,10 +103,10 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
     )
     assert len(measured) == MEASURED_WINDOWS
     assert all(len(body) > 24 for body in measured)
-    assert not runs(measured, 24) & runs(made.certify.ids.tolist(), 24)
-    assert {tuple(window.shape) for window in made.certify.ids} == {(32,)}
-    assert bool((made.certify.ids[:, 0] == BOS).all()) == better
-    every = [tuple(row) for part in (made.fit, made.select, made.certify) for row in part.ids.tolist()]
+    assert not runs(measured, 24) & runs(made.certify.inputs.tolist(), 24)
+    assert {tuple(window.shape) for window in made.certify.inputs} == {(32,)}
+    assert bool((made.certify.inputs[:, 0] == BOS).all()) == better
+    every = [tuple(row) for part in (made.fit, made.select, made.certify) for row in part.inputs.tolist()]
     assert len(set(every)) == len(every)
 
 

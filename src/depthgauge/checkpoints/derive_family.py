@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._format import number
@@ -34,9 +34,11 @@ from depthgauge.checkpoints.layers import (
     find_blocks,
     hidden_in,
     hidden_out,
+    not_by_window,
 )
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.samples import Inputs, few_windows
 
 TOKENS = 12
 """Number of tokens on which a block is observed."""
@@ -148,34 +150,30 @@ class TracedBlock:
         return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def derived(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Checkpoint:
+def derived(checkpoint: Checkpoint, inputs: Inputs) -> Checkpoint:
     """Return a checkpoint with the families of its blocks: the declared ones, or those that are derived from the model.
 
     A block whose family cannot be derived and verified has none, and `Checkpoint.underived` says why.
     """
     if None not in checkpoint.families:
         return checkpoint
-    families, reasons = derive_families(checkpoint, ids)
+    families, reasons = derive_families(checkpoint, inputs)
     return replace(checkpoint, families=families, underived=next(iter(reasons), ""))
 
 
 @torch.no_grad()
-def derive_families(
-    checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]
-) -> tuple[tuple[Family | None, ...], list[str]]:
+def derive_families(checkpoint: Checkpoint, inputs: Inputs) -> tuple[tuple[Family | None, ...], list[str]]:
     """Derive the family of every block and verify it, on a few of the given tokens.
 
     Returns:
         The families, None where a check failed or could not be made, and the reasons why.
     """
-    few = ids[:1, :TOKENS]
-    few = few.repeat(1, -(-TOKENS // few.shape[1]))[:, :TOKENS]
     made: list[Family | None] = []
     found: dict[tuple[tuple[str, str], ...], Family] = {}
     reasons: list[str] = []
     try:
         with _named_failures():
-            runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))
+            runner, states = traced_runner(checkpoint, few_windows(inputs, TOKENS))
     except NotDerivedError as reason:
         return (None,) * checkpoint.layers, [str(reason)]
     for layer, module in enumerate(runner.blocks):
@@ -208,18 +206,18 @@ def _named_failures() -> Iterator[None]:
 
 
 @torch.no_grad()
-def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tuple[BlockRunner, tuple[Tensor, ...]]:
+def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
-    if not find_blocks(checkpoint.model, checkpoint.layers):
+    if not find_blocks(checkpoint.root, checkpoint.layers):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
-    runner = BlockRunner(checkpoint, ids[:1])
-    base = runner.full(ids)
+    runner = BlockRunner(checkpoint, inputs[:1])
+    base = runner.full(inputs)
     state = base.states[0]
-    if state.shape[:2] != ids.shape:
+    if not_by_window(base.states, inputs):
         raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
-        state = runner.block(layer, state)
-    output = runner.output(state)
+        state = runner.block(layer, state, inputs)
+    output = runner.output(state, inputs)
     off = float((output - base.output).double().norm() / base.output.double().norm())
     if not off <= 100 * torch.finfo(output.dtype).eps ** 0.75:
         raise NotDerivedError(

@@ -7,11 +7,12 @@ The router and its weights stay as they are, so that the other experts add what 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack, changed
+from depthgauge.checkpoints.samples import Inputs
 
 
 def expert_weights(mlp: nn.Module) -> list[nn.Parameter]:
@@ -60,9 +61,9 @@ class ExpertWhatIfs:
     intact model differ, because the device adds in another order, only larger changes count.
     """
 
-    def __init__(self, stack: Stack, ids: Int[Tensor, "1 n"]) -> None:
-        """Run the intact model on the token ids twice."""
-        self.stack, self.ids = stack, ids
+    def __init__(self, stack: Stack, inputs: Inputs) -> None:
+        """Run the intact model on the inputs twice."""
+        self.stack, self.inputs = stack, inputs
         families = stack.checkpoint.families
         self._mlps = {
             layer: stack.blocks[layer].get_submodule(str(family.mlp))
@@ -73,9 +74,9 @@ class ExpertWhatIfs:
         with ExitStack() as hooks:
             for layer in self._mlps:
                 hooks.enter_context(self._listening(layer))
-            stack.run(ids)
+            stack.run(inputs)
             again = dict(self._outputs)
-            stack.run(ids)
+            stack.run(inputs)
         self._intact = dict(self._outputs)
         self._noise = {layer: 4 * (self._intact[layer] - again[layer]).abs().max() for layer in self._mlps}
 
@@ -96,6 +97,6 @@ class ExpertWhatIfs:
         `state` is X_ℓ, the input of the layer ℓ in the intact pass.
         """
         with self._listening(layer), without_expert(expert_weights(self._mlps[layer]), expert):
-            output = self.stack.run(self.ids, start=layer, state=state)
+            output = self.stack.run(self.inputs, start=layer, state=state)
         change = (self._outputs[layer] - self._intact[layer]).abs().amax(dim=-1)
         return output, float((change > self._noise[layer]).double().mean())

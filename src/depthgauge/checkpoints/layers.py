@@ -5,20 +5,22 @@ that return their input, except block k − 1, which returns the given state. Em
 negligible cost, and the final norm and the output head are the model's own. `BlockRunner` calls single blocks as well.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.interface import Session, Watch
-from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
+from depthgauge.checkpoints.samples import Inputs, repeated
 
 Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
@@ -37,7 +39,7 @@ class Pass(ArrayRecord):
     """One forward pass.
 
     - `states`: X_0 … X_L, the input of every block and the output of the last one, before the final norm
-    - `output`: the logits, or the final states of a model without a language modelling head
+    - `output`: what is measured, such as the logits; see `model_output`
     """
 
     states: tuple[Float[Tensor, "batch n d"], ...]
@@ -49,9 +51,9 @@ class Stack:
 
     def __init__(self, checkpoint: Checkpoint, session: Session) -> None:
         self.checkpoint, self.session = checkpoint, session
-        self.blocks = find_blocks(checkpoint.model, checkpoint.layers)
+        self.blocks = find_blocks(checkpoint.root, checkpoint.layers)
         self.evaluations = 0
-        self._others = -1  # how many values a block returns after the states, −1 if it returns no tuple
+        self._others: dict[int, tuple[Any, ...] | None] = {}  # what a block returns after the states; None: no tuple
         self._silent_form: dict[type[nn.Module], str] = {}
 
     def __len__(self) -> int:
@@ -60,7 +62,7 @@ class Stack:
     @torch.no_grad()
     def run(
         self,
-        ids: Int[Tensor, "batch n"],
+        inputs: Inputs,
         *,
         start: int = 0,
         state: Float[Tensor, "batch n d"] | None = None,
@@ -73,7 +75,7 @@ class Stack:
         """Return the model's output when the input of layer `start` is `state`; layers before it are not computed.
 
         Args:
-            ids: token ids.
+            inputs: token ids, images, or samples.
             start: the first layer to run.
             state: X_start, the input of layer `start`; not used if `start` is 0.
             changes: functions applied to the outputs of modules.
@@ -86,32 +88,26 @@ class Stack:
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
             for layer in sorted({*range(start), *skipped}):
-                patches.enter_context(self._passing(self.blocks[layer], state if layer == start - 1 else None))
+                patches.enter_context(self._passing(layer, state if layer == start - 1 else None))
             for module, change in (changes or {}).items():
                 patches.enter_context(changed(module, change))
             if silent is not None:
                 patches.enter_context(self._silenced(silent))
-            return self._forward(ids)
+            return model_output(self.checkpoint, inputs)
 
     @torch.no_grad()
-    def full(
-        self, ids: Int[Tensor, "batch n"], *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None
-    ) -> Pass:
+    def full(self, inputs: Inputs, *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None) -> Pass:
         """Run all layers except the `skipped` ones and keep the states X_0 … X_L; `watch` observes the attention."""
         states: dict[int, Tensor] = {}
         self.session.begin(watch=watch)
         self.evaluations += len(self) - len(skipped)
         with ExitStack() as patches:
             for layer in skipped:
-                patches.enter_context(self._passing(self.blocks[layer], None))
+                patches.enter_context(self._passing(layer, None))
             for layer, block in enumerate(self.blocks):
                 patches.enter_context(self._recording(block, layer, states))
-            output = self._forward(ids)
+            output = model_output(self.checkpoint, inputs)
         return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
-
-    def _forward(self, ids: Int[Tensor, "batch n"]) -> Tensor:
-        checkpoint = self.checkpoint
-        return model_output(checkpoint.model, ids.to(checkpoint.device), checkpoint.objective == "loss")
 
     @contextmanager
     def _recording(self, block: nn.Module, layer: int, states: dict[int, Tensor]) -> Iterator[None]:
@@ -119,21 +115,27 @@ class Stack:
             states[layer] = hidden_in(args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            self._others = len(out) - 1 if isinstance(out, tuple) else -1
+            self._others[layer] = out[1:] if isinstance(out, tuple) else None
             states[layer + 1] = hidden_out(out)
 
         with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
             yield
 
     @contextmanager
-    def _passing(self, block: nn.Module, state: Tensor | None) -> Iterator[None]:
-        """Make a block return `state`, or its input if `state` is None."""
+    def _passing(self, layer: int, state: Tensor | None) -> Iterator[None]:
+        """Make a block return `state`, or its input if `state` is None.
+
+        What it returned after the states in the last full pass, it returns again, if this does not depend on the
+        window: block 0 of T5 computes the position biases of all blocks.
+        """
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            out = hidden_in(args, kwargs) if state is None else state
-            return out if self._others < 0 else (out, *(None for _ in range(self._others)))
+            out, others = hidden_in(args, kwargs) if state is None else state, self._others.get(layer)
+            if others is None:
+                return out
+            return (out, *(one if isinstance(one, Tensor) and len(one) == 1 else None for one in others))
 
-        with replaced(block, forward):
+        with replaced(self.blocks[layer], forward):
             yield
 
     @contextmanager
@@ -141,7 +143,7 @@ class Stack:
         """Make a module return zeros.
 
         The first module of a type is computed, to learn the form of its output: a tensor shaped like its input
-        (`one`), a tuple that starts with such a tensor (`several`), or neither (`other`). Later modules of a type with
+        (`one`), a pair that starts with such a tensor (`several`), or neither (`other`). Later modules of a type with
         form `one` or `several` are not computed. Linear maps are always computed, because their output shapes differ.
         """
         form = self._silent_form.get(type(module))
@@ -150,7 +152,7 @@ class Stack:
             zeros = torch.zeros_like(hidden_out(out))
             has_input = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
             same_shape = has_input and hidden_in(args, kwargs).shape == zeros.shape
-            known_form = "several" if isinstance(out, tuple) else "one"
+            known_form = "one" if not isinstance(out, tuple) else "several" if len(out) == 2 else "other"
             self._silent_form[type(module)] = known_form if same_shape else "other"
             return (zeros, *out[1:]) if isinstance(out, tuple) else zeros
 
@@ -174,7 +176,7 @@ class BlockRunner(Stack):
     - `batch`: how many windows are computed together
     """
 
-    def __init__(self, checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> None:
+    def __init__(self, checkpoint: Checkpoint, example: Inputs) -> None:
         super().__init__(checkpoint, Session())
         if not self.blocks:
             raise CheckpointError(
@@ -182,25 +184,23 @@ class BlockRunner(Stack):
                 "are separate modules in one list"
             )
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-        def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-            self._calls.append((args[1:], others))
-
+        self._last: tuple[Inputs, list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
         with ExitStack() as hooks:
             for block in self.blocks:
-                hooks.enter_context(block.register_forward_pre_hook(record, with_kwargs=True))
-            self.full(example)
-        self._by_window = self._rows_by_window(example)
-        self.batch = batch_size(checkpoint.model, example.shape[1], checkpoint.objective == "loss")
+                hooks.enter_context(block.register_forward_pre_hook(_recorder(self._calls), with_kwargs=True))
+            tokens = self.full(example).states[0].shape[1]
+        self._example = example
+        self._by_window = self._rows_by_window()
+        size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
+        self.batch = size if checkpoint.batched else 1
 
     @property
     def device(self) -> torch.device:
-        """The device that expects the token ids."""
+        """The device that expects the inputs."""
         return self.checkpoint.device
 
     @torch.no_grad()
-    def embed(self, ids: Int[Tensor, "windows n"]) -> Float[Tensor, "windows n d"]:
+    def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
         """Return X_0, the input of the first block."""
         found: list[Tensor] = []
 
@@ -209,21 +209,42 @@ class BlockRunner(Stack):
             raise _Reached
 
         with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True):
-            for part in torch.split(ids, self.batch):
+            for start in range(0, len(inputs), self.batch):
                 with suppress(_Reached):
-                    self._forward(part)
+                    model_output(self.checkpoint, inputs[start : start + self.batch])
         return torch.cat(found)
 
-    def block(self, layer: int, states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch n d"]:
-        """Return B_ℓ(X) for one batch."""
-        args, kwargs = self._calls[layer]
-        if len(states) > 1:
-            args = tuple(_for_windows(one, self._by_window.get(i), len(states)) for i, one in enumerate(args))
-            kwargs = {key: _for_windows(one, self._by_window.get(key), len(states)) for key, one in kwargs.items()}
+    def block(
+        self, layer: int, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None
+    ) -> Float[Tensor, "batch n d"]:
+        """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example."""
+        if self.checkpoint.stack is not None and inputs is not None:
+            args, kwargs = self._calls_of(inputs)[layer]
+        else:
+            args, kwargs = self._calls[layer]
+            if len(states) > 1:
+                args = tuple(_for_windows(one, self._by_window.get(i), len(states)) for i, one in enumerate(args))
+                kwargs = {key: _for_windows(one, self._by_window.get(key), len(states)) for key, one in kwargs.items()}
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
 
     @torch.no_grad()
-    def _rows_by_window(self, example: Int[Tensor, "1 n"]) -> dict[int | str, Any]:
+    def _calls_of(self, inputs: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of every block on these windows: the states of the encoder, and masks of padding.
+
+        The last windows are remembered, because all blocks are called with them one after the other.
+        """
+        if self._last is None or self._last[0] is not inputs:
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            with ExitStack() as patches:
+                for layer, block in enumerate(self.blocks):
+                    patches.enter_context(self._passing(layer, None))
+                    patches.enter_context(block.register_forward_pre_hook(_recorder(calls), with_kwargs=True))
+                model_output(self.checkpoint, inputs)
+            self._last = inputs, calls
+        return self._last[1]
+
+    @torch.no_grad()
+    def _rows_by_window(self) -> dict[int | str, Any]:
         """Return which arguments of the first block, by place or name, have rows for each window of a batch."""
         found: dict[int | str, Any] = {}
 
@@ -234,19 +255,27 @@ class BlockRunner(Stack):
             found.update({name: _has_rows_by_window(*pair) for name, pair in pairs})
             raise _Reached
 
+        if not self.checkpoint.batched:
+            return found
         with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
-            self._forward(example[:1].repeat(2, 1))
+            model_output(self.checkpoint, repeated(self._example, 2))
         return found
 
     @torch.no_grad()
-    def through(self, layers: Sequence[int], states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows n d"]:
-        """Return the states after the given layers, in batches; the result is stored where `states` is stored."""
+    def through(
+        self, layers: Sequence[int], states: Float[Tensor, "windows n d"], inputs: Inputs | None = None
+    ) -> Float[Tensor, "windows n d"]:
+        """Return the states after the given layers, in batches; the result is stored where `states` is stored.
+
+        `inputs` are the windows of these states, and possibly more windows after them.
+        """
         if not layers:
             return states
         made = torch.empty_like(states)
         for index, part in self.batches(states):
+            these = None if inputs is None else inputs[index : index + len(part)]
             for layer in layers:
-                part = self.block(layer, part)
+                part = self.block(layer, part, these)
             made[index : index + len(part)] = part.to(made.device, made.dtype)
         return made
 
@@ -256,23 +285,78 @@ class BlockRunner(Stack):
         for start in range(0, len(states), self.batch):
             yield start, states[start : start + self.batch].to(self.device, dtype)
 
-    def output(self, states: Float[Tensor, "batch n d"]) -> Tensor:
-        """Return the logits, or the final states of a model without a head, for the states after the last block.
+    def output(self, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None) -> Tensor:
+        """Return the output of the model, such as its logits, for the states after the last block.
 
-        Gradients with respect to the states are computed where gradients are enabled.
+        `inputs` are the windows of these states, by default the example. A head may read them: a classifier looks for
+        the last token that is not padding. Gradients with respect to the states are computed where they are enabled.
         """
         self.session.begin(first=len(self))
         with ExitStack() as patches:
-            for layer, block in enumerate(self.blocks):
-                patches.enter_context(self._passing(block, states if layer == len(self) - 1 else None))
-            return self._forward(torch.zeros(states.shape[:2], dtype=torch.long))
+            for layer in range(len(self)):
+                patches.enter_context(self._passing(layer, states if layer == len(self) - 1 else None))
+            return model_output(self.checkpoint, repeated(self._example, len(states)) if inputs is None else inputs)
+
+
+def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
+    """Return how many tokens a window becomes; an image becomes one for each patch, and some more."""
+    found: list[int] = []
+
+    def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(hidden_in(args, kwargs).shape[1])
+        raise _Reached
+
+    blocks = find_blocks(checkpoint.root, checkpoint.layers)
+    if not blocks:
+        return 0
+    with blocks[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached), torch.no_grad():
+        model_output(checkpoint, inputs[:1])
+    return found[0]
+
+
+def not_by_window(states: Sequence[Tensor], inputs: Inputs) -> bool:
+    """Return whether states are not `[windows, tokens, d]`, all of one shape."""
+    first = states[0].shape
+    tokens = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() == 2 else first[1]
+    return first[:2] != (len(inputs), tokens) or any(one.dim() != 3 or one.shape != first for one in states)
 
 
 def batch_size(model: Any, window: int, loss: bool) -> int:
     """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
-    embedding = model.get_input_embeddings().weight
-    wide = max(model.config.get_text_config().vocab_size if loss else 1, 8 * embedding.shape[1])
-    return max(1, _LOGIT_BYTES.get(embedding.device.type, 2**28) // (4 * window * int(wide)))
+    config = model.config.get_text_config()
+    wide = max(config.vocab_size if loss else 1, 8 * config.hidden_size)
+    return max(1, _LOGIT_BYTES.get(model.device.type, 2**28) // (4 * window * int(wide)))
+
+
+def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
+    """Return an encoder–decoder model of which one stack is gauged or shrunk: `encoder` or `decoder`.
+
+    The key of the configuration that has its number of layers is the one that changes this stack alone.
+
+    Raises:
+        CheckpointError: there is no such key.
+    """
+    model, other = checkpoint.model, "encoder" if stack == "decoder" else "decoder"
+    lengths = {name: _stack_length(replace(checkpoint, stack=name)) for name in (stack, other)}
+    values = checkpoint.config.to_dict().items()
+    for key in [key for key, value in values if type(value) is int and value == lengths[stack] and "layer" in key]:
+        config = copy.deepcopy(checkpoint.config)
+        setattr(config, key, lengths[stack] + 1)
+        with quiet(), torch.device("meta"):
+            trial = replace(checkpoint, model=type(model)(config))
+        found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
+        if found == lengths | {stack: lengths[stack] + 1}:
+            families = (None,) * lengths[stack]
+            return replace(checkpoint, stack=stack, layer_key=key, families=families)
+    raise CheckpointError(
+        f"no key of the configuration of {checkpoint.name} has the number of layers of its {stack} alone; this model "
+        "is not supported"
+    )
+
+
+def _stack_length(checkpoint: Checkpoint) -> int:
+    """Return the number of blocks of a stack, the outermost list of modules in it."""
+    return next((len(one) for one in checkpoint.root.modules() if isinstance(one, nn.ModuleList)), 0)
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
@@ -281,6 +365,16 @@ def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
             return list(module)
     return []
+
+
+def _recorder(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Callable[..., None]:
+    """Return a hook that records the arguments of a block, without the hidden states."""
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        calls.append((args[1:], others))
+
+    return record
 
 
 def _has_rows_by_window(one: Any, two: Any) -> Any:

@@ -13,13 +13,20 @@ from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
+from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
 from depthgauge.checkpoints.stored_weights import count_parameters, tensor_count
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
+OF_HEAD = ("loss", "labels", "logits")
+"""Objectives that are measured at the output of the model's head."""
+BY_TARGETS = ("loss", "labels")
+"""Objectives that compare the output with targets. The others compare it with the output of the dense model."""
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
+TEXT, IMAGES, PAIRS = "input_ids", "pixel_values", "pairs"
+"""What models read: their main input, or pairs of token ids."""
 MANY_LAYERS = 200
 """From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
@@ -75,11 +82,14 @@ class Checkpoint:
     - `name`: name shown to the user
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
-    - `objective`: how a change is measured, by the `loss` or by the final `states`
+    - `objective`: how a change is measured; see `window_losses`
     - `families`: the paths of the modules of every block; None where `FAMILIES` has no entry and they were not derived
       (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
     - `underived`: why a block has no family
+    - `stack`: of an encoder–decoder model, the stack that is gauged or shrunk: `encoder` or `decoder`
+    - `layer_key`: the key of the configuration that has the number of layers
+    - `pooling`: how the states of the tokens become one embedding, where that is measured
     """
 
     name: str
@@ -89,6 +99,9 @@ class Checkpoint:
     families: tuple[Family | None, ...]
     source: Source | None = None
     underived: str = ""
+    pooling: tuple[str, ...] = ()
+    stack: str | None = None
+    layer_key: str = "num_hidden_layers"
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -96,8 +109,19 @@ class Checkpoint:
 
     @property
     def measured(self) -> Any:
-        """The part of the model whose output is measured; see `measured_part`."""
-        return measured_part(self.model, self.objective == "loss")
+        """The part of the model whose output is measured: with its head where that is, otherwise without it."""
+        return self.model if self.objective in OF_HEAD else self.model.base_model
+
+    @property
+    def reads(self) -> str:
+        """The name of the model's main input: `input_ids`, or `pixel_values`."""
+        return str(self.model.main_input_name)
+
+    @property
+    def batched(self) -> bool:
+        """Whether windows can be computed together: a classifier that reads the last token needs a padding token."""
+        needs = self.objective == "logits" and self.reads == TEXT
+        return not needs or getattr(self.config, "pad_token_id", None) is not None
 
     @property
     def family(self) -> Family | None:
@@ -107,7 +131,14 @@ class Checkpoint:
     @property
     def layers(self) -> int:
         """L, the number of layers."""
-        return int(self.config.num_hidden_layers)
+        return int(getattr(self.config, self.layer_key))
+
+    @property
+    def root(self) -> Any:
+        """The part of the model that contains the blocks: the model, or one of the two stacks."""
+        if self.stack is None:
+            return self.model
+        return self.model.get_encoder() if self.stack == "encoder" else self.model.get_decoder()
 
     @property
     def heads(self) -> int:
@@ -116,9 +147,9 @@ class Checkpoint:
 
     @property
     def device(self) -> torch.device:
-        """The device that expects the token ids."""
+        """The device that expects the inputs."""
         embedding = self.model.get_input_embeddings()
-        device: torch.device = embedding.weight.device
+        device: torch.device = next(embedding.parameters()).device
         if device.type == "meta":  # offloaded by accelerate, which moves the weights in during the forward pass
             device = torch.device(embedding._hf_hook.execution_device)
         return device
@@ -152,30 +183,26 @@ def parameter_count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def measured_part(model: Any, loss: bool) -> Any:
-    """Return the whole model if its loss is measured; otherwise the model without its head, which returns states."""
-    return model if loss else model.base_model
-
-
 def wrap(model: Any, name: str = "model", source: Source | None = None, objective: str | None = None) -> Checkpoint:
     """Wrap a transformers model that is already in memory, and switch it to evaluation mode.
 
-    The objective is `loss` by default for causal language models, and `states` for all others.
+    The objective is by default that of the head.
     """
-    if objective is None:
-        causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        objective = "loss" if type(model).__name__ in causal else "states"
+    objective = objective or objective_of(type(model).__name__)
     model.eval()
+    modes = pooling_modes(None if source is None else source.folder) if objective == "embedding" else ()
     config = model.config.get_text_config()
     families = (family_of(model.config),) * int(config.num_hidden_layers)
-    return Checkpoint(name, model, config, objective, families, source)
+    return Checkpoint(name, model, config, objective, families, source, pooling=modes)
 
 
-def load_config(source: Source, placement: Placement) -> Any:
-    """Load the configuration, without the weights, and refuse encoder–decoder models."""
+def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
+    """Load the configuration, without the weights; refuse encoder–decoder models, and models that read other inputs.
+
+    `reads` is the main input that the model will be given.
+    """
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
-    if getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
+    require_pairs(config, source.target, reads)
     if not getattr(config.get_text_config(), "num_hidden_layers", 0):
         raise CheckpointError(
             f"{source.target} is a {config.model_type} model without layers: its configuration has no "
@@ -187,19 +214,65 @@ def load_config(source: Source, placement: Placement) -> Any:
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
         config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
+    if reads == IMAGES and getattr(config, "vision_config", None) is not None:
+        raise CheckpointError(
+            f"{source.target} is a {config.model_type} model with a vision tower and other parts; save the tower "
+            "alone, for example with CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
+        )
     loader, _ = loader_of(config)
-    reads = getattr(loader, "main_input_name", "input_ids")
-    if reads != "input_ids":
-        raise CheckpointError(f"{source.target} is a {loader.__name__}, which reads {reads}; give a model of text")
+    if not hasattr(loader, "main_input_name"):
+        loader = transformers().MODEL_MAPPING.get(type(config), loader)
+    require_inputs(loader, source.target, TEXT if reads == PAIRS else reads)
     return config
 
 
-def loader_of(config: Any) -> tuple[Any, str]:
-    """Return the class that loads a checkpoint with its head, and how a change is measured: `loss` or `states`.
+def require_pairs(config: Any, name: str, reads: str) -> None:
+    """Raise unless pairs are given to an encoder–decoder model, called `name`, and to no other."""
+    has_two = bool(getattr(config, "is_encoder_decoder", False))
+    if has_two and reads == TEXT:
+        raise CheckpointError(
+            f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
+        )
+    if not has_two and reads == PAIRS:
+        raise CheckpointError(f"{name} is no encoder–decoder model, so it reads no pairs; leave --pairs out")
 
-    The class is the one that the configuration names. Causal language models are measured by their loss, all other
-    models, such as classifiers, masked language models and bare decoders, by the states before their head.
+
+def require_inputs(kind: Any, name: str, reads: str) -> None:
+    """Raise unless a model of this class, called `name`, reads the inputs that it will be given."""
+    needed = getattr(kind, "main_input_name", TEXT)
+    if needed == reads:
+        return
+    advice = {
+        TEXT: "give it text with --text, and leave --images out",
+        IMAGES: "give it images with --images DIR",
+    }.get(needed, "give a model of text or images")
+    raise CheckpointError(f"{name} is a {kind.__name__}, which reads {needed}; {advice}")
+
+
+def objective_of(architecture: str) -> str:
+    """Return how a change of a model with this class is measured.
+
+    Models that write text are measured by their `loss`, classifiers by their `logits`, and all others, such as masked
+    language models and bare decoders, by the `states` before their head.
     """
+    auto = transformers().models.auto.modeling_auto
+    writers = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    is_writer = any(architecture in names.values() for names in writers)
+    return "loss" if is_writer else "logits" if "Classification" in architecture else "states"
+
+
+def loader_of(config: Any, source: Source | None = None) -> tuple[Any, str]:
+    """Return the class that loads a checkpoint with its head, and how a change is measured; see `objective_of`.
+
+    The class is the one that the configuration names. What is measured of a sentence-transformers directory is the
+    `embedding`.
+    """
+    loader, objective = _named_loader(config)
+    is_pooled = source is not None and source.gguf is None and bool(pooling_modes(source.folder))
+    return loader, "embedding" if is_pooled else objective
+
+
+def _named_loader(config: Any) -> tuple[Any, str]:
     library = transformers()
     auto = library.models.auto.modeling_auto
     named = (getattr(config, "architectures", None) or [""])[0]
@@ -224,7 +297,7 @@ def loader_of(config: Any) -> tuple[Any, str]:
             f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
             f"architectures names a {named}; correct it"
         )
-    return found, "states"
+    return found, objective_of(named)
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
@@ -256,7 +329,7 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
-    chosen, objective = loader_of(config)
+    chosen, objective = loader_of(config, source)
     layers = int(config.get_text_config().num_hidden_layers)
     if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
         raise CheckpointError(

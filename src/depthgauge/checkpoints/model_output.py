@@ -1,15 +1,17 @@
-"""The output of a model on token ids, and the numbers that compare two outputs."""
+"""The output of a model that is measured, and the numbers that compare two outputs."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn import functional
 
-from depthgauge.checkpoints.library import CheckpointError, attempt, transformers
-from depthgauge.checkpoints.load import Checkpoint, measured_part
+from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.load import OF_HEAD, Checkpoint
+from depthgauge.checkpoints.samples import IGNORED, Inputs, Samples, as_samples, shortened
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """Largest number of logits converted to float32 at once: 16 MB, which a cache holds; 256 MB on a GPU, where each piece
@@ -32,17 +34,12 @@ def decoded(
     """Run a causal language model on the next tokens; return its output, and the cache for the tokens after them.
 
     The cache is a set of keyword arguments, empty for the first tokens: what the model returns under the name of one of
-    its arguments, such as `past_key_values`, or `cache_params` of Mamba. A model that takes a cache but returns none
-    (RecurrentGemma) is given one. The result is empty if the model keeps no cache.
+    its arguments, such as `past_key_values`, or `cache_params` of Mamba. It stays empty if the model returns none.
     """
     takes = inspect.signature(model.forward).parameters
-    out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-    found = {name: value for name, value in out.items() if name in takes and value is not None}
-    if not found and not cache and "past_key_values" in takes:
-        cache = {"past_key_values": transformers().DynamicCache(config=model.config)}
-        out = model(input_ids=ids, use_cache=True, **cache, **keywords)
-        return out, cache if cached_tensors(cache) else {}
-    return out, found or cache
+    keywords |= dict.fromkeys(no_cache(model), True)
+    out = model(input_ids=ids, **cache, **keywords)
+    return out, {name: value for name, value in out.items() if name in takes and value is not None}
 
 
 def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
@@ -54,20 +51,92 @@ def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def model_output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Float[Tensor, "batch n out"]:
-    """Return the logits of a model, or with `loss=False` the final states of the model without its head."""
-    part = measured_part(model, loss)
-    out = part(input_ids=ids, **no_cache(part))
-    made: Tensor = out.logits if loss else out.last_hidden_state
-    return made
+def model_output(checkpoint: Checkpoint, inputs: Inputs) -> Float[Tensor, "batch *n out"]:
+    """Return the logits of a model, or the final states or embeddings of the model without its head."""
+    part = checkpoint.measured
+    given = as_samples(inputs, checkpoint.reads).keywords(checkpoint.device, checkpoint.model.dtype)
+    out = part(**given, **no_cache(part))
+    if checkpoint.objective in OF_HEAD:
+        logits: Tensor = out.logits
+        return logits
+    return pooled(out.last_hidden_state, checkpoint.pooling)
+
+
+def pooled(states: Float[Tensor, "batch n d"], modes: Sequence[str]) -> Float[Tensor, "batch *n out"]:
+    """Return one embedding per window, as sentence-transformers computes it; without a mode, the states themselves.
+
+    `modes` are names of pooling modes. With several of them, the embeddings are joined. Windows have no padding.
+    """
+    return torch.cat([POOLING[mode](states) for mode in modes], dim=-1) if modes else states
+
+
+def _weighted_mean(states: Float[Tensor, "batch n d"]) -> Float[Tensor, "batch d"]:
+    weights = torch.arange(1, states.shape[1] + 1, device=states.device, dtype=states.dtype)[:, None]
+    return (states * weights).sum(dim=1) / weights.sum()
+
+
+POOLING: Mapping[str, Callable[[Float[Tensor, "batch n d"]], Float[Tensor, "batch d"]]] = {
+    "cls": lambda states: states[:, 0],
+    "lasttoken": lambda states: states[:, -1],
+    "max": lambda states: states.amax(dim=1),
+    "mean": lambda states: states.mean(dim=1),
+    "mean_sqrt_len_tokens": lambda states: states.sum(dim=1) / states.shape[1] ** 0.5,
+    "weightedmean": _weighted_mean,
+}
+"""Pooling mode of sentence-transformers → the embedding of windows without padding."""
+
+
+def window_losses(
+    objective: str, output: Float[Tensor, "batch *n out"], inputs: Inputs, reference: Tensor
+) -> Float[Tensor, " batch"]:
+    """Return one number per window; smaller is better. `reference` is the output of the dense model.
+
+    - `loss`: the mean over tokens of −log p(next token), in nats
+    - `labels`: −log p(label), in nats
+    - `states`, `logits`: ‖output − reference‖F / ‖reference‖F
+    - `embedding`: 1 − cos(output, reference)
+    """
+    if objective == "loss":
+        return _target_losses(output, inputs) if isinstance(inputs, Samples) else _mean_losses(output, inputs)
+    if objective == "labels":
+        return functional.cross_entropy(output.double(), labels_of(inputs).to(output.device), reduction="none")
+    if objective == "embedding":
+        return 1 - functional.cosine_similarity(output.double(), reference.double(), dim=-1)
+    return relative_distance(output, reference)
+
+
+def _mean_losses(logits: Float[Tensor, "batch n vocabulary"], ids: Int[Tensor, "batch n"]) -> Float[Tensor, " batch"]:
+    return token_losses(logits, ids).double().mean(dim=1)
+
+
+def _target_losses(logits: Float[Tensor, "batch n vocabulary"], samples: Samples) -> Float[Tensor, " batch"]:
+    """Return the mean over the tokens of each target of −log p(token)."""
+    targets = labels_of(samples).to(logits.device)
+    losses = [
+        functional.cross_entropy(rows.float(), wanted, ignore_index=IGNORED)  # the mean over those that count
+        for rows, wanted in zip(logits, targets, strict=True)
+    ]
+    return torch.stack(losses).double()
+
+
+def labels_of(inputs: Inputs) -> Int[Tensor, " windows"]:
+    """Return the label, or the target tokens, of every window."""
+    assert isinstance(inputs, Samples)
+    assert inputs.targets is not None
+    return inputs.targets
+
+
+def accuracy(output: Float[Tensor, "windows labels"], inputs: Inputs) -> float:
+    """Return the share of windows whose largest logit is that of the label."""
+    return float((output.argmax(dim=-1).cpu() == labels_of(inputs).cpu()).double().mean())
 
 
 @torch.no_grad()
-def require_output(checkpoint: Checkpoint, ids: Int[Tensor, " n"]) -> None:
-    """Run a model on a few tokens; raise if it cannot run, or if its output is NaN."""
+def require_output(checkpoint: Checkpoint, inputs: Inputs) -> None:
+    """Run a model on a window, or on a few of its tokens; raise if it cannot run, or if its output is NaN."""
 
     def run() -> Tensor:
-        return model_output(checkpoint.model, ids[None, :_TRIED].to(checkpoint.device), checkpoint.objective == "loss")
+        return model_output(checkpoint, shortened(inputs, _TRIED))
 
     if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
         raise CheckpointError(

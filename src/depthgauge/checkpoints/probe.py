@@ -1,17 +1,18 @@
 """A quick check before a long computation: can attention be observed exactly, and can blocks be rerun?"""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack
+from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Change, Stack, changed, not_by_window
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import require_output
+from depthgauge.checkpoints.samples import Inputs, shortened
 
 TOKENS = 32
 """Number of tokens used."""
@@ -29,8 +30,8 @@ class Probed:
     blocks: str | None
 
 
-def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> Probed:
-    """Check whether the attention of a checkpoint can be observed and its blocks rerun, on `TOKENS` tokens.
+def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
+    """Check whether the attention of a checkpoint can be observed and its blocks rerun, on a few tokens.
 
     The output with observed attention is compared with the output of stock eager attention. An architecture that
     bypasses transformers' attention interface, or passes an unknown argument to it, is thereby detected. Its blocks are
@@ -39,36 +40,36 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> Probed:
     Raises:
         CheckpointError: neither is possible.
     """
-    ids, model, name = ids[:, :TOKENS], checkpoint.model, type(checkpoint.model).__name__
+    inputs, model, name = shortened(inputs, TOKENS), checkpoint.model, type(checkpoint.model).__name__
     if not checkpoint.heads:
         attention: str | None = f"{name} has no attention heads"
     else:
         own = model.config._attn_implementation
         with quiet():
             model.set_attn_implementation("eager")
-            require_output(checkpoint, ids[0])  # eager attention may fail where the model's own does not
-            stock = Stack(checkpoint, Session()).run(ids)
+            require_output(checkpoint, inputs)  # eager attention may fail where the model's own does not
+            stock = Stack(checkpoint, Session()).run(inputs)
             model.set_attn_implementation(own)
         with attending(model) as session:
             stack = Stack(checkpoint, session)
-            attention = _unobserved(stack, ids, stock)
+            attention = _unobserved(stack, inputs, stock)
             if attention is None:
-                return Probed(None, _not_rerun(stack, ids))
-    found = Probed(attention, _not_rerun(Stack(checkpoint, Session()), ids))
+                return Probed(None, _not_rerun(stack, inputs))
+    found = Probed(attention, _not_rerun(Stack(checkpoint, Session()), inputs))
     if found.blocks is not None:
         raise CheckpointError(
-            f"{name} cannot be gauged on text: its attention weights are not observable ({attention}), and its blocks "
+            f"{name} cannot be gauged: its attention weights are not observable ({attention}), and its blocks "
             f"cannot be rerun ({found.blocks})"
             + ("; use --weights-only" if checkpoint.family and checkpoint.family.projections else "")
         )
     return found
 
 
-def _unobserved(stack: Stack, ids: Int[Tensor, "1 n"], stock: Tensor) -> str | None:
+def _unobserved(stack: Stack, inputs: Inputs, stock: Tensor) -> str | None:
     """Return why observed attention differs from that of the model, whose output is `stock`, or None."""
     checkpoint, session = stack.checkpoint, stack.session
     name, layers = type(checkpoint.model).__name__, checkpoint.layers
-    off = relative_difference(stack.run(ids), stock)
+    off = relative_difference(stack.run(inputs), stock)
     if session.calls < layers:
         return (
             f"{name} bypasses transformers' attention interface: {session.calls} of its {counted(layers, 'layer')} "
@@ -82,14 +83,25 @@ def _unobserved(stack: Stack, ids: Int[Tensor, "1 n"], stock: Tensor) -> str | N
     return None
 
 
-def _not_rerun(stack: Stack, ids: Int[Tensor, "1 n"]) -> str | None:
+def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
     """Return why blocks cannot be rerun from a state in the middle, or None."""
     if not len(stack):
         return "its blocks are not kept in one list"
-    intact, middle = stack.full(ids), len(stack) // 2
-    if intact.states[0].shape[:2] != ids.shape:
+    outputs: dict[int, Tensor] = {}
+
+    def keeping(layer: int) -> Change:
+        return lambda out: outputs.setdefault(layer, out)
+
+    with ExitStack() as hooks:
+        for layer, block in enumerate(stack.blocks):
+            hooks.enter_context(changed(block, keeping(layer)))
+        intact, middle = stack.full(inputs), len(stack) // 2
+    if not_by_window(intact.states, inputs):
         return NOT_BY_WINDOW
-    again = stack.run(ids, start=middle, state=intact.states[middle])
+    for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
+        if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
+            return f"the model changes the states between the blocks {layer} and {layer + 1}"
+    again = stack.run(inputs, start=middle, state=intact.states[middle])
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
         return "its blocks need other inputs than the hidden states before them"
     return None

@@ -15,8 +15,9 @@ from torch import Tensor
 from depthgauge._format import number
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
-from depthgauge.checkpoints.model_output import model_output, token_losses
-from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.model_output import model_output, require_output, token_losses
+from depthgauge.checkpoints.start_token import Start, measure_start
+from depthgauge.checkpoints.windows import Windows, require_rows
 
 MOST_BITS = 2.5
 """The most bits per byte. Language models need about 1 for text that they know, gzip 2.4 to 3.3 for English texts."""
@@ -64,6 +65,26 @@ def require_readable(
     message(f"{found}; continuing because of --force")
 
 
+def started_windows(
+    checkpoint: Checkpoint,
+    windows: Windows,
+    start: Start,
+    tokenizer: Any,
+    force: bool,
+    message: Callable[[str], None],
+) -> tuple[Windows, Start]:
+    """Decide about the BOS token, add it if it helps, and check that the model can read the text."""
+    require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+    require_output(checkpoint, windows.ids)
+    n = windows.ids.shape[1]
+    bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
+    decided = measure_start(start, checkpoint, bodies)
+    require_readable(checkpoint, tokenizer, decided, bodies, force, message)
+    if decided.before != start.before:
+        windows = windows.with_first(decided.before[0], len(start.after))
+    return windows, decided
+
+
 @torch.no_grad()
 def reading_loss(
     checkpoint: Checkpoint, tokenizer: Any, start: Start, bodies: Sequence[Int[Tensor, " _"]]
@@ -81,7 +102,7 @@ def reading_loss(
         ids = torch.tensor([[*start.before, *text, *start.after]])
         first = max(1, len(start.before))  # without special tokens, the first token is not predicted
         predicted = slice(first, ids.shape[1] - len(start.after))
-        logits = model_output(checkpoint.model, ids.to(checkpoint.device), loss=True)
+        logits = model_output(checkpoint, ids)
         losses = token_losses(logits, ids)[0, predicted.start - 1 : predicted.stop - 1]
         with quiet():
             decoded = tokenizer.decode(ids[0, predicted].tolist())

@@ -89,7 +89,7 @@ def window_losses(
     for first in range(0, len(ids), batch):
         progress(first, len(ids), f"windows of {windows.source}")
         part = ids[first : first + batch]
-        logits = model_output(checkpoint.model, part.to(checkpoint.device), loss=True)
+        logits = model_output(checkpoint, part)
         found += token_losses(logits, part).double().mean(dim=1).tolist()
         if first == 0:
             left = (time.perf_counter() - started) * len(ids) / len(part)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.model_output import relative_distance, token_losses
+from depthgauge.checkpoints.model_output import token_losses, window_losses
+from depthgauge.checkpoints.samples import Inputs
 
 
 def layers_of(kind: str, families: Sequence[Family | None], observable: bool = True) -> list[int]:
@@ -33,7 +34,7 @@ def passes(kind: str, on: Sequence[int], layers: int) -> float:
 
 
 def what_if(
-    stack: Stack, ids: Int[Tensor, "batch n"], states: Sequence[Float[Tensor, "batch n d"]], kind: str, layer: int
+    stack: Stack, inputs: Inputs, states: Sequence[Float[Tensor, "batch n d"]], kind: str, layer: int
 ) -> Tensor:
     """Return the model's output in one what-if.
 
@@ -46,27 +47,24 @@ def what_if(
     """
     state = states[layer]
     if kind == "block":
-        return stack.run(ids, start=layer + 1, state=state)
+        return stack.run(inputs, start=layer + 1, state=state)
     if kind == "uniform":
-        return stack.run(ids, start=layer, state=state, uniform=layer)
+        return stack.run(inputs, start=layer, state=state, uniform=layer)
     if kind == "parallel":
         gained = states[layer + 1] - state.to(states[layer + 1].device)
         add_gained = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
-        return stack.run(ids, start=layer + 1, state=state, changes=add_gained)
+        return stack.run(inputs, start=layer + 1, state=state, changes=add_gained)
     sublayer = stack.blocks[layer].get_submodule(getattr(stack.checkpoint.families[layer], kind))
-    return stack.run(ids, start=layer, state=state, silent=sublayer)
+    return stack.run(inputs, start=layer, state=state, silent=sublayer)
 
 
-def objective(kind: str, ids: Int[Tensor, "1 n"], intact: Tensor) -> Callable[[Tensor], float]:
+def objective(kind: str, inputs: Inputs, intact: Tensor) -> Callable[[Tensor], float]:
     """Return a function that measures how much worse an output is than the output of the intact model.
 
-    - `loss`: cross_entropy(output) − cross_entropy(intact), in nats per token
-    - `states`: ‖output − intact‖F / ‖intact‖F
+    It is the difference of `window_losses`. That of the intact model is 0 where outputs are compared with it.
     """
-    if kind == "loss":
-        before = cross_entropy(intact, ids)
-        return lambda output: cross_entropy(output, ids) - before
-    return lambda output: float(relative_distance(output, intact))
+    before = window_losses(kind, intact, inputs, intact)
+    return lambda output: float((window_losses(kind, output, inputs, intact) - before).mean())
 
 
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:

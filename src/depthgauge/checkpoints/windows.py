@@ -41,8 +41,10 @@ class Windows(ArrayRecord):
     def record(self, bos: bool | None, reason: str) -> TextWindows:
         """Return the record of the windows; `bos` and `reason` are the decision about the BOS token."""
         windows, n = self.ids.shape
-        counts = {"windows": windows, "window": n, "tokens": windows * n}
-        return TextWindows(source=self.source, sha256=self.digest, **counts, bos=bos, bos_reason=reason)
+        return TextWindows(
+            source=self.source, sha256=self.digest, windows=windows, window=n, tokens=windows * n, bos=bos,
+            bos_reason=reason,
+        )  # fmt: skip
 
     def with_first(self, token: int, after: int) -> "Windows":
         """Return the windows with a token added at the start, and the last token of their text removed.

@@ -8,15 +8,13 @@ import typer
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
 from depthgauge.errors import OutputError
-from depthgauge.results.gauge_options import GaugeOptions
+from depthgauge.results.gauge_options import PATHS, GaugeOptions
 
 if TYPE_CHECKING:
     from depthgauge.workflows.gauge import GaugeResult
 
 
-@with_options(
-    GaugeOptions, {"checkpoints": "Checkpoints", "networks": "Networks"}, paths=("input", "text", "tokenizer")
-)
+@with_options(GaugeOptions, {"checkpoints": "Checkpoints", "networks": "Networks"}, paths=PATHS)
 def command(
     target: Annotated[
         str | None,
@@ -58,6 +56,8 @@ def command(
 
     `depthgauge gauge ./my-model --text corpus.txt --out r.json` gauges a checkpoint: what every head does on the text,
     and what the model loses without each layer. Add `--resume` to continue after an interruption.
+
+    `depthgauge gauge ./vit --images photos` gauges a model of images on a directory of images.
 
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.

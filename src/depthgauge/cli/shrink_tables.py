@@ -11,6 +11,8 @@ from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
+    BY_LOSS,
+    accuracy_sentence,
     calibration_sentence,
     durations_sentence,
     guarantee_sentences,
@@ -22,6 +24,7 @@ from depthgauge.results.shrink_verdicts import (
     stack_picture,
     stage_sentence,
     text_label,
+    texts_caption,
     with_error,
 )
 
@@ -75,19 +78,22 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     if not record.texts:
         return
     label = objective_label(record.objective)
-    key = Column("text", [escape(printable(text_label(text))) for text in record.texts], text=True)
-    columns = [Column("windows", [str(text.windows) for text in record.texts])]
-    if record.objective == "loss":
+    noun = record.plan.calibration.noun
+    key = Column(
+        "text" if noun == "window" else f"{noun}s",
+        [escape(printable(text_label(text))) for text in record.texts],
+        text=True,
+    )
+    columns = [Column(f"{noun}s" if noun == "window" else "number", [str(text.windows) for text in record.texts])]
+    if record.objective in BY_LOSS:
         columns.append(Column("before", [number(text.dense) for text in record.texts]))
         columns.append(Column("after", [number(text.shrunk) for text in record.texts]))
     increases = [escape(increase_text(text.increase, text.low, text.high)) for text in record.texts]
-    columns.append(Column("increase" if record.objective == "loss" else "value", increases))
-    caption = (
-        "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
-        "another kind can lose more."
-    )
+    columns.append(Column("increase" if record.objective in BY_LOSS else "value", increases))
     title = label.title[:1].upper() + label.title[1:]
-    yield from stacked(title, key, columns, width, caption=caption)
+    yield from stacked(title, key, columns, width, caption=texts_caption(record))
+    if record.accuracy is not None:
+        yield _line(accuracy_sentence(record.accuracy))
 
 
 def tested_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:

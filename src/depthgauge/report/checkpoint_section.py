@@ -33,11 +33,14 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
         ("precision", model.dtype),
     ]
     if (text := subject.text) is not None:
-        facts.append(("text", f"{counted(text.windows, 'window')} of {text.window} tokens of {text.source}"))
+        facts.append((text.kind, f"{text.phrase()} of {text.source}"))
         if text.bos is not None:
             facts.append(("BOS token", f"{'added' if text.bos else 'not added'}: {text.bos_reason}"))
     if subject.baseline is not None:
-        facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats per token"))
+        unit = "image" if model.objective == "labels" else "token"
+        facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats per {unit}"))
+    if subject.accuracy is not None:
+        facts.append(("accuracy, intact", f"{number(100 * subject.accuracy)} %"))
     if (regime := subject.regime) is not None:
         facts.append(("largest weight η", number(regime.eta)))
         facts.append(

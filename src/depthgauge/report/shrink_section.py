@@ -11,6 +11,7 @@ from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
     SHORT_TEXTS,
+    accuracy_sentence,
     durations_sentence,
     guarantee_sentences,
     heal_sentence,
@@ -23,6 +24,7 @@ from depthgauge.results.shrink_verdicts import (
     shrink_verdict,
     stage_sentence,
     text_label,
+    texts_caption,
     why_not_guaranteed,
     with_error,
 )
@@ -103,7 +105,7 @@ def text_part(record: ShrinkRecord) -> PagePart | None:
         },
         **hovering([
             f"{label(text_label(text))}<br><b>{label(increase_text(text.increase, text.low, text.high))}</b>"
-            f"<br>{counted(text.windows, 'window')}"
+            f"<br>{counted(text.windows, record.plan.calibration.noun)}"
             for text in known
         ]),
     }  # fmt: skip
@@ -114,18 +116,19 @@ def text_part(record: ShrinkRecord) -> PagePart | None:
     }  # fmt: skip
     drawn = figure(trace, x=x, y=y, left=16, right=16, top=16, bargap=0.45)
     words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
-    caption = (
-        "On windows that nothing was fitted or selected on, with the 95 % confidence interval of the mean. Text of "
-        "another kind can lose more."
-    )
+    caption = texts_caption(record)
+    if record.accuracy is not None:
+        caption += f" {capital(accuracy_sentence(record.accuracy))}."
+    noun = record.plan.calibration.noun
+    what = "text" if noun == "window" else noun
     table = Table(
-        f"{capital(objective_label(record.objective).title)}, by kind of text",
-        ("text", "windows", "before", "after", "increase", "low", "high"),
+        f"{capital(objective_label(record.objective).title)}, by kind of {what}",
+        (what, f"{noun}s", "before", "after", "increase", "low", "high"),
         tuple((text_label(t), t.windows, t.dense, t.shrunk, t.increase, t.low, t.high) for t in texts),
     )
-    alt = f"Bar chart of {objective_label(record.objective).added} by kind of text. {words}."
+    alt = f"Bar chart of {objective_label(record.objective).added} by kind of {what}. {words}."
     chart = single(alt, 96 + 56 * len(known), drawn) if known else None
-    return PagePart("texts", "What it costs on each text", caption, chart, table, half=True)
+    return PagePart("texts", f"What it costs on each {what}", caption, chart, table, half=True)
 
 
 def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
@@ -334,7 +337,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
     calibration = plan.calibration
     for part, meaning in (("fit", "fit the repair"), ("select", "select the plan"), ("certify", "certify")):
         counts = {source.name: getattr(source, part) for source in calibration.sources if getattr(source, part)}
-        facts.append((f"to {meaning}", f"{counted(sum(counts.values()), 'window')} of {calibration.window} tokens"))
+        facts.append((f"to {meaning}", f"{sum(counts.values())} {calibration.windows}"))
     if calibration.bos is not None:
         facts.append(("BOS token", f"{'added' if calibration.bos else 'not added'}: {calibration.bos_reason}"))
     effort = ("effort, seed", f"{settings.effort}, {settings.seed}")

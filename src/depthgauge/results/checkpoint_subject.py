@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from depthgauge._format import counted
 from depthgauge.results.network_subject import GaugedSubject, Residual, residual_columns
 from depthgauge.results.record import Count, Measured, Number, Record
 
@@ -51,11 +52,13 @@ class CheckpointDescription(Record, frozen=True, kw_only=True):
 
 
 class TextWindows(Record, frozen=True, kw_only=True):
-    """The text a checkpoint was gauged on: `windows` windows of `window` tokens.
+    """What a checkpoint was gauged on: `windows` windows of `window` tokens of a text, or as many images.
 
-    `bos` says whether every window starts with the BOS token (None: the model has none), `bos_reason` says why.
+    `kind` is `text`, `images` or `pairs`; an image, or the padded side of a pair, becomes `window` tokens. `bos` says
+    whether every window starts with the BOS token (None: the model has none), `bos_reason` says why.
     """
 
+    kind: str = "text"
     source: str
     sha256: str = ""
     windows: Count
@@ -63,6 +66,12 @@ class TextWindows(Record, frozen=True, kw_only=True):
     tokens: Count | None = None
     bos: bool | None = None
     bos_reason: str | None = None
+
+    def phrase(self) -> str:
+        """Return `8 windows of 256 tokens`, `16 images` or `16 pairs`."""
+        if self.kind != "text":
+            return counted(self.windows, self.kind.removesuffix("s"))
+        return f"{counted(self.windows, 'window')} of {self.window} tokens"
 
 
 LEAST_WINDOWS = 4
@@ -208,7 +217,8 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
     """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal.
 
-    `unobserved` is why the attention weights of the model are not observable; None if they are, or were not asked for.
+    `baseline` is the loss of the intact model, and `accuracy` its accuracy where images have labels. `unobserved` is
+    why the attention weights of the model are not observable; None if they are, or were not asked for.
     """
 
     model: CheckpointDescription
@@ -216,6 +226,7 @@ class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kin
     regime: RegimeDistance | None
     first_layer: FirstLayerBound | None = None
     baseline: Interval | None
+    accuracy: Measured = None
     input: CheckpointState
     layers: tuple[CheckpointLayer, ...]
     scores: tuple[ScoreTrust, ...]

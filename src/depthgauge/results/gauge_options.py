@@ -15,8 +15,19 @@ NETWORK_DEFAULTS: Mapping[str, Any] = {"samples": 4, "tokens": 128, "radius": 1.
 CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
     "tokens": 2048, "seed": 0, "what_if": "default", "bos": "auto", "dtype": "auto",
 }  # fmt: skip
+ABOUT_TEXT = (
+    "text", "as_is", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate",
+    "gguf_type",
+)  # fmt: skip
+"""Options of `gauge` and `shrink` that a model of images has no use for."""
+STACKS = ("decoder", "encoder")
+"""The stacks of an encoder–decoder model, the default first."""
+SAMPLES = 16
+"""Images that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
+PATHS = ("input", "text", "images", "labels", "pairs", "tokenizer")
+"""Options that are paths."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
     "bos": ("auto", "yes", "no"),
@@ -29,13 +40,18 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4].
+        samples: Number of random inputs of a network  [default: 4], or of images or pairs  [default: 16].
         tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
         seed: Seed of random inputs and of the choice of text windows  [default: 0].
         input: Read the inputs from this safetensors file (tensor `x`) instead.
         text: Text file to gauge on, or FILE.jsonl:FIELD, where FIELD is `text` or `messages` by default  [default: a
             built-in text].
+        images: Directory of images to gauge a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
+        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
+            and label, or CSV with these two columns.
+        pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
+        stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
@@ -53,12 +69,16 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         ignore_unused: Accept weights that no module of the model takes.
     """
 
-    samples: Annotated[int | None, _NETWORKS] = None
+    samples: Annotated[int | None, _ANY] = None
     tokens: Annotated[int | None, _ANY] = None
     radius: Annotated[float | None, _NETWORKS] = None
     seed: Annotated[int | None, _ANY] = None
     input: Annotated[str | None, _NETWORKS] = None
     text: Annotated[str | None, _CHECKPOINTS] = None
+    images: Annotated[str | None, _CHECKPOINTS] = None
+    labels: Annotated[str | None, _CHECKPOINTS] = None
+    pairs: Annotated[str | None, _CHECKPOINTS] = None
+    stack: Annotated[str | None, _CHECKPOINTS] = None
     as_is: Annotated[bool | None, _CHECKPOINTS] = None
     window: Annotated[int | None, _CHECKPOINTS] = None
     what_if: Annotated[str | None, _CHECKPOINTS] = None
@@ -90,6 +110,29 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             only = GaugeOptions.__annotations__[name].__metadata__[0].extra["only"]
             if only not in (None, kind):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
+        if kind == CHECKPOINTS:
+            refuse_other_inputs(self.given())
+            if self.samples is not None and self.images is None and self.pairs is None:
+                raise InputError(
+                    f"--samples applies to network files, --images and --pairs; {target} is {noun}. Leave it out"
+                )
+
+
+def refuse_other_inputs(given: Mapping[str, Any]) -> None:
+    """Raise if options about text are given with images or pairs, labels without images, or a stack without pairs."""
+    if "images" in given and "pairs" in given:
+        raise InputError("--images and --pairs are inputs of different models; leave one of them out")
+    for kind, allowed in (("images", ()), ("pairs", ("window", "tokenizer"))):
+        for name in given if kind in given else ():
+            if name in ABOUT_TEXT and name not in allowed:
+                raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {kind}; leave it out")
+    if "labels" in given and "images" not in given:
+        raise InputError("--labels gives the labels of images; give the images with --images DIR")
+    if "stack" in given:
+        if "pairs" not in given:
+            raise InputError("--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl")
+        if given["stack"] not in STACKS:
+            raise unknown_name("stack", given["stack"], STACKS)
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
@@ -129,4 +172,4 @@ def chosen_kinds(asked: str) -> tuple[str, ...]:
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:
     """Combine an options record with single options given by keyword; raise for unknown names and other types."""
-    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(("input", "text", "tokenizer"), str))
+    return combine_options(GaugeOptions, "gauge", options, fields, dict.fromkeys(PATHS, str))

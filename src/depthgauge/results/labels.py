@@ -113,4 +113,9 @@ NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "c
 
 def unit(objective: str) -> str:
     """Return the unit in which a checkpoint's what-ifs are measured."""
-    return "loss added, nats per token" if objective == "loss" else "relative change of the final states"
+    return {
+        "loss": "loss added, nats per token",
+        "labels": "loss added, nats per image",
+        "logits": "relative change of the logits",
+        "embedding": "1 − cosine of the embeddings",
+    }.get(objective, "relative change of the final states")

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from depthgauge._format import counted
 from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
-from depthgauge.results.gauge_options import check_choices
+from depthgauge.results.gauge_options import check_choices, refuse_other_inputs
 from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
@@ -50,6 +50,11 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             commas between them; 500 items of each.
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
+        images: Directory of images to calibrate a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
+        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
+            and label, or CSV with these two columns.
+        pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
+        stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
         window: Tokens per window  [default: 512, with --effort quick 256].
@@ -79,6 +84,10 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     heal: Annotated[str | None, _ANY] = None
     evaluate: Annotated[str | None, _ANY] = None
     text: Annotated[tuple[str, ...], _TEXT] = ()
+    images: Annotated[str | None, _TEXT] = None
+    labels: Annotated[str | None, _TEXT] = None
+    pairs: Annotated[str | None, _TEXT] = None
+    stack: Annotated[str | None, _TEXT] = None
     as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
     window: Annotated[int | None, _TEXT] = None
@@ -101,6 +110,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
+        refuse_other_inputs(self.given())
         check_choices(self)
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)
@@ -126,10 +136,10 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def check_model(self, decoder: bool, name: str) -> None:
         """Raise for options that do not apply to the model `name`; a decoder is a causal language model."""
-        if not decoder and self.max_increase is not None:
+        if not decoder and self.max_increase is not None and self.labels is None:
             raise InputError(
                 f"--max-increase limits the loss of a language model, and {name} is none; use --remove, the result "
-                "shows how far its final states move"
+                "shows how far its output moves"
             )
         if not decoder and self.evaluate is not None:
             raise InputError(f"--evaluate needs a causal language model, and {name} is none; leave it out")
@@ -217,7 +227,7 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
         "remove": _remove_text,
         "text": _text_list,
         "heal": _as_text,
-        "tokenizer": str,
+        **dict.fromkeys(("images", "labels", "pairs", "tokenizer"), str),
     }
     normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "heal"), _as_text)
     return combine_options(ShrinkOptions, "shrink", options, given, normal)

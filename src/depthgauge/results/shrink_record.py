@@ -70,7 +70,10 @@ class RepairStage(Record, frozen=True, kw_only=True):
 
 
 class SourceRecord(Record, frozen=True, kw_only=True):
-    """One source of calibration windows: `text`, `sampled` or `built-in`, and its windows in each part."""
+    """One source of calibration windows, and its windows in each part.
+
+    `kind` is `text`, `sampled`, `built-in`, `images` or `pairs`.
+    """
 
     kind: str
     name: str
@@ -81,13 +84,24 @@ class SourceRecord(Record, frozen=True, kw_only=True):
 
 
 class CalibrationRecord(Record, frozen=True, kw_only=True):
-    """The windows: their length, special tokens, sources, and the SHA-256 of all token ids."""
+    """The windows: their length in tokens, special tokens, sources, and the SHA-256 of all of them."""
 
     window: Count
     bos: bool | None
     bos_reason: str
     sources: tuple[SourceRecord, ...]
     sha256: str
+
+    @property
+    def noun(self) -> str:
+        """What one window is: a `window` of text, an `image` or a `pair`."""
+        kinds = {source.kind for source in self.sources}
+        return "image" if "images" in kinds else "pair" if "pairs" in kinds else "window"
+
+    @property
+    def windows(self) -> str:
+        """What the windows are: `windows of 512 tokens`, or `images`."""
+        return f"windows of {self.window} tokens" if self.noun == "window" else f"{self.noun}s"
 
 
 class PlanRecord(Record, frozen=True, kw_only=True):
@@ -135,6 +149,14 @@ class LossRecord(Record, frozen=True, kw_only=True):
     high: Measured
 
 
+class LabelAccuracy(Record, frozen=True, kw_only=True):
+    """The shares of the certify windows whose label the dense and the shrunk model predict."""
+
+    dense: Number
+    shrunk: Number
+    windows: Count
+
+
 class TextRecord(Record, frozen=True, kw_only=True):
     """The objective on one kind of text, on windows that nothing was fitted or selected on.
 
@@ -173,7 +195,7 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
     - `quantile`: the bound; with a `limit`, it is the limit itself
     - `mean`: a bound on the mean, in documents of earlier versions; otherwise None
-    - `about`: the kind of text that the guarantee is about: `text`, `sampled` or `built-in`
+    - `about`: what the guarantee is about: `text`, `sampled`, `built-in`, `images` or `pairs`
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """
@@ -251,9 +273,10 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
-    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`, or `states` for encoders
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labelled images;
+      `logits`, the change of a classifier's output; `embedding`, that of an embedding; or `states` for other models
     - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
-    - `loss`, `texts`, `guarantee`: on certify windows, which nothing was fitted or selected on
+    - `loss`, `texts`, `accuracy`, `guarantee`: on certify windows, which nothing was fitted or selected on
     - `parameters`, `bytes`, `memory`: before and after; `bytes` are the weight files on the disk
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
     - `stages`: the stages of the repair
@@ -273,6 +296,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     repaired: bool
     loss: LossRecord
     texts: tuple[TextRecord, ...]
+    accuracy: LabelAccuracy | None = None
     guarantee: GuaranteeRecord | None
     speed: SpeedRecord | None
     parameters: BeforeAfter

@@ -15,6 +15,7 @@ from depthgauge.results.shrink_record import (
     CalibrationRecord,
     GuaranteeRecord,
     HealRecord,
+    LabelAccuracy,
     ReloadRecord,
     RepairStage,
     ShrinkRecord,
@@ -30,12 +31,14 @@ class ObjectiveLabel:
     - `title`: the quantity with its unit, for tables
     - `added`: its increase with the unit, for axes
     - `change`: what happens to it; the amount replaces `#`
+    - `output`: where the output is compared with the dense model's: what moves
     """
 
     noun: str
     title: str
     added: str
     change: str
+    output: str = "its output moves"
 
     def by(self, amount: str) -> str:
         """Return what happens to the quantity: `the loss grows by 0.43 nats per token`."""
@@ -49,17 +52,51 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
     ),
     "states": ObjectiveLabel(
         "change of the final states", "relative change of the final states", "relative change of states",
-        "the final states change by # of their size",
+        "the final states change by # of their size", "its final states move",
+    ),
+    "labels": ObjectiveLabel(
+        "loss", "loss of the labels, nats per image", "loss added, nats per image", "the loss grows by # nats per image"
+    ),
+    "logits": ObjectiveLabel(
+        "change of the logits", "relative change of the logits", "relative change of logits",
+        "the logits change by # of their size", "the logits of its head move",
+    ),
+    "embedding": ObjectiveLabel(
+        "change of the embeddings", "1 − cosine of the embeddings", "1 − cosine of embeddings",
+        "the cosine of the embeddings falls by #", "its embeddings turn",
     ),
 }  # fmt: skip
 """Objective → label."""
 
-TEXTS = {"text": "your text", "sampled": "sampled from the model", "built-in": "built-in text"}
+TEXTS = {
+    "text": "your text",
+    "images": "your images",
+    "pairs": "your pairs",
+    "sampled": "sampled from the model",
+    "built-in": "built-in text",
+}
 """Kind of text → label."""
-ABOUT = {"text": "your text", "sampled": "text that the model writes itself", "built-in": "the built-in text"}
+ABOUT = {
+    "text": "your text",
+    "images": "your images",
+    "pairs": "your pairs",
+    "sampled": "text that the model writes itself",
+    "built-in": "the built-in text",
+}
 """Kind of text → what a guarantee about it says."""
-SHORT_TEXTS = {"text": "your text", "sampled": "sampled", "built-in": "built-in"}
+SHORT_TEXTS = {
+    "text": "your text",
+    "images": "your images",
+    "pairs": "your pairs",
+    "sampled": "sampled",
+    "built-in": "built-in",
+}
 """Kind of text → label next to a chart."""
+
+GIVEN = ("text", "images", "pairs")
+"""Kinds that the user gave, by name."""
+BY_LOSS = ("loss", "labels")
+"""Objectives that have a value before and after."""
 
 DAMAGE, DAMAGE_BOUND, DAMAGE_RATIO, DAMAGE_LEAST = 0.5, 1.0, 3.0, 0.1
 """A model is called damaged if its loss grows by more than `DAMAGE` (nats per token), if the guarantee is above
@@ -79,7 +116,7 @@ def objective_label(objective: str) -> ObjectiveLabel:
 def text_label(text: TextRecord) -> str:
     """Return what a text is: `your text (corpus.txt)`."""
     kind = TEXTS.get(text.kind, text.kind)
-    return f"{kind} ({text.name})" if text.kind == "text" and text.name else kind
+    return f"{kind} ({text.name})" if text.kind in GIVEN and text.name else kind
 
 
 def shrink_verdict(record: ShrinkRecord) -> str:
@@ -92,12 +129,13 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     measured = objective_label(record.objective).by(measured_increase(record))
     compared = comparison(record)
     measured += f"; {compared}" if compared else ""
+    unit = f"{record.plan.calibration.noun}s"
     if guarantee is None or guarantee.quantile.increase is None:
         return f"{kept}; measured only: {measured}; {why_not_guaranteed(record)}"
     quantile = guarantee.quantile
     return (
-        f"{kept}; guaranteed, if future windows are exchangeable with those of {about_text(record)}: "
-        f"on {_share(quantile.share)} of windows {_at_most(quantile.increase, record.objective)} (confidence "
+        f"{kept}; guaranteed, if future {unit} are exchangeable with those of {about_text(record)}: "
+        f"on {_share(quantile.share)} of {unit} {_at_most(quantile.increase, record.objective)} (confidence "
         f"{_share(quantile.confidence)}); measured: {measured}"
     )
 
@@ -142,7 +180,7 @@ def shrink_warnings(record: ShrinkRecord) -> tuple[str, ...]:
 def about_text(record: ShrinkRecord) -> str:
     """Return the text that the guarantee is about: the names of the user's files, or what it is otherwise."""
     about = "" if record.guarantee is None else record.guarantee.about
-    names = [source.name for source in record.plan.calibration.sources if source.kind == about == "text"]
+    names = [source.name for source in record.plan.calibration.sources if source.kind == about and about in GIVEN]
     return ", ".join(names) or ABOUT.get(about, about)
 
 
@@ -153,11 +191,12 @@ def _at_most(increase: float | None, objective: str) -> str:
 def measured_increase(record: ShrinkRecord) -> str:
     """Return the mean increase on the text that the result is about, with its interval: `0.43 [0.38, 0.48]`."""
     kinds = {text.kind for text in record.texts}
-    about = [text for text in record.texts if text.kind == ("text" if "text" in kinds else "sampled")]
+    shown = next((kind for kind in GIVEN if kind in kinds), "sampled")
+    about = [text for text in record.texts if text.kind == shown]
     if len(about) == 1:
         return increase_text(about[0].increase, about[0].low, about[0].high)
     dense, shrunk = record.loss.dense, record.loss.shrunk
-    if record.objective != "loss":
+    if record.objective not in BY_LOSS:
         dense = 0.0  # the change of a model from itself
     return DASH if dense is None or shrunk is None else number(shrunk - dense)
 
@@ -184,10 +223,11 @@ def why_not_guaranteed(record: ShrinkRecord) -> str:
     """Return why there is no bound, and what to do about it."""
     if record.guarantee is None:
         return "nothing is guaranteed, because no bound was computed"
-    quantile = record.guarantee.quantile
+    quantile, noun = record.guarantee.quantile, record.plan.calibration.noun
     return (
-        f"nothing is guaranteed, because {counted(quantile.windows, 'window')} of {about_text(record)} are too few for "
-        f"a share of {_share(quantile.share)} with confidence {_share(quantile.confidence)}; give more text"
+        f"nothing is guaranteed, because {counted(quantile.windows, noun)} of "
+        f"{about_text(record)} are too few for a share of {_share(quantile.share)} with confidence "
+        f"{_share(quantile.confidence)}; give more {'text' if noun == 'window' else f'{noun}s'}"
     )
 
 
@@ -217,10 +257,10 @@ def guarantee_sentences(record: ShrinkRecord) -> tuple[str, ...]:
     quantile = guarantee.quantile
     tested = "" if guarantee.limit is None else "; this is the limit, tested from gentle to harsh sizes"
     bound = (
-        f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of windows of "
-        f"{record.plan.calibration.window} tokens like those of {about_text(record)}, "
+        f"With confidence {_share(quantile.confidence)}, on at least {_share(quantile.share)} of "
+        f"{record.plan.calibration.windows} like those of {about_text(record)}, "
         f"{_at_most(quantile.increase, record.objective)} (order statistics of "
-        f"{counted(quantile.windows, 'window')}{tested})."
+        f"{counted(quantile.windows, record.plan.calibration.noun)}{tested})."
     )
     return (bound, guarantee.assumption)
 
@@ -271,10 +311,23 @@ def calibration_sentence(calibration: CalibrationRecord, seconds: float | None =
     """Return how many windows each part has: `windows of 512 tokens: 64 fit, 32 select, 120 certify`."""
     parts = [sum(getattr(source, part) for source in calibration.sources) for part in ("fit", "select", "certify")]
     took = "" if seconds is None else f"; took {duration(seconds)}"
+    return f"{calibration.windows}: {parts[0]} to fit the repair, {parts[1]} to select, {parts[2]} to certify{took}"
+
+
+def texts_caption(record: ShrinkRecord) -> str:
+    """Return what the increases were measured on."""
+    noun = record.plan.calibration.noun
+    other = "Text" if noun == "window" else f"{noun.capitalize()}s"
     return (
-        f"windows of {calibration.window} tokens: {parts[0]} to fit the repair, {parts[1]} to select, {parts[2]} to "
-        f"certify{took}"
+        f"On {noun}s that nothing was fitted or selected on, with the 95 % confidence interval of the mean. {other} of "
+        "another kind can lose more."
     )
+
+
+def accuracy_sentence(accuracy: LabelAccuracy) -> str:
+    """Return the accuracy of both models."""
+    dense, shrunk = (number(100 * value) for value in (accuracy.dense, accuracy.shrunk))
+    return f"accuracy on the {accuracy.windows} certify images: {dense} % before, {shrunk} % after"
 
 
 def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:

@@ -16,6 +16,15 @@ from depthgauge.results.checkpoint_subject import (
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import DepthRow, PrintedTheorem, Sandwich
 
+COSTS: Mapping[str, str] = {
+    "loss": "of loss",
+    "labels": "of loss",
+    "logits": "of change in the logits",
+    "embedding": "of change in the embedding",
+    "states": "of change in the final states",
+}
+"""Objective → what skipping a layer costs."""
+
 
 def unobserved_sentence(reason: str) -> str:
     """Say that the measures of heads are missing, and why."""
@@ -63,7 +72,7 @@ def checkpoint_verdict(
     Where nothing was measured on text, state how far the weights are from the small-weight regime.
     """
     parts = []
-    unit = "of loss" if objective == "loss" else "of change in the final states"
+    unit = COSTS.get(objective, objective)
     if blocks:
         least = min(blocks, key=lambda layer: blocks[layer].loss)
         most = max(blocks, key=lambda layer: blocks[layer].loss)
@@ -144,12 +153,12 @@ FIRST_LAYER_CAPTION = (
 
 def mean_caption(subject: CheckpointSubject) -> str:
     """Say over how many windows the what-ifs are means, and whether they have intervals."""
-    mean, text = "Mean over windows of text", subject.text
-    if text is not None:
-        mean = f"Mean over {counted(text.windows, 'window')} of {text.window} tokens"
+    text = subject.text
+    mean = "Mean over windows of text" if text is None else f"Mean over {text.phrase()}"
     if any(found.low is not None for layer in subject.layers for found in layer.what_if.values()):
         return f"{mean}, with its 95 % confidence interval."
-    return f"{mean}; an interval needs {LEAST_WINDOWS} windows."
+    noun = "windows" if text is None or text.kind == "text" else text.kind
+    return f"{mean}; an interval needs {LEAST_WINDOWS} {noun}."
 
 
 def violates_printed_theorem(row: Sandwich, printed: PrintedTheorem) -> bool:

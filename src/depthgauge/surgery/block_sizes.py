@@ -6,12 +6,13 @@ import torch
 
 from depthgauge._format import size_text
 from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
 from depthgauge.surgery.gguf_layout import GgufLayout
 
 
 def blocks_over(
-    model: Any, layers: int, limit: int, stored: torch.dtype | GgufLayout | None, name: str, repairs: bool = True
+    checkpoint: Checkpoint, limit: int, stored: torch.dtype | GgufLayout | None, repairs: bool = True
 ) -> int:
     """Return how many blocks must go until the weights take at most `limit` bytes, whichever blocks they are.
 
@@ -24,13 +25,13 @@ def blocks_over(
     if isinstance(stored, GgufLayout):
         total, blocks = stored.sizes(repairs)
     else:
-        total = size(model.parameters())
-        blocks = sorted(size(block.parameters()) for block in find_blocks(model, layers))
-    for count in range(1, layers):
+        total = size(checkpoint.model.parameters())
+        blocks = sorted(size(block.parameters()) for block in find_blocks(checkpoint.root, checkpoint.layers))
+    for count in range(1, checkpoint.layers):
         if total - sum(blocks[:count]) <= limit:
             return count
     least = total - sum(blocks[:-1])
     raise InputError(
-        f"--max-bytes {size_text(limit)} is too small: {name} takes {size_text(total)}, and with one block left "
-        f"{size_text(least)}"
+        f"--max-bytes {size_text(limit)} is too small: {checkpoint.name} takes {size_text(total)}, and with one block "
+        f"left {size_text(least)}"
     )

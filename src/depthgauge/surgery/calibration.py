@@ -18,7 +18,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import TEXT, Checkpoint
+from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import surround
 from depthgauge.errors import InputError
@@ -27,7 +28,7 @@ from depthgauge.results.shrink_record import CalibrationRecord, SourceRecord
 from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts, drop_repeated
 from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
-KINDS = ("text", "sampled", "built-in")
+KINDS = ("text", "images", "pairs", "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
 SAMPLE_TOKENS = 128
@@ -39,13 +40,16 @@ SAMPLING_ROUNDS = 8
 
 @dataclass(frozen=True, eq=False, repr=False)
 class CalibrationPart(ArrayRecord):
-    """The windows of one part, in random order: token ids with special tokens, and the index of each one's source."""
+    """The windows of one part, in random order, and the index of each one's source.
 
-    ids: Int[Tensor, "windows n"]
+    The windows of a text are token ids with special tokens.
+    """
+
+    inputs: Inputs
     source: Int[Tensor, " windows"]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.inputs)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -131,11 +135,12 @@ def prepare_calibration(
 
 
 def windows_digest(parts: Sequence[CalibrationPart]) -> str:
-    """Return the SHA-256 of all token ids and their sources, part by part."""
+    """Return the SHA-256 of all windows and their sources, part by part."""
     total = hashlib.sha256()
     for part in parts:
-        total.update(f"{list(part.ids.shape)}".encode())
-        total.update(part.ids.numpy().tobytes())
+        for value in as_samples(part.inputs, TEXT).inputs.values():
+            total.update(f"{list(value.shape)}".encode())
+            total.update(value.numpy().tobytes())
         total.update(part.source.numpy().tobytes())
     return total.hexdigest()
 

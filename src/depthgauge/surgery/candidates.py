@@ -164,9 +164,10 @@ class Candidates:
         layers = shrinker.kept[place:]
         for done, layer in enumerate(layers):
             shrinker.progress(done, len(layers), f"least squares, block {layer}")
+            inputs = shrinker.fit.inputs
             if is_linear(shrinker.checkpoint.families[layer]):
-                refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)))
-            states = shrinker.runner.through([layer], states)
+                refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)), inputs)
+            states = shrinker.runner.through([layer], states, inputs)
 
     def _known(self, removed: Removed, weights: list[nn.Parameter]) -> Repaired | None:
         """Put the weights of a repair back that was done before, in this run or in an interrupted one."""

@@ -9,6 +9,7 @@ import copy
 import math
 import numbers
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -19,12 +20,14 @@ from scipy import stats
 from torch import Tensor
 
 from depthgauge.checkpoints.layers import batch_size
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.mean_interval import mean_interval
-from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
+from depthgauge.checkpoints.model_output import accuracy, model_output, window_losses
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
 from depthgauge.results.shrink_record import (
     GuaranteeRecord,
+    LabelAccuracy,
     LossRecord,
     QuantileRecord,
     ShrinkRecord,
@@ -37,13 +40,12 @@ from depthgauge.surgery.extract import cast
 ASSUMPTION = (
     "This holds for text like the certify windows: it assumes that these windows and future windows are exchangeable."
 )
-"""Shown wherever a guarantee appears."""
+"""Shown wherever a guarantee about text appears."""
 SHARE = 0.95
 """Share of windows that the quantile guarantee covers."""
 
 Losses = Float[Tensor, " windows"]
-"""One number per certify window: nats per token, or for an encoder the relative distance of the final states from the
-dense model's."""
+"""One number per certify window: nats per token, or another number of `window_losses`."""
 
 
 def as_dtype(model: Any, dtype: torch.dtype) -> Any:
@@ -52,48 +54,54 @@ def as_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 
 class Certifier:
-    """The certify windows `ids`, and the dense model on them.
+    """The certify windows `inputs`, and the dense model on them.
 
-    - `losses`: the dense model's losses; 0 for an encoder
-    - `states`: the dense model's final states; None for a causal language model
+    - `losses`: the dense model's losses; 0 where outputs are compared with its own
+    - `outputs`: the dense model's outputs; None for a causal language model, whose logits are too large to keep
     - `confidence`: the probability that a guarantee is true
     """
 
     def __init__(
-        self, dense: Any, calibration: Calibration, confidence: float, *, loss: bool, progress: Step = silent
+        self, dense: Checkpoint, calibration: Calibration, confidence: float, *, progress: Step = silent
     ) -> None:
-        self.calibration, self.confidence, self.loss, self.progress = calibration, confidence, loss, progress
-        self.dtype, self.states = dense.dtype, None
-        self.ids = calibration.certify.ids
+        self.dense, self.calibration, self.confidence, self.progress = dense, calibration, confidence, progress
+        self.inputs = calibration.certify.inputs
+        self.outputs: Tensor | None = None
         kinds = torch.tensor([source.kind == calibration.guaranteed_kind for source in calibration.record.sources])
         self._guaranteed = kinds[calibration.certify.source]
-        label = "dense model, certify windows"
-        if loss:
-            self.losses = self.measure(dense, label)
-        else:
-            self.states = torch.cat(self._outputs(dense, label))
-            self.losses = torch.zeros(len(self.ids), dtype=torch.float64)
-
-    def measure(self, model: Any, label: str = "shrunk model, certify windows") -> Losses:
-        """Return the losses of a model, computed in the dtype of the dense model."""
-        return torch.cat(self._outputs(as_dtype(model, self.dtype), label))
+        found = self.run(dense.model, "dense model, certify windows")
+        if dense.objective != "loss":
+            self.outputs = found
+        self.losses = self.losses_of(found)
 
     @torch.no_grad()
-    def _outputs(self, model: Any, label: str) -> list[Tensor]:
-        """Return, batch by batch, the losses; without a reference the final states of an encoder."""
-        device, batch = model.get_input_embeddings().weight.device, batch_size(model, self.ids.shape[1], self.loss)
-        found = []
-        for start in range(0, len(self.ids), batch):
-            self.progress(start, len(self.ids), label)
-            ids = self.ids[start : start + batch]
-            output = model_output(model, ids.to("cpu" if device.type == "meta" else device), self.loss)
-            if self.loss:
-                found.append(token_losses(output, ids).double().mean(dim=1).cpu())
-            elif self.states is None:
-                found.append(output.float().cpu())
-            else:
-                found.append(relative_distance(output.float().cpu(), self.states[start : start + batch]))
-        return found
+    def run(self, model: Any, label: str = "shrunk model, certify windows") -> Tensor:
+        """Return what `losses_of` needs of a model, computed in the dtype of the dense model.
+
+        These are the losses of a causal language model, and the outputs of other models.
+        """
+        checkpoint, found = replace(self.dense, model=as_dtype(model, self.dense.model.dtype)), []
+        objective = checkpoint.objective
+        batch = batch_size(checkpoint.model, self.calibration.record.window, objective == "loss")
+        batch = batch if checkpoint.batched else 1
+        for start in range(0, len(self.inputs), batch):
+            self.progress(start, len(self.inputs), label)
+            inputs = self.inputs[start : start + batch]
+            output = model_output(checkpoint, inputs)
+            if objective == "loss":
+                output = window_losses(objective, output, inputs, output)
+            found.append(output.cpu() if objective == "loss" else output.float().cpu())
+        return torch.cat(found)
+
+    def losses_of(self, found: Tensor) -> Losses:
+        """Return one number per certify window, from the result of `run` or of a fresh process."""
+        if self.outputs is None:
+            return found
+        return window_losses(self.dense.objective, found, self.inputs, self.outputs)
+
+    def measure(self, model: Any, label: str = "shrunk model, certify windows") -> Losses:
+        """Return the losses of a model."""
+        return self.losses_of(self.run(model, label))
 
     def bound(self, losses: Losses, looks: int = 1) -> QuantileRecord:
         """Bound the increase on most windows; `looks` models were measured before this one was chosen."""
@@ -106,7 +114,7 @@ class Certifier:
         Sizes were `tested` against the `limit`, if there is one.
         """
         dense = float(self.losses[self._guaranteed].mean())
-        windows = int(self._guaranteed.sum())
+        windows, noun = int(self._guaranteed.sum()), self.calibration.record.noun
         return {
             "loss": LossRecord(dense=dense, shrunk=None, low=None, high=None),
             "texts": (),
@@ -114,14 +122,18 @@ class Certifier:
                 quantile=QuantileRecord(increase=None, share=SHARE, confidence=self.confidence, windows=windows),
                 mean=None,
                 about=self.calibration.guaranteed_kind,
-                assumption=ASSUMPTION,
+                assumption=ASSUMPTION.replace("text", f"{noun}s").replace("window", noun)
+                if noun != "window"
+                else ASSUMPTION,
                 limit=limit,
                 tested=tested,
             ),
         }
 
-    def certified(self, record: ShrinkRecord, losses: Losses) -> ShrinkRecord:
+    def certified(self, record: ShrinkRecord, found: Tensor) -> ShrinkRecord:
         """Return the record with the losses of the shrunk model, and with the bound on their increase.
+
+        `found` is the result of `run`, or that of the fresh process.
 
         Where sizes were tested against a limit, the certify windows chose the size. Testing in a fixed sequence then
         proves the limit and nothing smaller, so that limit is reported. A run that follows the plan of such a run has
@@ -129,6 +141,7 @@ class Certifier:
         """
         guarantee = record.guarantee
         assert guarantee is not None
+        losses = self.losses_of(found)
         quantile = self.bound(losses, record.looks)
         if guarantee.limit is not None:
             quantile = msgspec.structs.replace(quantile, increase=guarantee.limit)
@@ -138,7 +151,15 @@ class Certifier:
             loss=LossRecord(dense=record.loss.dense, shrunk=shrunk.loss, low=shrunk.low, high=shrunk.high),
             texts=self._texts(losses),
             guarantee=msgspec.structs.replace(guarantee, quantile=quantile),
+            accuracy=self._accuracy(found),
         )
+
+    def _accuracy(self, found: Tensor) -> LabelAccuracy | None:
+        """Return the accuracy of both models where the windows have labels."""
+        if self.dense.objective != "labels" or self.outputs is None:
+            return None
+        before, after = (accuracy(outputs, self.inputs) for outputs in (self.outputs, found))
+        return LabelAccuracy(dense=before, shrunk=after, windows=len(self.inputs))
 
     def _texts(self, losses: Losses) -> tuple[TextRecord, ...]:
         """Return the increase on every source of text, with 95 % intervals."""

@@ -1,8 +1,9 @@
 """Train the kept blocks of a shrunk model towards the dense model's predictions.
 
-The loss is the mean over tokens of KL(dense ‖ student), or for models without a head the mean of
-‖student − dense‖²/‖dense‖² of the final states. The states X_ℓ of the dense model on the fit windows are known, so
-nothing before the first block that may change is computed, and the dense model's predictions only need its head.
+The loss is the mean over predictions of KL(dense ‖ student), or for models that are compared with the dense model's
+output the mean of ‖student − dense‖²/‖dense‖² of that output. The states X_ℓ of the dense model on the fit windows are
+known, so nothing before the first block that may change is computed, and the dense model's predictions only need its
+head.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from depthgauge._io import write_atomically
+from depthgauge.checkpoints.load import BY_TARGETS
 from depthgauge.surgery.student import Student
 
 RATE = 0.006
@@ -57,13 +59,13 @@ def distill(
     runner, fit = student.runner, student.fit
     layers, states = student.kept[place:], fit.at(place)
     model, device = runner.checkpoint.model, runner.device
-    apart = _divergence if runner.checkpoint.objective == "loss" else _distance
+    apart = _divergence if runner.checkpoint.objective in BY_TARGETS else _distance
     rate = RATE / math.sqrt(states.shape[-1])
     # Small steps vanish in half precision, so AdamW works on float32 copies.
     masters = [weight.detach().float().clone().requires_grad_() for weight in parameters]
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    batch = windows_per_step(tokens, *fit.ids.shape)
-    order = _order(len(fit.ids), steps * batch, seed)
+    batch = windows_per_step(tokens, *states.shape[:2])
+    order = _order(len(states), steps * batch, seed)
     first = 0 if saved is None else _load(saved, masters, parameters, optimizer)
     with _only(model, parameters):
         for step in range(first, steps):
@@ -72,13 +74,14 @@ def distill(
                 group["lr"] = rate * _schedule(step, steps)
             chosen = order[step * batch : (step + 1) * batch]
             for part in torch.split(chosen, runner.batch):
+                inputs = fit.inputs[part]
                 with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                     with torch.no_grad():
-                        target = runner.output(fit.final[part].to(device, model.dtype))
+                        target = runner.output(fit.final[part].to(device, model.dtype), inputs)
                     made = states[part].to(device, model.dtype)
                     for layer in layers:
-                        made = runner.block(layer, made)
-                    made = runner.output(made)
+                        made = runner.block(layer, made, inputs)
+                    made = runner.output(made, inputs)
                 loss = apart(target, made) * (len(part) / len(chosen))
                 loss.backward()  # type: ignore[no-untyped-call]
             for weight, master in zip(parameters, masters, strict=True):
@@ -152,11 +155,11 @@ def _order(windows: int, count: int, seed: int) -> Int[Tensor, " count"]:
     return torch.cat(rounds)[:count]
 
 
-def _divergence(target: Float[Tensor, "batch n v"], made: Float[Tensor, "batch n v"]) -> Tensor:
+def _divergence(target: Float[Tensor, "batch *n v"], made: Float[Tensor, "batch *n v"]) -> Tensor:
     """Return the mean of KL(target ‖ made), up to the entropy of the target, which no weight changes."""
-    return functional.cross_entropy(made.flatten(0, 1).float(), target.flatten(0, 1).float().softmax(-1))
+    return functional.cross_entropy(made.flatten(0, -2).float(), target.flatten(0, -2).float().softmax(-1))
 
 
-def _distance(target: Float[Tensor, "batch n d"], made: Float[Tensor, "batch n d"]) -> Tensor:
+def _distance(target: Float[Tensor, "batch *n d"], made: Float[Tensor, "batch *n d"]) -> Tensor:
     apart = (made.float() - target.float()).square().sum(-1)
     return (apart / target.float().square().sum(-1).clamp_min(1e-30)).mean()

@@ -31,6 +31,8 @@ _FIRST_LAYERS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers
 """Keys that say how many of the first layers are of another kind than the rest."""
 _PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 """Keys that generate `layer_types` from the layer index. The explicit list replaces them."""
+_STAGES = ("stage_names", "out_features", "out_indices")
+"""Keys that name a stage per layer, and those that a backbone returns, by default the last one (DINOv2)."""
 _OWN_TO_A_FILE = ("quantization_config", "transformers_version", "_name_or_path")
 """Keys that describe the file that was loaded, not the model."""
 
@@ -67,7 +69,7 @@ def require_supported(checkpoint: Checkpoint) -> None:
         raise CheckpointError(
             f"the layers of {name} have different configurations (per_layer_config); this is not supported"
         )
-    if not find_blocks(model, checkpoint.layers):
+    if not find_blocks(checkpoint.root, checkpoint.layers):
         raise CheckpointError(f"the blocks of {name} cannot be found: no list has {checkpoint.layers} modules")
 
 
@@ -85,16 +87,17 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
     require_supported(checkpoint)
     model = checkpoint.model
     kept = require_layers(kept, checkpoint.layers)
-    config = shrunk_config(checkpoint.config, kept)
+    config = shrunk_config(checkpoint.config, kept, checkpoint.layer_key)
     own = model.config._attn_implementation
     config._attn_implementation = None if own == OBSERVED else own
-    config.tie_word_embeddings = _is_tied(model)
+    if hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = _is_tied(model)
     with quiet(), torch.device("meta"):
         fresh = type(model)(config)
     fresh.eval()
     if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
-    first = find_blocks(model, checkpoint.layers)[0]
+    first = find_blocks(checkpoint.root, checkpoint.layers)[0]
     blocks = next(name for name, module in model.named_modules() if module is first).rpartition(".")[0]
     _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)}, copies)
     _keep_scales(fresh, config, kept)
@@ -137,7 +140,7 @@ def _is_tied(model: Any) -> bool:
 def _has_random_pooler(checkpoint: Checkpoint) -> bool:
     """Return whether the model has a pooler that its files do not contain, which transformers fills at random."""
     source = checkpoint.source
-    if getattr(checkpoint.measured, "pooler", None) is None or source is None or source.gguf is not None:
+    if getattr(checkpoint.model.base_model, "pooler", None) is None or source is None or source.gguf is not None:
         return False
     return not any("pooler" in name for name, _, _ in stored_tensors(source))
 
@@ -247,10 +250,11 @@ def _places(devices: Mapping[str, Any], blocks: str, kept: Sequence[int]) -> dic
     return placed
 
 
-def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
+def shrunk_config(config: Any, kept: Sequence[int], key: str = "num_hidden_layers") -> Any:
     """Return the configuration of the model that consists of the layers `kept`, in increasing order, of another one.
 
-    - The number of layers becomes `len(kept)`, and lists with one entry per layer keep the entries of `kept`.
+    - The number of layers, which is the value of `key`, becomes `len(kept)`, and lists with one entry per layer keep
+      the entries of `kept`.
     - A list of kinds that is repeated until all layers have one (`block_types` of RecurrentGemma) becomes explicit.
     - Lists of layer indices, such as `mlp_only_layers`, have the new indices of the layers that are kept.
     - A number m of first layers (`_FIRST_LAYERS`) becomes #{i in kept: i < m}. In Qwen models layer i has a sliding
@@ -263,21 +267,21 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     Raises:
         InputError: `kept` is empty, not increasing, or names a layer that does not exist.
     """
-    layers = int(config.num_hidden_layers)
+    layers = int(getattr(config, key))
     kept = require_layers(kept, layers)
     values: dict[str, Any] = config.to_dict()
-    for key in (*_OWN_TO_A_FILE, *_PATTERNS):
-        values.pop(key, None)
-    kinds = [getattr(config, key, None) for key in PER_LAYER]
-    for key, value in values.items():
-        if _is_per_layer(key, value, layers) or _is_repeated(value, kinds, layers):
-            values[key] = [value[layer % len(value)] for layer in kept]
-        elif _is_indices(key, value, layers):
-            values[key] = [new for new, old in enumerate(kept) if old in value]
-        elif key in _FIRST_LAYERS and isinstance(value, int):
-            values[key] = sum(layer < value for layer in kept)
+    for name in (*_OWN_TO_A_FILE, *_PATTERNS, *_STAGES):
+        values.pop(name, None)
+    kinds = [getattr(config, name, None) for name in PER_LAYER]
+    for name, value in values.items():
+        if _is_per_layer(name, value, layers) or _is_repeated(value, kinds, layers):
+            values[name] = [value[layer % len(value)] for layer in kept]
+        elif _is_indices(name, value, layers):
+            values[name] = [new for new, old in enumerate(kept) if old in value]
+        elif name in _FIRST_LAYERS and isinstance(value, int):
+            values[name] = sum(layer < value for layer in kept)
     # GPT-2, for example, stores `num_hidden_layers` as `n_layer`.
-    values[getattr(config, "attribute_map", {}).get("num_hidden_layers", "num_hidden_layers")] = len(kept)
+    values[getattr(config, "attribute_map", {}).get(key, key)] = len(kept)
     with quiet():
         return type(config).from_dict(values)
 

@@ -43,9 +43,9 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     given = load_file(exchange / "windows.safetensors")
-    is_loss = request["objective"] == "loss"
+    is_loss = request["is_loss"]
     # A head of another kind than a language model's, such as a classifier's, is loaded by the class of the model.
-    loader = transformers.AutoModelForCausalLM if is_loss else getattr(transformers, request["class"])
+    loader = transformers.AutoModelForCausalLM if request["is_causal"] else getattr(transformers, request["class"])
     place = {"device_map": "auto"} if request["device"] == "auto" else {}
     if request["dtype"] is not None:
         place["dtype"] = request["dtype"]
@@ -53,39 +53,42 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     if "device_map" not in place:
         model.to(request["device"])
     model.eval()
-    device = model.get_input_embeddings().weight.device
+    device = model.device
     result: dict[str, Any] = {
-        "layers": model.config.num_hidden_layers,
+        "layers": getattr(model.config, request["layer_key"]),
         "class": type(model).__name__,
         "missing": sorted(found["missing_keys"]),
         "unexpected": sorted(found["unexpected_keys"]),
         "digests": digests(model),
         "losses": [],
     }
-    outputs = {}
+    outputs, targets = {}, given.pop("targets", None)
     with torch.no_grad():
-        for index, window in enumerate(given["ids"]):
-            ids = window[None].to(device)
-            out = (model if is_loss else model.base_model)(input_ids=ids, **request["call"])
-            made = out.logits[0] if is_loss else out.last_hidden_state[0]
+        for index in range(len(next(iter(given.values())))):
+            inputs = {name: value[index : index + 1].to(device) for name, value in given.items()}
+            inputs = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
+            out = (model if request["has_head"] else model.base_model)(**inputs, **request["call"])
+            made = out.logits[0] if request["has_head"] else out.last_hidden_state[0]
             if is_loss:
-                rows = made[:-1].split(256)
-                targets = ids[0, 1:].to(made.device).split(256)
+                # The next tokens, or the target of an encoder–decoder model, whose padding is −100.
+                wanted = inputs["input_ids"][0, 1:] if targets is None else targets[index]
+                rows, wanted = (made[:-1] if targets is None else made), wanted.to(made.device)
+                rows, wanted = rows[wanted != -100], wanted[wanted != -100]
                 tokens = torch.cat(
                     [
                         torch.nn.functional.cross_entropy(row.float(), target, reduction="none").double()
-                        for row, target in zip(rows, targets, strict=True)
+                        for row, target in zip(torch.split(rows, 256), torch.split(wanted, 256), strict=True)
                     ]
                 )
                 result["losses"].append(float(tokens.mean()))
-            elif "dense" in given:
-                dense = given["dense"][index].double()
-                result["losses"].append(float((made.cpu().double() - dense).norm() / dense.norm()))
-            if index < request["compared"]:
+            if index < request["compared"] or not is_loss:
                 outputs[str(index)] = made[request["positions"]].cpu().contiguous()
         if is_loss and request["new_tokens"]:
-            prompt = given["ids"][:1, : request["prompt"]].to(device)
-            result |= generations(model, prompt, request["new_tokens"])
+            prompt = given["input_ids"][:1].to(device)
+            mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))[:1].to(device)
+            if targets is None:
+                prompt, mask = prompt[:, : request["prompt"]], mask[:, : request["prompt"]]
+            result |= generations(model, prompt, mask, request["new_tokens"])
     assert not any(name.partition(".")[0] == "depthgauge" for name in sys.modules)
     save_file(outputs, exchange / "outputs.safetensors")
     (exchange / "result.json").write_text(json.dumps(result), "utf-8")
@@ -112,7 +115,7 @@ def digests(model: Any) -> dict[str, list[str | None]]:
     return found
 
 
-def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
+def generations(model: Any, prompt: Any, mask: Any, new_tokens: int) -> dict[str, Any]:
     """Generate greedily with and without the cache and compare every step up to the first different token.
 
     Returns `cached` and `uncached` (the new tokens), `cache_difference` (the largest |Δ logit| ÷ max |logit| while the
@@ -123,15 +126,16 @@ def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
 
     transformers: Any = import_module("transformers")
     own = model.generation_config
-    model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # greedy, without penalties and stops
-    mask = torch.ones_like(prompt)
+    start = getattr(model.config, "decoder_start_token_id", None)
+    # greedy, without penalties and stops
+    model.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
     runs = []
     for use_cache in (True, False):
         made = model.generate(
             input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
-        tokens = made.sequences[0, prompt.shape[1] :].tolist()
+        tokens = made.sequences[0, -len(made.logits) :].tolist()
         runs.append((tokens, [step[0].double().cpu() for step in made.logits]))
     model.generation_config = own
     (cached, with_cache), (uncached, without) = runs

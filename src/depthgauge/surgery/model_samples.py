@@ -120,6 +120,12 @@ def _continue(
                     f"{checkpoint.name} cannot be sampled: {type(checkpoint.model).__name__} returns no KV cache; give "
                     "a text with --text and use --sampled 0"
                 )
+            if out.logits.shape[:2] != fed.shape:  # RWKV, whose states of several rows are broadcast
+                raise CheckpointError(
+                    f"{checkpoint.name} cannot be sampled: with its cache, {type(checkpoint.model).__name__} returns "
+                    f"logits for {list(out.logits.shape[:2])} instead of {list(fed.shape)} windows and tokens; give a "
+                    "text with --text and use --sampled 0"
+                )
             if allowed is not None:
                 allowed = allowed.to(out.logits.device)
             drawn, is_finite = draw(out.logits[:, -1], column, allowed)

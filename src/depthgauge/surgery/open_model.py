@@ -6,25 +6,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.load import (
+    TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     loader_of,
     refuse_infinite,
     wrap,
 )
 from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import stored_dtype
@@ -45,14 +47,14 @@ SAMPLED = 1 / 3
 
 @dataclass(frozen=True, eq=False)
 class OpenedModel:
-    """A loaded model and the texts that it will be calibrated on.
+    """A loaded model and the texts or images that it will be calibrated on.
 
-    - `checkpoint`, `tokenizer`: the model
+    - `checkpoint`, `tokenizer`: the model, and its tokenizer or image processor
     - `files`: SHA-256 of the weight files by name; empty for a model from memory
     - `stored`: dtype in which the result is written, or the GGUF file whose types it has; None keeps the dtype of the
       loaded weights
     - `start`: the special tokens around every window
-    - `texts`: the windows of the texts, without special tokens
+    - `read`: the windows of the texts, without special tokens, or the images
     - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
     - `fixed`: blocks that cannot be removed
     - `notes`: what cannot be repaired or removed, and why
@@ -63,7 +65,7 @@ class OpenedModel:
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
     start: Start
-    texts: CutTexts
+    read: CutTexts | GivenWindows
     fresh: float
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
@@ -93,14 +95,12 @@ def open_model(
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer, plan)
-        texts = _cut_texts(
-            tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name
-        )
+        read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
     else:
         placement = Placement.of(settings)
-        config = load_config(source, placement)
-        tokenizer = load_tokenizer(source, placement, tokenizer)
-        texts = _cut_texts(tokenizer, settings, config, source, loader_of(config)[1] == "loss", source.target)
+        config = load_config(source, placement, read_kind(settings))
+        tokenizer = load_reader(source, placement, settings, tokenizer)
+        read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
         files = file_digests(source)
         if plan is not None and plan.files != files:
             raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
@@ -116,27 +116,36 @@ def open_model(
             f"{checkpoint.name} does not fit the memory of its devices, and weights that are loaded on demand cannot "
             "be repaired; use more devices, or --no-repair"
         )
-    require_rows(checkpoint, texts.ids)
-    require_output(checkpoint, texts.measured[0])
-    example = texts.measured[0][None, : texts.window]
+    if isinstance(read, GivenWindows):
+        checkpoint = prepared(checkpoint, read, settings)
+        _check_layers(settings, checkpoint.layers, checkpoint.name)
+        example: Inputs = read.inputs[:2]
+    else:
+        require_rows(checkpoint, read.ids)
+        example = read.measured[0][None, : read.window]
+    require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
+    if checkpoint.objective == "embedding" and source is not None:
+        notes += pooling_notes(source.folder)
     notes += _dequantized(source)
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
-    planned = texts.request.start
-    start = measure_start(planned, checkpoint, texts.measured)  # on windows that are not in the certify part
-    if planned.candidate is not None and checkpoint.objective == "loss":
-        message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-    require_readable(checkpoint, tokenizer, start, texts.measured, settings.force, message)
     seconds = opened + min(before, opened)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, texts, seconds, fixed, notes)
+    start = Start((), (), None, "")
+    if isinstance(read, CutTexts):
+        planned = read.request.start
+        start = measure_start(planned, checkpoint, read.measured)  # on windows that are not in the certify part
+        if planned.candidate is not None and checkpoint.objective == "loss":
+            message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
+        require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, read, seconds, fixed, notes)
 
 
-def _fixed_blocks(checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> tuple[frozenset[int], tuple[str, ...]]:
+def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return the blocks that cannot be removed, and a note; families in the table have none.
 
     Raises:
@@ -192,11 +201,11 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     for name in settings.given():
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    if tokenizer is None:
-        raise InputError("a model in memory needs its tokenizer; give tokenizer=…")
+    load_reader(None, Placement(), settings, tokenizer)
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
     checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
+    require_kind(model, checkpoint.name, settings)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
     kind, layers = str(checkpoint.config.model_type), checkpoint.layers
@@ -208,24 +217,45 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     return checkpoint
 
 
-def _cut_texts(
-    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
-) -> CutTexts:
-    """Check the options against the model, read the texts and cut them into windows; nothing here needs the weights."""
-    settings.check_model(decoder, name)
-    layers = int(config.get_text_config().num_hidden_layers)
+def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:
+    """Return the numbers of windows that the effort asks for."""
+    effort = effort_of(settings)
+    return CalibrationSizes(effort.fit, effort.select, effort.certify)
+
+
+def _check_layers(settings: ShrinkOptions, layers: int, name: str) -> None:
+    """Raise for options that name blocks which the model `name` with this many layers does not have."""
     for check, is_given in (
         (settings.count, settings.remove), (settings.counts, settings.sizes), (settings.protected, settings.keep),
         (settings.layers_to_remove, settings.remove_layers),
     ):  # fmt: skip
         if is_given is not None:
             check(layers, name)
+
+
+def _read(
+    tokenizer: Any, settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, name: str
+) -> CutTexts | GivenWindows:
+    """Check the options against the model, read the texts or images and cut them into windows.
+
+    Nothing here needs the weights.
+    """
+    settings.check_model(decoder, name)
+    if settings.pairs is None:  # otherwise the number of layers is that of a stack, which is found in the model
+        _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()
-    effort, context = effort_of(settings), context_length(config)
+    sizes = calibration_sizes(settings)
+    if read_kind(settings) != TEXT:
+        fewer = "" if settings.effort == "quick" else ", or use --effort quick, which needs fewer"
+        return read_given(
+            settings, tokenizer, config, name, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
+        )
+    folder = None if source is None or source.gguf is not None else source.folder
+    effort, context = effort_of(settings), longest_window(folder, context_length(config))
     request = CalibrationRequest(
         tuple(find_text(text, settings.as_is) for text in settings.text),
-        CalibrationSizes(effort.fit, effort.select, effort.certify),
+        sizes,
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=min(effort.window, context or effort.window) if settings.window is None else settings.window,
         context=context,

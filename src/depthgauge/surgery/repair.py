@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.samples import Inputs
 
 RIDGE = 0.05
 """Smallest λ, relative to the mean squares of the features. On SmolLM2, 0.01 and 0.001 were worse on unseen text."""
@@ -42,7 +43,11 @@ def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, ...]:
 
 @torch.no_grad()
 def refit_block(
-    runner: BlockRunner, layer: int, states: Float[Tensor, "windows n d"], targets: Float[Tensor, "windows n d"]
+    runner: BlockRunner,
+    layer: int,
+    states: Float[Tensor, "windows n d"],
+    targets: Float[Tensor, "windows n d"],
+    inputs: Inputs | None = None,
 ) -> None:
     """Change the output maps of a block such that its outputs for `states` are close to `targets`.
 
@@ -54,7 +59,7 @@ def refit_block(
     maps = output_maps(runner.blocks[layer], family)
     ridge = ridge_for(maps[-1], states)
     for chosen in (maps,) if family.order == "parallel" or len(maps) == 1 else (maps, maps[1:]):
-        for parameter, delta in refit(runner, layer, chosen, states, targets, ridge):
+        for parameter, delta in refit(runner, layer, chosen, states, targets, ridge, inputs):
             parameter.copy_(parameter.double() + delta)
 
 
@@ -70,6 +75,7 @@ def refit(
     states: Float[Tensor, "windows n d"],
     targets: Float[Tensor, "windows n d"],
     ridge: float,
+    inputs: Inputs | None = None,
 ) -> list[tuple[nn.Parameter, Tensor]]:
     """Return the ridge update of linear maps whose outputs are added to the residual stream: each parameter with its Δ.
 
@@ -82,24 +88,25 @@ def refit(
         states: inputs of the block, from the shrunk model.
         targets: T, the dense model's states at the matching depth.
         ridge: λ, relative to the mean square of the features.
+        inputs: the windows of the states, which the blocks of an encoder–decoder model need.
     """
     gram = cross = torch.zeros((), dtype=torch.float64)
     family = runner.checkpoint.families[layer]
     multiplier = 1.0 if family is None else family.multiplier
-    inputs: dict[nn.Module, Tensor] = {}
+    read: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
-        inputs[module] = args[0]
+        read[module] = args[0]
 
     with torch.no_grad(), ExitStack() as hooks:
         for module in maps:
             hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):
-            output = runner.block(layer, part)
+            output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
             # The products of a batch in float32 take half the time; the penalty is far above their rounding.
             exact = torch.promote_types(output.dtype, torch.float32)
             target = targets[start : start + len(part)].to(output.device, exact)
-            rows = [with_bias(module, inputs[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
+            rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)

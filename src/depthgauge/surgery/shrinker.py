@@ -17,6 +17,8 @@ from torch import Tensor
 from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import free_memory
+from depthgauge.checkpoints.model_output import model_output
+from depthgauge.checkpoints.samples import Inputs, shortened
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
@@ -71,7 +73,7 @@ class Shrinker(Student):
         """Run the dense model on the calibration windows; the other arguments are those of `Student`."""
         started = time.perf_counter()
         super().__init__(*args, **keywords)
-        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
+        self.window_seconds = (time.perf_counter() - started) / (len(self.fit.inputs) + len(self.select.inputs))
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
         self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
@@ -81,10 +83,10 @@ class Shrinker(Student):
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
         if self.checkpoint.objective != "loss":
             return 0.0
-        ids = self.select.ids[:1, :1].to(self.runner.device)
+        first = shortened(self.select.inputs, 1)
         started = time.perf_counter()
         with torch.no_grad():
-            self.checkpoint.model(input_ids=ids).logits.cpu()
+            model_output(self.checkpoint, first).cpu()
         return time.perf_counter() - started
 
     @property
@@ -121,7 +123,7 @@ class Shrinker(Student):
         if self._refused is None:
             return None
         if removed not in self._refused:
-            self._refused[removed] = why_not_removed(self.runner, removed, self.select.ids[:1])
+            self._refused[removed] = why_not_removed(self.runner, removed, self.select.inputs[:1])
         return self._refused[removed]
 
     @property
@@ -235,10 +237,17 @@ class Shrinker(Student):
             kept = list(dict.fromkeys(before[removed] for removed in sets if layer not in removed))
             after = {(*before[removed], layer): states[before[removed]] for removed in sets if layer in removed}
             if kept:
-                applied = self.runner.through([layer], torch.cat([states[one] for one in kept]))
+                together = torch.cat([states[one] for one in kept])
+                applied = self.runner.through([layer], together, self._windows(len(together), len(kept)))
                 after |= zip(kept, torch.chunk(applied, len(kept)), strict=True)
             states = after
         return states
+
+    def _windows(self, rows: int, sets: int) -> Inputs | None:
+        """Return the windows of several sets, one after the other; None for models whose blocks do not need them."""
+        if self.checkpoint.stack is None:
+            return None
+        return self.select.inputs[torch.arange(rows // sets).repeat(sets)]
 
     def means_without(
         self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.checkpoints.load import TEXT, Checkpoint, context_length, wrap
 from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
+from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
 REPEATS, NEW_TOKENS = 3, 8
@@ -21,31 +20,34 @@ REPEATS, NEW_TOKENS = 3, 8
 
 @torch.no_grad()
 def compare_speed(
-    before: Any, after: Any, ids: Int[Tensor, "1 n"], *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
+    before: Any, after: Any, inputs: Inputs, *, repeats: int = REPEATS, new_tokens: int = NEW_TOKENS
 ) -> tuple[SpeedRecord, BeforeAfter, str]:
     """Measure prefill and decode of two models in turns: before, after, before, after, …
 
     Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians over
-    `repeats` repetitions; one more comes first and is not counted. The window `ids` is shortened if the models' context
-    has no room for `new_tokens` after it. Models that do not generate make no new tokens.
+    `repeats` repetitions; one more comes first and is not counted. The window `inputs` is shortened if the models'
+    context has no room for `new_tokens` after it. Models that do not generate, or keep no cache, make no new tokens.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
     """
     checkpoints = (wrap(before), wrap(after))
     device, context = checkpoints[0].device, context_length(checkpoints[0].config)
-    if any(checkpoint.objective != "loss" for checkpoint in checkpoints):
+    if isinstance(inputs, Samples) or not all(map(_has_cache, checkpoints)):
         new_tokens = 0
     if context is not None:
         new_tokens = min(new_tokens, context - 1)
-        ids = ids[:, : context - new_tokens]
-    turns = [[_run(checkpoint, ids, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
+        inputs = shortened(inputs, context - new_tokens)
+    turns = [[_run(checkpoint, inputs, new_tokens) for checkpoint in checkpoints] for _ in range(repeats + 1)]
     runs = [list(zip(*found, strict=True)) for found in zip(*turns[1:], strict=True)]  # of each model
     prefill = [statistics.median(times) for times, _, _ in runs]
     decode = [statistics.median(times) for _, times, _ in runs] if new_tokens else [None, None]
     memory = [_weights(one.model) + max(found[2]) for one, found in zip(checkpoints, runs, strict=True)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    what = f"{counted(ids.shape[1], 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
+    what = f"1 {'pair' if checkpoints[0].reads == TEXT else 'image'}, on {place}"
+    if not isinstance(inputs, Samples):
+        window = as_samples(inputs, TEXT).main.shape[1]
+        what = f"{counted(window, 'token')}, then {counted(new_tokens, 'new token')}, on {place}"
     record = SpeedRecord(
         prefill=prefill[0] / prefill[1],
         decode=None if decode[0] is None or decode[1] is None else decode[0] / decode[1],
@@ -62,12 +64,20 @@ def compare_speed(
     return record, BeforeAfter(before=memory[0], after=memory[1]), kind
 
 
-def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tuple[float, float, int]:
+def _has_cache(checkpoint: Checkpoint) -> bool:
+    """Return whether a model generates and returns a cache; the first GPT and RecurrentGemma do not."""
+    if checkpoint.objective != "loss":
+        return False
+    ids = torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device)
+    return bool(decoded(checkpoint.model, ids, {})[1])
+
+
+def _run(checkpoint: Checkpoint, inputs: Inputs, new_tokens: int) -> tuple[float, float, int]:
     """Return seconds for the window, seconds per generated token (0 without any), and bytes beyond the weights."""
     model, device = checkpoint.model, checkpoint.device
     # As in generation: the prompt needs no logits but the last.
     keywords = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    ids = ids.to(device)
+    given = as_samples(inputs, checkpoint.reads).keywords(device, model.dtype)
     held = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -75,9 +85,9 @@ def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tu
     started = _now(device)
     cache: Mapping[str, Any] = {}
     if new_tokens:
-        out, cache = decoded(model, ids, cache, **keywords)
+        out, cache = decoded(model, given[TEXT], cache, **keywords)
     else:
-        model(input_ids=ids, **keywords, **no_cache(model))
+        model(**given, **keywords, **no_cache(model))
     prefill = _now(device) - started
     started = _now(device)
     for _ in range(new_tokens):

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.layers import BlockRunner
-from depthgauge.checkpoints.load import Checkpoint, free_memory
-from depthgauge.checkpoints.model_output import model_output, relative_distance, token_losses
+from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
+from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
 from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
@@ -65,17 +66,34 @@ def effort_of(settings: ShrinkOptions) -> Effort:
     return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
 
 
+@torch.no_grad()
+def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
+    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk."""
+    if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
+        return inputs
+    sources = Samples({name: inputs.inputs[name] for name in ("input_ids", "attention_mask")})
+    given = dict(inputs.inputs)
+    del given["input_ids"]
+    states = [
+        checkpoint.model.get_encoder()(
+            **sources[row : row + 1].keywords(checkpoint.device, checkpoint.model.dtype)
+        ).last_hidden_state.cpu()
+        for row in range(len(sources))
+    ]
+    return Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+
+
 class DenseStates:
-    """Token ids `ids`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
+    """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
 
     With `all_layers=False`, only the first and the last are kept.
     """
 
     def __init__(
-        self, runner: BlockRunner, ids: Int[Tensor, "windows n"], *, all_layers: bool = True, progress: Step = silent
+        self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
     ) -> None:
-        self.ids, self.layers = ids, len(runner)
-        first = runner.embed(ids)
+        self.inputs, self.layers = inputs, len(runner)
+        first = runner.embed(inputs)
         self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
         self._room = self._memory(first, len(self._kept), runner.device)
         self._room[0].copy_(first)
@@ -83,7 +101,7 @@ class DenseStates:
         for layer in range(self.layers):
             progress(layer, self.layers, f"dense model, layer {layer}")
             place = self._room[layer + 1 if all_layers else 1]
-            place.copy_(runner.through([layer], current))
+            place.copy_(runner.through([layer], current, inputs))
             current = place
 
     def at(self, layer: int) -> Float[Tensor, "windows n d"]:
@@ -108,42 +126,38 @@ class DenseStates:
 
 
 class Objective:
-    """The objective on fixed windows, one number per window; smaller is better.
-
-    - a causal language model: the mean over tokens of −log p(next token), in nats
-    - other models: ‖output − dense output‖F / ‖dense output‖F of the final states
+    """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
 
     `dense` has X_L, the states of the dense model after its last block.
     """
 
-    def __init__(self, runner: BlockRunner, ids: Int[Tensor, "windows n"], dense: Float[Tensor, "windows n d"]) -> None:
-        self.runner, self.ids, self.dense = runner, ids, dense
-        self.is_loss = runner.checkpoint.objective == "loss"
+    def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
+        self.runner, self.inputs, self.dense = runner, inputs, dense
 
     @torch.no_grad()
     def __call__(self, states: Float[Tensor, "windows n d"], windows: slice = slice(None)) -> Float[Tensor, " windows"]:
         """Return the objective of every window, given the states after the last block on these windows."""
-        ids, dense, found = self.ids[windows], self.dense[windows], []
+        inputs, dense, found = self.inputs[windows], self.dense[windows], []
         for start, part in self.runner.batches(states):
             these = slice(start, start + len(part))
-            found.append(self._measure(self.runner.output(part), ids[these], dense[these]))
+            found.append(self._measure(self.runner.output(part, inputs[these]), inputs[these], dense[these]))
         return torch.cat(found)
 
     @torch.no_grad()
     def of_model(self, model: Any) -> float:
         """Return the mean objective of a complete transformers model on the same windows."""
-        parts = zip(*(torch.split(one, self.runner.batch) for one in (self.ids, self.dense)), strict=True)
-        found = [
-            self._measure(model_output(model, ids.to(self.runner.device), self.is_loss), ids, dense)
-            for ids, dense in parts
-        ]
+        checkpoint, found = replace(self.runner.checkpoint, model=model), []
+        for start in range(0, len(self.inputs), self.runner.batch):
+            these = slice(start, start + self.runner.batch)
+            inputs = self.inputs[these]
+            found.append(self._measure(model_output(checkpoint, inputs), inputs, self.dense[these]))
         return float(torch.cat(found).mean())
 
-    def _measure(self, output: Tensor, ids: Tensor, dense: Tensor) -> Float[Tensor, " batch"]:
-        if self.is_loss:
-            return token_losses(output, ids).double().mean(dim=1).cpu()
-        reference = self.runner.output(dense.to(self.runner.device, output.dtype))
-        return relative_distance(output, reference).cpu()
+    def _measure(self, output: Tensor, inputs: Inputs, dense: Tensor) -> Float[Tensor, " batch"]:
+        objective, reference = self.runner.checkpoint.objective, output
+        if objective not in BY_TARGETS:
+            reference = self.runner.output(dense.to(self.runner.device, output.dtype), inputs)
+        return window_losses(objective, output, inputs, reference).cpu()
 
 
 class Student:
@@ -164,8 +178,8 @@ class Student:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        fit: Int[Tensor, "fit n"],
-        select: Int[Tensor, "select n"],
+        fit: Inputs,
+        select: Inputs,
         *,
         effort: Effort,
         repair: bool = True,
@@ -178,6 +192,7 @@ class Student:
         self.checkpoint, self.effort = checkpoint, effort
         self.repairs = repair = repair and any(checkpoint.families)
         self.journal, self.progress = journal or Journal(), progress
+        fit, select = encoded(checkpoint, fit), encoded(checkpoint, select)
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)
         self.select = DenseStates(self.runner, select, progress=progress)
@@ -238,10 +253,10 @@ class Student:
     def losses(self) -> Float[Tensor, " select"]:
         """Return the objective of the shrunk model on every selection window."""
         place = max(0, self.first_gap - 1)
-        return self.objective(self.runner.through(self.kept[place:], self.select.at(place)))
+        return self.objective(self.runner.through(self.kept[place:], self.select.at(place), self.select.inputs))
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model, after checking its output."""
         made = extract(self.checkpoint, self.kept)
-        require_same_output(made, self.runner, self.kept, self.select.ids[:1])
+        require_same_output(made, self.runner, self.kept, self.select.inputs[:1])
         return made

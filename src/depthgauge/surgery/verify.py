@@ -7,17 +7,18 @@ import subprocess
 import sys
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
-from depthgauge.checkpoints.model_output import model_output, no_cache
+from depthgauge.checkpoints.load import OF_HEAD, TEXT, Checkpoint, context_length, wrap
+from depthgauge.checkpoints.model_output import model_output, no_cache, pooled
+from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery.certify import as_dtype
@@ -81,17 +82,16 @@ class FreshProcess:
 @torch.no_grad()
 def verify_reload(
     out: str | Path,
-    ids: Int[Tensor, "windows n"],
+    inputs: Inputs,
     model: Any,
     *,
     device: str = "cpu",
-    dense: Float[Tensor, "windows n d"] | None = None,
+    like: Checkpoint | None = None,
     compared: int = 2,
     new_tokens: int = 16,
     compute: torch.dtype | None = None,
     process: FreshProcess | None = None,
-    source: Any = None,
-) -> tuple[ReloadRecord, Float[Tensor, " windows"]]:
+) -> tuple[ReloadRecord, Tensor]:
     """Load a written model in a fresh process without depthgauge and compare it with the model in memory.
 
     The process loads `out` with `AutoModelForCausalLM` or `AutoModel`. These must hold:
@@ -100,61 +100,76 @@ def verify_reload(
     - the outputs of the first `compared` windows are equal to the precision of the dtype, at up to `POSITIONS` tokens
     - greedy generation with the key–value cache gives the tokens and logits of generation without it; where the logits
       of two tokens are equal to the precision of the dtype, either token may follow. State spaces round differently
-      step by step; where the logits differ by more, they may differ `AS_SOURCE` times as much as those of `source`
+      step by step; where the logits differ by more, they may differ `AS_SOURCE` times as much as those of `like`
 
     Args:
         out: the directory.
-        ids: windows of token ids.
+        inputs: windows of token ids, images or samples.
         model: the model in memory, which was written to `out`.
         device: the device of the fresh process; `auto` distributes the model over all devices.
-        dense: for encoders, the final states of the source model, from which the losses are computed.
+        like: the source model, which says what is measured; by default what the model's class says.
         compared: number of windows whose outputs are compared; the losses of all windows are computed.
         new_tokens: number of tokens to generate; 0 skips the comparison.
         compute: the dtype in which both models compute, by default the stored one. Half precision is slow on many
             CPUs, and a wider dtype holds the same weights exactly.
         process: a process that was started before and has checked nothing yet; by default, one is started.
-        source: the model that `model` was made from.
 
     Returns:
-        What the process found, and the losses of the reloaded model per window: nats per token, or for an encoder the
-        relative distance of its final states from `dense` (none without it).
+        What the process found, and the losses of a reloaded causal language model per window, in nats per token, or
+        the outputs of another model.
 
     Raises:
         VerificationError: anything differs, or the process fails. The message says what.
         InputError: there is no window, or `compared` is not positive.
     """
-    if len(ids) < 1 or compared < 1:
-        raise InputError(f"at least one window must be compared, got {len(ids)} windows and compared={compared}")
+    if len(inputs) < 1 or compared < 1:
+        raise InputError(f"at least one window must be compared, got {len(inputs)} windows and compared={compared}")
     model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
-    positions = torch.linspace(0, ids.shape[1] - 1, min(POSITIONS, ids.shape[1])).round().long()
-    lengths = _generation(checkpoint, ids.shape[1], new_tokens)
+    if like is not None:
+        checkpoint = replace(checkpoint, objective=like.objective, stack=like.stack, layer_key=like.layer_key)
+    ours = [model_output(checkpoint, inputs[index : index + 1])[0] for index in range(min(compared, len(inputs)))]
+    is_loss = checkpoint.objective == "loss"
+    rows = ours[0].shape[0]
+    positions = torch.linspace(0, rows - 1, min(POSITIONS, rows)).round().long() if is_loss else torch.arange(rows)
+    lengths = _generation(checkpoint, rows, new_tokens)
     request = {
-        "out": str(Path(out).resolve()), "objective": checkpoint.objective, "device": device, "compared": compared,
+        "out": str(Path(out).resolve()), "device": device, "compared": compared,
+        "is_causal": is_loss and checkpoint.stack is None, "layer_key": checkpoint.layer_key,
+        "is_loss": is_loss, "has_head": checkpoint.objective in OF_HEAD,
         "positions": positions.tolist(), "threads": torch.get_num_threads(), "call": no_cache(checkpoint.measured),
         "class": type(model).__name__, "dtype": None if compute is None else str(compute).removeprefix("torch."),
         **lengths,
     }  # fmt: skip
-    windows = {"ids": ids.cpu().contiguous()} | ({} if dense is None else {"dense": dense.cpu().contiguous()})
+    samples = as_samples(inputs, checkpoint.reads)
+    windows = {name: value.cpu().contiguous() for name, value in samples.inputs.items()}
+    if is_loss and samples.targets is not None:
+        windows["targets"] = samples.targets.contiguous()
     with FreshProcess(model) if process is None else nullcontext(process) as fresh:
         found, outputs = fresh.check(request, windows)
     _check_structure(out, checkpoint, found)
     tolerance = tolerance_of(model.dtype)
-    differences = []
-    for index, window in enumerate(ids[:compared]):
-        ours = model_output(model, window[None].to(checkpoint.device), checkpoint.objective == "loss")[0]
-        differences.append(_relative(outputs[str(index)], ours[positions.to(ours.device)].cpu()))
+    differences = [
+        _relative(outputs[str(index)], one[positions.to(one.device)].cpu()) for index, one in enumerate(ours)
+    ]
     difference = float(torch.tensor(differences, dtype=torch.float64).max())  # NaN if one of them is
     if not difference <= tolerance:
         raise VerificationError(
             f"{out} does not compute what the model in memory computes: the outputs differ by {number(difference)} of "
             f"the largest output, more than {number(tolerance)}"
         )
-    if source is not None and not found.get("cache_difference", 0.0) <= tolerance:
-        prompt = ids[:1, : lengths["prompt"]].to(wrap(source).device)
-        tolerance = max(tolerance, AS_SOURCE * generations(source, prompt, lengths["new_tokens"])["cache_difference"])
+    if like is not None and not found.get("cache_difference", 0.0) <= tolerance:
+        prompt = samples.inputs[TEXT][:1].to(like.device)
+        mask = samples.inputs.get("attention_mask", torch.ones_like(samples.inputs[TEXT]))[:1].to(like.device)
+        if samples.targets is None:
+            prompt, mask = prompt[:, : lengths["prompt"]], mask[:, : lengths["prompt"]]
+        theirs = generations(like.model, prompt, mask, lengths["new_tokens"])["cache_difference"]
+        tolerance = max(tolerance, AS_SOURCE * theirs)
     record = ReloadRecord(difference=difference, layers=found["layers"], generation=_check_cache(out, found, tolerance))
-    return record, torch.tensor(found["losses"], dtype=torch.float64)
+    if is_loss:
+        return record, torch.tensor(found["losses"], dtype=torch.float64)
+    made = torch.stack([outputs[str(index)].float() for index in range(len(inputs))])
+    return record, made if like is None else pooled(made, like.pooling)
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -179,7 +194,7 @@ def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, A
             raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
 
     def ignored(name: str) -> bool:  # transformers adds a random pooler to an encoder that has none
-        return "pooler" in name and getattr(checkpoint.measured, "pooler", None) is None
+        return "pooler" in name and getattr(checkpoint.model.base_model, "pooler", None) is None
 
     absent = [name for name in found["missing"] if not ignored(name)]
     if absent or found["unexpected"]:

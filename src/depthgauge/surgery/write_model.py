@@ -28,8 +28,9 @@ _TOKENIZER = (
     "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "chat_template.*", "additional_chat_templates",
+    "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Files of a tokenizer and of its chat templates."""
+"""Files of a tokenizer and of its chat templates, and of an image processor."""
 _COMPANIONS = (
     "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "USE_POLICY*",
     "modules.json", "sentence_bert_config.json",

@@ -11,13 +11,13 @@ import torch
 
 from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
-from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.load import TEXT, Checkpoint
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
-from depthgauge.results.shrink_verdicts import guarantee_sentences
+from depthgauge.results.shrink_verdicts import BY_LOSS, accuracy_sentence, guarantee_sentences, objective_label
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.verify import FreshProcess, verify_reload
@@ -54,18 +54,11 @@ def write_shrunk(
     with written_model(model, source, tokenizer, out, overwrite=overwrite) as folder:
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
-            reload, losses = verify_reload(
-                folder,
-                certifier.ids,
-                model,
-                device=device,
-                dense=certifier.states,
-                compute=compute,
-                process=process,
-                source=checkpoint.model,
+            reload, found = verify_reload(
+                folder, certifier.inputs, model, device=device, like=checkpoint, compute=compute, process=process
             )
         record = msgspec.structs.replace(
-            certifier.certified(record, losses),
+            certifier.certified(record, found),
             bytes=BeforeAfter(before=record.bytes.before, after=weight_bytes(Source(folder))),
             reload=reload,
             out=str(out),
@@ -77,7 +70,13 @@ def write_shrunk(
         documents = {RECORD: text, "README.md": model_card(record, hub_name(checkpoint.config, source))}
         unchanged = not record.repaired and not (record.heal is not None and record.heal.kept)
         # mergekit reads directories, and leaves lists with one entry per layer as they are.
-        if unchanged and (source is None or source.gguf is None) and not has_layer_lists(checkpoint.config):
+        if (
+            unchanged
+            and checkpoint.reads == TEXT
+            and checkpoint.stack is None
+            and (source is None or source.gguf is None)
+            and not has_layer_lists(checkpoint.config)
+        ):
             kept = [layer for layer in range(record.layers_before) if layer not in record.removed]
             dtype = str(model.dtype).removeprefix("torch.")
             documents["plan.mergekit.yaml"] = mergekit_plan(record.plan.model, dtype, kept)
@@ -150,22 +149,27 @@ def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
 
 
 def _measured(record: ShrinkRecord) -> Iterator[str]:
-    is_loss, loss = record.objective == "loss", record.loss
-    windows = "on windows that were used for nothing else"
-    if is_loss:
-        yield f"Loss in nats per token, {windows}: {number(loss.dense)} before, {number(loss.shrunk)} after."
+    label, loss, noun = objective_label(record.objective), record.loss, record.plan.calibration.noun
+    title, windows = label.title[:1].upper() + label.title[1:], f"on {noun}s that were used for nothing else"
+    if record.objective in BY_LOSS:
+        yield f"{title}, {windows}: {number(loss.dense)} before, {number(loss.shrunk)} after."
     else:
-        yield f"Relative change of the final states, {windows}: {number(loss.shrunk)}."
+        yield f"{title}, {windows}: {number(loss.shrunk)}."
+    if record.accuracy is not None:
+        yield ""
+        yield f"The {accuracy_sentence(record.accuracy)}."
     if record.texts:
         yield ""
-        yield f"| text | {'increase of the loss' if is_loss else 'relative change'} |"
+        what = "text" if noun == "window" else f"{noun}s"
+        yield f"| {what} | {'increase of the loss' if record.objective in BY_LOSS else 'change'} |"
         yield "| --- | --- |"
         for text in record.texts:
             yield f"| {text.name.replace('|', '&#124;')} | {number(text.increase)} |"
     if record.speed is not None:
         decode = record.speed.decode
         yield ""
-        yield f"Speed on a prompt, relative to the source model: {number(record.speed.prefill)}." + (
+        prompt = "a prompt" if noun == "window" else f"one {noun}"
+        yield f"Speed on {prompt}, relative to the source model: {number(record.speed.prefill)}." + (
             "" if decode is None else f" Speed of generation: {number(decode)}."
         )
     if sentences := guarantee_sentences(record):

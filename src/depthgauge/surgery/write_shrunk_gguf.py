@@ -9,6 +9,8 @@ import msgspec
 from depthgauge._format import counted
 from depthgauge._io import atomic_file
 from depthgauge._journal import Journal
+from depthgauge.checkpoints.load import TEXT
+from depthgauge.checkpoints.samples import as_samples
 from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import LLAMA, BeforeAfter, ReloadRecord, ShrinkRecord
 from depthgauge.surgery.certify import Certifier
@@ -61,7 +63,7 @@ def write_shrunk_gguf(
     name = checkpoint.source.path.name
     fields |= provenance(layout, name, opened.files.get(name, ""), shrunk.removed)
     with durations("certification"):
-        record = certifier.certified(record, certifier.measure(model))
+        record = certifier.certified(record, certifier.run(model))
     with atomic_file(out, overwrite, journal.result_file()) as path:
         write_gguf(path, layout, kept, fields, shrunk.encoded, certifier.progress)
         with durations("reading the file back"):
@@ -72,7 +74,7 @@ def write_shrunk_gguf(
         else:
             certifier.progress(0, 1, "the result in llama.cpp")
             with durations("check in llama.cpp"):
-                found = compare_with_llama(path, model, certifier.ids[0])
+                found = compare_with_llama(path, model, as_samples(certifier.inputs, TEXT).main[0])
             require_same(out, found, source)
             reload = ReloadRecord(
                 difference=found.difference, layers=len(kept), generation=found.sentence, program=LLAMA,

@@ -1,6 +1,7 @@
 """Combine what was measured of a checkpoint, window by window, into its record."""
 
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from types import MappingProxyType
 from typing import Any
 
@@ -72,6 +73,7 @@ def subject_record(
         regime=distance,
         first_layer=first_layer,
         baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
+        accuracy=mean(seen["accuracy"] for seen in observed) if observed and "accuracy" in observed[0] else None,
         input=CheckpointState(residual=_residual(observed, 0)),
         layers=tuple(
             CheckpointLayer(

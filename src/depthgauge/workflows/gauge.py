@@ -57,14 +57,14 @@ def gauge(
     """Measure how much of a network's or a checkpoint's depth does useful work.
 
     A network is measured on inputs, certified against every one-layer surrogate, and its effective depth is found. A
-    checkpoint is measured on text: what each head does, and what the model loses without each layer.
+    checkpoint is measured on text or images: what each head does, and what the model loses without each layer.
 
     Args:
         target: a network, a network file, a checkpoint (directory, GGUF file or name on the Hugging Face hub), a
             transformers model in memory, or None for a built-in pair. A model in memory is left as it was.
         options: what to do; see `GaugeOptions`.
-        tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or the directory of one that
-            replaces the tokenizer of a checkpoint.
+        tokenizer: the tokenizer of a model in memory, which `weights_only` does not need, or its image processor if it
+            reads images; or the directory of a tokenizer that replaces that of a checkpoint.
         out: a file to write the result document to. The finished steps of a checkpoint are kept next to it, so that an
             interrupted run can be resumed.
         report: a file to write a page with charts to (extra `report`).
@@ -94,6 +94,7 @@ def gauge(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
+        inputs |= {"--labels": asked.labels, "--pairs": asked.pairs}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             request = check_gauge(found, asked, message)

@@ -7,8 +7,6 @@ from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
-import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import duration
@@ -18,44 +16,47 @@ from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_we
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.layers import Stack, tokens_of
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
+    BY_TARGETS,
+    TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
-    load_tokenizer,
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.model_output import require_output
+from depthgauge.checkpoints.model_output import accuracy, require_output, window_losses
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.registered_attention import layer_plan
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
+from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
-from depthgauge.checkpoints.start_token import measure_start, plan_start
+from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.checkpoints.what_if import (
-    cross_entropy,
     layers_of,
     objective,
     passes,
     what_if,
 )
-from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
-from depthgauge.errors import InputError
+from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.measures.residuals import residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import (
     CheckpointSubject,
 )
-from depthgauge.results.gauge_options import GaugeSettings
+from depthgauge.results.gauge_options import SAMPLES, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.workflows.checkpoint_record import subject_record
@@ -80,31 +81,39 @@ def gauge_checkpoint(
     assert asked.bos is not None
     assert asked.dtype is not None
     kinds, text_file, seed, placement = request.kinds, request.text, asked.seed or 0, Placement.of(asked)
-    config = target.model.config if source is None else load_config(source, placement)
-    windows = None
-    if text_file is None:
+    reads = read_kind(asked)
+    windows: Windows | GivenWindows | None = None
+    if source is None:
+        config = target.model.config
+        require_kind(target.model, str(target.name), asked)
+    else:
+        config = load_config(source, placement, reads)
+    if reads != TEXT or text_file is not None:
+        tokenizer = load_reader(source, placement, asked, tokenizer)
+    if reads != TEXT:
+        wanted = asked.samples or SAMPLES
+        windows = read_given(asked, tokenizer, config, target.description, wanted=wanted, seed=seed)
+    elif text_file is None:
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
                 f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
                 f"{config.model_type} model keeps its weights; gauge it on text"
             )
     else:
-        tokenizer = tokenizer if source is None else load_tokenizer(source, placement, tokenizer)
-        if tokenizer is None:
-            raise InputError("a model in memory needs its tokenizer; give tokenizer=…, or weights_only=True")
         start = plan_start(asked.bos, source, tokenizer)
         windows = read_windows(
             tokenizer,
             text_file,
             tokens=asked.tokens,
             window=asked.window,
-            context=context_length(config),
+            context=longest_window(None if source is None else source.folder, context_length(config)),
             seed=seed,
             special=(start.before, start.after),
         )
     filled = {
-        "tokens": None if windows is None else asked.tokens,
-        "window": None if windows is None else int(windows.ids.shape[1]),
+        "tokens": asked.tokens if isinstance(windows, Windows) else None,
+        "window": int(windows.ids.shape[1]) if isinstance(windows, Windows) else asked.window,
+        "samples": len(windows.inputs) if isinstance(windows, GivenWindows) else None,
         "seed": seed,
         "what_if": ",".join(kinds) or "none",
         "dtype": asked.dtype,
@@ -127,16 +136,16 @@ def gauge_checkpoint(
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
-        require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
-        require_output(checkpoint, windows.ids[0])
-        n = windows.ids.shape[1]
-        bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
-        decided = measure_start(start, checkpoint, bodies)
-        require_readable(checkpoint, tokenizer, decided, bodies, bool(asked.force), message)
-        if decided.before != start.before:
-            windows = windows.with_first(decided.before[0], len(start.after))
-        checkpoint = derived(checkpoint, windows.ids)
-        probed = probe(checkpoint, windows.ids[:1])
+        inputs: Inputs
+        if isinstance(windows, GivenWindows):
+            checkpoint, inputs = prepared(checkpoint, windows, asked), windows.inputs
+            require_output(checkpoint, inputs)
+            text = windows.record(tokens_of(checkpoint, inputs))
+        else:
+            windows, decided = started_windows(checkpoint, windows, start, tokenizer, bool(asked.force), message)
+            inputs, text = windows.ids, windows.record(decided.bos, decided.reason)
+        checkpoint = derived(checkpoint, inputs)
+        probed = probe(checkpoint, inputs[:1])
         if probed.attention is not None:
             message(unobserved_sentence(probed.attention))
         weights, notes = measure_weights(checkpoint, progress)
@@ -146,8 +155,9 @@ def gauge_checkpoint(
             measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
         notes += _unmeasured(kinds, measured, checkpoint, probed.blocks)
         measured = {kind: layers for kind, layers in measured.items() if layers}
-        found = measure_windows(checkpoint, windows, measured, observable, journal, progress, message)
-        text = windows.record(decided.bos, decided.reason)
+        if checkpoint.objective == "embedding" and source is not None:
+            notes += pooling_notes(source.folder)
+        found = measure_windows(checkpoint, inputs, measured, observable, journal, progress, message)
         return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
 
 
@@ -188,7 +198,7 @@ def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[C
 
 def measure_windows(
     checkpoint: Checkpoint,
-    windows: Windows,
+    inputs: Inputs,
     measured: Mapping[str, Sequence[int]],
     observable: bool,
     journal: Journal,
@@ -203,39 +213,43 @@ def measure_windows(
         What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
         expert, the loss and the share of tokens.
     """
-    count, estimated, found = len(windows.ids), False, []
+    count, estimated, found = len(inputs), False, []
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
-        for index, window in enumerate(windows.ids):
-            ids, known = window[None], dict(journal.get(f"window {index}", {}))
+        for index in range(count):
+            window, known = inputs[index : index + 1], dict(journal.get(f"window {index}", {}))
             found.append(known)
             wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:
                 continue
             started, observing = time.perf_counter(), 0.0
-            base = stack.full(ids)
+            base = stack.full(window)
             seconds = time.perf_counter() - started
-            lost, states = objective(checkpoint.objective, ids, base.output), base.states
-            loss = cross_entropy(base.output, ids) if checkpoint.objective == "loss" else None
+            lost, states = objective(checkpoint.objective, window, base.output), base.states
+            own: dict[str, float | None] = {"loss": None}
+            if checkpoint.objective in BY_TARGETS:
+                own["loss"] = float(window_losses(checkpoint.objective, base.output, window, base.output).mean())
+            if checkpoint.objective == "labels":
+                own["accuracy"] = accuracy(base.output, window)
             del base  # frees the logits, the largest tensor
             if "observed" not in known:
                 progress(0, 1, f"heads, window {index}")
                 started = time.perf_counter()
-                seen, planning = observe(stack, ids, states, plans=index == 0)
-                known["observed"] = {"loss": loss, **seen}
+                seen, planning = observe(stack, window, states, plans=index == 0)
+                known["observed"] = {**own, **seen}
                 journal.put(f"window {index}", known)
                 observing = time.perf_counter() - started - planning
             if not estimated:
-                message(expected_duration(len(stack), measured, seconds, observing, count - index, ids.shape[1]))
+                message(expected_duration(len(stack), measured, seconds, observing, count - index, states[0].shape[1]))
                 estimated = True
             total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
                 losses: list[Any] = []
-                experts = ExpertWhatIfs(stack, ids) if kind == EXPERT else None
+                experts = ExpertWhatIfs(stack, window) if kind == EXPERT else None
                 for place, layer in enumerate(measured[kind]):
                     progress(done, total, f"what if, window {index}, {kind} {layer}")
                     if experts is None:
-                        losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                        losses.append(lost(what_if(stack, window, states, kind, layer)))
                     else:
                         output, share = experts.without(states[layer], layer, place - measured[kind].index(layer))
                         losses.append([lost(output), share])
@@ -245,9 +259,7 @@ def measure_windows(
     return found
 
 
-def observe(
-    stack: Stack, ids: Int[Tensor, "1 n"], states: tuple[Tensor, ...], plans: bool
-) -> tuple[dict[str, Any], float]:
+def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: bool) -> tuple[dict[str, Any], float]:
     """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON.
 
     The second value is the time spent on attention plans, in seconds; only the first window has them.
@@ -267,7 +279,7 @@ def observe(
     families = stack.checkpoint.families
     sublayers = SublayerScores(stack.blocks, families) if any(families) and len(stack) else None
     with nullcontext() if sublayers is None else sublayers.listening():
-        stack.run(ids, watch=watch)
+        stack.run(inputs, watch=watch)
     steps = list(pairwise(states))
     scores = {
         "block_influence": [block_influence(x, y) for x, y in steps],

@@ -7,7 +7,7 @@ from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
 from depthgauge.errors import InputError, require_count, require_seed
-from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, check_choices, chosen_kinds
+from depthgauge.results.gauge_options import CHECKPOINTS, SAMPLES, GaugeOptions, check_choices, chosen_kinds
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
@@ -19,7 +19,7 @@ class GaugeRequest:
     - `target`, `given`: the checkpoint, and the options as they were given
     - `asked`: the options with their defaults
     - `kinds`: the what-ifs
-    - `text`: the text; None if the weights alone are gauged
+    - `text`: the text; None if images, pairs or the weights alone are gauged
     - `source`: the files of the checkpoint; None for a model in memory
     """
 
@@ -40,7 +40,14 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     kinds = chosen_kinds(asked.what_if)
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     require_seed(asked.seed or 0)
-    text = None if asked.weights_only else find_text(asked.text, bool(asked.as_is))
+    text = None
+    if asked.images is not None or asked.pairs is not None:
+        from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
+
+        require_count("samples", asked.samples or SAMPLES, "the number of images or pairs to use")
+        find_given(asked)
+    elif not asked.weights_only:
+        text = find_text(asked.text, bool(asked.as_is))
     source = None
     if target.model is None:
         assert target.name is not None
@@ -50,4 +57,4 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
         for name in ABOUT_FILES:
             if name in options.given():
                 raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-    return GaugeRequest(target, options, asked, kinds if text is not None else (), text, source)
+    return GaugeRequest(target, options, asked, () if asked.weights_only else kinds, text, source)

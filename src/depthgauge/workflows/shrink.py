@@ -113,7 +113,8 @@ def shrink(
     Args:
         model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`.
-        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
+        tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
+            tokenizer that replaces a checkpoint's.
         plan: a plan, or the file of one, that says which blocks to remove; it replaces the search.
         out: the directory to write the smaller model to, or, if the model is a GGUF file, a name that ends with
             `.gguf`; None keeps it in memory. With `sizes`, the outputs are named after it: `OUT-2`, `OUT-4`, ….
@@ -191,7 +192,8 @@ def plan_shrink(
     Args:
         model: a checkpoint directory, a GGUF file, a name on the Hugging Face hub, or a transformers model in memory.
         options: what to do; see `ShrinkOptions`. A number of blocks is needed.
-        tokenizer: the tokenizer of a model in memory, or the directory of one that replaces a checkpoint's.
+        tokenizer: the tokenizer of a model in memory, or its image processor if it reads images; or the directory of a
+            tokenizer that replaces a checkpoint's.
         out: a file to write the plan to; the steps of an interrupted search are kept next to it.
         resume: continue an interrupted search.
         overwrite: replace a file at `out`, and start again where an interrupted search has stopped.
@@ -242,6 +244,9 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
     return {
         "MODEL": path,
         "--tokenizer": settings.tokenizer,
+        "--images": settings.images,
+        "--labels": settings.labels,
+        "--pairs": settings.pairs,
         **{f"--text {text}": split_field(text)[0] for text in settings.text},
     }
 
@@ -264,6 +269,10 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
+    if settings.images is not None or settings.pairs is not None:
+        from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
+
+        find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
     return resolve(model, settings.allow_pickle, settings.tokenizer, message, settings.trust_remote_code)

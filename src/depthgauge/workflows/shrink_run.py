@@ -15,9 +15,12 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
+from depthgauge.checkpoints.layers import tokens_of
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.load import BY_TARGETS, TEXT, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
@@ -35,13 +38,14 @@ from depthgauge.results.shrink_record import (
     TestedSize,
     check_shrink,
 )
-from depthgauge.results.shrink_verdicts import shrink_warnings
+from depthgauge.results.shrink_verdicts import objective_label, shrink_warnings
 from depthgauge.surgery.block_sizes import blocks_over
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
-from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.given_calibration import given_calibration
+from depthgauge.surgery.open_model import OpenedModel, calibration_sizes, open_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
 from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
@@ -121,8 +125,8 @@ class ShrinkRun:
         with self.durations("dense model"):
             self.shrinker = Shrinker(
                 checkpoint,
-                self.calibration.fit.ids,
-                self.calibration.select.ids,
+                self.calibration.fit.inputs,
+                self.calibration.select.inputs,
                 effort=effort_of(settings),
                 repair=not settings.no_repair,
                 journal=journal,
@@ -148,10 +152,14 @@ class ShrinkRun:
 
     def _calibrated(self) -> Calibration:
         opened = self.opened
-        made = prepare_calibration(
-            opened.checkpoint, opened.tokenizer, opened.texts, opened.start,
-            progress=self.progress, message=self.message,
-        )  # fmt: skip
+        if isinstance(opened.read, GivenWindows):
+            tokens = tokens_of(opened.checkpoint, opened.read.inputs)
+            made = given_calibration(opened.read, calibration_sizes(self.settings), tokens)
+        else:
+            made = prepare_calibration(
+                opened.checkpoint, opened.tokenizer, opened.read, opened.start,
+                progress=self.progress, message=self.message,
+            )  # fmt: skip
         digest = made.record.sha256
         self.journal.describe("digest of the calibration windows", digest)
         if self.followed is not None and self.followed.calibration.sha256 != digest:
@@ -168,7 +176,9 @@ class ShrinkRun:
             return None
         self.progress(0, 1, "the source in llama.cpp")
         with self.durations("check in llama.cpp"):
-            return compare_source(checkpoint.source.path, checkpoint.model, self.calibration.certify.ids[0])
+            return compare_source(
+                checkpoint.source.path, checkpoint.model, as_samples(self.calibration.certify.inputs, TEXT).main[0]
+            )
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of blocks to remove, each of which makes a model."""
@@ -180,7 +190,7 @@ class ShrinkRun:
             found = settings.counts(layers, name)
         elif settings.max_bytes is not None:
             limit, repairs = settings.byte_limit(), not settings.no_repair
-            found = (blocks_over(checkpoint.model, layers, limit, self.opened.stored, name, repairs),)
+            found = (blocks_over(checkpoint, limit, self.opened.stored, repairs),)
         else:
             found = (settings.count(layers, name),)
         left = layers - len(self.protected)
@@ -223,10 +233,7 @@ class ShrinkRun:
         layers = opened.checkpoint.layers
         self._estimate(counts or tuple(range(1, max(3, layers // 3 + 1))), writes=out is not None)
         with self.durations("certification"):
-            self.certifier = Certifier(
-                opened.checkpoint.model, self.calibration, settings.confidence,
-                loss=opened.checkpoint.objective == "loss", progress=self.progress,
-            )  # fmt: skip
+            self.certifier = Certifier(opened.checkpoint, self.calibration, settings.confidence, progress=self.progress)
         if self._limit is not None:
             with self._fresh_process(out) as process:
                 shrunk, tested = largest_within(self.candidates, self.certifier, self._limit, settings, opened.stored)
@@ -279,7 +286,8 @@ class ShrinkRun:
     def _heal_advice(self) -> tuple[str, ...]:
         """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
         shrinker = self.shrinker
-        if self.settings.heal is not None or not shrinker.repairs or self.opened.checkpoint.objective != "loss":
+        checkpoint = self.opened.checkpoint
+        if self.settings.heal is not None or not shrinker.repairs or checkpoint.objective != "loss":
             return ()
         seconds = heal_seconds(
             ADVISED_STEPS, shrinker.effort, self.calibration.record.window, shrinker.window_seconds
@@ -306,7 +314,7 @@ class ShrinkRun:
         certifier, opened = self.certifier, self.opened
         if out is None:
             with self.durations("certification"):
-                record = certifier.certified(record, certifier.measure(shrunk.model))
+                record = certifier.certified(record, certifier.run(shrunk.model))
             return FinishedModel(self._finished(record), shrunk.model)
         overwrite = overwrite or has_written(self.journal, out)
         if isinstance(opened.stored, GgufLayout):
@@ -413,7 +421,7 @@ class ShrinkRun:
         self.progress(0, 1, "speed of both models")
         dense = checkpoint.model
         with self.durations("speed"):
-            speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
+            speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
         notes = (*_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
@@ -427,10 +435,10 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
         kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
         notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")
-    if checkpoint.objective != "loss":
+    if checkpoint.objective not in BY_TARGETS:
         notes.append(
-            "the model is not a causal language model: the numbers are relative distances of its final states from "
-            "the dense model's, and no perplexity is claimed"
+            "the model is not a causal language model: the numbers say how far "
+            f"{objective_label(checkpoint.objective).output} from the dense model's, and no perplexity is claimed"
         )
         if checkpoint.measured is not checkpoint.model:
             head = type(checkpoint.model).__name__

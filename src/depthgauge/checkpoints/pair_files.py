@@ -1,0 +1,97 @@
+"""Read pairs of a source and a target, as an encoder–decoder model reads them."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from depthgauge._format import counted
+from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.samples import IGNORED, Samples
+from depthgauge.checkpoints.text_files import parse_line
+from depthgauge.errors import InputError, require_path
+
+LONGEST = 128
+"""The most tokens of a source and of a target by default; longer ones are cut."""
+_FIELDS = ("source", "target")
+
+
+@dataclass(frozen=True)
+class PairFile:
+    """The pairs of a JSON lines file, each once."""
+
+    path: Path
+    pairs: tuple[tuple[str, str], ...]
+
+
+def find_pairs(path: str | Path) -> PairFile:
+    """Return the pairs of a file of JSON lines with the fields `source` and `target`.
+
+    Raises:
+        InputError: the file cannot be read, has no pairs, or a line lacks a field.
+    """
+    file = require_path("pairs", path)
+    pairs = tuple(dict.fromkeys(_read(file)))
+    if not pairs:
+        raise InputError(f"{file} contains no pairs; give JSON lines with the fields source and target")
+    return PairFile(file, pairs)
+
+
+def _read(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise InputError(f"cannot read the pairs {path}: {error.strerror or error}") from error
+    for number, line in enumerate(lines, start=1):
+        record = parse_line(line, f"line {number} of {path}")
+        if record is None:
+            continue
+        for field in _FIELDS:
+            if not isinstance(record.get(field), str) or not record[field].strip():
+                raise InputError(
+                    f"line {number} of {path} has no text in the field {field!r}; every line needs a source and a "
+                    "target"
+                )
+        yield record["source"], record["target"]
+
+
+def read_pairs(
+    found: PairFile, tokenizer: Any, config: Any, *, wanted: int, longest: int, seed: int, least: int = 1,
+    advice: str = "",
+) -> GivenWindows:  # fmt: skip
+    """Draw up to `wanted` pairs by the seed, and convert them to token ids of at most `longest` tokens each.
+
+    Sources and targets are padded at the end to the longest one. The decoder reads the target after its start token.
+
+    Raises:
+        InputError: there are fewer than `least` pairs; `advice` says what else to do.
+    """
+    if len(found.pairs) < least:
+        raise InputError(
+            f"{found.path} has {counted(len(found.pairs), 'different pair')}, and {least} are needed; give more pairs"
+            f"{advice}"
+        )
+    order = torch.randperm(len(found.pairs), generator=torch.Generator().manual_seed(seed))[:wanted].tolist()
+    chosen = [found.pairs[index] for index in order]
+    with quiet():
+        sources = [tokenizer(source)["input_ids"][:longest] for source, _ in chosen]
+        targets = [tokenizer(text_target=target)["input_ids"][:longest] for _, target in chosen]
+    pad, start = config.pad_token_id or 0, config.decoder_start_token_id
+    start = pad if start is None else start
+    inputs = {
+        "input_ids": _padded(sources, pad),
+        "attention_mask": _padded([[1] * len(source) for source in sources], 0),
+        "decoder_input_ids": _padded([[start, *target[:-1]] for target in targets], pad),
+    }
+    digest = hashlib.sha256("\0".join(text for pair in chosen for text in pair).encode()).hexdigest()
+    return GivenWindows("pairs", Samples(inputs, _padded(targets, IGNORED)), str(found.path), digest)
+
+
+def _padded(rows: list[list[int]], pad: int) -> torch.Tensor:
+    """Return rows as one tensor, padded at the end."""
+    length = max(map(len, rows))
+    return torch.tensor([[*row, *[pad] * (length - len(row))] for row in rows])
