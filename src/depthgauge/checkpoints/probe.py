@@ -11,6 +11,7 @@ from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Change, Stack, changed, not_by_window
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.samples import Inputs, shortened
 
 TOKENS = 32
@@ -46,6 +47,7 @@ def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
         own = model.config._attn_implementation
         with quiet():
             model.set_attn_implementation("eager")
+            require_output(checkpoint, inputs)  # eager attention may fail where the model's own does not
             stock = Stack(checkpoint, Session()).run(inputs)
             model.set_attn_implementation(own)
         with attending(model) as session:
