@@ -26,13 +26,13 @@ from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import (
-    NOT_BY_WINDOW,
     BlockRunner,
     Change,
     changed,
     find_blocks,
     hidden_in,
     hidden_out,
+    unusual_states,
 )
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
@@ -81,7 +81,7 @@ class TracedBlock:
 
         def record(path: str) -> Callable[..., None]:
             def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-                made = hidden_out(out) if not isinstance(out, tuple) or out else None
+                made = hidden_out(out) if not isinstance(out, tuple | list) or out else None
                 if not isinstance(made, Tensor) or made.shape[-1:] != self.x.shape[-1:]:
                     return
                 calls[path] = calls.get(path, 0) + 1
@@ -199,9 +199,9 @@ def traced_runner(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tupl
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
     runner = BlockRunner(checkpoint, ids[:1])
     base = runner.full(ids)
+    if (reason := unusual_states(base.states, ids)) is not None:
+        raise NotDerivedError(reason)
     state = base.states[0]
-    if state.shape[:2] != ids.shape:
-        raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
         state = runner.block(layer, state)
     output = runner.output(state)

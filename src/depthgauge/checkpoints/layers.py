@@ -24,6 +24,8 @@ Change = Callable[[Tensor], Tensor]
 """A function of a module's output that replaces it."""
 NOT_BY_WINDOW = "its states are not arranged by window and token"
 """Why a model such as XLNet, whose states have the tokens first, is not supported."""
+NOT_SEEN = "its blocks are not called as modules"
+"""Why a model such as SqueezeBERT, which calls the `forward` of its blocks, is not supported."""
 _LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Largest size of the logits of one batch, by type of device."""
 
@@ -52,7 +54,7 @@ class Stack:
         self.blocks = find_blocks(checkpoint.model, checkpoint.layers)
         self.evaluations = 0
         self._others = -1  # how many values a block returns after the states, −1 if it returns no tuple
-        self._silent_form: dict[type[nn.Module], str] = {}
+        self._silent_form: dict[tuple[Any, ...], str] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -119,7 +121,7 @@ class Stack:
             states[layer] = hidden_in(args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            self._others = len(out) - 1 if isinstance(out, tuple) else -1
+            self._others = len(out) - 1 if isinstance(out, tuple | list) else -1
             states[layer + 1] = hidden_out(out)
 
         with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
@@ -140,19 +142,19 @@ class Stack:
     def _silenced(self, module: nn.Module) -> Iterator[None]:
         """Make a module return zeros.
 
-        The first module of a type is computed, to learn the form of its output: a tensor shaped like its input
-        (`one`), a tuple that starts with such a tensor (`several`), or neither (`other`). Later modules of a type with
-        form `one` or `several` are not computed. Linear maps are always computed, because their output shapes differ.
+        The first module of a type, with weights of the same shapes, is computed, to learn the form of its output: a
+        tensor shaped like its input (`one`), such a tensor and None (`several`), or neither (`other`). Later ones of
+        form `one` or `several` are not computed.
         """
-        form = self._silent_form.get(type(module))
+        kind = (type(module), *(weight.shape for weight in module.parameters(recurse=False)))
+        form = self._silent_form.get(kind)
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            zeros = torch.zeros_like(hidden_out(out))
-            has_input = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
-            same_shape = has_input and hidden_in(args, kwargs).shape == zeros.shape
-            known_form = "several" if isinstance(out, tuple) else "one"
-            self._silent_form[type(module)] = known_form if same_shape else "other"
-            return (zeros, *out[1:]) if isinstance(out, tuple) else zeros
+            zeros, others = torch.zeros_like(hidden_out(out)), tuple(out[1:]) if isinstance(out, tuple | list) else ()
+            usual = len(others) < 2 and not any(map(torch.is_tensor, others)) and (args or "hidden_states" in kwargs)
+            same_shape = usual and hidden_in(args, kwargs).shape == zeros.shape
+            self._silent_form[kind] = ("several" if others else "one") if same_shape else "other"
+            return (zeros, *others) if isinstance(out, tuple | list) else zeros
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             zeros = torch.zeros_like(hidden_in(args, kwargs))
@@ -218,23 +220,28 @@ class BlockRunner(Stack):
         """Return B_ℓ(X) for one batch."""
         args, kwargs = self._calls[layer]
         if len(states) > 1:
-            args = tuple(_for_windows(one, self._by_window.get(i), len(states)) for i, one in enumerate(args))
-            kwargs = {key: _for_windows(one, self._by_window.get(key), len(states)) for key, one in kwargs.items()}
+            by_window = self._by_window[layer]
+            args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
+            kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
 
     @torch.no_grad()
-    def _rows_by_window(self, example: Int[Tensor, "1 n"]) -> dict[int | str, Any]:
-        """Return which arguments of the first block, by place or name, have rows for each window of a batch."""
-        found: dict[int | str, Any] = {}
+    def _rows_by_window(self, example: Int[Tensor, "1 n"]) -> list[dict[int | str, Any]]:
+        """Return which arguments of each block, by place or name, have rows for each window of a batch.
+
+        Blocks of one model may differ in this: only some have a mask, or the values of an earlier block.
+        """
+        found: list[dict[int | str, Any]] = []
 
         def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            placed, named = self._calls[0]
+            placed, named = self._calls[len(found)]
             pairs: list[tuple[int | str, tuple[Any, Any]]] = [*enumerate(zip(placed, args[1:], strict=False))]
             pairs += [(name, (one, kwargs[name])) for name, one in named.items() if name in kwargs]
-            found.update({name: _has_rows_by_window(*pair) for name, pair in pairs})
-            raise _Reached
+            found.append({name: _has_rows_by_window(*pair) for name, pair in pairs})
 
-        with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(compare, with_kwargs=True))
             self._forward(example[:1].repeat(2, 1))
         return found
 
@@ -276,8 +283,14 @@ def batch_size(model: Any, window: int, loss: bool) -> int:
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
-    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list."""
-    for module in model.modules():
+    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list.
+
+    In a model that contains a text model, such as one that also reads images, the blocks are those of the text model.
+    """
+    config: Any = getattr(model, "config", None)
+    text = type(config.get_text_config()) if hasattr(config, "get_text_config") else type(None)
+    own = next((part for part in model.modules() if isinstance(getattr(part, "config", None), text)), model)
+    for module in own.modules():
         if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
             return list(module)
     return []
@@ -300,6 +313,13 @@ def _for_windows(one: Any, by_window: Any, windows: int) -> Any:
     return one.expand(windows, *rest) if len(one) == 1 else one.repeat(windows, *(1 for _ in rest))
 
 
+def unusual_states(states: Sequence[Tensor], ids: Int[Tensor, "batch n"]) -> str | None:
+    """Return why the states of a pass are not one vector for each token of each window, or None if they are."""
+    if not states:
+        return NOT_SEEN
+    return None if all(one.dim() == 3 and one.shape[:2] == ids.shape for one in states) else NOT_BY_WINDOW
+
+
 def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states among the arguments of a block."""
     found: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -307,8 +327,8 @@ def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def hidden_out(out: Any) -> Tensor:
-    """Return the hidden states in the output of a module, which may be a tuple that starts with them."""
-    found: Tensor = out[0] if isinstance(out, tuple) else out
+    """Return the hidden states in the output of a module, which may be a tuple or a list that starts with them."""
+    found: Tensor = out[0] if isinstance(out, tuple | list) else out
     return found
 
 
@@ -332,7 +352,7 @@ def changed(module: nn.Module, change: Change) -> Iterator[None]:
 
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         made = change(hidden_out(out))
-        return (made, *out[1:]) if isinstance(out, tuple) else made
+        return (made, *out[1:]) if isinstance(out, tuple | list) else made
 
     with module.register_forward_hook(after):
         yield

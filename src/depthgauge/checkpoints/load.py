@@ -202,17 +202,26 @@ def loader_of(config: Any) -> tuple[Any, str]:
         kind = config.model_type
         masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         is_causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
-    if is_causal or "AutoModelForCausalLM" in own_code:
-        return library.AutoModelForCausalLM, "loss"
+    auto_class = library.AutoModelForCausalLM if is_causal or "AutoModelForCausalLM" in own_code else library.AutoModel
+    objective = "loss" if auto_class is library.AutoModelForCausalLM else "states"
     if not named or own_code:
-        return library.AutoModel, "states"
+        return auto_class, objective
     found = getattr(library, named, None)
     if found is None:
         raise CheckpointError(
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
-    return found, "states"
+    parts = (config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ())))
+    expected = getattr(found, "config_class", None)
+    if expected is None or not any(isinstance(part, expected) for part in parts):
+        kind = getattr(expected, "model_type", None)
+        raise CheckpointError(
+            f"config.json contradicts itself: a {named} is "
+            + (f"a {kind!r} model" if kind else "not a model of text")
+            + f", but model_type is {config.model_type!r}; correct architectures or model_type"
+        )
+    return (auto_class if objective == "loss" else found), objective
 
 
 def _refuse_remote_code(library: Any, source: Source) -> None:
@@ -346,7 +355,7 @@ def context_length(config: Any) -> int | None:
     """Return the largest number of tokens the model accepts, or None if its configuration does not say."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if longest is None:
+    if longest is None or longest < 1:  # XLNet says −1: there is no limit
         return None
     # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.
     offset = (text.pad_token_id or 0) + 1 if text.model_type in ("roberta", "xlm-roberta", "camembert") else 0

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from depthgauge._format import counted, number
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Stack
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.layers import Stack, unusual_states
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 
 TOKENS = 32
@@ -82,9 +82,12 @@ def _not_rerun(stack: Stack, ids: Int[Tensor, "1 n"]) -> str | None:
     if not len(stack):
         return "its blocks are not kept in one list"
     intact, middle = stack.full(ids), len(stack) // 2
-    if intact.states[0].shape[:2] != ids.shape:
-        return NOT_BY_WINDOW
-    again = stack.run(ids, start=middle, state=intact.states[middle])
+    if (reason := unusual_states(intact.states, ids)) is not None:
+        return reason
+    try:
+        again = stack.run(ids, start=middle, state=intact.states[middle])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # as with Reformer
+        return f"its blocks do not return hidden states alone: {short(error)}"
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
         return "its blocks need other inputs than the hidden states before them"
     return None

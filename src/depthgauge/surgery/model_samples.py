@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.progress import Step, silent
 
@@ -112,12 +112,15 @@ def _continue(
     made, finite = [fed], []
     with quiet():
         for column in uniform.unbind(dim=1):
-            out = checkpoint.model(input_ids=fed, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            try:
+                out = checkpoint.model(input_ids=fed, past_key_values=cache, use_cache=True)
+                reason = f"{type(checkpoint.model).__name__} returns no KV cache"
+            except (AttributeError, LookupError, TypeError, ValueError) as error:  # its cache is of another kind
+                out, reason = None, short(error)
+            cache = getattr(out, "past_key_values", None)
             if cache is None:
                 raise CheckpointError(
-                    f"{checkpoint.name} cannot be sampled: {type(checkpoint.model).__name__} returns no KV cache; give "
-                    "a text with --text and use --sampled 0"
+                    f"{checkpoint.name} cannot be sampled: {reason}; give a text with --text and use --sampled 0"
                 )
             if allowed is not None:
                 allowed = allowed.to(out.logits.device)

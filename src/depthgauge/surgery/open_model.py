@@ -22,7 +22,7 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.reads_text import require_output, require_readable
 from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
 from depthgauge.checkpoints.text_files import find_text
@@ -115,6 +115,7 @@ def open_model(
         )
     require_rows(checkpoint, texts.ids)
     example = texts.measured[0][None, : texts.window]
+    require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)

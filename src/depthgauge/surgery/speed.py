@@ -25,14 +25,14 @@ def compare_speed(
 
     Alternating keeps a slow phase of the machine from counting against one of the models. The times are medians over
     `repeats` repetitions; one more comes first and is not counted. The window `ids` is shortened if the models' context
-    has no room for `new_tokens` after it. Models that do not generate make no new tokens.
+    has no room for `new_tokens` after it. Models that do not generate, or keep no cache, make no new tokens.
 
     Returns:
         The speed, the memory in bytes, and what the memory includes.
     """
     checkpoints = (wrap(before), wrap(after))
     device, context = checkpoints[0].device, context_length(checkpoints[0].config)
-    if any(checkpoint.objective != "loss" for checkpoint in checkpoints):
+    if not all(checkpoint.objective == "loss" and _has_cache(checkpoint) for checkpoint in checkpoints):
         new_tokens = 0
     if context is not None:
         new_tokens = min(new_tokens, context - 1)
@@ -58,6 +58,12 @@ def compare_speed(
     if device.type == "cuda":
         kind = "weights, and the peak of activations and key–value cache"
     return record, BeforeAfter(before=memory[0], after=memory[1]), kind
+
+
+def _has_cache(checkpoint: Checkpoint) -> bool:
+    """Return whether a model keeps a key–value cache; the first GPT does not."""
+    out = checkpoint.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device))
+    return getattr(out, "past_key_values", None) is not None
 
 
 def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tuple[float, float, int]:

@@ -20,7 +20,7 @@ from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
 from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack
+from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     Checkpoint,
@@ -34,7 +34,7 @@ from depthgauge.checkpoints.load import (
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.reads_text import require_output, require_readable
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
@@ -163,6 +163,7 @@ def gauge_checkpoint(
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
+        require_output(checkpoint, windows.ids[:1])
         n = windows.ids.shape[1]
         bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
         decided = measure_start(start, checkpoint, bodies)
@@ -226,7 +227,8 @@ def measure_windows(
             started, observing = time.perf_counter(), 0.0
             base = stack.full(ids)
             seconds = time.perf_counter() - started
-            lost, states = objective(checkpoint.objective, ids, base.output), base.states
+            lost = objective(checkpoint.objective, ids, base.output)
+            states = () if unusual_states(base.states, ids) else base.states
             loss = cross_entropy(base.output, ids) if checkpoint.objective == "loss" else None
             del base  # frees the logits, the largest tensor
             if "observed" not in known:
