@@ -150,11 +150,13 @@ class Stack:
         form = self._silent_form.get(kind)
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-            zeros, others = torch.zeros_like(hidden_out(out)), tuple(out[1:]) if isinstance(out, tuple | list) else ()
-            usual = len(others) < 2 and not any(map(torch.is_tensor, others)) and (args or "hidden_states" in kwargs)
-            same_shape = usual and hidden_in(args, kwargs).shape == zeros.shape
-            self._silent_form[kind] = ("several" if others else "one") if same_shape else "other"
-            return (zeros, *others) if isinstance(out, tuple | list) else zeros
+            zeros = torch.zeros_like(hidden_out(out))
+            has_input = bool(args or "hidden_states" in kwargs)
+            same_shape = has_input and hidden_in(args, kwargs).shape == zeros.shape
+            is_pair = isinstance(out, tuple) and len(out) == 2 and out[1] is None
+            known_form = "one" if isinstance(out, Tensor) else "several" if is_pair else "other"
+            self._silent_form[kind] = known_form if same_shape else "other"
+            return with_hidden(out, zeros)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             zeros = torch.zeros_like(hidden_in(args, kwargs))
@@ -332,6 +334,14 @@ def hidden_out(out: Any) -> Tensor:
     return found
 
 
+def with_hidden(out: Any, states: Tensor) -> Any:
+    """Return the output of a module with other hidden states."""
+    if isinstance(out, tuple | list):
+        others = (states, *out[1:])
+        return list(others) if isinstance(out, list) else others
+    return states
+
+
 @contextmanager
 def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward method of a module."""
@@ -351,8 +361,7 @@ def changed(module: nn.Module, change: Change) -> Iterator[None]:
     """Apply `change` to the output of a module."""
 
     def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        made = change(hidden_out(out))
-        return (made, *out[1:]) if isinstance(out, tuple | list) else made
+        return with_hidden(out, change(hidden_out(out)))
 
     with module.register_forward_hook(after):
         yield
