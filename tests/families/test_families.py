@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import pytest
-from family_configs import FamilyCase, family_cases
+from family_configs import OVERRIDES, FamilyCase, family_cases
 from family_rows import family_row, quick_shrinks
 from write_families import PAGE, counts, rows_of
 
@@ -32,6 +32,15 @@ def test_a_family_does_what_the_page_says(case: FamilyCase, tmp_path: Path) -> N
         row = family_row(case, tmp_path)
     (line,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| {case.model_type} |")]
     assert row.line() == line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_knows_its_language_is_shrunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OVERRIDES, "xmod", {"default_language": "en_XX"})
+    (case,) = [case for case in family_cases() if case.model_type == "xmod"]
+    with quick_shrinks():
+        row = family_row(case, tmp_path)
+    assert (row.gauge, row.heads, row.removed, row.reload) == ("yes", "yes", "any", "equal")
 
 
 def test_the_page_has_a_row_for_every_family_and_counts_them() -> None:

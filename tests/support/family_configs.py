@@ -48,6 +48,7 @@ class FamilyCase:
 
 # What the general way gets wrong: settings that are added, by `model_type`.
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_DOUBLE = {"attention_hidden_size": 2 * WIDTH, "attention_head_dim": 2 * HEAD}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "bert-generation": {"is_decoder": True},
@@ -62,6 +63,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 0, "mask_token_id": 3},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_heads": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8, "head_dim": HEAD},
@@ -73,10 +75,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local"] * LAYERS, "num_hidden_layers": LAYERS},
     "swinv2": {"embed_dim": WIDTH, "num_heads": [2, 2, 2, 2]},
-    "zamba": {
-        "layers_block_type": ["linear_attention", "hybrid"] * 2, "attention_hidden_size": 2 * WIDTH,
-        "attention_head_dim": 2 * HEAD,
-    },
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, **_DOUBLE},
+    "zamba2": {"hybrid_layer_ids": [1, 3], **_DOUBLE},
 }  # fmt: skip
 
 

@@ -44,6 +44,8 @@ KNOWN = {
     r"the repair leaves the matrices of the attention": "repair: not of the attention's output map",
     r"generates other text with the key–value cache": "generation differs with its cache",
     r"does not contain the tensors of its model|is not the one in memory": "transformers does not save all its weights",
+    r"a fresh process cannot run .* LinearAttention": "needs a layer of each kind",
+    r"the attention of a .* cannot be exchanged": "a part has another kind of attention",
     r"a fresh process cannot run": "transformers does not load what it saves",
     r"lacks .* weights? of|has .* weights? that a|contradicts its config": "transformers does not load what it saves",
 }

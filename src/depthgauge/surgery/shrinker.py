@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import DenseStates, Student
@@ -79,7 +80,7 @@ class Shrinker(Student):
         ids = self.select.ids[:1, :1].to(self.runner.device)
         started = time.perf_counter()
         with torch.no_grad():
-            self.checkpoint.model(input_ids=ids).logits.cpu()
+            model_output(self.checkpoint.model, ids, loss=True).cpu()
         return time.perf_counter() - started
 
     @property

@@ -61,8 +61,11 @@ def compare_speed(
 
 
 def _has_cache(checkpoint: Checkpoint) -> bool:
-    """Return whether a model keeps a key–value cache; the first GPT does not."""
-    out = checkpoint.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device))
+    """Return whether a model can keep a key–value cache; the first GPT cannot, nor a hybrid without attention."""
+    try:
+        out = checkpoint.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device))
+    except ValueError:
+        return False
     return getattr(out, "past_key_values", None) is not None
 
 
