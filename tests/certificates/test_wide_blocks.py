@@ -25,12 +25,18 @@ from depthgauge.network.network import NORM_EPSILON
 SLACK = 1 + 1e-9
 
 
-# --- the inequalities: LayerNorm --------------------------------------------------------------------------------------
+# --- the inequalities: LayerNorm and RMSNorm --------------------------------------------------------------------------
+
+NORMS = ("pre", "pre-rms")
 
 
-def normed(x: Tensor) -> Tensor:
-    c: Tensor = x - x.mean(-1, keepdim=True)
+def normed(x: Tensor, norm: str = "pre") -> Tensor:
+    c: Tensor = x - x.mean(-1, keepdim=True) if norm == "pre" else x
     return c / ((c * c).mean(-1, keepdim=True) + NORM_EPSILON).sqrt()
+
+
+def read_by(points: Tensor, norm: str = "pre") -> ReadTokens:
+    return ReadTokens.of(points, gpt(norm=norm, layers=1, dim=points.shape[1], heads=1))
 
 
 def in_ball(count: int, d: int, radius: float, seed: int) -> Tensor:
@@ -39,11 +45,12 @@ def in_ball(count: int, d: int, radius: float, seed: int) -> Tensor:
     return radius * direction * torch.rand(count, 1, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def test_what_is_read_encloses_layer_norm() -> None:
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_is_read_encloses_the_norm(norm: str) -> None:
     points = torch.cat([drawn(5, 6), drawn(3, 6, seed=1, size=1e-4), torch.full((1, 6), 2.0, dtype=torch.float64)])
-    read = ReadTokens.of(points, is_normed=True)
-    assert bool(((read.u.mid - normed(points)).abs() <= read.u.rad + 1e-15).all())
-    exact = torch.func.vmap(torch.func.jacrev(normed))(points)
+    read = read_by(points, norm)
+    assert bool(((read.u.mid - normed(points, norm)).abs() <= read.u.rad + 1e-15).all())
+    exact = torch.func.vmap(torch.func.jacrev(lambda x: normed(x, norm)))(points)
     derivative = read.derivative(slice(None))
     assert torch.allclose(derivative.mid, exact, rtol=1e-9, atol=1e-9)
     assert bool((derivative.rad <= 1e-11 * (1 + exact.abs())).all())
@@ -51,14 +58,14 @@ def test_what_is_read_encloses_layer_norm() -> None:
 
 
 @settings(max_examples=200)
-@given(st.integers(0, 10**6), st.floats(0.001, 3.0), st.floats(0.01, 3.0), st.integers(2, 6))
-def test_no_movement_exceeds_the_bounds_of_layer_norm(seed: int, rho: float, size: float, d: int) -> None:
+@given(st.integers(0, 10**6), st.floats(0.001, 3.0), st.floats(0.01, 3.0), st.integers(2, 6), st.sampled_from(NORMS))
+def test_no_movement_exceeds_the_bounds_of_the_norm(seed: int, rho: float, size: float, d: int, norm: str) -> None:
     t = drawn(1, d, seed=seed, size=size).expand(60, d)
-    read = ReadTokens.of(t, is_normed=True)
+    read = read_by(t, norm)
     x, other = t + in_ball(60, d, rho, seed), t + in_ball(60, d, rho, seed + 1)
     ends = [(x - other).norm(dim=1), (x - t).norm(dim=1), (other - t).norm(dim=1)]
-    assert bool(((normed(x) - normed(t)).norm(dim=1) <= read.shift(ends[1]) * SLACK + 1e-14).all())
-    moved = normed(x) - normed(other)
+    assert bool(((normed(x, norm) - normed(t, norm)).norm(dim=1) <= read.shift(ends[1]) * SLACK + 1e-14).all())
+    moved = normed(x, norm) - normed(other, norm)
     assert bool((moved.norm(dim=1) <= read.shift_between(*ends) * SLACK + 1e-14).all())
     bent = moved - (x - other) @ read.derivative(slice(1)).mid[0]
     assert bool((bent.norm(dim=1) <= read.bend(*ends) * SLACK + 1e-13).all())
@@ -67,7 +74,7 @@ def test_no_movement_exceeds_the_bounds_of_layer_norm(seed: int, rho: float, siz
 def test_a_tangent_movement_attains_the_shift() -> None:
     """The lifted vector (c, √(dε)) moves orthogonally to the moved one: then sin(angle) = ρ/w."""
     t = torch.tensor([[300.0, -300.0, 0.0, 0.0]], dtype=torch.float64)  # ε is negligible
-    read, w = ReadTokens.of(t, is_normed=True), float(t.norm())
+    read, w = read_by(t), float(t.norm())
     along, across = t[0] / w, torch.tensor([0.0, 0.0, 1.0, -1.0], dtype=torch.float64) / math.sqrt(2)
     for s in (0.01, 0.3, 0.9):
         moved = t[0] - w * s * s * along + w * s * math.sqrt(1 - s * s) * across
@@ -135,7 +142,7 @@ def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float
     """|act(h) − act(h') − act'(h_t)(h − h')| |W_out| over states n, n' within ρ of n(t)."""
     net = gpt(seed % 100, 0.5, layers=1, activation=activation)
     t = drawn(1, 4, seed=seed).expand(50, 4)
-    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, is_normed=True))
+    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, net))
     layer, act = found.layers[0], torch.nn.functional.gelu if activation == "gelu" else torch.relu
     u, u_other = (normed(t) + in_ball(50, 4, rho, seed + k) for k in (1, 2))
     h, h_other = (z @ layer.w_in.mid + layer.b_in.mid for z in (u, u_other))
@@ -147,7 +154,7 @@ def test_no_hidden_state_exceeds_the_kink(seed: int, activation: str, rho: float
 def test_a_unit_that_changes_sign_attains_the_kink() -> None:
     net = gpt(0, 0.5, layers=1, activation="relu", mlp=1)
     t = drawn(1, 4, seed=4)
-    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, is_normed=True))
+    found = Movements(net, dg.collapse(net, method="parallel"), ReadTokens.of(t, net))
     layer = found.layers[0]
     w, hidden = layer.w_in.mid[:, 0], float(found.hidden[0].mid[0, 0])
     far = 2 * abs(hidden) / float(w.norm())
@@ -188,7 +195,7 @@ def test_the_leading_terms_are_the_second_order(causal: bool) -> None:
     for eta in (1e-2, 1e-3, 1e-4):
         net = gpt(2, eta, layers=3, causal=causal, biases=False)
         small, tokens = dg.collapse(net, method="parallel"), Tokens(drawn(4, 4), length=6)
-        found = Movements(net, small, ReadTokens.of(tokens.points(), is_normed=True))
+        found = Movements(net, small, ReadTokens.of(tokens.points(), net))
         rest = max(float(found.attention.max()), float(found.mlp.max()), float(found.flat.max()))
         whole = upper(net, small, tokens)
         assert rest / whole < previous / 5

@@ -15,7 +15,8 @@ from tiny_models import tiny_model
 import depthgauge as dg
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Placement, load_config, load_model
-from depthgauge.checkpoints.source import count_parameters, find, weight_bytes, weight_files
+from depthgauge.checkpoints.source import find, weight_bytes, weight_files
+from depthgauge.checkpoints.stored_weights import count_parameters
 from depthgauge.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("forked_verification")

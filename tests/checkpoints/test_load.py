@@ -14,6 +14,7 @@ from tiny_models import tiny_model, tokens
 
 from depthgauge.checkpoints import load
 from depthgauge.checkpoints import text_files as text
+from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import short
@@ -28,8 +29,9 @@ from depthgauge.checkpoints.load import (
     wrap,
 )
 from depthgauge.checkpoints.probe import Probed, probe
-from depthgauge.checkpoints.source import count_parameters, find
+from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import plan_start
+from depthgauge.checkpoints.stored_weights import count_parameters
 from depthgauge.checkpoints.what_if import what_if
 from depthgauge.checkpoints.windows import read_windows, special_tokens
 from depthgauge.errors import InputError
@@ -77,8 +79,6 @@ def test_a_directory_loads_as_it_was_saved(name: str, request: pytest.FixtureReq
 
 def test_the_requested_dtype_is_used(llama: Path) -> None:
     assert loaded(llama, Placement("float64", "cpu")).describe().dtype == "float64"
-    with pytest.raises(InputError, match="dtype must be one of auto, float32"):
-        loaded(llama, Placement("float31", "cpu"))
     with pytest.raises(InputError, match=r"device 'cuda:77' cannot be used: .*; choose a device of this machine"):
         loaded(llama, Placement(device="cuda:77"))
 
@@ -140,7 +140,8 @@ def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(InputError, match=r"needs to run the Python code in its directory; .* use --trust-remote-code"):
-        load_config(find(tmp_path), HERE)
+        resolve(tmp_path)
+    resolve(tmp_path, trust_remote_code=True)
 
 
 @pytest.mark.parametrize("named", ["MistralForCausalLM", "BertForMaskedLM", "ViTModel"])
@@ -148,7 +149,7 @@ def test_a_class_of_another_family_is_refused(named: str, tmp_path: Path) -> Non
     save_checkpoint(tmp_path, "llama")
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
-    with pytest.raises(InputError, match=rf"a {named} is a '\w+' model, but model_type is 'llama'; correct"):
+    with pytest.raises(InputError, match=rf"the model_type is 'llama', and architectures names a {named}; correct"):
         load_config(find(tmp_path), HERE)
 
 

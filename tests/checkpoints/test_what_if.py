@@ -16,7 +16,6 @@ from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.what_if import (
     available,
-    chosen_kinds,
     cross_entropy,
     layers_of,
     objective,
@@ -24,6 +23,7 @@ from depthgauge.checkpoints.what_if import (
 )
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
+from depthgauge.results.gauge_options import chosen_kinds
 from depthgauge.results.labels import DEFAULT_WHAT_IFS, SCORES, WHAT_IFS
 
 # Paths of each family's sublayers, written independently of the table under test.

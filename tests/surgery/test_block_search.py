@@ -10,6 +10,7 @@ from tiny_models import tiny_model, tokens
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.load import wrap
+from depthgauge.results.shrink_record import SearchStep
 from depthgauge.surgery.shrinker import RUN, Shrinker
 from depthgauge.surgery.student import Effort
 
@@ -57,10 +58,28 @@ def test_exchanges_lower_the_objective_and_reach_the_best_block() -> None:
     losses = {k: loss_without(checkpoint, {k}, ids) for k in range(5)}
     worst = max(losses, key=lambda k: losses[k])
     with shrinker(checkpoint, repair=False, effort=replace(WIDE, swaps=20)) as work:
-        work.journal.put("search", [{"layer": worst, "objective": losses[worst]}])
-        work.remove_until(1)
+        work.steps = (SearchStep(layer=worst, objective=losses[worst]),)
         (found,) = work.exchanged((worst,))
     assert losses[found] == pytest.approx(min(losses.values()), rel=1e-6)
+
+
+def test_one_pass_over_the_blocks_measures_all_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, ids = deep("llama", 6), tokens(12, 4, seed=2)
+    sets = [(), (1,), (2,), (1, 2), (1, 4), (1, 2, 4), (2, 3, 5), (0, 5), (0, 1, 2, 3, 4)]
+    with shrinker(checkpoint) as work:
+        applied, apply = list[int](), work.runner.block
+        monkeypatch.setattr(work.runner, "block", lambda layer, x: (applied.append(layer), apply(layer, x))[1])
+        monkeypatch.setattr(work.runner, "batch", 10**6)
+        found = work.means_without(sets)
+        assert applied == [*range(6)]
+        assert work.means_without(sets) == found
+        assert applied == [*range(6)]  # what is known is not measured again
+        assert work.means_without([(1, 4)], 2)[1, 4] == pytest.approx(loss_without(checkpoint, {1, 4}, ids[:2]))
+        assert applied == [*range(6), 2, 3, 5]
+        work.journal.entries.clear()
+        monkeypatch.setattr("depthgauge.surgery.shrinker.free_memory", lambda device: 0)
+        assert work.means_without(sets) == pytest.approx(found, rel=1e-6)  # without memory, one set after the other
+    assert found == pytest.approx({removed: loss_without(checkpoint, {*removed}, ids) for removed in sets}, rel=1e-5)
 
 
 def test_the_best_run_is_the_best_of_all_runs() -> None:

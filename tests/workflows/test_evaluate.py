@@ -14,7 +14,7 @@ from tiny_shrinks import quick
 import depthgauge as dg
 from depthgauge.checkpoints.paired_accuracy import largest_fall
 from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
-from depthgauge.workflows import evaluate as workflow
+from depthgauge.workflows import evaluate_models as workflow
 
 TASKS = Path(__file__).parents[1] / "data" / "tasks"
 pytestmark = pytest.mark.usefixtures("data_cache", "forked_verification")

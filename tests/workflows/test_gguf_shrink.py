@@ -121,7 +121,7 @@ def test_nothing_is_left_if_the_check_fails(
         (("model.gguf", "--out", "x.gguf", "--gguf-type", "Q3_K"), "gguf-type must be one of Q4_0, Q4_1"),
         (("model.gguf", "--out", "x", "--gguf-type", "Q8_0"), "--gguf-type applies to GGUF files"),
         (("folder", "--out", "x.gguf"), "convert it with llama.cpp's convert_hf_to_gguf.py"),
-        (("cut.gguf", "--out", "x.gguf"), "cannot load the metadata of cut.gguf"),
+        (("cut.gguf", "--out", "x.gguf"), "cut.gguf is cut off: it has"),
         (("foreign.gguf", "--out", "x.gguf"), "foreign.gguf is not a GGUF file"),
     ],
 )

@@ -221,7 +221,7 @@ def test_another_file_or_field_is_not_resumed(
 ) -> None:
     out = tmp_path / "r.json"
     with monkeypatch.context() as patch:
-        patch.setattr("depthgauge.workflows.gauge_checkpoint.subject_record", lambda *findings: 1 / 0)
+        patch.setattr("depthgauge.workflows.gauge_checkpoint.subject_record", lambda *args, **findings: 1 / 0)
         for resume in (False, True):
             with pytest.raises(ZeroDivisionError):
                 dg.gauge(gpt2, text=f"{jsonl}:body", out=out, resume=resume, **SMALL)

@@ -28,8 +28,8 @@ from depthgauge.checkpoints.layers import batch_size
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.start_token import Start
+from depthgauge.checkpoints.task_names import TaskError, task_folders, unknown_task
 from depthgauge.checkpoints.windows import require_rows
-from depthgauge.errors import InputError, missing_extra, unknown_name
 from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE
 
@@ -40,10 +40,6 @@ _MOST_BATCH = 64
 _FEWSHOT_SEED = 1234
 """The harness's own default."""
 _LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "httpx", "fsspec", "evaluate")
-
-
-class TaskError(InputError):
-    """A task that is not known, whose data is missing, or that cannot be scored item by item."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +58,6 @@ class ItemAnswers:
     sha256: str
 
 
-def lm_eval() -> Any:
-    """Import and return lm_eval; if it is missing, raise an error that names the extra to install."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return import_module("lm_eval")
-    except ImportError as error:
-        raise missing_extra("evaluate --tasks", "eval") from error
-
-
 def load_tasks(names: Sequence[str], cloze: ClozeText | None, message: Callable[[str], None]) -> dict[str, Any]:
     """Load tasks and their data, by name; no model is needed yet.
 
@@ -81,36 +67,31 @@ def load_tasks(names: Sequence[str], cloze: ClozeText | None, message: Callable[
     Raises:
         TaskError: a task is not known, its data cannot be loaded, or it has no answers that are right or wrong.
     """
-    root = Path(lm_eval().__file__).parent / "tasks"
     loaded: dict[str, Any] = {}
     with _quiet_harness(), _offline_if_unreachable():
         for name in names:
             if name != CLOZE:
                 message(f"loading the data of {name}")
-            for task in _load(name, root, cloze):
+            for task in _load(name, cloze):
                 loaded[str(task.task_name)] = _checked(task)
     return loaded
 
 
-def _load(name: str, root: Path, cloze: ClozeText | None) -> list[Any]:
+def _load(name: str, cloze: ClozeText | None) -> list[Any]:
     """Return the tasks that a name stands for, with their data."""
     from lm_eval.tasks import TaskManager
 
     if name == CLOZE:
         assert cloze is not None
         spec: Any = cloze_config(cloze)
-        folders: list[Path] = []
-    elif Path(name).suffix in (".yaml", ".yml"):
-        if not Path(name).is_file():
-            raise TaskError(f"cannot read the task {name}: no such file")
-        spec, folders = name, []
     else:
-        spec, folders = name, _folders_with(name, root)
+        spec = name
+    folders = task_folders(name)
     manager = TaskManager(include_defaults=False, include_path=folders or None)
     if folders and name in manager.all_groups:
         manager = TaskManager()  # the tasks of a group may be anywhere; this takes about 15 seconds
     if folders and name not in manager.all_tasks:
-        raise _unknown(name, root)
+        raise unknown_task(name)
     try:
         return list(manager.load([spec])["tasks"].values())
     except Exception as error:  # datasets, yaml and the tasks' own code raise errors of many kinds
@@ -119,25 +100,6 @@ def _load(name: str, root: Path, cloze: ClozeText | None) -> list[Any]:
             f"{what}: {one_line(error)}; lm-eval downloads it from the Hugging Face hub, or reads the files that the "
             "task names: connect this machine, or copy the cache of another one (~/.cache/huggingface)"
         ) from error
-
-
-def _folders_with(name: str, root: Path) -> list[Path]:
-    """Return the folders of lm-eval's tasks in which a name occurs. Reading all 15,000 tasks would take 15 seconds."""
-    wanted = name.encode()
-    found = {path.relative_to(root).parts[0] for path in root.rglob("*.yaml") if wanted in path.read_bytes()}
-    if not found:
-        raise _unknown(name, root)
-    return [root / folder for folder in sorted(found)]
-
-
-def _unknown(name: str, root: Path) -> TaskError:
-    folders = [path.name for path in root.iterdir() if path.is_dir()]
-    hint = str(unknown_name("task", name, [CLOZE, *folders])).partition("; did you mean ")[2]
-    near = f"did you mean {hint} " if hint else ""
-    return TaskError(
-        f"there is no task {name!r} in lm-eval {lm_eval().__version__}; {near}`lm_eval ls tasks` lists all of them, "
-        "and the YAML file of a task can be given too"
-    )
 
 
 def _checked(task: Any) -> Any:

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from depthgauge.checkpoints.config_file import check_config
 from depthgauge.checkpoints.library import CheckpointError, short
 from depthgauge.checkpoints.source import (
     PICKLES,
     SAFETENSORS,
     Source,
+    check_safetensors,
     find,
     piece_names,
     require_tokenizer,
@@ -85,6 +87,7 @@ def resolve(
     allow_pickle: bool = False,
     tokenizer: str | None = None,
     message: Callable[[str], None] = no_message,
+    trust_remote_code: bool = False,
 ) -> Source:
     """Return the checkpoint of a directory, a GGUF file or a name on the hub, which is downloaded if necessary.
 
@@ -93,10 +96,11 @@ def resolve(
         allow_pickle: accept weights in `pytorch_model*.bin` files; see `find`.
         tokenizer: the directory of another tokenizer.
         message: called with a sentence if the hub cannot be asked and the copy in the cache is used.
+        trust_remote_code: accept a model that is defined by code in its directory.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it cannot be read, or it needs `allow_pickle`. Weights that would
-            be refused are not downloaded.
+        CheckpointError: there is no such checkpoint, it cannot be read, or it needs `allow_pickle` or
+            `trust_remote_code`. Weights that would be refused are not downloaded.
     """
     name = parse_hub_name(target)
     if name is None:
@@ -106,10 +110,16 @@ def resolve(
                 f"{target} is a directory but not a checkpoint: it contains no config.json; give one that does, or "
                 f"{spelled.repo}@main for the model of this name on the hub"
             )
-        return find(target, allow_pickle, tokenizer)
-    require_tokenizer(tokenizer)  # before the download
-    path, hub = _download(name, allow_pickle, message)
-    return find(path, allow_pickle, tokenizer, hub)
+        source = find(target, allow_pickle, tokenizer)
+    else:
+        require_tokenizer(tokenizer)  # before the download
+        path, hub = _download(name, allow_pickle, message)
+        source = find(path, allow_pickle, tokenizer, hub)
+    if source.gguf is None:
+        check_config(source.folder / "config.json", source.target, trust_remote_code)
+        if not source.pickled:
+            check_safetensors(source)
+    return source
 
 
 def _download(name: HubName, allow_pickle: bool, message: Callable[[str], None]) -> tuple[Path, HubModel]:

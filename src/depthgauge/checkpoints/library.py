@@ -56,8 +56,12 @@ def _without_gguf_progress_bar() -> Iterator[None]:
         loader.tqdm = bar
 
 
-def attempt(name: str, what: str, load: Callable[[], Any]) -> Any:
-    """Run the loader of `what`, such as `weights`, of a model; turn every exception into a `CheckpointError`."""
+def attempt(name: str, what: str, load: Callable[[], Any], verb: str = "load") -> Any:
+    """Load or compute `what`, such as `weights`, of a model; turn every exception into a `CheckpointError`.
+
+    This is the one place that expects all exceptions, because transformers raises many kinds for a damaged checkpoint.
+    `load` should consist of calls of transformers alone, so that mistakes of depthgauge are not taken for damage.
+    """
     try:
         with quiet():
             return load()
@@ -68,7 +72,11 @@ def attempt(name: str, what: str, load: Callable[[], Any]) -> Any:
             f"{name} does not fit into memory; use --dtype bfloat16, --device-map auto or a larger machine"
         ) from error
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and many others
-        raise CheckpointError(f"cannot load the {what} of {name}: {short(error)}") from error
+        cause = short(error)
+        if not isinstance(error, OSError | ValueError | RuntimeError):  # their messages are no sentences
+            cause = f"{type(error).__name__}: {cause}"
+        advice = "correct its config.json, or download it again"
+        raise CheckpointError(f"cannot {verb} the {what} of {name}: {cause.rstrip('.')}; {advice}") from error
 
 
 def short(error: BaseException) -> str:

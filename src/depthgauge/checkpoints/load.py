@@ -1,6 +1,6 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
-import json
+import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from depthgauge._format import counted, size_text
+from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
-from depthgauge.checkpoints.source import Source, count_parameters, gguf_sliding_blocks
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
+from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
-DTYPES = ("auto", "float32", "float64", "float16", "bfloat16")
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
 _COMPUTED = ("inv_freq", "position_ids")
@@ -30,8 +31,8 @@ _TOKENIZER_FILES = (
 class Placement:
     """How to load a checkpoint.
 
-    The fields are those of `GaugeOptions`. `dtype` is one of `DTYPES`; `auto` means float32 on a CPU, where half
-    precision is slow, and the stored dtype on a GPU. `device_map` replaces `device`.
+    The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
+    the stored dtype on a GPU. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
@@ -48,8 +49,6 @@ class Placement:
 
     def torch_dtype(self) -> Any:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
-        if self.dtype not in DTYPES:
-            raise unknown_name("dtype", self.dtype, DTYPES)
         if self.dtype != "auto":
             return getattr(torch, self.dtype)
         return torch.float32 if self.torch_device().type == "cpu" else "auto"
@@ -164,10 +163,7 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
 
 def load_config(source: Source, placement: Placement) -> Any:
     """Load the configuration, without the weights, and refuse encoder–decoder models."""
-    library = transformers()
-    if source.gguf is None and not placement.trust_remote_code:
-        _refuse_remote_code(library, source)
-    config = _from_pretrained(library.AutoConfig, "configuration", source, placement)
+    config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
     for key in ("num_hidden_layers", "num_attention_heads"):
@@ -176,6 +172,8 @@ def load_config(source: Source, placement: Placement) -> Any:
                 f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
                 "give a transformer"
             )
+    if source.gguf is None and quantization_method(vars(config)) is not None:
+        config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
@@ -213,27 +211,12 @@ def loader_of(config: Any) -> tuple[Any, str]:
             "that does"
         )
     parts = (config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ())))
-    expected = getattr(found, "config_class", None)
-    if expected is None or not any(isinstance(part, expected) for part in parts):
-        kind = getattr(expected, "model_type", None)
+    if not any(isinstance(part, getattr(found, "config_class", None) or object) for part in parts):
         raise CheckpointError(
-            f"config.json contradicts itself: a {named} is "
-            + (f"a {kind!r} model" if kind else "not a model of text")
-            + f", but model_type is {config.model_type!r}; correct architectures or model_type"
+            f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
+            f"architectures names a {named}; correct it"
         )
     return (auto_class if objective == "loss" else found), objective
-
-
-def _refuse_remote_code(library: Any, source: Source) -> None:
-    """Raise if the architecture is defined by Python code in the checkpoint's directory."""
-    raw = attempt(
-        source.target, "configuration", lambda: json.loads((source.folder / "config.json").read_text("utf-8"))
-    )
-    if isinstance(raw, dict) and raw.get("auto_map") and raw.get("model_type") not in library.CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{source.target} needs to run the Python code in its directory; if you have read and trust that code, use "
-            "--trust-remote-code"
-        )
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
@@ -265,20 +248,25 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
-    if placement.device_map is None:
-        check_memory(source, placement)
     chosen, objective = loader_of(config)
+    described = described_parameters(source, config, chosen, placement)
+    if placement.device_map is None:
+        check_memory(source, placement, described)
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
     if placement.device_map is not None:
         keywords["device_map"] = placement.device_map
-    keywords |= {"dtype": placement.torch_dtype(), "output_loading_info": True}
+    wanted = placement.torch_dtype()
+    keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
     refuse_infinite(model, source.target)
+    if isinstance(wanted, torch.dtype):
+        for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
+            weight.data = weight.data.to(wanted) if weight.dtype == torch.bfloat16 else weight.data
     if placement.device_map is None:
         model.to(placement.torch_device())
     return wrap(model, source.name, source, objective)
@@ -320,10 +308,30 @@ def refuse_infinite(model: Any, name: str) -> None:
             )
 
 
-def check_memory(source: Source, placement: Placement) -> None:
-    """Raise if the weights, in the requested dtype, do not fit into free memory."""
+def described_parameters(source: Source, config: Any, chosen: Any, placement: Placement) -> int:
+    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
+
+    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
+    """
+
+    def build() -> int:
+        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
+        with torch.device("meta"):
+            if is_auto:
+                return parameter_count(chosen.from_config(copied, trust_remote_code=placement.trust_remote_code))
+            return parameter_count(chosen._from_config(copied))
+
+    found: int = attempt(source.target, "configuration", build)
+    return found
+
+
+def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
+    """Raise if the weights, in the requested dtype, do not fit into free memory.
+
+    `described` is the number of parameters according to the configuration; see `described_parameters`.
+    """
     parameters, stored = count_parameters(source)
-    chosen = placement.torch_dtype()
+    chosen, parameters = placement.torch_dtype(), max(parameters, described)
     needed = HEADROOM * (stored if chosen == "auto" else parameters * chosen.itemsize)
     device = placement.torch_device()
     free = free_memory(device)

@@ -7,11 +7,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.load import measured_part
+from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.load import Checkpoint, measured_part
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
 """Largest number of logits converted to float32 at once: 16 MB, which a cache holds; 256 MB on a GPU, where each piece
 costs several launches."""
+
+_TRIED = 32
+"""Tokens on which a model is tried."""
 
 
 def no_cache(model: Any) -> dict[str, bool]:
@@ -27,6 +31,20 @@ def model_output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Float[T
     out = part(input_ids=ids, **no_cache(part))
     made: Tensor = out.logits if loss else out.last_hidden_state
     return made
+
+
+@torch.no_grad()
+def require_output(checkpoint: Checkpoint, ids: Int[Tensor, " n"]) -> None:
+    """Run a model on a few tokens; raise if it cannot run, or if its output is NaN."""
+
+    def run() -> Tensor:
+        return model_output(checkpoint.model, ids[None, :_TRIED].to(checkpoint.device), checkpoint.objective == "loss")
+
+    if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
+        raise CheckpointError(
+            f"the output of {checkpoint.name} is NaN; use --dtype float32 if the dtype is too narrow, otherwise "
+            "correct its config.json, or download it again"
+        )
 
 
 def token_losses(

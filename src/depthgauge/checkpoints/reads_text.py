@@ -1,4 +1,4 @@
-"""Check that a model runs on text, and that a causal language model can read its text.
+"""Check that a causal language model can read its text.
 
 A model with a wrong tokenizer loads without an error and predicts almost nothing. Nats per token do not show it,
 because tokenizers have tokens of different lengths. Bits per byte can be compared between tokenizers.
@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import number
-from depthgauge.checkpoints.library import CheckpointError, quiet, short
+from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.model_output import model_output, token_losses
 from depthgauge.checkpoints.start_token import Start
@@ -30,25 +30,6 @@ MOST_TOKENS = 1024
 
 class UnreadableTextError(CheckpointError):
     """A language model predicts its text hardly better than chance, usually because of a wrong tokenizer."""
-
-
-@torch.no_grad()
-def require_output(checkpoint: Checkpoint, window: Int[Tensor, "1 n"]) -> None:
-    """Raise `CheckpointError` unless a model turns a window of token ids into one row for each token.
-
-    Some models need more than token ids: a language (X-MOD), an image, the states of another model.
-    """
-    what = f"{checkpoint.name} is a {type(checkpoint.model).__name__}"
-    try:
-        with quiet():
-            output = model_output(checkpoint.model, window.to(checkpoint.device), checkpoint.objective == "loss")
-    except Exception as error:  # from the code of the model, which may raise anything
-        raise CheckpointError(f"{what}, which does not run on text alone: {short(error)}") from error
-    if output.dim() != 3 or output.shape[:2] != window.shape:
-        raise CheckpointError(
-            f"{what}, whose output for {window.shape[1]} tokens has the shape {list(output.shape)}; expected one row "
-            "for each token"
-        )
 
 
 def require_readable(

@@ -1,8 +1,6 @@
 """Checkpoints on disk: which files they consist of, and what these say without being loaded."""
 
 import hashlib
-import json
-import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,11 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.config_file import read_json
+from depthgauge.checkpoints.gguf_header import check_gguf
+from depthgauge.checkpoints.library import CheckpointError, attempt, short
 from depthgauge.results.checkpoint_subject import HubModel
 
 PICKLED = "pytorch_model*.bin"
@@ -152,12 +151,7 @@ def _find_gguf(path: Path, name: str, source: Source) -> Source:
             "put all pieces into one directory"
         )
     for piece in weight_files(source):
-        with open(piece, "rb") as handle:
-            if handle.read(4) != b"GGUF":
-                raise CheckpointError(
-                    f"{piece if source.hub is None else name} is not a GGUF file: it does not start with the bytes "
-                    "GGUF; download it again"
-                )
+        check_gguf(piece, str(piece if source.hub is None else name))
     return source
 
 
@@ -223,8 +217,23 @@ def weight_files(source: Source) -> list[Path]:
 
 def shard_names(index: Path, name: str) -> list[str]:
     """Return the files that the index of the weights of the model called `name` mentions."""
-    found = attempt(name, "index of the weights", lambda: json.loads(index.read_text("utf-8"))["weight_map"].values())
-    return sorted(set(found))
+    found = read_json(index, name).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{index.name} of {name} has no weight_map with the files of weights; download it again")
+    return sorted(set(found.values()))
+
+
+def check_safetensors(source: Source) -> None:
+    """Raise if a safetensors file of a checkpoint is cut off or its header is damaged; reads the headers alone."""
+    for path in weight_files(source):
+        try:
+            with safe_open(path, framework="np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"cannot read the weights of {source.target}: {path.name} is cut off or damaged ({short(error)}); "
+                "download it again"
+            ) from error
 
 
 def weight_bytes(source: Source) -> int:
@@ -251,30 +260,6 @@ def gguf_sliding_blocks(source: Source) -> list[bool] | None:
     return list(map(bool, listed)) if isinstance(listed, list) else None
 
 
-def count_parameters(source: Source) -> tuple[int, int]:
-    """Return the number of parameters and their loaded size in bytes, from the headers of the weight files."""
-    if source.gguf is not None:
-        tensors = attempt(source.target, "weights", lambda: source.reader).tensors
-        parameters = sum(int(tensor.n_elements) for tensor in tensors)
-        return parameters, 4 * parameters  # the loader unpacks to float32
-    tensors = attempt(source.target, "weights", lambda: list(stored_tensors(source)))
-    stored = sum(count * (4 if dtype is None else dtype.itemsize) for _, count, dtype in tensors)
-    return sum(count for _, count, _ in tensors), stored
-
-
-def stored_tensors(source: Source) -> Iterator[tuple[str, int, torch.dtype | None]]:
-    """Yield name, number of entries and dtype, if it is known, of every tensor in the weight files of a directory."""
-    for path in weight_files(source):
-        if source.pickled:
-            for name, tensor in torch.load(path, map_location="meta", weights_only=True).items():
-                yield name, tensor.numel(), tensor.dtype
-            continue
-        with safe_open(path, framework="pt") as handle:
-            for name in handle.keys():  # noqa: SIM118  # not a dict
-                part = handle.get_slice(name)
-                yield name, math.prod(part.get_shape()), _DTYPES.get(part.get_dtype())
-
-
 def file_digests(source: Source) -> dict[str, str]:
     """Return the SHA-256 of every weight file, by name."""
     found = {}
@@ -282,35 +267,3 @@ def file_digests(source: Source) -> dict[str, str]:
         with open(path, "rb") as handle:
             found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
     return found
-
-
-def weights_digest(model: Any) -> str:
-    """Return a digest of the weights of a model in memory: names, shapes and sums of the tensors."""
-    found = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        total = "" if tensor.is_meta else repr(float(tensor.detach().double().sum()))
-        found.update(f"{name} {tuple(tensor.shape)} {total}".encode())
-    return found.hexdigest()
-
-
-def stored_dtype(config: Any, source: Source) -> torch.dtype | None:
-    """Return the dtype of a checkpoint: the one that its config names, or that of its largest tensor.
-
-    The result is None if the config names none and the files are pickled, or the largest tensor is not of a float type.
-    """
-    found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-    if isinstance(found, str):
-        found = getattr(torch, found, None)
-    if isinstance(found, torch.dtype):
-        return found
-    if source.pickled:
-        return None
-    _, _, largest = max(stored_tensors(source), key=lambda one: one[1], default=("", 0, None))
-    return largest if largest is not None and largest.is_floating_point else None
-
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
-"""Names of dtypes in safetensors files."""

@@ -18,9 +18,8 @@ from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.source import Source, gguf_metadata
 from depthgauge.checkpoints.what_if import cross_entropy
 from depthgauge.checkpoints.windows import special_tokens
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.errors import InputError
 
-CHOICES = ("auto", "yes", "no")
 MEASURED_WINDOWS = 3
 """How many windows are measured with and without the BOS token."""
 
@@ -53,8 +52,6 @@ def plan_start(choice: str, source: Source | None, tokenizer: Any) -> Start:
     `choice` is `yes`, `no`, or `auto`: what the tokenizer or the GGUF metadata says. If neither adds the token, the
     decision is left to `measure_start`. `source` is None for a model in memory.
     """
-    if choice not in CHOICES:
-        raise unknown_name("bos", choice, CHOICES)
     before, after = special_tokens(tokenizer)
     start = Start(tuple(before), tuple(after), None, "the model has no BOS token")
     metadata, token = gguf_metadata(source), tokenizer.bos_token_id

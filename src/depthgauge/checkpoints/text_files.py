@@ -13,8 +13,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
-
 from depthgauge.errors import InputError
 
 WHOLE_BYTES = 4 * 2**20
@@ -141,6 +139,8 @@ def read_text(
 
 def _places(size: int, step: int, seed: int) -> list[int]:
     """Return the numbers of the blocks of `step` bytes in random order."""
+    import torch  # here, because a file that is refused should be refused at once
+
     return torch.randperm(max(size // step, 1), generator=torch.Generator().manual_seed(seed)).tolist()
 
 

@@ -11,20 +11,6 @@ from torch import Tensor
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.model_output import relative_distance, token_losses
-from depthgauge.errors import unknown_name
-from depthgauge.results.labels import DEFAULT_WHAT_IFS, WHAT_IFS
-
-
-def chosen_kinds(asked: str) -> tuple[str, ...]:
-    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for."""
-    presets = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}
-    if asked in presets:
-        return presets[asked]
-    wanted = [name.strip() for name in asked.split(",")]
-    for name in wanted:
-        if name not in WHAT_IFS:
-            raise unknown_name("what-if", name, [*WHAT_IFS, *presets])
-    return tuple(kind for kind in WHAT_IFS if kind in wanted)
 
 
 def available(kinds: Iterable[str], family: Family | None, observable: bool = True) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from depthgauge.errors import InputError, require_count
+from depthgauge.results.gauge_options import check_choices
 from depthgauge.results.record import Record, combine_options
 
 TASKS, MODEL = "tasks", "model"
@@ -73,6 +74,7 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
+        check_choices(self)
         require_count("limit", self.limit, "the number of items of each task; 0 means all", least=0)
         names = self.task_names
         if self.text is not None and CLOZE not in names:

@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from depthgauge.errors import InputError
+from depthgauge.errors import InputError, unknown_name
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, WHAT_IFS
 from depthgauge.results.record import Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
@@ -16,6 +17,11 @@ CHECKPOINT_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
+    "bos": ("auto", "yes", "no"),
+}
+"""The values of options of `gauge`, `shrink` and `evaluate` that have a few values only."""
 _ANY, _NETWORKS, _CHECKPOINTS = (Meta(extra={"only": only}) for only in (None, NETWORKS, CHECKPOINTS))
 
 
@@ -96,6 +102,25 @@ class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):
     in_memory: bool = False
     depth: float | None = None
     max_removed: int | None = None
+
+
+def check_choices(options: Any) -> None:
+    """Raise if an option of `gauge`, `shrink` or `evaluate` has a value that is not in `CHOICES`."""
+    for name, known in CHOICES.items():
+        if (value := getattr(options, name)) is not None and value not in known:
+            raise unknown_name(name, value, known)
+
+
+def chosen_kinds(asked: str) -> tuple[str, ...]:
+    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for."""
+    presets = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}
+    if asked in presets:
+        return presets[asked]
+    wanted = [name.strip() for name in asked.split(",")]
+    for name in wanted:
+        if name not in WHAT_IFS:
+            raise unknown_name("what-if", name, [*WHAT_IFS, *presets])
+    return tuple(kind for kind in WHAT_IFS if kind in wanted)
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:

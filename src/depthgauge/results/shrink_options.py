@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from depthgauge._format import counted
 from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
+from depthgauge.results.gauge_options import check_choices
 from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
@@ -100,6 +101,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
+        check_choices(self)
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)
         given = [f"--{name.replace('_', '-')}" for name in HOW_MUCH if getattr(self, name) is not None]

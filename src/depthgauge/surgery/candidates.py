@@ -67,7 +67,7 @@ class Candidates:
         methods: dict[Removed, list[str]] = {}
         for method, removed in sets.items():
             methods.setdefault(removed, []).append(method)
-        bare = {removed: shrinker.losses_without(removed) for removed in methods}
+        bare = shrinker.losses_without(methods)
         order = sorted(bare, key=lambda removed: float(bare[removed].mean()))
         finished = dict(bare)
         repaired: dict[Removed, Repaired] = {}
@@ -102,7 +102,7 @@ class Candidates:
         unless its gain on the selection windows is larger than its standard error.
         """
         shrinker = self.shrinker
-        bare = shrinker.losses_without(removed)
+        bare = shrinker.losses_without([removed])[removed]
         shrinker.keep_all_but(removed)
         if not shrinker.repairs:
             return Repaired((), bare, [])

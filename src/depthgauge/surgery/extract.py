@@ -19,7 +19,7 @@ from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
-from depthgauge.checkpoints.source import stored_tensors
+from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.errors import InputError
 
 PER_LAYER = (
@@ -285,9 +285,9 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
 
 
 def has_layer_lists(config: Any) -> bool:
-    """Return whether a configuration has lists with one entry per layer."""
-    layers = int(config.num_hidden_layers)
-    return any(_is_per_layer(key, value, layers) for key, value in config.to_dict().items())
+    """Return whether a configuration has lists with one entry per layer, or settings of single layers."""
+    layers, values = int(config.num_hidden_layers), config.to_dict()
+    return bool(values.get("per_layer_config")) or any(_is_per_layer(key, values[key], layers) for key in values)
 
 
 def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -22,9 +22,11 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.reads_text import require_output, require_readable
-from depthgauge.checkpoints.source import Source, file_digests, stored_dtype
+from depthgauge.checkpoints.model_output import require_output
+from depthgauge.checkpoints.reads_text import require_readable
+from depthgauge.checkpoints.source import Source, file_digests
 from depthgauge.checkpoints.start_token import Start, measure_start, plan_start
+from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError
@@ -114,8 +116,8 @@ def open_model(
             "be repaired; use more devices, or --no-repair"
         )
     require_rows(checkpoint, texts.ids)
+    require_output(checkpoint, texts.measured[0])
     example = texts.measured[0][None, : texts.window]
-    require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)

@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge.checkpoints.load import free_memory
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import DenseStates, Student
+from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
 
 OURS, GREEDY, EXCHANGED, RUN = (
     "depthgauge",
@@ -71,7 +72,6 @@ class Shrinker(Student):
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
         self._scores: dict[int, float] = {}
-        self._states = [self.select.at(layer) for layer in range(len(self.runner) + 1)]
 
     def token_seconds(self) -> float:
         """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
@@ -90,34 +90,22 @@ class Shrinker(Student):
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
         """Continue the search up to `count` removals, or until the objective has increased by more than `limit`."""
-        known = [SearchStep(**step) for step in self.journal.get("search", [])]
         while len(self.steps) < min(count, len(self.allowed)):
-            done = len(self.steps)
-            if done < len(known):
-                self._remove(known[done].layer)
-                self.steps += (known[done],)
-                if done + 1 == len(known):
-                    self._scores = {int(layer): score for layer, score in self.journal.get("scores", {}).items()}
-            else:
-                layer = self._cheapest()
-                self._remove(layer)
-                self.steps += (SearchStep(layer=layer, objective=float(self.objective(self._states[-1]).mean())),)
-                # One write for both: a resumed run must rank the blocks as this one does.
-                self.journal.entries["scores"] = {str(layer): score for layer, score in self._scores.items()}
-                self.journal.put("search", [step.to_json() for step in self.steps])
+            layer = self._cheapest()
+            removed = self._with(layer)
+            self.steps += (SearchStep(layer=layer, objective=self.means_without([removed])[removed]),)
+            self._scores.pop(layer)
             if limit is not None and self.steps[-1].objective - self.dense > limit:
                 return
 
-    @property
-    def path(self) -> list[int]:
-        """The blocks that are left by the search, in order."""
-        gone = {step.layer for step in self.steps}
-        return [layer for layer in range(len(self.runner)) if layer not in gone]
-
     def ranked(self) -> list[int]:
         """Return the removable blocks that the search has left, in the order of their last ranking."""
-        left = [layer for layer in self.path if layer not in self.protected]
-        return sorted(left, key=lambda layer: self._scores.get(layer, 0.0))
+        gone = {step.layer for step in self.steps}
+        return sorted({*self.allowed} - gone, key=lambda layer: (self._scores.get(layer, 0.0), layer))
+
+    def _with(self, layer: int) -> Removed:
+        """Return the blocks that the search has removed, and one more."""
+        return tuple(sorted([layer, *(step.layer for step in self.steps)]))
 
     def _cheapest(self) -> int:
         """Return the block whose removal costs least on the ranking windows.
@@ -132,21 +120,9 @@ class Shrinker(Student):
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
-        path, dense = self.path, float(self.dense_losses[:windows].mean())
-        for done, layer in enumerate(blocks):
-            self.progress(done, len(blocks), f"removal {len(self.steps) + 1}, block {layer}")
-            place = path.index(layer)
-            self._scores[layer] = self.objective_after(path[place + 1 :], self._states[place], windows) - dense
-
-    def _remove(self, layer: int) -> None:
-        """Leave a block out, and compute the states after it again."""
-        path = self.path
-        place = path.index(layer)
-        path.remove(layer)
-        self._scores.pop(layer, None)
-        del self._states[place + 1]
-        for index in range(place, len(path)):
-            self._states[index + 1] = self.runner.through([path[index]], self._states[index])
+        sets, dense = {layer: self._with(layer) for layer in blocks}, float(self.dense_losses[:windows].mean())
+        means = self.means_without(sets.values(), windows, f"removal {len(self.steps) + 1}")
+        self._scores |= {layer: means[removed] - dense for layer, removed in sets.items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of `count` blocks that are known, by the method that chose them."""
@@ -157,7 +133,8 @@ class Shrinker(Student):
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
         made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
         runs = runs_by_angle(self.select, count, self.allowed)[: self.effort.breadth]
-        made[RUN] = min(runs, key=lambda run: self.mean_without(run, self.effort.ranking), default=None)
+        means = self.means_without(runs, self.effort.ranking, RUN)
+        made[RUN] = min(means, key=means.__getitem__, default=None)
         return {name: removed for name, removed in made.items() if removed is not None}
 
     def exchanged(self, removed: Removed) -> Removed:
@@ -165,38 +142,67 @@ class Shrinker(Student):
 
         The best exchange of a block on the ranking windows is measured on all selection windows, without repair.
         """
-        others, swaps, tried = self.ranked(), self.effort.swaps, 0
+        others, left = self.ranked(), self.effort.swaps
         for one in [step.layer for step in reversed(self.steps) if step.layer in removed]:
-            trials: dict[Removed, float] = {}
-            for other in others[: max(1, swaps // max(1, len(removed)))]:
-                if tried < swaps and other not in removed:
-                    self.progress(tried, swaps, f"exchange block {one} for block {other}")
-                    trial = tuple(sorted({*removed, other} - {one}))
-                    trials[trial] = self.mean_without(trial, self.effort.ranking)
-                    tried += 1
-            best = min(trials, key=trials.__getitem__, default=removed)
-            if self.mean_without(best) < self.mean_without(removed):
-                removed = best
+            chosen = [other for other in others if other not in removed]
+            chosen = chosen[: min(left, max(1, self.effort.swaps // max(1, len(removed))))]
+            left -= len(chosen)
+            trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
+            means = self.means_without(trials, self.effort.ranking, f"exchange block {one}")
+            best = min(means, key=means.__getitem__, default=removed)
+            removed = min([removed, best], key=self.means_without([removed, best]).__getitem__)
         return removed
 
-    def losses_without(self, removed: Removed, windows: int | None = None) -> Float[Tensor, " windows"]:
-        """Return the objective without these blocks, unrepaired, on each of the first `windows` selection windows.
+    def losses_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, Float[Tensor, " windows"]]:
+        """Return the objective without each set of blocks, unrepaired, on the first `windows` selection windows.
 
-        Each set is measured once, and remembered in the journal.
+        All sets that are not known from the journal are measured in one pass over the blocks, or in as few as memory
+        allows.
         """
-        key = ",".join(map(str, removed)) + ("" if windows is None else f" on {windows}")
+        on = "" if windows is None else f" on {windows}"
+        keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
         known: dict[str, list[float]] = self.journal.get("sets", {})
-        if key not in known:
-            self.keep_all_but(removed)
-            place, part = self.first_gap, slice(0, windows)
-            found = self.objective(self.runner.through(self.kept[place:], self.select.at(place)[part]), part)
-            known = known | {key: found.tolist()}
+        new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
+        for start in range(0, len(new), count := self._sets_per_pass(part)):
+            states = self._states_without(new[start : start + count], part, label)
+            known = known | {keys[removed]: self.objective(state, part).tolist() for removed, state in states.items()}
             self.journal.put("sets", known)
-        return torch.tensor(known[key], dtype=torch.float64)
+        return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
 
-    def mean_without(self, removed: Removed, windows: int | None = None) -> float:
-        """Return the mean of `losses_without`."""
-        return float(self.losses_without(removed, windows).mean())
+    def _sets_per_pass(self, part: slice) -> int:
+        """Return for how many sets the states fit into memory, before and after a block."""
+        state = self.select.final[part]
+        return max(1, int(STATES_SHARE * free_memory(state.device)) // (2 * state.numel() * state.itemsize))
+
+    def _states_without(
+        self, sets: Sequence[Removed], part: slice, label: str
+    ) -> dict[Removed, Float[Tensor, "windows n d"]]:
+        """Return the states after the last block without each set of blocks, with the original weights.
+
+        Every block is applied once, to the states of all sets that keep it. Sets that agree on the blocks so far share
+        their states; the first blocks, which all sets keep, are not applied at all.
+        """
+        self.restore()
+        first, layers = min(removed[0] if removed else len(self.runner) for removed in sets), len(self.runner)
+        states: dict[Removed, Tensor] = {(): self.select.at(first)[part]}
+        for layer in range(first, layers):
+            self.progress(layer - first, layers - first, f"{label}, block {layer}")
+            before = {removed: tuple(k for k in removed if k < layer) for removed in sets}
+            kept = list(dict.fromkeys(before[removed] for removed in sets if layer not in removed))
+            after = {(*before[removed], layer): states[before[removed]] for removed in sets if layer in removed}
+            if kept:
+                applied = self.runner.through([layer], torch.cat([states[one] for one in kept]))
+                after |= zip(kept, torch.chunk(applied, len(kept)), strict=True)
+            states = after
+        return states
+
+    def means_without(
+        self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"
+    ) -> dict[Removed, float]:
+        """Return the means of `losses_without`."""
+        return {removed: float(losses.mean()) for removed, losses in self.losses_without(sets, windows, label).items()}
 
     def curve(self, removed: Removed, final: float) -> tuple[CurvePoint, ...]:
         """Return the increase of the objective on the selection windows against the number of removed blocks.
@@ -210,9 +216,11 @@ class Shrinker(Student):
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        for method, choose in PEERS.items():
-            gone = choose(self.select, count, self.allowed)
-            if gone is not None:
-                self.progress(0, 1, method)
-                points.append(CurvePoint(method=method, removed=count, increase=self.mean_without(gone) - self.dense))
+        made = {method: choose(self.select, count, self.allowed) for method, choose in PEERS.items()}
+        found = {method: gone for method, gone in made.items() if gone is not None}
+        means = self.means_without(found.values())
+        points += [
+            CurvePoint(method=method, removed=count, increase=means[gone] - self.dense)
+            for method, gone in found.items()
+        ]
         return tuple(points)

@@ -95,7 +95,7 @@ def _round(
 
     Returns the bytes of the changed tensors, the objective on the selection windows, and what was done, if anything.
     """
-    bare = shrinker.losses_without(removed)  # known, so that no weight changes here
+    bare = shrinker.losses_without([removed])[removed]  # known, so that no weight changes here
     encoded = round_changed(shrinker, layout)
     if not encoded:
         return encoded, before, None

@@ -4,7 +4,7 @@ The dense model's states on the calibration windows are kept on the GPU, in memo
 """
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.verify_removal import require_same_output
 
-_SHARE = 0.35
-"""The share of free memory that the states of one set of windows may take."""
+STATES_SHARE = 0.35
+"""The share of free memory that states may take, of one set of windows or of all sets of blocks in a pass."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class DenseStates:
         """Return memory for `count` states: on the GPU, in main memory, or in a temporary file."""
         shape, needed = (count, *state.shape), count * state.numel() * state.itemsize
         for place in (*([device] if device.type == "cuda" else []), torch.device("cpu")):
-            if needed < _SHARE * free_memory(place):
+            if needed < STATES_SHARE * free_memory(place):
                 return torch.empty(shape, dtype=state.dtype, device=place)
         self._folder = tempfile.TemporaryDirectory(prefix="depthgauge-")
         path = Path(self._folder.name) / "states"
@@ -234,13 +234,6 @@ class Student:
     def first_gap(self) -> int:
         """The number of kept blocks before the first removed one; the shrunk model equals the dense one up to there."""
         return next((place for place, layer in enumerate(self.kept) if place != layer), len(self.kept))
-
-    def objective_after(
-        self, layers: Sequence[int], states: Float[Tensor, "windows n d"], windows: int | None = None
-    ) -> float:
-        """Return the mean objective after running the given layers from `states`, on the first `windows` windows."""
-        part = slice(0, windows)
-        return float(self.objective(self.runner.through(layers, states[part]), part).mean())
 
     def losses(self) -> Float[Tensor, " select"]:
         """Return the objective of the shrunk model on every selection window."""

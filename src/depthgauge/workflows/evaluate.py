@@ -1,45 +1,21 @@
 """`evaluate`: run tasks and measure perplexities on one or several checkpoints, on the same items and texts for all."""
 
-import gc
 import os
-import platform
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from depthgauge._io import check_outputs, write_text
-from depthgauge._journal import RECORD
-from depthgauge._version import __version__
-from depthgauge.checkpoints.cloze import ClozeText, cloze_items
-from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, lm_eval, load_tasks
 from depthgauge.checkpoints.hub import resolve
-from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer, loader_of
-from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
-from depthgauge.checkpoints.source import Source
-from depthgauge.checkpoints.start_token import MEASURED_WINDOWS, Start, measure_start, plan_start
-from depthgauge.checkpoints.text_files import TextFile, find_text, split_field
-from depthgauge.checkpoints.text_perplexity import WindowLosses, text_windows, window_losses
-from depthgauge.checkpoints.windows import require_rows, tokenize_text
+from depthgauge.checkpoints.task_names import task_folders
+from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_text, plotly_code
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions, make_evaluate_options
-from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
+from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS
-from depthgauge.results.record import ResultError, load_document
-from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink
 from depthgauge.workflows.target import resolve_target
-
-_NEEDED = 0.1
-"""The BOS token is added where the tokenizer does not if it lowers the loss by more than this, in nats per token.
-lm-eval does what the tokenizer does; models that need the token, such as Gemma, lose nats without it."""
-_MEASURED_LENGTH = 256
-"""Tokens per window of the built-in text on which the BOS token is decided."""
 
 
 def evaluate(
@@ -75,7 +51,7 @@ def evaluate(
         InputError: a model, a task or an option cannot be used. Nothing was loaded or written then.
         OutputError: a file cannot be written; the attribute `result` of the error is the result.
     """
-    started, settings = time.perf_counter(), make_evaluate_options(options, fields)
+    settings = make_evaluate_options(options, fields)
     settings.check()
     paths = _paths(models)
     if report is not None:
@@ -84,29 +60,18 @@ def evaluate(
     inputs |= {f"MODEL {path}": Path(path) for path in paths}
     inputs |= {f"--perplexity {one}": split_field(_split_name(one)[1])[0] for one in settings.perplexity}
     check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite)
-    placement = Placement.of(settings)
-    work = prepare_evaluation(settings, message)
-    sources = [resolve(path, settings.allow_pickle, settings.tokenizer, message) for path in paths]
-    configs = [_language_model(source, placement) for source in sources]
-    tokenizers = [load_tokenizer(source, placement) for source in sources]
-    planned = [plan_start(settings.bos, *pair) for pair in zip(sources, tokenizers, strict=True)]
-    for tokenizer, config, start in zip(tokenizers, configs, planned, strict=True):
-        for _, text in work.texts:
-            text_windows(tokenizer, text, settings.window, config, start)  # raises if a text is too short
-    found: list[ModelAnswers] = []
-    for path, source, config, tokenizer, plan in zip(paths, sources, configs, tokenizers, planned, strict=True):
-        message(f"loading {path}")
-        checkpoint = load_model(source, config, placement)
-        start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
-        if start.reason.startswith("measured"):
-            message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
-        found.append(measure_model(work, checkpoint, tokenizer, str(path), start, progress, message))
-        del checkpoint  # before the next one is loaded
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    notes = [note for path in paths for note in _notes_about(path, work)]
-    record = evaluation_record(work, found, notes, time.perf_counter() - started)
+    named = (_split_name(given) for given in settings.perplexity)
+    texts = tuple((name, find_text(file, settings.as_is)) for name, file in named)
+    if CLOZE in settings.task_names:
+        find_text(settings.text, settings.as_is)
+    for name in settings.task_names:
+        task_folders(name)
+    code, sources = settings.trust_remote_code, {}
+    for path in paths:
+        sources[path] = resolve(path, settings.allow_pickle, settings.tokenizer, message, code)
+    from depthgauge.workflows.evaluate_models import evaluate_models  # torch and transformers take seconds
+
+    record = evaluate_models(sources, settings, texts, progress, message)
     try:
         if out is not None:
             write_text(out, record.dump(), replace=overwrite)
@@ -118,161 +83,6 @@ def evaluate(
         error.result = record
         raise
     return record
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedEvaluation:
-    """Everything that models will be measured on, loaded and checked.
-
-    - `tasks`: tasks of lm-eval by name
-    - `cloze`: the items of the shipped task, if it is among them
-    - `texts`: name and file of each text for the perplexity
-    """
-
-    settings: EvaluateOptions
-    tasks: dict[str, Any]
-    cloze: ClozeText | None
-    texts: tuple[tuple[str, TextFile], ...]
-
-
-@dataclass(frozen=True, eq=False)
-class ModelAnswers:
-    """What was measured of one model: its answers by task, its losses by text, and its special tokens."""
-
-    model: EvaluatedModel
-    start: Start
-    answers: dict[str, ItemAnswers]
-    losses: tuple[WindowLosses, ...]
-
-
-def prepare_evaluation(settings: EvaluateOptions, message: Callable[[str], None]) -> PreparedEvaluation:
-    """Load the tasks and find the texts; needs no model."""
-    named = (_split_name(given) for given in settings.perplexity)
-    texts = tuple((name, find_text(file, settings.as_is)) for name, file in named)
-    names = settings.task_names
-    cloze = cloze_items(settings.text, settings.as_is) if CLOZE in names else None
-    tasks = load_tasks(names, cloze, message) if names else {}
-    return PreparedEvaluation(settings, tasks, cloze, texts)
-
-
-def measure_model(
-    work: PreparedEvaluation,
-    checkpoint: Checkpoint,
-    tokenizer: Any,
-    name: str,
-    start: Start,
-    progress: Step,
-    message: Callable[[str], None],
-) -> ModelAnswers:
-    """Let one model answer the tasks and read the texts; items and windows begin with the tokens of `start`."""
-    settings, config = work.settings, checkpoint.model.config
-    answers = {}
-    if work.tasks:
-        answers = answer_tasks(checkpoint, tokenizer, start, work.tasks, settings.limit, progress, message)
-    losses = []
-    for _, text in work.texts:
-        windows = text_windows(tokenizer, text, settings.window, config, start)
-        losses.append(window_losses(checkpoint, tokenizer, windows, progress, message))
-    about = checkpoint.describe()
-    model = EvaluatedModel(
-        name=name,
-        family=about.family,
-        layers=about.layers,
-        parameters=about.parameters,
-        dtype=about.dtype,
-        bos=start.bos,
-        bos_reason=start.reason,
-    )
-    return ModelAnswers(model, start, answers, tuple(losses))
-
-
-def evaluation_record(
-    work: PreparedEvaluation, found: Sequence[ModelAnswers], notes: Sequence[str], seconds: float
-) -> EvaluateRecord:
-    """Compare what was measured of the models, item by item, with the first of them."""
-    confidence, dense = work.settings.confidence, found[0]
-    tasks, main = [], []
-    for name in work.tasks:
-        answers = [one.answers[name] for one in found]
-        assert len({one.sha256 for one in answers}) == 1, name  # the same items and prompts for all
-        metrics = [metric for metric in METRICS if all(metric in one.right for one in answers)]
-        for metric in sorted(metrics):
-            right = [one.right[metric] for one in answers]
-            if metric == metrics[0]:
-                main.append(right)
-            rows = (accuracy_record(one, right[0] if k else None, confidence) for k, one in enumerate(right))
-            tasks.append(
-                EvaluatedTask(
-                    task=name,
-                    metric=metric,
-                    is_main=metric == metrics[0],
-                    items=len(right[0]),
-                    all_items=answers[0].all_items,
-                    shots=answers[0].shots,
-                    sha256=answers[0].sha256,
-                    results=tuple(rows),
-                )
-            )
-    mean = []
-    for k in range(len(found) if len(main) > 1 else 0):
-        ours, theirs = [task[k] for task in main], [task[0] for task in main]
-        mean.append(mean_record(ours, theirs if k else None, confidence))
-    texts = []
-    for index, (name, _) in enumerate(work.texts):
-        losses = [one.losses[index] for one in found]
-        windows = dense.losses[index].windows
-        texts.append(
-            EvaluatedText(
-                name=name,
-                source=windows.source,
-                sha256=windows.digest,
-                window=int(windows.ids.shape[1]),
-                results=tuple(one.record(losses[0] if k else None) for k, one in enumerate(losses)),
-            )
-        )
-    libraries = {"transformers": transformers(), **({"lm-eval": lm_eval()} if work.tasks else {})}
-    return EvaluateRecord(
-        version=__version__,
-        models=tuple(one.model for one in found),
-        tasks=tuple(tasks),
-        mean=tuple(mean),
-        texts=tuple(texts),
-        settings=work.settings,
-        notes=tuple(notes),
-        versions={
-            "depthgauge": __version__,
-            "python": platform.python_version(),
-            "torch": str(torch.__version__),
-            **{name: str(library.__version__) for name, library in libraries.items()},
-        },
-        seconds=seconds,
-    )
-
-
-def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:
-    """Return a note for each text of the evaluation that a shrunk model was also fitted or selected on."""
-    texts = [(text.name, "", f"perplexity on {label}") for label, text in work.texts]
-    if work.cloze is not None:
-        texts.append((work.cloze.source, work.cloze.sha256, f"accuracy on {CLOZE}"))
-    return [
-        f"{name} was calibrated on {source.name} (windows to fit: {source.fit}, to select: {source.select}), so its "
-        f"{what} is not independent of the calibration; use another text"
-        for text, digest, what in texts
-        for source in calibration.sources
-        if source.fit + source.select and (source.name == text or source.sha256 == digest)
-    ]
-
-
-def _notes_about(path: str | Path, work: PreparedEvaluation) -> list[str]:
-    """Return notes about a model that `shrink` wrote: its record says what it was calibrated on."""
-    written = Path(path) / RECORD
-    if not written.is_file():
-        return []
-    try:
-        calibration = check_shrink(load_document(written, SHRINK_ADVICE), str(written)).plan.calibration
-    except ResultError as error:
-        return [f"what {path} was calibrated on is not known: {error}"]
-    return calibration_notes(str(path), calibration, work)
 
 
 def _paths(models: Any) -> list[str | Path]:
@@ -299,14 +109,6 @@ def _require_checkpoint(path: str | Path) -> str | Path:
     return path
 
 
-def _language_model(source: Source, placement: Placement) -> Any:
-    """Load the configuration of a causal language model; refuse other models."""
-    config = load_config(source, placement)
-    if loader_of(config)[1] != "loss":
-        raise CheckpointError(f"{source.target} is a {config.model_type} model; evaluate needs a causal language model")
-    return config
-
-
 def _split_name(given: str) -> tuple[str, str]:
     """Return the name and the file of `NAME:FILE`, or of `FILE`, which is named after the file.
 
@@ -316,15 +118,3 @@ def _split_name(given: str) -> tuple[str, str]:
     if colon and not os.path.exists(split_field(given)[0]):
         return name, rest
     return split_field(given)[0].name, given
-
-
-def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: Start | None) -> Start:
-    """Decide about the BOS token where the tokenizer and the file do not: as for the first model, or by measuring."""
-    if start.candidate is None:
-        return start
-    if first is not None and first.bos is not None:
-        return start.decided(start.candidate, first.bos, "as for the first model")
-    text = tokenize_text(tokenizer, None, wanted=1, length=_MEASURED_LENGTH, seed=0).pieces[0]
-    require_rows(checkpoint, [text, torch.tensor([start.candidate])])
-    bodies = torch.split(text[: MEASURED_WINDOWS * _MEASURED_LENGTH], _MEASURED_LENGTH)
-    return measure_start(start, checkpoint, bodies, _NEEDED)

@@ -14,8 +14,7 @@ from depthgauge.report.write import page_text, plotly_code, write_report
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
-from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint
-from depthgauge.workflows.gauge_network import gauge_networks
+from depthgauge.workflows.gauge_request import check_gauge
 from depthgauge.workflows.target import resolve_target
 
 
@@ -97,9 +96,14 @@ def gauge(
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
-            settings, subject = gauge_checkpoint(found, asked, tokenizer, journal, progress, message)
+            request = check_gauge(found, asked, message)
+            from depthgauge.workflows.gauge_checkpoint import gauge_checkpoint  # torch and transformers take seconds
+
+            settings, subject = gauge_checkpoint(request, tokenizer, journal, progress, message)
             subjects: tuple[Any, ...] = (subject,)
         else:
+            from depthgauge.workflows.gauge_network import gauge_networks
+
             settings, subjects = gauge_networks(found, asked, progress, message)
         result = GaugeResult(version=__version__, settings=settings, subjects=subjects)
         try:

@@ -18,7 +18,6 @@ from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_we
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
-from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
@@ -33,17 +32,17 @@ from depthgauge.checkpoints.load import (
     wrap,
 )
 from depthgauge.checkpoints.mean_interval import mean_interval
+from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.probe import probe
-from depthgauge.checkpoints.reads_text import require_output, require_readable
+from depthgauge.checkpoints.reads_text import require_readable
 from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
-from depthgauge.checkpoints.source import weight_files, weights_digest
+from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import measure_start, plan_start
-from depthgauge.checkpoints.text_files import find_text
+from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.checkpoints.what_if import (
     available,
-    chosen_kinds,
     cross_entropy,
     layers_of,
     objective,
@@ -51,7 +50,7 @@ from depthgauge.checkpoints.what_if import (
     what_if,
 )
 from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
-from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.errors import InputError
 from depthgauge.measures.residuals import SampleResiduals, residual_record, residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
@@ -66,25 +65,19 @@ from depthgauge.results.checkpoint_subject import (
     ScoreTrust,
     TextWindows,
 )
-from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, GaugeSettings
+from depthgauge.results.gauge_options import GaugeSettings
 from depthgauge.results.labels import SCORES
 from depthgauge.results.network_subject import Residual
 from depthgauge.results.record import finite
-from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.results.verdicts import checkpoint_verdict, unobserved_sentence
-from depthgauge.workflows.target import Target
+from depthgauge.workflows.gauge_request import GaugeRequest
 
 _ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
 """The statistics of a head that are copied to its record."""
 
 
 def gauge_checkpoint(
-    target: Target,
-    options: GaugeOptions,
-    tokenizer: Any,
-    journal: Journal,
-    progress: Step,
-    message: Callable[[str], None],
+    request: GaugeRequest, tokenizer: Any, journal: Journal, progress: Step, message: Callable[[str], None]
 ) -> tuple[GaugeSettings, CheckpointSubject]:
     """Gauge a directory, a GGUF file, a model on the hub or one in memory.
 
@@ -96,28 +89,14 @@ def gauge_checkpoint(
     Returns:
         The options with their defaults filled in, and the subject.
     """
-    asked = options.with_defaults(CHECKPOINTS)
-    assert asked.what_if is not None
+    target, options, asked, source = request.target, request.given, request.asked, request.source
     assert asked.tokens is not None
     assert asked.bos is not None
     assert asked.dtype is not None
-    kinds = chosen_kinds(asked.what_if)
-    require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
-    seed = require_seed(asked.seed or 0)
-    placement, source = Placement.of(asked), None
-    text_file = None if asked.weights_only else find_text(asked.text, bool(asked.as_is))  # before a download
-    if target.model is None:
-        assert target.name is not None
-        source = resolve(target.path or target.name, bool(asked.allow_pickle), asked.tokenizer, message)
-        config = load_config(source, placement)
-    else:
-        for name in ABOUT_FILES:
-            if name in options.given():
-                raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
-        config = target.model.config
+    kinds, text_file, seed, placement = request.kinds, request.text, asked.seed or 0, Placement.of(asked)
+    config = target.model.config if source is None else load_config(source, placement)
     windows = None
     if text_file is None:
-        kinds = ()
         if family_of(config) is None:  # the projections of other families are not derived
             raise CheckpointError(
                 f"--weights-only cannot be used for {target.name}: depthgauge does not know where a "
@@ -163,7 +142,7 @@ def gauge_checkpoint(
             first_layer = first_layer_bound(checkpoint, progress)
             return settings, subject_record(checkpoint, weights, notes, first_layer=first_layer)
         require_rows(checkpoint, [windows.ids, torch.tensor([start.candidate or 0])])
-        require_output(checkpoint, windows.ids[:1])
+        require_output(checkpoint, windows.ids[0])
         n = windows.ids.shape[1]
         bodies = list(windows.ids[:, len(start.before) : n - len(start.after)])
         decided = measure_start(start, checkpoint, bodies)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -12,21 +12,23 @@ from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
 from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import plotly_code, sizes_page_text, write_report
+from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
-from depthgauge.surgery.certify import Certifier
-from depthgauge.surgery.open_model import OpenedModel
 from depthgauge.surgery.output_names import has_written, is_gguf_name, output_folders, record_file
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
-from depthgauge.surgery.write_shrunk import write_shrunk
-from depthgauge.workflows.shrink_run import ShrinkRun
 from depthgauge.workflows.target import is_transformers_model, resolve_target
+
+if TYPE_CHECKING:
+    from depthgauge.surgery.certify import Certifier
+    from depthgauge.surgery.open_model import OpenedModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +43,8 @@ class ShrinkResult:
 
     record: ShrinkRecord
     model: Any
-    opened: OpenedModel
-    certifier: Certifier
+    opened: "OpenedModel"
+    certifier: "Certifier"
     sizes: tuple["ShrinkResult", ...] = ()
 
     def __repr__(self) -> str:
@@ -75,6 +77,8 @@ class ShrinkResult:
             )
         if self.model is None:
             raise InputError("no size is within max_increase, so there is no model to write; allow a larger increase")
+        from depthgauge.surgery.write_shrunk import write_shrunk
+
         checkpoint, tokenizer = self.opened.checkpoint, self.opened.tokenizer
         return write_shrunk(self.model, self.record, self.certifier, checkpoint, tokenizer, out, overwrite=overwrite)
 
@@ -156,6 +160,8 @@ def shrink(
             check_output_directory(place, source, overwrite or journal.has_written(place), needed)
             if resume:
                 remove_unfinished(place)
+        from depthgauge.workflows.shrink_run import ShrinkRun  # torch and transformers take seconds
+
         run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, as_gguf)
         with run.shrinker:
             made = run.finish(out, overwrite)
@@ -202,6 +208,8 @@ def plan_shrink(
         inputs = _inputs(model, settings)
         check_outputs({"--plan-only": out}, inputs, overwrite=overwrite, is_own=journal.has_written)
         source = _find_source(model, settings, message)
+        from depthgauge.workflows.shrink_run import ShrinkRun
+
         run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message)
         with run.shrinker:
             found = run.only_plan()
@@ -254,4 +262,6 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
-    return resolve(model, settings.allow_pickle, settings.tokenizer, message)
+    for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
+        task_folders(name)
+    return resolve(model, settings.allow_pickle, settings.tokenizer, message, settings.trust_remote_code)

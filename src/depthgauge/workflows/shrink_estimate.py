@@ -73,9 +73,9 @@ def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:
 
 
 def _search(job: ShrinkJob, costs: PartCosts) -> float:
-    """Ranking and exchanges."""
+    """Ranking and exchanges. All sets of a ranking share the states before their first difference."""
     effort = job.effort
-    ranked = job.layers / 2 + min(effort.breadth, job.layers) * job.counts[-1] + len(job.counts) * effort.swaps
+    ranked = job.layers / 2 + (min(effort.breadth, job.layers) + 1) * job.counts[-1] + len(job.counts) * effort.swaps
     exchanged = sum(job.counts) if effort.swaps else 0
     windows = effort.ranking * ranked + effort.select * (job.counts[-1] + exchanged)
     return 0.6 * windows * costs.window

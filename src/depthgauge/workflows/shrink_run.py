@@ -15,9 +15,11 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.library import transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
-from depthgauge.checkpoints.source import Source, weight_bytes, weights_digest
+from depthgauge.checkpoints.source import Source, weight_bytes
+from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
 from depthgauge.results.evaluate_options import EvaluateOptions
@@ -49,7 +51,7 @@ from depthgauge.surgery.verify import FreshProcess
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_source, has_llama
 from depthgauge.surgery.write_shrunk import write_shrunk
 from depthgauge.surgery.write_shrunk_gguf import type_notes, write_shrunk_gguf
-from depthgauge.workflows.evaluate import (
+from depthgauge.workflows.evaluate_models import (
     ModelAnswers,
     calibration_notes,
     evaluation_record,
@@ -407,6 +409,10 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
         notes += type_notes(opened.stored, shrunk.encoded)
     elif checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
+    elif checkpoint.source is not None:
+        raw = read_json(checkpoint.source.folder / "config.json", checkpoint.name)
+        if (method := quantization_method(raw)) is not None:
+            notes.append(f"the weights of the source are quantized ({method}); they were dequantized and written so")
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
         kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
         notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")

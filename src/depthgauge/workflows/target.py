@@ -3,14 +3,14 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from depthgauge.checkpoints.hub import parse_hub_name
 from depthgauge.errors import InputError, require_type
-from depthgauge.network.files import load_network
-from depthgauge.network.network import SelfAttentionNetwork
-from depthgauge.network.random_networks import random_network
 from depthgauge.results.gauge_options import CHECKPOINTS, NETWORKS
+
+if TYPE_CHECKING:
+    from depthgauge.network.network import SelfAttentionNetwork
 
 SMALL_ETA, LARGE_ETA = 0.004, 0.4
 """Weight bounds η of the built-in pair."""
@@ -30,7 +30,7 @@ class Target:
     kind: str
     name: str | None = None
     path: Path | None = None
-    network: SelfAttentionNetwork | None = field(default=None, repr=False)
+    network: "SelfAttentionNetwork | None" = field(default=None, repr=False)
     model: Any = field(default=None, repr=False)
 
     @property
@@ -38,8 +38,10 @@ class Target:
         """What to call the target in an error."""
         return "the built-in pair" if self.name is None else self.name
 
-    def networks(self) -> tuple[SelfAttentionNetwork, ...]:
+    def networks(self) -> "tuple[SelfAttentionNetwork, ...]":
         """Return the networks to gauge; reads the network file."""
+        from depthgauge.network.files import load_network
+
         if self.network is not None:
             return (self.network,)
         return built_in_pair() if self.path is None else (load_network(self.path),)
@@ -61,10 +63,13 @@ def resolve_target(target: Any) -> Target:
     """
     if target is None:
         return Target(NETWORKS)
-    if isinstance(target, SelfAttentionNetwork):
-        return Target(NETWORKS, target.name, network=target)
-    if is_transformers_model(target):
-        return Target(CHECKPOINTS, getattr(target, "name_or_path", "") or type(target).__name__, model=target)
+    if not isinstance(target, str | Path):
+        from depthgauge.network.network import SelfAttentionNetwork
+
+        if isinstance(target, SelfAttentionNetwork):
+            return Target(NETWORKS, target.name, network=target)
+        if is_transformers_model(target):
+            return Target(CHECKPOINTS, getattr(target, "name_or_path", "") or type(target).__name__, model=target)
     expected = "a path, a name on the hub, a SelfAttentionNetwork, a transformers model, or None for the built-in pair"
     require_type("target", target, (str, Path), expected)
     if parse_hub_name(target) is not None:
@@ -76,8 +81,10 @@ def resolve_target(target: Any) -> Target:
     return Target(CHECKPOINTS if is_checkpoint else NETWORKS, str(target), path)
 
 
-def built_in_pair() -> tuple[SelfAttentionNetwork, SelfAttentionNetwork]:
+def built_in_pair() -> "tuple[SelfAttentionNetwork, SelfAttentionNetwork]":
     """Return the same 12-layer network twice: with small weights, and with all weights a hundred times larger."""
+    from depthgauge.network.random_networks import random_network
+
     large = random_network(layers=12, heads=2, dim=16, eta=LARGE_ETA, seed=0)
     small = large.rescale(SMALL_ETA)
     small.name, large.name = "small weights", "large weights"

@@ -1,0 +1,53 @@
+"""What `gauge` is asked to do with a checkpoint, checked without importing torch or transformers."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.source import Source
+from depthgauge.checkpoints.text_files import TextFile, find_text
+from depthgauge.errors import InputError, require_count, require_seed
+from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, check_choices, chosen_kinds
+from depthgauge.results.shrink_options import ABOUT_FILES
+from depthgauge.workflows.target import Target
+
+
+@dataclass(frozen=True)
+class GaugeRequest:
+    """A request that can be met as far as options and files tell.
+
+    - `target`, `given`: the checkpoint, and the options as they were given
+    - `asked`: the options with their defaults
+    - `kinds`: the what-ifs
+    - `text`: the text; None if the weights alone are gauged
+    - `source`: the files of the checkpoint; None for a model in memory
+    """
+
+    target: Target
+    given: GaugeOptions
+    asked: GaugeOptions
+    kinds: tuple[str, ...]
+    text: TextFile | None
+    source: Source | None
+
+
+def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], None]) -> GaugeRequest:
+    """Check options and files; a model on the hub is downloaded if everything else is right."""
+    asked = options.with_defaults(CHECKPOINTS)
+    assert asked.what_if is not None
+    assert asked.tokens is not None
+    check_choices(asked)
+    kinds = chosen_kinds(asked.what_if)
+    require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
+    require_seed(asked.seed or 0)
+    text = None if asked.weights_only else find_text(asked.text, bool(asked.as_is))
+    source = None
+    if target.model is None:
+        assert target.name is not None
+        path = target.path or target.name
+        source = resolve(path, bool(asked.allow_pickle), asked.tokenizer, message, bool(asked.trust_remote_code))
+    else:
+        for name in ABOUT_FILES:
+            if name in options.given():
+                raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
+    return GaugeRequest(target, options, asked, kinds if text is not None else (), text, source)

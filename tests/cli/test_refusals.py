@@ -1,0 +1,151 @@
+"""Refusals that need no weights come at once: neither torch nor transformers is imported before them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_checkpoints import save_checkpoint
+from tiny_gguf import write_gguf
+
+from depthgauge.checkpoints.config_file import check_config, is_known
+from depthgauge.checkpoints.gguf_header import check_gguf
+from depthgauge.checkpoints.library import CheckpointError
+
+# Runs each command of a JSON list and prints for each: its exit code, its error, and the slow modules that it imported.
+SCRIPT = """
+import contextlib, io, json, sys
+from depthgauge.cli.main import main
+found = []
+for words in json.loads(sys.argv[1]):
+    sys.argv[1:], said, code = words, io.StringIO(), None
+    with contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    found.append([code, said.getvalue(), [name for name in ("torch", "transformers") if name in sys.modules]])
+print(json.dumps(found))
+"""
+REFUSED = {
+    "gauge nowhere/at/all": "cannot read nowhere/at/all",
+    "gauge empty": "it contains no config.json",
+    "gauge no-json": "cannot read config.json of no-json",
+    "gauge list": "config.json of list must be a JSON object, got a list",
+    "gauge no-type": "config.json of no-type has no model_type",
+    "gauge unknown": "unknown is a 'fantasy' model, which transformers",
+    "gauge code": "needs to run the Python code in its directory",
+    "gauge pickled": "use --allow-pickle",
+    "gauge cut": "model.safetensors is cut off or damaged",
+    "gauge no-shard": "no-shard lacks the file model-00001-of-00002.safetensors",
+    "gauge good --dtype half": "dtype must be one of",
+    "gauge good --what-if nothing": "what-if must be one of",
+    "gauge good --text nowhere.txt": "cannot read text nowhere.txt",
+    "gauge good --out taken.json": "taken.json exists",
+    "gauge foreign.gguf": "foreign.gguf is not a GGUF file",
+    "gauge empty.gguf": "empty.gguf is not a GGUF file",
+    "gauge cut.gguf": "cut.gguf is cut off: it has",
+    "gauge org/nowhere": "it is not in the cache",
+    "shrink good --remove 1 --out empty": "empty exists",
+    "shrink good --remove 1 --out new --bos maybe": "bos must be one of",
+    "shrink good --remove 1 --out new --evaluate no_such_task": "there is no task 'no_such_task'",
+    "shrink good --remove 1 --text nowhere.txt --out new": "cannot read text nowhere.txt",
+    "shrink unknown --remove 1 --out new": "unknown is a 'fantasy' model",
+    "evaluate unknown": "unknown is a 'fantasy' model",
+    "evaluate good --tasks no_such_task": "there is no task 'no_such_task'",
+    "evaluate good --perplexity nowhere.txt": "cannot read text nowhere.txt",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a good checkpoint and with damaged ones."""
+    folder = tmp_path_factory.mktemp("refused")
+    save_checkpoint(folder / "good", "llama")
+    configs = {
+        "no-json": "{",
+        "list": "[]",
+        "no-type": "{}",
+        "unknown": '{"model_type": "fantasy"}',
+        "code": '{"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}}',
+        "pickled": '{"model_type": "llama"}',
+        "cut": '{"model_type": "llama"}',
+        "no-shard": '{"model_type": "llama"}',
+    }
+    weights = (folder / "good" / "model.safetensors").read_bytes()
+    for name, config in configs.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(config)
+        file = {"pickled": "pytorch_model.bin", "no-shard": "unrelated"}.get(name, "model.safetensors")
+        (folder / name / file).write_bytes(weights[:-1] if name == "cut" else weights)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (folder / "no-shard" / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_gguf(folder / "whole.gguf", add_bos=True)
+    (folder / "cut.gguf").write_bytes((folder / "whole.gguf").read_bytes()[:-1000])
+    (folder / "foreign.gguf").write_bytes(b"something else")
+    (folder / "empty.gguf").touch()
+    (folder / "taken.json").touch()
+    (folder / "empty").mkdir()
+    return folder
+
+
+def test_refusals_import_neither_torch_nor_transformers(folder: Path) -> None:
+    before = sorted(folder.rglob("*"))
+    words = json.dumps([command.split() for command in REFUSED])
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, words],
+        cwd=folder, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for (command, sentence), (code, said, slow) in zip(REFUSED.items(), json.loads(done.stdout), strict=True):
+        assert code == 2, command
+        last = said.splitlines()[-1]  # on a busy machine, a line of progress may come before
+        assert last.startswith("error: "), command
+        assert sentence in last, command
+        assert slow == [], command
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_gguf_file_cut_anywhere_is_refused(folder: Path, tmp_path: Path) -> None:
+    whole, path = (folder / "whole.gguf").read_bytes(), tmp_path / "cut.gguf"
+    check_gguf(folder / "whole.gguf", "whole.gguf")
+    for length in [4, 7, 23, 24, *range(30, len(whole), 997), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf is cut off.*; download it again") as caught:
+            check_gguf(path, "cut.gguf")
+        assert f"{length:,} bytes" in str(caught.value)
+    path.write_bytes(whole[:-20])
+    with pytest.raises(CheckpointError, match="the last 20 of its tensors are missing"):
+        check_gguf(path, "cut.gguf")
+    path.write_bytes(whole[:4] + b"\x01" + whole[5:])
+    with pytest.raises(CheckpointError, match="version 1 of the GGUF format"):
+        check_gguf(path, "old.gguf")
+
+
+def test_the_source_of_transformers_names_every_model_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    types = list(transformers.CONFIG_MAPPING)
+    assert all(map(is_known, types))
+    monkeypatch.delitem(sys.modules, "transformers")
+    assert all(map(is_known, types))
+    assert not is_known("fantasy")
+    assert not is_known(None)
+
+
+def test_a_type_that_was_registered_is_known(tmp_path: Path) -> None:
+    import transformers
+
+    (tmp_path / "config.json").write_text('{"model_type": "registered"}')
+    with pytest.raises(CheckpointError, match="does not know"):
+        check_config(tmp_path / "config.json", "it", trust_remote_code=False)
+
+    class RegisteredConfig(transformers.LlamaConfig):  # type: ignore[misc]
+        model_type = "registered"
+
+    transformers.AutoConfig.register("registered", RegisteredConfig)
+    try:
+        check_config(tmp_path / "config.json", "it", trust_remote_code=False)
+    finally:
+        del transformers.CONFIG_MAPPING._extra_content["registered"]
