@@ -39,7 +39,8 @@ _COLUMNS = """\
 - **heads**: whether the attention weights were observed
 - **removed**: which blocks can be removed; `from 1 on` means all but block 0
 - **repair**: `least squares` means that the maps into the residual stream were fitted and then trained, `training` that
-  they, norms and biases were trained alone
+  they, norms and biases were trained alone. It is counted if it ran; on random weights it is often undone, because it
+  does not help
 - **cache**, **reload**: generation with and without cache, and the outputs of the reloaded model
 - **reason**: why something was not done
 
@@ -83,8 +84,8 @@ def page(rows: Sequence[FamilyRow]) -> str:
     return "\n".join([introduction, *counts(rows), "", _COLUMNS, *table]) + "\n"
 
 
-def measured(case: FamilyCase) -> FamilyRow:
-    """Return the row of a family; an error of another kind than ours is shown, and ends the run."""
+def measured(case: FamilyCase) -> FamilyRow | str:
+    """Return the row of a family, or an error that is not one of ours."""
     import torch
 
     torch.set_num_threads(1)
@@ -93,17 +94,20 @@ def measured(case: FamilyCase) -> FamilyRow:
         try:
             return family_row(case, Path(folder))
         except Exception as error:
-            raise RuntimeError(f"{case}: {type(error).__name__}: {error}") from error
+            return f"{case}: {type(error).__name__}: {error}"
 
 
 def main(names: Iterable[str]) -> None:
-    """Measure the named families, or all, and write the page."""
+    """Measure the named families, or all, and write the page; a family that fails keeps its row, and is named."""
     chosen = set(names)
     cases = [case for case in family_cases() if not chosen or case.model_type in chosen]
-    kept = [row for row in rows_of(PAGE.read_text("utf-8")) if row.family not in chosen] if chosen else []
     with ProcessPoolExecutor(2, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool:
-        rows = [*kept, *pool.map(measured, cases)]
-    PAGE.write_text(page(rows), "utf-8")
+        found = list(pool.map(measured, cases))
+    made = {row.family: row for row in found if isinstance(row, FamilyRow)}
+    known = {case.model_type for case in family_cases()}
+    kept = [row for row in rows_of(PAGE.read_text("utf-8")) if row.family in known - set(made)]
+    PAGE.write_text(page([*kept, *made.values()]), "utf-8")
+    sys.exit("\n".join(one for one in found if isinstance(one, str)) or None)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,9 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r".*(position_embeddings|n_positions|max_.*positions|max_seq_len|n_ctx|max_length|context_length).*", CONTEXT),
     (r"(audio_|acoustic_tokenizer_|speech_)?chunk_(size|length)|.*right_context", None),
     (r".*(window|chunk|local_attention|block_size|local_radius|max_distance).*", WINDOW),
-    (r".*(topk_blocks|index_topk|rel_extent).*", WINDOW),
+    # As many keys as there are tokens: where a model selects fewer, it computes something else with its own cache.
+    (r".*(topk_blocks|index_topk).*", CONTEXT),
+    (r"rel_extent", WINDOW),
     (r".*(experts_per_tok|top_?k|moe_k).*|.*_per_token", CHOSEN),
     (r".*(experts|expert_num)", EXPERTS),
     (r".*(key_value_heads|kv_heads|query_groups|kv_n_heads).*", 2),

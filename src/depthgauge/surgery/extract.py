@@ -93,6 +93,11 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
             f"{short(error)}; keep other blocks"
         ) from error
     fresh.eval()
+    if not find_blocks(fresh, len(kept)):
+        raise CheckpointError(
+            f"blocks cannot be removed from {checkpoint.name}: the number of blocks of a {type(model).__name__} does "
+            "not follow num_hidden_layers of its configuration"
+        )
     if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
     first = find_blocks(model, checkpoint.layers)[0]
@@ -128,9 +133,14 @@ def _quantization(config: Any) -> str | None:
 
 
 def _is_tied(model: Any) -> bool:
-    """Return whether the output embeddings are the input embeddings, in fact and not by configuration."""
+    """Return whether the output embeddings are the input embeddings, in fact and not by configuration.
+
+    Where the class does not tie these two (LUKE ties others), the configuration says what it ties.
+    """
     into, out = model.get_input_embeddings(), model.get_output_embeddings()
-    if out is None or into.weight.device.type == "meta":  # offloaded weights have lost their identity
+    names = [name for name, module in model.named_modules() if module is out]
+    ties = any(f"{name}.weight" in (getattr(model, "_tied_weights_keys", None) or ()) for name in names)
+    if not ties or into.weight.device.type == "meta":  # offloaded weights have lost their identity
         return bool(getattr(model.config, "tie_word_embeddings", False))
     return into.weight is out.weight
 
