@@ -99,7 +99,8 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
                 agree &= abs(lost(output) - losses[layer]) < AGREE * max(1.0, abs(losses[layer]))
             rows.append(
                 {"kind": kind, "seconds": seconds, "passes": ratio, "block_passes": evaluations,
-                 "expected_block_passes": passes(kind, L) + 1, "plain_way_passes": slow / len(checked) / plain * L}
+                 "expected_block_passes": passes(kind, range(L), L) + 1,
+                 "plain_way_passes": slow / len(checked) / plain * L}
             )  # fmt: skip
     return {"plain_seconds": plain, "rows": rows, "agree": agree, "layers": L}
 
@@ -123,7 +124,7 @@ def whole_kind(stack: Stack, ids: torch.Tensor, kind: str) -> list[float]:
     base = stack.full(ids)
     lost, states = objective(stack.checkpoint.objective, ids, base.output), base.states
     del base
-    return [lost(what_if(stack, ids, states, kind, layer)) for layer in layers_of(kind, len(stack))]
+    return [lost(what_if(stack, ids, states, kind, layer)) for layer in layers_of(kind, stack.checkpoint.families)]
 
 
 def memory(mode: str, checkpoint: Checkpoint, count: int) -> dict[str, int]:

@@ -17,9 +17,11 @@ from pathlib import Path
 from depthgauge.errors import InputError, OutputError, require_path
 
 
-def write_atomically(path: str | Path, write: Callable[[Path], None], replace: bool = True) -> None:
+def write_atomically(
+    path: str | Path, write: Callable[[Path], None], replace: bool = True, place: Path | None = None
+) -> None:
     """Call `write` on a temporary file in the folder of `path`, then rename that file to `path`; see `atomic_file`."""
-    with atomic_file(path, replace) as temporary:
+    with atomic_file(path, replace, place) as temporary:
         write(temporary)
 
 
@@ -70,13 +72,16 @@ def _rename_new(temporary: Path, target: Path) -> None:
         os.replace(temporary, target)
 
 
-def write_text(path: str | Path, text: str, replace: bool = True) -> None:
-    """Write `text` to `path` as UTF-8, atomically; with `replace=False`, a file that exists is an error."""
+def write_text(path: str | Path, text: str, replace: bool = True, place: Path | None = None) -> None:
+    """Write `text` to `path` as UTF-8, atomically; with `replace=False`, a file that exists is an error.
+
+    The temporary file is `place`, if it is given; see `atomic_file`.
+    """
 
     def write(temporary: Path) -> None:
         temporary.write_text(text, encoding="utf-8")
 
-    write_atomically(path, write, replace)
+    write_atomically(path, write, replace, place)
 
 
 def check_outputs(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -125,10 +126,15 @@ class Journal:
         return None if self.folder is None else self.folder / _RESULT
 
     def write(self, path: str | Path, text: str, overwrite: bool = False) -> None:
-        """Write an output of the run. Its digest is saved before, so that a resumed run knows the file as its own."""
-        replace = overwrite or self.has_written(path)
+        """Write an output of the run. Its digest is saved before, so that a resumed run knows the file as its own.
+
+        The temporary file is in the folder of the journal where possible, so that a killed run leaves it there.
+        """
+        replace, place = overwrite or self.has_written(path), None
         self.claim(path, text)
-        write_text(path, text, replace)
+        if self.folder is not None and Path(os.path.realpath(path)).parent == self.folder.parent:  # one file system
+            place = self.folder / f".{secrets.token_hex(8)}.partial"
+        write_text(path, text, replace, place)
 
     def claim(self, path: str | Path, text: str) -> None:
         """Note that the run is about to write a file with this text, or a directory whose `RECORD` has this text."""

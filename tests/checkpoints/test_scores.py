@@ -26,7 +26,7 @@ def test_sublayer_scores_are_their_definitions(name: str) -> None:
     assert checkpoint.family is not None
     with attending(model) as session:
         stack = Stack(checkpoint, session)
-        scores = SublayerScores(stack.blocks, checkpoint.family)
+        scores = SublayerScores(stack.blocks, checkpoint.families)
         with scores.listening():
             base = stack.full(ids)
         for layer in range(3):

@@ -92,11 +92,11 @@ class Repeats:
 def test_the_smaller_loss_wins(ggufs: dict[bool | None, Path], wants_bos: bool) -> None:
     undecided = plan(ggufs[None])
     undecided = type(undecided)((), (), False, "", candidate=0)
-    checkpoint = Checkpoint("m", Repeats(wants_bos), tiny_model("llama").config, "loss", None)
+    checkpoint = Checkpoint("m", Repeats(wants_bos), tiny_model("llama").config, "loss", ())
     decided = measure_start(undecided, checkpoint, [torch.arange(1, 8), torch.arange(2, 9)])
     assert (decided.bos, decided.before) == (wants_bos, (0,) if wants_bos else ())
     assert decided.reason.startswith("measured on 2 windows: loss ")
-    assert measure_start(undecided, Checkpoint("m", None, None, "states", None), []).bos is False
+    assert measure_start(undecided, Checkpoint("m", None, None, "states", ()), []).bos is False
 
 
 @pytest.mark.parametrize("seed", range(4))

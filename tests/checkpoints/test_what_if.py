@@ -14,13 +14,7 @@ from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, find_blocks
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.what_if import (
-    available,
-    cross_entropy,
-    layers_of,
-    objective,
-    what_if,
-)
+from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, what_if
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import chosen_kinds
@@ -89,7 +83,7 @@ def test_what_ifs_equal_hooks_on_whole_passes(name: str, kind: str) -> None:
     with attending(model) as session:
         stack = Stack(checkpoint, session)
         base = stack.full(ids)
-        found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, 3)]
+        found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, stack.checkpoint.families)]
         assert torch.equal(final(model, ids), base.output)  # every patch was removed
     for layer, output in enumerate(found):
         expected = plainly(name, model, ids, kind, layer)
@@ -213,7 +207,8 @@ def test_kinds_are_chosen_by_name() -> None:
     assert chosen_kinds("parallel, block") == ("block", "parallel")
     with pytest.raises(InputError, match=r"what-if must be one of .* got 'blok'; did you mean 'block'"):
         chosen_kinds("blok")
-    assert available(WHAT_IFS, None) == ("block", "uniform", "parallel")
+    assert [kind for kind in WHAT_IFS if layers_of(kind, (None, None))] == ["block", "uniform", "parallel"]
+    assert layers_of("uniform", (None, None), observable=False) == []
 
 
 def test_every_default_and_every_score_names_a_what_if() -> None:
@@ -229,10 +224,11 @@ def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
         base = stack.full(ids)
         for kind in WHAT_IFS:
             before = stack.evaluations
-            for layer in layers_of(kind, 3):
+            layers = layers_of(kind, stack.checkpoint.families)
+            for layer in layers:
                 what_if(stack, ids, base.states, kind, layer)
-            assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, 3))
-            assert kind_passes(kind, 30) <= 30 / 2 + 0.5
+            assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, layers, 3))
+            assert kind_passes(kind, range(30), 30) <= 30 / 2 + 0.5
 
 
 def test_every_family_has_a_tiny_model() -> None:

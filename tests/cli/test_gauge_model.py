@@ -32,7 +32,7 @@ SMALL = ("--tokens", "48", "--window", "16", "--device", "cpu")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
-    for name in ("llama", "mpnet"):
+    for name in ("llama", "mpnet", "mamba", "mixtral"):
         save_checkpoint(folder / name, name)
     (folder / "corpus.txt").write_text(text_of(100), encoding="utf-8")
     (folder / "short.txt").write_text(text_of(5), encoding="utf-8")
@@ -113,6 +113,24 @@ def test_attention_that_is_not_observable(run: Run, place: Path) -> None:
     assert said.replace("'", "&#39;") in (place / "mpnet.html").read_text("utf-8")
 
 
+def test_a_model_without_attention(run: Run, place: Path) -> None:
+    outcome = run("gauge", "mamba", "--text", "corpus.txt", *SMALL, "--report", "mamba.html")
+    assert outcome.code == 0
+    assert "mamba: 3 layers, dim 16" in outcome.out
+    assert "attention weights are not observable: MambaForCausalLM has no attention heads" in outcome.out
+    assert "skip block" in outcome.out
+    assert "skip attention" not in outcome.out
+    assert "MambaForCausalLM has no attention heads" in (place / "mamba.html").read_text("utf-8")
+
+
+def test_experts(run: Run) -> None:
+    outcome = run("gauge", "mixtral", "--text", "corpus.txt", *SMALL, "--what-if", "expert")
+    assert outcome.code == 0
+    assert "What if one expert adds nothing: loss added, nats per token" in outcome.out
+    assert "% of tokens" in outcome.out
+    assert "skip block" not in outcome.out
+
+
 def test_weights_only(run: Run) -> None:
     outcome = run("gauge", "llama", "--weights-only", "--device", "cpu")
     assert outcome.code == 0
@@ -165,8 +183,9 @@ def test_the_documentation_names_every_key_of_the_document(run: Run) -> None:
     formats = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
     outcome = run("gauge", "llama", "--text", "corpus.txt", *SMALL, "--what-if", "all", "--json")
     weights = run("gauge", "llama", "--weights-only", "--device", "cpu", "--json")
-    written = keys_of(json.loads(outcome.out)) | keys_of(json.loads(weights.out))
-    assert {"static_best", "selected", "parallel", "spearman", "corrected_orders"} <= written
+    experts = run("gauge", "mixtral", "--text", "corpus.txt", *SMALL, "--what-if", "expert", "--json")
+    written = set[str]().union(*(keys_of(json.loads(one.out)) for one in (outcome, weights, experts)))
+    assert {"static_best", "selected", "share", "parallel", "spearman", "corrected_orders"} <= written
     assert written - set(re.findall(r"`([^`\n]+)`", formats)) == set()
 
 

@@ -49,6 +49,8 @@ REFUSED = {
     "gauge cut.gguf": "cut.gguf is cut off: it has",
     "gauge org/nowhere": "it is not in the cache",
     "shrink good --remove 1 --out empty": "empty exists",
+    "shrink good --remove 1 --out new.gguf": "a GGUF file can be written if the model is one",
+    "shrink whole.gguf --remove 1 --out new.gguf --gguf-type Q3_K": "gguf-type must be one of Q4_0",
     "shrink good --remove 1 --out new --bos maybe": "bos must be one of",
     "shrink good --remove 1 --out new --evaluate no_such_task": "there is no task 'no_such_task'",
     "shrink good --remove 1 --text nowhere.txt --out new": "cannot read text nowhere.txt",

@@ -190,11 +190,45 @@ def test_labels_of_the_batch_are_used_and_an_encoder_without_them_has_states(tmp
     assert probe.layers[0].skip_loss == pytest.approx(change, rel=1e-3)
 
 
-def test_a_note_names_an_architecture_that_is_not_known(tmp_path: Path) -> None:
-    notes = dg.Monitor(tiny_model("olmo"), tokens(8), 1, tmp_path).notes
-    assert notes == (
-        "sublayers and sizes of the weights are not measured: the architecture 'olmo' is not known to depthgauge",
+@pytest.mark.parametrize("name", ["olmo", "granite", "mixtral", "lfm2", "bloom", "mpnet"])
+def test_sublayers_outside_the_table_are_derived(tmp_path: Path, name: str) -> None:
+    model, ids, seen = tiny_model(name), tokens(8), list[torch.Tensor]()
+    before = {key: weight.clone() for key, weight in model.state_dict().items()}
+    monitor = dg.Monitor(model, ids, 1, tmp_path, action="log")
+    probe = monitor.step(0)
+    assert probe is not None
+    kind = model.config.model_type
+    assert monitor.notes[0] == (
+        f"the sizes of the weights are not measured: the projections of {kind!r} models are not known"
     )
+    assert not any("sublayers" in note for note in monitor.notes)
+    assert all(layer.attention_update is not None and layer.mlp_update is not None for layer in probe.layers)
+    assert all(torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    if name == "granite":  # by hand: what attention adds to the stream in layer 1, with the residual multiplier 0.22
+        block = model.model.layers[1]
+        block.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+        block.self_attn.register_forward_hook(lambda module, args, out: seen.append(out[0]))
+        with torch.no_grad():
+            model(input_ids=ids)
+        expected = (0.22 * seen[1].norm(dim=-1) / seen[0].norm(dim=-1)).mean()
+        assert probe.layers[1].attention_update == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mamba", "nemotron_h", "rwkv", "zamba2"])
+def test_blocks_without_attention_are_monitored(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name)
+    monitor = dg.Monitor(model, tokens(8), 1, tmp_path, action="log", options=dg.MonitorOptions(what_if_every=1))
+    probe = monitor.step(0)
+    assert probe is not None
+    for layer in probe.layers:
+        assert layer.heads is None
+        assert layer.update is not None
+        assert layer.skip_loss is not None
+        assert (layer.mlp_update is not None) == (name == "rwkv" and layer.index > 0)
+    assert any("heads are not measured" in note for note in monitor.notes)
+    assert any("the sublayers" in note for note in monitor.notes) == (name in ("rwkv", "zamba2"))
+    assert monitor.step(1) is not None
 
 
 def test_only_the_first_tokens_of_a_large_batch_are_used(tmp_path: Path) -> None:
@@ -228,7 +262,6 @@ def test_a_model_that_bypasses_the_attention_interface_is_measured_without_heads
         ("llama", torch.zeros(2, 1, dtype=torch.long), "the sequences of the probe must have at least 2 tokens, got 1"),
         ("albert", torch.zeros(2, 4, dtype=torch.long), "does not keep its blocks in one list of 3 modules"),
         ("llama", torch.ones(2, 4, dtype=torch.bool), "probe must contain input_ids, whole numbers of shape"),
-        ("mamba", tokens(8), "MambaForCausalLM cannot be monitored: its configuration has no num_attention_heads"),
         ("vit", tokens(8), "ViTModel cannot be monitored: it has no embedding of token ids"),
         ("resnet", tokens(8), "ResNetModel cannot be monitored: its configuration has no num_hidden_layers"),
         (
@@ -259,10 +292,8 @@ def test_what_cannot_be_monitored_is_refused(tmp_path: Path, model: str, probe: 
 
 def without_attention(name: str) -> Any:
     """Return a transformers model that has no attention, or that does not read tokens; None for other names."""
-    from transformers import MambaConfig, MambaForCausalLM, ResNetConfig, ResNetModel, ViTConfig, ViTModel
+    from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
 
-    if name == "mamba":
-        return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=16, num_hidden_layers=2, state_size=4))
     if name == "vit":
         size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
         return ViTModel(ViTConfig(**size, image_size=32))

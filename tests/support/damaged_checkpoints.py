@@ -1,4 +1,4 @@
-"""Random damage to checkpoints, and a reused process in which damaged ones are gauged and shrunk under a time limit."""
+"""Random damage to checkpoints and GGUF files, and a reused process that gauges and shrinks them in limited time."""
 
 import json
 import multiprocessing
@@ -15,8 +15,10 @@ from typing import Any
 
 from mutate import join, mutated, split
 from tiny_checkpoints import save_checkpoint, text_of
+from tiny_gguf import write_gguf
 
 FAMILIES = ("llama", "mistral", "gpt2", "gemma3", "gpt_neox", "bert", "distilbert", "mixtral", "opt", "falcon")
+GGUFS = ("llama", "qwen2", "gemma3")
 VALUES = (None, True, False, 0, 1, -1, 3, 7, 2**31, 10**12, 0.5, -1.5, 1e30, "", "x", "12", [], [1], [[]], {}, {"a": 1})
 MEMORY = 6 * 2**30
 """Bytes of address space of the process; allocations beyond it fail instead of filling the machine."""
@@ -26,12 +28,16 @@ def save_originals(folder: Path) -> None:
     """Save an intact checkpoint of every family and a text."""
     for name in FAMILIES:
         save_checkpoint(folder / name, name)
+    for name in GGUFS:
+        write_gguf(folder / f"{name}.gguf", add_bos=True, family=name)
     (folder / "text.txt").write_text(text_of(4000))
 
 
 def damaged(originals: Path, folder: Path, seed: int) -> str:
-    """Write a damaged copy of a checkpoint; return what was done to it."""
+    """Write a damaged copy of a checkpoint to a folder, or of a GGUF file; return what was done to it."""
     rng = random.Random(seed)
+    if rng.random() < 0.15:
+        return f"seed {seed}, {_damaged_gguf(rng, originals, folder)}"
     family = rng.choice(FAMILIES)
     shutil.copytree(originals / family, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -41,6 +47,19 @@ def damaged(originals: Path, folder: Path, seed: int) -> str:
         done.append(damage(rng, config, folder, originals))
     (folder / "config.json").write_text(json.dumps(config))
     return f"seed {seed}, {family}: {'; '.join(done)}"
+
+
+def _damaged_gguf(rng: random.Random, originals: Path, path: Path) -> str:
+    """Write a GGUF file with changed bytes of its header, most of them at its ends, between which the tokens are."""
+    family = rng.choice(GGUFS)
+    content = bytearray((originals / f"{family}.gguf").read_bytes())
+    end, done = content.rfind(b".weight") + 40, []
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        place = rng.choice((rng.randrange(700), rng.randrange(end), end - rng.randrange(1, 2500)))
+        content[place] = rng.choice((0, 1, 2, 255, rng.randrange(256), content[place] ^ 1))
+        done.append(f"byte {place} = {content[place]}")
+    path.write_bytes(content)
+    return f"{family}.gguf: {'; '.join(done)}"
 
 
 def _delete(rng: random.Random, config: dict[str, Any], *_: Path) -> str:
@@ -198,10 +217,11 @@ def _serve(pipe: Connection, originals: Path) -> None:
 
     warnings.simplefilter("ignore")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    folder = originals / "damaged"
+    folder = originals / "damaged.gguf"  # a name for both: a directory may end like a file
     while True:
         seed = pipe.recv()
         shutil.rmtree(folder, ignore_errors=True)
+        folder.unlink(missing_ok=True)
         pipe.send(damaged(originals, folder, seed))
         text = originals / "text.txt"
         try:

@@ -113,6 +113,69 @@ DERIVED: dict[str, tuple[str, str, dict[str, Any]]] = {
         "max_position_embeddings": 64,
     }),
 }  # fmt: skip
+_LINEAR, _FULL = "linear_attention", "full_attention"
+_MAMBA2 = {
+    "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 4,
+}  # fmt: skip
+_DELTA = {
+    "layer_types": [_LINEAR, _FULL, _LINEAR], "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+_STATE_SPACE = {
+    "hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 40, "state_size": 4, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+# Blocks of different kinds in one model, and blocks without attention.
+MIXED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        "Lfm2MoeConfig",
+        _SMALL | _GQA | _MOE | {"layer_types": ["conv", _FULL, "conv"], "num_dense_layers": 1},
+    ),
+    "jamba": ("JambaForCausalLM", "JambaConfig", _SMALL | _GQA | _MOE | {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "mamba_d_state": 4, "mamba_dt_rank": 4,
+    }),
+    "bamba": ("BambaForCausalLM", "BambaConfig", _SMALL | _GQA | _MAMBA2 | {"attn_layer_indices": [1]}),
+    "zamba2": ("Zamba2ForCausalLM", "Zamba2Config", _SMALL | {
+        "layers_block_type": [_LINEAR, "hybrid", _LINEAR], "n_mamba_heads": 4, "mamba_headdim": 8, "mamba_d_state": 4,
+        "mamba_ngroups": 1, "chunk_size": 4, "adapter_rank": 4, "attention_head_dim": 8,
+    }),
+    "falcon_h1": (
+        "FalconH1ForCausalLM", "FalconH1Config", _SMALL | _GQA | _MAMBA2 | {"mamba_d_ssm": 32, "head_dim": 4},
+    ),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", "GraniteMoeHybridConfig", _SMALL | _GQA | _MOE | _MAMBA2 | {
+        "layer_types": [_LINEAR, _FULL, _LINEAR], "shared_intermediate_size": 24, "residual_multiplier": 0.22,
+    }),
+    "nemotron_h": ("NemotronHForCausalLM", "NemotronHConfig", _SMALL | _GQA | {
+        "layers_block_type": [_LINEAR, _FULL, "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 4,
+        "n_groups": 1, "chunk_size": 4, "head_dim": 4,
+    }),
+    "recurrent_gemma": ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", _SMALL | _GQA | {
+        "block_types": ["recurrent", "attention"], "attention_window_size": 8, "lru_width": 16, "head_dim": 4,
+    }),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", _SMALL | _GQA | _MOE | _DELTA | {
+        "shared_expert_intermediate_size": 24, "mlp_only_layers": [0],
+    }),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _SMALL | _GQA | _DELTA),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM", "OlmoHybridConfig", _SMALL | _GQA | _DELTA | {"linear_num_value_heads": 2},
+    ),
+    "minimax": (
+        "MiniMaxForCausalLM", "MiniMaxConfig", _SMALL | _GQA | _MOE | {"layer_types": [_LINEAR, _FULL, _LINEAR]},
+    ),
+    "olmoe": ("OlmoeForCausalLM", "OlmoeConfig", _SMALL | _GQA | _MOE),
+    "mamba": ("MambaForCausalLM", "MambaConfig", _STATE_SPACE | {"time_step_rank": 4}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        _STATE_SPACE | {"num_heads": 4, "head_dim": 8, "n_groups": 1, "chunk_size": 4},
+    ),
+    "falcon_mamba": ("FalconMambaForCausalLM", "FalconMambaConfig", _STATE_SPACE | {"time_step_rank": 4}),
+    "rwkv": ("RwkvForCausalLM", "RwkvConfig", {
+        "hidden_size": 16, "num_hidden_layers": 3, "vocab_size": 40, "context_length": 64, "intermediate_size": 24,
+    }),
+}  # fmt: skip
 # ALBERT has no list of blocks, and the states of XLNet have the tokens first.
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "xlnet": ("XLNetModel", "XLNetConfig", {
@@ -130,12 +193,13 @@ def tiny_model(name: str, seed: int = 0, spread: float = 0.5, layers: int | None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers
-    cls, config, settings = (MODELS | DERIVED | OTHERS)[name]
+    cls, config, settings = (MODELS | DERIVED | MIXED | OTHERS)[name]
     if layers is not None:
         count = next(key for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers") if key in settings)
         settings = settings | {count: layers}
-        if "layer_types" in settings:
-            settings["layer_types"] = (settings["layer_types"] * layers)[:layers]
+        for key in ("layer_types", "layers_block_type"):
+            if key in settings:
+                settings[key] = (settings[key] * layers)[:layers]
     model = getattr(transformers, cls)(getattr(transformers, config)(**settings)).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -20,8 +20,9 @@ from depthgauge.checkpoints.source import find
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.progress import silent
 from depthgauge.surgery.extract import extract
-from depthgauge.surgery.gguf_layout import WRITTEN, Arrangement, GgufLayout, decode, encode, match_weights, read_layout
+from depthgauge.surgery.gguf_layout import Arrangement, GgufLayout, decode, encode, match_weights, read_layout
 from depthgauge.surgery.gguf_rounding import round_changed, round_map
+from depthgauge.surgery.output_names import WRITTEN
 from depthgauge.surgery.student import EFFORT, Student
 from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, require_same
 from depthgauge.surgery.write_gguf import check_written, shrunk_fields

@@ -9,7 +9,7 @@ from depthgauge.checkpoints.layers import BlockRunner, find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery.extract import extract, shrunk_config
-from depthgauge.surgery.verify_removal import first_removable, require_same_output
+from depthgauge.surgery.verify_removal import first_removable, require_same_output, why_not_removed
 
 KEPT = [(0, 2, 5), (0, 1, 3, 4), (1, 3, 4), (4,)]
 
@@ -18,11 +18,10 @@ KEPT = [(0, 2, 5), (0, 1, 3, 4), (1, 3, 4), (4,)]
 def test_the_new_model_equals_the_old_one_with_blocks_skipped(name: str) -> None:
     model, ids = layered_model(name, dtype=torch.float32), tokens()
     checkpoint, blocks = wrap(model, name), find_blocks(model, LAYERS)
-    first, reason = first_removable(checkpoint, ids)
-    assert (first, bool(reason)) == ((1, True) if name == "modernbert" else (0, False))
+    assert first_removable(checkpoint, ids) == (0, "")
     for kept in KEPT:
         removed = [layer for layer in range(LAYERS) if layer not in kept]
-        if first == 1 and 0 in removed:
+        if name == "modernbert" and 0 in removed:
             with pytest.raises(CheckpointError, match=r"gives layers\.0\.attn_norm other weights than layers\.\d"):
                 extract(checkpoint, kept)
             continue
@@ -58,8 +57,31 @@ def test_a_rule_about_the_index_that_is_not_known_is_noticed() -> None:
     model = layered_model("qwen3_moe", dtype=torch.float32, mlp_only_layers=[], decoder_sparse_step=2)
     with pytest.raises(CheckpointError, match=r"the configuration gives model\.layers\.0\.mlp other weights"):
         extract(wrap(model), (1, 2, 3, 4, 5))
-    first, _ = first_removable(wrap(model), tokens())
-    assert first == LAYERS - 1  # the last block has no successor whose kind would change
+    runner = BlockRunner(wrap(model), tokens(batch=1))
+    assert first_removable(wrap(model), tokens()) == (0, "")  # every set is checked by itself
+    assert why_not_removed(runner, (LAYERS - 1,), tokens(batch=1)) is None  # no other block has another index then
+    assert why_not_removed(runner, (1, 2), tokens(batch=1)) is None
+    reason = why_not_removed(runner, (1,), tokens(batch=1))
+    assert reason is not None
+    assert "the configuration gives model.layers.1.mlp other weights" in reason
+
+
+def test_the_check_of_a_set_changes_no_weight() -> None:
+    """GPT-2 has a scale by layer index, which is folded into the queries of the new model."""
+    model, ids = layered_model("gpt2", dtype=torch.float32), tokens(batch=1)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert why_not_removed(BlockRunner(wrap(model), ids), (0, 3), ids) is None
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_rule_about_the_index_of_a_single_block_is_noticed() -> None:
+    """DiffLlama's blocks have one kind and compute with their index: all but the last are fixed."""
+    from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**{**tiny_model("llama").config.to_dict(), "num_hidden_layers": 3}))
+    first, reason = first_removable(wrap(model.eval(), "tiny"), tokens())
+    assert first == 2
+    assert "blocks [0] cannot be removed from tiny" in reason
 
 
 def test_a_model_that_computes_something_else_is_refused() -> None:

@@ -72,10 +72,11 @@ def gauge_with(model: Path, originals: Path, **changes: Any) -> None:
     [
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "the output of model is NaN"),
         ({"num_hidden_layers": 10**12}, "is 1,000,000,000,000, and no model has more than 10,000"),
+        ({"num_hidden_layers": 3000}, "describes 3,000 layers: its files have 30 tensors"),
         ({"vocab_size": 10**12}, r"is too large: [0-9,]+ parameters need"),
         ({"architectures": [1]}, "must be a list with the name of a class, got [1]; correct it"),
         ({"architectures": ["BertModel"]}, "contradicts itself: the model_type is 'llama'"),
-        ({"hidden_act": "no such function"}, "of .*: KeyError: .*no such function.*; correct its config.json"),
+        ({"hidden_act": "no such function"}, "of .*: KeyError: .*no such function.*; correct its configuration"),
         ({"head_dim": 3}, "contradicts its config.json|cannot compute the output"),
     ],
 )
@@ -96,5 +97,5 @@ def test_mistakes_of_depthgauge_stay_visible(model: Path, originals: Path, monke
 
 
 def test_the_cause_is_a_sentence() -> None:
-    with pytest.raises(CheckpointError, match="cannot load the weights of it: KeyError: '12'; correct its config"):
+    with pytest.raises(CheckpointError, match="the weights of it: KeyError: '12'; correct its configuration"):
         attempt("it", "weights", lambda: {}["12"])

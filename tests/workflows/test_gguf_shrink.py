@@ -15,6 +15,7 @@ from depthgauge.results.shrink_record import check_shrink
 from depthgauge.surgery import write_shrunk_gguf as writer
 from depthgauge.workflows import shrink_run
 
+SLIDING = "attention.sliding_window_pattern"
 QUICK = ("--effort", "quick", "--window", "16", "--force")
 
 
@@ -112,6 +113,21 @@ def test_nothing_is_left_if_the_check_fails(
     assert code == 1
     assert "in smaller.gguf is not the one in memory" in err
     assert {path.name for path in Path().iterdir()} <= {"model.gguf", "smaller.gguf.partial"}
+
+
+def test_a_block_with_a_sliding_window_is_kept(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """llama.cpp crashes when it loads a Gemma 3 file that has none."""
+    monkeypatch.setattr(shrink_run, "has_llama", lambda: False)
+    write_gguf(model, add_bos=True, family="gemma3", layers=3, fields={SLIDING: [True, False, True]})
+    quick = ("--no-repair", *QUICK)
+    code, _, err = typed(monkeypatch, capsys, "model.gguf", "--out", "x.gguf", "--remove-layers", "0,2", *quick)
+    assert (code, Path("x.gguf").exists()) == (2, False)
+    assert "2 blocks of model.gguf have a sliding window, and all of them would be removed" in err
+    code, out, err = typed(monkeypatch, capsys, "model.gguf", "--out", "x.gguf", "--remove", "2", "--json", *quick)
+    assert code == 0, err
+    assert 0 not in json.loads(out)["removed"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 import depthgauge as dg
 from depthgauge._format import duration
 from depthgauge._journal import journal_folder
-from depthgauge.checkpoints.interface import attending
+from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
@@ -139,11 +139,37 @@ def test_attention_that_is_not_observable_leaves_the_sublayers(folders: dict[str
     assert subject["notes"][-1] == "the what-if uniform was not measured: it needs observable attention"
     mixed = subject_of(folders["lfm2"], corpus)
     assert mixed["unobserved"].startswith("Lfm2ForCausalLM bypasses")
-    assert set(mixed["layers"][0]["what_if"]) == {"block"}
-    assert mixed["notes"][-1] == (
-        "the what-ifs attention, mlp were not measured: its blocks are of different kinds: attention is conv and "
-        "self_attn"
-    )
+    assert set(mixed["layers"][0]["what_if"]) == {"block", "attention", "mlp"}  # its attention is a convolution
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "falcon_mamba", "rwkv", "nemotron_h", "zamba2"])
+def test_blocks_are_gauged_without_attention(name: str, tmp_path: Path, corpus: Path) -> None:
+    model = save_checkpoint(tmp_path, name)
+    subject = subject_of(tmp_path, corpus)
+    has_heads = hasattr(model.config, "num_attention_heads")
+    text = "bypasses transformers' attention interface" if has_heads else "ForCausalLM has no attention heads"
+    assert text in subject["unobserved"]
+    assert subject["model"]["heads"] == len(subject["layers"][0]["heads"]) == (4 if has_heads else 0)
+    for layer in subject["layers"]:
+        sublayers = {"attention", "mlp"} if name == "rwkv" and layer["index"] > 0 else set()
+        assert set(layer["what_if"]) == {"block"} | sublayers
+        assert {"block_influence", "angular_distance"} <= set(layer["scores"])
+        assert layer["residual"]["mean"]["frobenius"]["ratio"] > 0
+    assert sum("the what-ifs attention, mlp were not measured" in note for note in subject["notes"]) == 1
+    # Independently of the blocks' runner: the loss of a model whose layer 1 returns its input.
+    tokenizer = load_tokenizer(find(tmp_path), Placement())
+    ids = read_windows(tokenizer, corpus, tokens=48, window=16, context=64, seed=0).ids
+    block, losses = Stack(wrap(model), Session()).blocks[1], []
+    for skip in (False, True):
+        hook = block.register_forward_hook(
+            lambda module, args, out: (args[0], *out[1:]) if isinstance(out, tuple) else args[0]
+        )
+        if not skip:
+            hook.remove()
+        with torch.no_grad():
+            losses.append(sum(float(model(input_ids=one[None], labels=one[None]).loss) for one in ids) / len(ids))
+        hook.remove()
+    assert subject["layers"][1]["what_if"]["block"]["loss"] == pytest.approx(losses[1] - losses[0], abs=1e-4)
 
 
 def test_weights_alone_need_no_tokenizer(tmp_path: Path) -> None:
@@ -300,7 +326,32 @@ def test_smollm2_for_real() -> None:
 
 def test_the_expected_duration_counts_passes_and_observations() -> None:
     told = {"seconds": 2.0, "observing": 10.0, "windows": 3, "tokens": 16}
-    count = 1 + passes("block", 4)
+    count = 1 + passes("block", range(4), 4)
     expected = f"about {duration(3 * 2 * count + 2 * 10)}: {round(count)} forward passes of 48 tokens"
-    assert gauge_checkpoint.expected_duration(4, (), **told) == "about 26 seconds: 1 forward pass of 48 tokens"
-    assert gauge_checkpoint.expected_duration(4, ("block",), **told) == expected
+    assert gauge_checkpoint.expected_duration(4, {}, **told) == "about 26 seconds: 1 forward pass of 48 tokens"
+    assert gauge_checkpoint.expected_duration(4, {"block": range(4)}, **told) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_gauged_one_by_one(name: str, tmp_path: Path, corpus: Path) -> None:
+    save_checkpoint(tmp_path / "model", name)
+    subject = subject_of(tmp_path / "model", corpus, tokens=64, what_if="block,expert", report=tmp_path / "page.html")
+    for layer in subject["layers"]:
+        if name == "qwen3_moe" and layer["index"] == 1:  # it is dense
+            assert "experts" not in layer
+            continue
+        assert set(layer["what_if"]) == {"block"}
+        assert [expert["index"] for expert in layer["experts"]] == [0, 1, 2, 3]
+        assert sum(expert["share"] for expert in layer["experts"]) == pytest.approx(2)  # experts per token
+        for expert in layer["experts"]:
+            assert expert["what_if"]["low"] <= expert["what_if"]["loss"] <= expert["what_if"]["high"]
+        assert len({expert["what_if"]["loss"] for expert in layer["experts"]}) == 4
+    page = (tmp_path / "page.html").read_text("utf-8")
+    assert "What each expert is worth" in page
+    assert "Heat map of share of tokens by layer and expert" in page
+
+
+def test_a_model_without_experts_says_so(folders: dict[str, Path], corpus: Path) -> None:
+    subject = subject_of(folders["llama"], corpus, what_if="expert")
+    assert subject["notes"] == ["the what-if expert was not measured: no MLP has weights with one entry per expert"]
+    assert all("experts" not in layer and layer["what_if"] == {} for layer in subject["layers"])

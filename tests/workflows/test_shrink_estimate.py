@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from depthgauge.surgery.student import EFFORT
-from depthgauge.workflows.shrink_estimate import PartCosts, ShrinkJob, heal_advice, heal_seconds, seconds_left
+from depthgauge.workflows.shrink_estimate import (
+    PartCosts,
+    ShrinkJob,
+    heal_advice,
+    heal_seconds,
+    seconds_left,
+    time_left,
+)
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, writes=True)
 ONLY = {
@@ -48,6 +55,17 @@ def test_every_model_is_measured_and_the_dense_model_once() -> None:
         assert more == pytest.approx(7 * (len(counts) + 1))
     healed = seconds_left(replace(JOB, healed=10), ONLY["window"]) - seconds_left(JOB, ONLY["window"])
     assert healed == pytest.approx(10 * 2 * 4)  # 2 of the 48 fit windows in each step, four passes each
+
+
+def test_the_tasks_are_answered_by_every_model_and_the_dense_one() -> None:
+    for counts in ((3,), (1, 2, 3)):
+        job = replace(JOB, counts=counts)
+        more = seconds_left(replace(job, task_tokens=2560), ONLY["window"]) - seconds_left(job, ONLY["window"])
+        assert more == pytest.approx(10 * (len(counts) + 1))
+    search = replace(JOB, stops=True)
+    assert seconds_left(replace(search, task_tokens=2560), ONLY["window"]) == seconds_left(search, ONLY["window"])
+    assert "the tasks on both models" in time_left(replace(JOB, task_tokens=2560), ONLY["window"], is_most=False)
+    assert "tasks" not in time_left(JOB, ONLY["window"], is_most=False)
 
 
 def test_costs_add_up() -> None:

@@ -11,13 +11,14 @@ from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from depthgauge.checkpoints.gguf_header import MOST_BLOCKS
 from depthgauge.checkpoints.library import CheckpointError, short
 from depthgauge.errors import missing_extra
 
 _LISTS = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers.models.auto that name all model types."""
 
-_MOST = ((r"layers?$", 10_000), (r"^(num|n)_", 100_000_000))
+_MOST = ((r"layers?$", MOST_BLOCKS), (r"^(num|n)_", 100_000_000))
 """The most that a number in config.json can be, by its key; transformers would make a list of so many entries."""
 
 DEQUANTIZED = ("fp8", "mxfp4")

@@ -4,17 +4,18 @@ One block is called with the arguments that the model passes to it, on a few tok
 
 - A *writer* is a submodule whose output is added to the residual stream: if δ is added to its output, the block's
   output changes by m·δ, with a number m (the residual multiplier of Granite; 1 in most families).
-- The two sublayers are the outermost writers without which the block is the identity. Where the block ends with a norm
-  (BERT), the inputs of its two norms take the place of the block's output.
-- The attention is the one whose output at the last token depends on other tokens.
+- The sublayers are the two outermost writers without which the block is the identity, or the only one (Mamba). Where
+  the block ends with a norm (BERT), the inputs of its two norms take the place of the block's output.
+- The attention is the one whose output at the last token depends on other tokens; it may be a convolution or a state
+  space.
 - The last map of a sublayer is the linear map inside it that is a writer, or whose output the norm of the sublayer
   reads.
 
-What is found on one block of each kind is verified on all blocks. Submodules are only named in the result.
+What is found on one block of each kind is verified on all blocks of the kind. Submodules are only named in the result.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -148,48 +149,62 @@ class TracedBlock:
 
 
 def derived(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Checkpoint:
-    """Return a checkpoint with its family: the declared one, or the one that is derived from the model.
+    """Return a checkpoint with the families of its blocks: the declared ones, or those that are derived from the model.
 
-    Where no family can be derived and verified, the result has none, and `Checkpoint.underived` says why.
+    A block whose family cannot be derived and verified has none, and `Checkpoint.underived` says why.
     """
-    if checkpoint.family is not None:
+    if None not in checkpoint.families:
         return checkpoint
-    try:
-        return replace(checkpoint, family=derive_family(checkpoint, ids))
-    except NotDerivedError as reason:
-        return replace(checkpoint, underived=str(reason))
+    families, reasons = derive_families(checkpoint, ids)
+    return replace(checkpoint, families=families, underived=next(iter(reasons), ""))
 
 
 @torch.no_grad()
-def derive_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Family:
-    """Derive the family of a model and verify it on every block, on a few of the given tokens.
+def derive_families(
+    checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]
+) -> tuple[tuple[Family | None, ...], list[str]]:
+    """Derive the family of every block and verify it, on a few of the given tokens.
 
-    Raises:
-        NotDerivedError: the model has no list of blocks, its blocks differ, or a check failed or could not be made.
+    Returns:
+        The families, None where a check failed or could not be made, and the reasons why.
     """
-    try:
-        return _derived_family(checkpoint, ids)
-    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        # Blocks are called in ways that their authors did not expect.
-        raise NotDerivedError(f"its blocks cannot be called one by one: {short(error)}") from error
-
-
-def _derived_family(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> Family:
     few = ids[:1, :TOKENS]
     few = few.repeat(1, -(-TOKENS // few.shape[1]))[:, :TOKENS]
-    runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))
+    made: list[Family | None] = []
     found: dict[tuple[tuple[str, str], ...], Family] = {}
-    blocks = [TracedBlock(runner, layer, states[layer][:1]) for layer in range(len(runner))]
-    for block in blocks:
-        kind = tuple((path, type(module).__name__) for path, module in block.modules.items())
-        if kind not in found:
-            found[kind] = derive_block(block)
-    first, *others = found.values()
-    for other in others:
-        first = _common(first, other)
-    for block in blocks:
-        verify_block(block, first)
-    return first
+    reasons: list[str] = []
+    try:
+        with _named_failures():
+            runner, states = traced_runner(checkpoint, torch.cat([few, few.flip(1)]))
+    except NotDerivedError as reason:
+        return (None,) * checkpoint.layers, [str(reason)]
+    for layer, module in enumerate(runner.blocks):
+        kind = kind_of(module)
+        try:
+            with _named_failures():
+                block = TracedBlock(runner, layer, states[layer][:1])
+                if kind not in found:
+                    found[kind] = derive_block(block)
+                verify_block(block, found[kind])
+            made.append(found[kind])
+        except NotDerivedError as reason:
+            made.append(None)
+            reasons.append(str(reason))
+    return tuple(made), reasons
+
+
+def kind_of(block: nn.Module) -> tuple[tuple[str, str], ...]:
+    """Return the paths and types of the submodules of a block; blocks with equal ones are of one kind."""
+    return tuple((path, type(module).__name__) for path, module in block.named_modules())
+
+
+@contextmanager
+def _named_failures() -> Iterator[None]:
+    """Raise `NotDerivedError` for the errors of blocks that are called in ways that their authors did not expect."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise NotDerivedError(f"its blocks cannot be called one by one: {short(error)}") from error
 
 
 @torch.no_grad()
@@ -217,6 +232,10 @@ def derive_block(block: TracedBlock) -> Family:
     """Derive the family of one block."""
     intact = block.trace()
     last = next((p for p, out in intact.outputs.items() if block.is_norm(p) and torch.equal(out, intact.output)), None)
+    for only in block.writers(None) if last is None else ():
+        if _is_identity(block, (only,), None):
+            mixes = _mixing(block, (only,))[only] > block.tolerance
+            return _family(block, only if mixes else None, None if mixes else only, None, None)
     for mlp in block.writers(last):
         first = None
         if last is not None:
@@ -228,30 +247,36 @@ def derive_block(block: TracedBlock) -> Family:
         for attention in block.writers(first, (mlp,)):
             if _nested(attention, mlp) or not _is_identity(block, (attention, mlp), first):
                 continue
-            attention, mlp = _by_mixing(block, attention, mlp)
+            mixing = [path for path, change in _mixing(block, (attention, mlp)).items() if change > block.tolerance]
+            if not mixing:
+                raise NotDerivedError(f"neither {attention} nor {mlp} of block {block.layer} mixes tokens")
+            if mixing == [mlp]:
+                attention, mlp = mlp, attention
             return _family(block, attention, mlp, first, last)
     raise NotDerivedError(
-        f"block {block.layer} ({type(block.block).__name__}) is not the identity, or a norm, without two submodules "
-        "whose outputs it adds to its input"
+        f"block {block.layer} ({type(block.block).__name__}) is not the identity, or a norm, without one or two "
+        "submodules whose outputs it adds to its input"
     )
 
 
 def verify_block(block: TracedBlock, family: Family) -> None:
     """Raise unless a block is the identity without its sublayers and affine in its last maps, as its family says."""
     ends = (family.attention_norm, family.mlp_norm) if family.order == "post" else (None, None)
-    where = f"block {block.layer} ({type(block.block).__name__})"
-    if not _is_identity(block, (family.attention, family.mlp), ends[0]):
-        raise NotDerivedError(f"{where} without {family.attention} and {family.mlp} is not the identity")
+    where, names = f"block {block.layer} ({type(block.block).__name__})", " and ".join(family.sublayers)
+    if not _is_identity(block, family.sublayers, ends[0]):
+        raise NotDerivedError(f"{where} without {names} is not the identity")
     if family.order == "post":
-        silent = block.silent(family.attention, family.mlp)
+        silent = block.silent(*family.sublayers)
         assert ends[0] is not None
         assert ends[1] is not None
         if not torch.equal(silent.outputs[ends[0]], silent.inputs[ends[1]]) or not torch.equal(
             silent.outputs[ends[1]], silent.output
         ):
-            raise NotDerivedError(f"{where} without {family.attention} and {family.mlp} is not {ends[1]} of {ends[0]}")
-    written = ((family.attention, family.out, ends[0], (family.mlp,)), (family.mlp, family.down, ends[1], ()))
+            raise NotDerivedError(f"{where} without {names} is not {ends[1]} of {ends[0]}")
+    written = ((family.attention, family.out, ends[0], family.sublayers[1:]), (family.mlp, family.down, ends[1], ()))
     for sublayer, writer, end, silent_paths in written:
+        if sublayer is None:
+            continue
         paths = [sublayer] if writer is None or block.is_norm(sublayer) else [sublayer, writer]
         for path in dict.fromkeys(paths):
             m = block.multiplier(path, end, silent_paths)
@@ -259,55 +284,49 @@ def verify_block(block: TracedBlock, family: Family) -> None:
                 raise NotDerivedError(f"the output of {where} is not affine in the output of {path}")
 
 
-def _is_identity(block: TracedBlock, sublayers: tuple[str, str], first: str | None) -> bool:
+def _is_identity(block: TracedBlock, sublayers: Sequence[str], first: str | None) -> bool:
     """Return whether a block without its sublayers is the identity, up to `first`, the norm after attention."""
     silent = block.silent(*sublayers)
     stream = silent.output if first is None else silent.inputs.get(first)
     return stream is not None and block.equal(stream, block.x)
 
 
-def _by_mixing(block: TracedBlock, a: str, b: str) -> tuple[str, str]:
-    """Return the sublayer whose output at the last token depends on other tokens, and the other, which does not."""
+def _mixing(block: TracedBlock, sublayers: Sequence[str]) -> dict[str, float]:
+    """Return by how much the output of each sublayer at the last token changes with the other tokens."""
     other = block.x.clone()
     other[:, :-1] = -block.x[:, :-1].flip(1)
-    quiet: dict[str, Change] = dict.fromkeys((a, b), torch.zeros_like)
+    quiet: dict[str, Change] = dict.fromkeys(sublayers, torch.zeros_like)
     traces = block.trace(quiet), block.trace(quiet, other)
-    change = {}
-    for path in (a, b):
+    changes = {}
+    for path in sublayers:
         before, after = (one.outputs[path][:, -1].double() for one in traces)
-        change[path] = float((after - before).norm() / before.norm().clamp(min=1e-30))
-    attention, mlp = sorted((a, b), key=change.__getitem__, reverse=True)
-    if change[mlp] > block.tolerance or change[attention] <= block.tolerance:
-        raise NotDerivedError(
-            f"of {a} and {b} in block {block.layer}, exactly one should mix tokens: the outputs at the last token "
-            f"change by {number(change[a], 2)} and {number(change[b], 2)} with the other tokens"
-        )
-    return attention, mlp
+        changes[path] = float((after - before).norm() / before.norm().clamp(min=1e-30))
+    return changes
 
 
-def _family(block: TracedBlock, attention: str, mlp: str, first: str | None, last: str | None) -> Family:
+def _family(block: TracedBlock, attention: str | None, mlp: str | None, first: str | None, last: str | None) -> Family:
     """Return the family of a block with these sublayers; `first` and `last` are the norms of a `post` block."""
-    intact = block.trace()
-    reads = {
-        path: not torch.equal(intact.outputs[path], block.silent(other).outputs[path])
-        for path, other in ((attention, mlp), (mlp, attention))
-    }
-    if reads[attention]:
-        raise NotDerivedError(f"in block {block.layer}, {mlp} comes before {attention}, which reads its output")
-    multipliers = block.multiplier(attention, first, (mlp,)), block.multiplier(mlp, last)
-    m = multipliers[1]
-    if m is None or multipliers[0] is None or abs(multipliers[0] - m) > 10 * block.tolerance * abs(m):
+    others = () if mlp is None else (mlp,)
+    reads = attention is None or mlp is None
+    if attention is not None and mlp is not None:
+        intact, alone = block.trace().outputs, (block.silent(mlp).outputs, block.silent(attention).outputs)
+        if not torch.equal(intact[attention], alone[0][attention]):
+            raise NotDerivedError(f"in block {block.layer}, {mlp} comes before {attention}, which reads its output")
+        reads = not torch.equal(intact[mlp], alone[1][mlp])
+    found = [block.multiplier(*args) for args in ((attention, first, others), (mlp, last)) if args[0] is not None]
+    m = found[-1]
+    if m is None or found[0] is None or abs(found[0] - m) > 10 * block.tolerance * abs(m):
         raise NotDerivedError(f"block {block.layer} multiplies {attention} and {mlp} by different numbers")
     normed = first is not None
     return Family(
         attention=attention,
         mlp=mlp,
-        out=_last_map(block, attention, first, (mlp,)),
-        down=_last_map(block, mlp, last, ()),
-        order="post" if normed else "pre" if reads[mlp] else "parallel",
+        out=None if attention is None else _last_map(block, attention, first, others),
+        down=None if mlp is None else _last_map(block, mlp, last, ()),
+        order="post" if normed else "pre" if reads else "parallel",
         multiplier=m,
-        attention_norm=first if normed else attention if block.is_norm(attention) else None,
-        mlp_norm=last if normed else mlp if block.is_norm(mlp) else None,
+        attention_norm=first if normed else attention if attention and block.is_norm(attention) else None,
+        mlp_norm=last if normed else mlp if mlp and block.is_norm(mlp) else None,
     )
 
 
@@ -324,17 +343,3 @@ def _last_map(block: TracedBlock, sublayer: str, end: str | None, silent: Sequen
 
 def _nested(a: str, b: str) -> bool:
     return f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.")
-
-
-def _common(a: Family, b: Family) -> Family:
-    """Return the family of blocks of two kinds; the last maps are left out where they differ."""
-    same = replace(
-        a,
-        out=a.out if a.out == b.out else None,
-        down=a.down if a.down == b.down else None,
-        multiplier=b.multiplier if abs(a.multiplier - b.multiplier) < 1e-3 * abs(a.multiplier) else a.multiplier,
-    )
-    if same != replace(b, out=same.out, down=same.down):
-        name = next(name for name in vars(a) if vars(same)[name] != vars(b)[name] and name not in ("out", "down"))
-        raise NotDerivedError(f"its blocks are of different kinds: {name} is {vars(a)[name]} and {vars(b)[name]}")
-    return same

@@ -18,8 +18,8 @@ the padding index, which RoBERTa models never use, and `family_of` reads GPT-Neo
 
 `FAMILIES` is the only place that names modules of particular architectures. An entry adds what is not derived: the
 projections of queries, keys and values, the gain of the norm before them, norms inside the heads, and what is added to
-the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it, and `Monitor`, which
-derives nothing, needs it for sublayers. An entry can also declare sublayers where their derivation fails.
+the embeddings. The sizes of the weights and the proofs about layer 0 (`--weights-only`) need it. An entry can also
+declare sublayers where their derivation fails, and `Monitor` uses it for models that are sharded.
 
 To add a family:
 
@@ -87,9 +87,10 @@ class Embeddings:
 class Family:
     """Paths of modules, relative to a block.
 
-    - `attention`, `mlp`: the modules whose outputs are added to the residual stream
+    - `attention`, `mlp`: the modules whose outputs are added to the residual stream: the one that mixes tokens, by
+      attention, a convolution or a state space, and the one that does not. None if the block has only the other
     - `out`, `down`: the last linear maps of attention and MLP; a norm may follow before the addition (Gemma 2). None
-      where a sublayer has no such map, as a mixture of experts
+      where there is no such map, as in a mixture of experts
     - `projections`: query, key and value projections, or None if they are not known
     - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
       each sum)
@@ -101,8 +102,8 @@ class Family:
     - `embeddings`: what is added to the embeddings of tokens
     """
 
-    attention: str
-    mlp: str
+    attention: str | None
+    mlp: str | None
     out: str | None
     down: str | None
     projections: Separate | Fused | None = None
@@ -114,6 +115,11 @@ class Family:
     mlp_norm: str | None = None
     head_norms: tuple[str, str] | None = None
     embeddings: Embeddings = Embeddings()
+
+    @property
+    def sublayers(self) -> tuple[str, ...]:
+        """The paths of `attention` and `mlp`, as far as the block has them."""
+        return tuple(path for path in (self.attention, self.mlp) if path is not None)
 
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

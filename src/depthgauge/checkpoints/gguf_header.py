@@ -12,6 +12,8 @@ _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32
+MOST_BLOCKS = 10_000
+"""transformers would make lists of so many entries."""
 
 
 class _Cursor:
@@ -69,7 +71,7 @@ def check_gguf(path: Path, name: str) -> None:
         with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
                 needed = _needed(_Cursor(content), name)
-            except EOFError:
+            except (EOFError, RecursionError):  # lists of lists of lists
                 raise CheckpointError(
                     f"{name} is cut off or damaged: its {size:,} bytes end within its header; download it again"
                 ) from None
@@ -93,6 +95,11 @@ def _needed(cursor: _Cursor, name: str) -> int:
         key, value = cursor.string(), cursor.value(cursor.number(4))
         if key == b"general.alignment":
             alignment = value or _ALIGNMENT
+        if key.endswith(b".block_count") and (value or 0) > MOST_BLOCKS:
+            raise CheckpointError(
+                f"{name} says that it has {value:,} blocks, and no model has more than {MOST_BLOCKS:,}; download it "
+                "again"
+            )
     sizes, end = _type_sizes(), 0
     for _ in range(tensors):
         cursor.string()
@@ -100,7 +107,8 @@ def _needed(cursor: _Cursor, name: str) -> int:
         kind, offset = cursor.number(4), cursor.number(8)
         if kind not in sizes:
             raise CheckpointError(
-                f"{name} has a tensor of the type {kind}, which the installed gguf does not know; update gguf"
+                f"{name} has a tensor of the type {kind}, which the installed gguf does not know; update gguf, or "
+                "download the file again"
             )
         per_block, width = sizes[kind]
         end = max(end, offset + entries // per_block * width)

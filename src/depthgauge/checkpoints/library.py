@@ -75,7 +75,7 @@ def attempt(name: str, what: str, load: Callable[[], Any], verb: str = "load") -
         cause = short(error)
         if not isinstance(error, OSError | ValueError | RuntimeError):  # their messages are no sentences
             cause = f"{type(error).__name__}: {cause}"
-        advice = "correct its config.json, or download it again"
+        advice = "correct its configuration, or download it again"
         raise CheckpointError(f"cannot {verb} the {what} of {name}: {cause.rstrip('.')}; {advice}") from error
 
 

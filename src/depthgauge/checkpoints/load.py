@@ -14,12 +14,14 @@ from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters
+from depthgauge.checkpoints.stored_weights import count_parameters, tensor_count
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
+MANY_LAYERS = 200
+"""From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
 """Last names of buffers that old checkpoints store and that models compute."""
 _TOKENIZER_FILES = (
@@ -74,16 +76,17 @@ class Checkpoint:
     - `model`: the transformers model with its head, in evaluation mode
     - `config`: the configuration of its text model
     - `objective`: how a change is measured, by the `loss` or by the final `states`
-    - `family`: paths of its modules; None if `FAMILIES` has no entry and none was derived (`derive_family.derived`)
+    - `families`: the paths of the modules of every block; None where `FAMILIES` has no entry and they were not derived
+      (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
-    - `underived`: why no family could be derived
+    - `underived`: why a block has no family
     """
 
     name: str
     model: Any
     config: Any
     objective: str
-    family: Family | None
+    families: tuple[Family | None, ...]
     source: Source | None = None
     underived: str = ""
 
@@ -97,14 +100,19 @@ class Checkpoint:
         return measured_part(self.model, self.objective == "loss")
 
     @property
+    def family(self) -> Family | None:
+        """The family of all blocks; None if it is not known, or if they differ."""
+        return self.families[0] if len(set(self.families)) == 1 else None
+
+    @property
     def layers(self) -> int:
         """L, the number of layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def heads(self) -> int:
-        """H, the number of query heads."""
-        return int(self.config.num_attention_heads)
+        """H, the number of query heads; 0 for a model without attention."""
+        return int(getattr(self.config, "num_attention_heads", 0))
 
     @property
     def device(self) -> torch.device:
@@ -158,7 +166,9 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
         causal = transformers().models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         objective = "loss" if type(model).__name__ in causal else "states"
     model.eval()
-    return Checkpoint(name, model, model.config.get_text_config(), objective, family_of(model.config), source)
+    config = model.config.get_text_config()
+    families = (family_of(model.config),) * int(config.num_hidden_layers)
+    return Checkpoint(name, model, config, objective, families, source)
 
 
 def load_config(source: Source, placement: Placement) -> Any:
@@ -166,12 +176,11 @@ def load_config(source: Source, placement: Placement) -> Any:
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     if getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{source.target} is an encoder–decoder model; only encoders and decoders can be gauged")
-    for key in ("num_hidden_layers", "num_attention_heads"):
-        if not getattr(config.get_text_config(), key, 0):
-            raise CheckpointError(
-                f"{source.target} is a {config.model_type} model without attention: its configuration has no {key}; "
-                "give a transformer"
-            )
+    if not getattr(config.get_text_config(), "num_hidden_layers", 0):
+        raise CheckpointError(
+            f"{source.target} is a {config.model_type} model without layers: its configuration has no "
+            "num_hidden_layers; give a transformer"
+        )
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -249,6 +258,12 @@ def _from_pretrained(kind: Any, what: str, source: Source, placement: Placement,
 def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     """Load the weights. Raise if they do not fit into memory, or if one is missing, not used or not finite."""
     chosen, objective = loader_of(config)
+    layers = int(config.get_text_config().num_hidden_layers)
+    if layers > MANY_LAYERS and layers > (stored := tensor_count(source)):
+        raise CheckpointError(
+            f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
+            f"{stored} tensors; correct the number of layers, or download it again"
+        )
     described = described_parameters(source, config, chosen, placement)
     if placement.device_map is None:
         check_memory(source, placement, described)

@@ -1,13 +1,14 @@
 """The output of a model on token ids, and the numbers that compare two outputs."""
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.library import CheckpointError, attempt, transformers
 from depthgauge.checkpoints.load import Checkpoint, measured_part
 
 _ENTRIES = {"cpu": 2**22, "cuda": 2**26}
@@ -23,6 +24,34 @@ def no_cache(model: Any) -> dict[str, bool]:
     taken = inspect.signature(model.forward).parameters
     others = any(one.kind is one.VAR_KEYWORD for one in taken.values()) and getattr(model.config, "use_cache", False)
     return {"use_cache": False} if "use_cache" in taken or others else {}
+
+
+def decoded(
+    model: Any, ids: Int[Tensor, "batch n"], cache: Mapping[str, Any], **keywords: Any
+) -> tuple[Any, Mapping[str, Any]]:
+    """Run a causal language model on the next tokens; return its output, and the cache for the tokens after them.
+
+    The cache is a set of keyword arguments, empty for the first tokens: what the model returns under the name of one of
+    its arguments, such as `past_key_values`, or `cache_params` of Mamba. A model that takes a cache but returns none
+    (RecurrentGemma) is given one. The result is empty if the model keeps no cache.
+    """
+    takes = inspect.signature(model.forward).parameters
+    out = model(input_ids=ids, use_cache=True, **cache, **keywords)
+    found = {name: value for name, value in out.items() if name in takes and value is not None}
+    if not found and not cache and "past_key_values" in takes:
+        cache = {"past_key_values": transformers().DynamicCache(config=model.config)}
+        out = model(input_ids=ids, use_cache=True, **cache, **keywords)
+        return out, cache if cached_tensors(cache) else {}
+    return out, found or cache
+
+
+def cached_tensors(cache: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors of a cache: a list of tensors, or the states of every layer."""
+    found: list[Any] = []
+    for one in cache.values():
+        found += one if isinstance(one, list | tuple) else [v for layer in one.layers for v in vars(layer).values()]
+    values = [value for one in found for value in (one.values() if isinstance(one, Mapping) else [one])]
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def model_output(model: Any, ids: Int[Tensor, "batch n"], loss: bool) -> Float[Tensor, "batch n out"]:
@@ -43,7 +72,7 @@ def require_output(checkpoint: Checkpoint, ids: Int[Tensor, " n"]) -> None:
     if bool(attempt(checkpoint.name, "output", run, "compute").isnan().any()):
         raise CheckpointError(
             f"the output of {checkpoint.name} is NaN; use --dtype float32 if the dtype is too narrow, otherwise "
-            "correct its config.json, or download it again"
+            "correct its configuration, or download it again"
         )
 
 

@@ -39,19 +39,22 @@ def probe(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"]) -> Probed:
         CheckpointError: neither is possible.
     """
     ids, model, name = ids[:, :TOKENS], checkpoint.model, type(checkpoint.model).__name__
-    own = model.config._attn_implementation
-    try:
-        with quiet():
-            model.set_attn_implementation("eager")
-            stock = Stack(checkpoint, Session()).run(ids)
-            model.set_attn_implementation(own)
-    except ValueError as error:  # a part of the model does not have the implementation that the whole has
-        raise CheckpointError(f"the attention of a {name} cannot be exchanged: {short(error)}") from error
-    with attending(model) as session:
-        stack = Stack(checkpoint, session)
-        attention = _unobserved(stack, ids, stock)
-        if attention is None:
-            return Probed(None, _not_rerun(stack, ids))
+    if not checkpoint.heads:
+        attention: str | None = f"{name} has no attention heads"
+    else:
+        own = model.config._attn_implementation
+        try:
+            with quiet():
+                model.set_attn_implementation("eager")
+                stock = Stack(checkpoint, Session()).run(ids)
+                model.set_attn_implementation(own)
+        except ValueError as error:  # a part of the model does not have the implementation that the whole has
+            raise CheckpointError(f"the attention of a {name} cannot be exchanged: {short(error)}") from error
+        with attending(model) as session:
+            stack = Stack(checkpoint, session)
+            attention = _unobserved(stack, ids, stock)
+            if attention is None:
+                return Probed(None, _not_rerun(stack, ids))
     found = Probed(attention, _not_rerun(Stack(checkpoint, Session()), ids))
     if found.blocks is not None:
         raise CheckpointError(

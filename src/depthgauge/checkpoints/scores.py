@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import changed, hidden_in
+from depthgauge.checkpoints.layers import Change, changed, hidden_in
 
 
 def block_influence(before: Float[Tensor, "batch n d"], after: Float[Tensor, "batch n d"]) -> float:
@@ -41,6 +41,8 @@ def _cosine(x: Float[Tensor, "batch n d"], y: Float[Tensor, "batch n d"]) -> Flo
 class SublayerScores:
     """A score of the attention and of the MLP of every block, recorded with hooks during a forward pass.
 
+    A block has NaN if its family is not known, or if it has one sublayer, whose scores are those of the block.
+
     `measure` maps y, the stream that a sublayer reads, and f(y), what it adds, to the score. The default is LLM-Drop's.
     f(y) is the output of the sublayer times `Family.multiplier`.
     """
@@ -48,10 +50,10 @@ class SublayerScores:
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        family: Family,
+        families: Sequence[Family | None],
         measure: Callable[[Tensor, Tensor], Any] = added_influence,
     ) -> None:
-        self.blocks, self.family, self.measure = blocks, family, measure
+        self.blocks, self.families, self.measure = blocks, families, measure
         self.attention: list[Any] = [math.nan] * len(blocks)
         self.mlp: list[Any] = [math.nan] * len(blocks)
 
@@ -59,26 +61,26 @@ class SublayerScores:
     def listening(self) -> Iterator[None]:
         """Score every forward pass within this context; the scores of the last pass are kept."""
         with ExitStack() as hooks:
-            for layer, block in enumerate(self.blocks):
-                self._listen(hooks, layer, block)
+            for layer, (block, family) in enumerate(zip(self.blocks, self.families, strict=True)):
+                if family is not None and len(family.sublayers) == 2:
+                    self._listen(hooks, layer, block, family)
             yield
 
-    def _added(self, output: Tensor, stream: Tensor) -> Tensor:
-        """Return what a sublayer adds to the stream; some blocks flatten batch and tokens in between (OPT)."""
-        output = output.reshape(stream.shape)
-        return output if self.family.multiplier == 1.0 else self.family.multiplier * output
-
-    def _listen(self, hooks: ExitStack, layer: int, block: nn.Module) -> None:
+    def _listen(self, hooks: ExitStack, layer: int, block: nn.Module, family: Family) -> None:
         read: list[Tensor] = []  # [y of the attention, y of the MLP]
+
+        def multiplied(output: Tensor, stream: Tensor) -> Tensor:
+            output = output.reshape(stream.shape)  # some blocks flatten batch and tokens in between (OPT)
+            return output if family.multiplier == 1.0 else family.multiplier * output
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             read[:] = [hidden_in(args, kwargs)]
 
         def attention(output: Tensor) -> Tensor:
             read[0] = read[0].to(output.device)  # with a device map, blocks may be on different devices
-            added = self._added(output, read[0])
+            added = multiplied(output, read[0])
             self.attention[layer] = self.measure(read[0], added)
-            read.append(read[0] if self.family.order == "parallel" else read[0] + added)
+            read.append(read[0] if family.order == "parallel" else read[0] + added)
             return output
 
         def between(normed: Tensor) -> Tensor:
@@ -86,15 +88,17 @@ class SublayerScores:
             return normed
 
         def mlp(output: Tensor) -> Tensor:
-            self.mlp[layer] = self.measure(read[1], self._added(output, read[1]))
+            self.mlp[layer] = self.measure(read[1], multiplied(output, read[1]))
             read.clear()
             return output
 
         hooks.enter_context(block.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.enter_context(changed(block.get_submodule(self.family.attention), attention))
-        if self.family.order == "post" and self.family.attention_norm is not None:
-            hooks.enter_context(changed(block.get_submodule(self.family.attention_norm), between))
-        hooks.enter_context(changed(block.get_submodule(self.family.mlp), mlp))
+        listeners: dict[str | None, Change] = {family.attention: attention, family.mlp: mlp}
+        if family.order == "post":
+            listeners[family.attention_norm] = between
+        for path, listener in listeners.items():
+            if path is not None:
+                hooks.enter_context(changed(block.get_submodule(path), listener))
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:

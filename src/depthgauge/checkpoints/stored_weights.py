@@ -23,6 +23,11 @@ def count_parameters(source: Source) -> tuple[int, int]:
     return sum(count for _, count, _ in tensors), stored
 
 
+def tensor_count(source: Source) -> int:
+    """Return the number of tensors in the weight files."""
+    return len(source.reader.tensors) if source.gguf is not None else sum(1 for _ in stored_tensors(source))
+
+
 def stored_tensors(source: Source) -> Iterator[tuple[str, int, torch.dtype | None]]:
     """Yield name, number of entries and dtype, if it is known, of every tensor in the weight files of a directory."""
     for path in weight_files(source):

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack, changed, hidden_in
@@ -42,13 +43,14 @@ def residual_by_depth(
     checkpoint: Checkpoint, samples: Int[Tensor, "samples n"], variant: Variant
 ) -> Float[Tensor, "samples states"]:
     """Compute ‖X_ℓ − 1x̄ᵀ‖/‖X_ℓ‖ for ℓ = 0 … L and every sample, in the composite norm, with x̄ the mean token."""
+    checkpoint = derived(checkpoint, samples)
+    if not all(family and family.attention for family in checkpoint.families):
+        raise CheckpointError(
+            f"parts of {checkpoint.name} cannot be switched off: "
+            + (checkpoint.underived or "some of its blocks do not mix tokens")
+        )
     with attending(checkpoint.model) as session:
         stack = Stack(checkpoint, session)
-        if checkpoint.family is None or not len(stack):
-            raise CheckpointError(
-                f"parts of {checkpoint.name} cannot be switched off: the family {checkpoint.config.model_type!r} is "
-                "not in the table of sublayers; add it to depthgauge.checkpoints.families.FAMILIES"
-            )
         with switched(stack, variant):
             curves = []
             for ids in samples:
@@ -60,11 +62,10 @@ def residual_by_depth(
 @contextmanager
 def switched(stack: Stack, variant: Variant) -> Iterator[None]:
     """Run every block as `variant` within this context."""
-    family = stack.checkpoint.family
-    assert family is not None
     with ExitStack() as hooks:
-        for block in stack.blocks:
-            if not variant.mlp:
+        for block, family in zip(stack.blocks, stack.checkpoint.families, strict=True):
+            assert family is not None
+            if not variant.mlp and family.mlp is not None:
                 hooks.enter_context(changed(block.get_submodule(family.mlp), torch.zeros_like))
             if not variant.skip:
                 hooks.enter_context(_without_skip(block, family))
@@ -82,6 +83,7 @@ def _without_skip(block: nn.Module, family: Family) -> Iterator[None]:
     def less_input(added: Tensor) -> Tensor:
         return added - read[0].to(added.device) / family.multiplier
 
+    assert family.attention is not None
     added_only = changed(block.get_submodule(family.attention), less_input)
     with block.register_forward_pre_hook(before, with_kwargs=True), added_only:
         yield

@@ -3,7 +3,7 @@
 Their names are the keys of `results.labels.WHAT_IFS`.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -13,24 +13,23 @@ from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.model_output import relative_distance, token_losses
 
 
-def available(kinds: Iterable[str], family: Family | None, observable: bool = True) -> tuple[str, ...]:
-    """Return the what-ifs that can be measured.
+def layers_of(kind: str, families: Sequence[Family | None], observable: bool = True) -> list[int]:
+    """Return the layers on which a what-if can be measured, given the families of the blocks, declared or derived.
 
-    `attention` and `mlp` need a family, declared or derived, and `uniform` needs `observable` attention.
+    `attention` and `mlp` need a block with both sublayers: a block with one of them is measured by `block`. `uniform`
+    needs `observable` attention, and `parallel` excludes the last layer, which has no successor.
     """
-    missing = {*(() if family is not None else ("attention", "mlp")), *(() if observable else ("uniform",))}
-    return tuple(kind for kind in kinds if kind not in missing)
+    if kind in ("attention", "mlp"):
+        return [layer for layer, family in enumerate(families) if family and len(family.sublayers) == 2]
+    if kind == "uniform" and not observable:
+        return []
+    return list(range(len(families) - (kind == "parallel")))
 
 
-def layers_of(kind: str, layers: int) -> range:
-    """Return the layers on which a what-if is measured; `parallel` excludes the last layer, which has no successor."""
-    return range(layers - 1 if kind == "parallel" else layers)
-
-
-def passes(kind: str, layers: int) -> float:
-    """Return the cost of a what-if on all L layers in forward passes, (block evaluations)/L ≤ (L + 1)/2."""
+def passes(kind: str, on: Sequence[int], layers: int) -> float:
+    """Return the cost of a what-if on some of L layers in forward passes, (block evaluations)/L ≤ (L + 1)/2."""
     first_run = {"block": 1, "parallel": 1}.get(kind, 0)
-    return sum(layers - layer - first_run for layer in layers_of(kind, layers)) / layers
+    return sum(layers - layer - first_run for layer in on) / layers
 
 
 def what_if(
@@ -54,9 +53,7 @@ def what_if(
         gained = states[layer + 1] - state.to(states[layer + 1].device)
         add_gained = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
         return stack.run(ids, start=layer + 1, state=state, changes=add_gained)
-    family = stack.checkpoint.family
-    assert family is not None
-    sublayer = stack.blocks[layer].get_submodule(family.attention if kind == "attention" else family.mlp)
+    sublayer = stack.blocks[layer].get_submodule(getattr(stack.checkpoint.families[layer], kind))
     return stack.run(ids, start=layer, state=state, silent=sublayer)
 
 

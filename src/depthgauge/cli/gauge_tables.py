@@ -181,6 +181,8 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
         yield from first_layer_tables(subject.first_layer, width)
     if any(layer.what_if for layer in subject.layers):
         yield from what_if_tables(subject, width)
+    if any(layer.experts for layer in subject.layers):
+        yield from expert_tables(subject, width)
     if subject.scores:
         yield from trust_tables(subject.scores, width)
     yield from map(escape, fast_lines(subject.layers))
@@ -196,10 +198,11 @@ def checkpoint_tables(subject: CheckpointSubject, width: int) -> Iterator[Render
 def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
     """Yield one row per layer: the residual and what the heads do on text, or else the sizes of the weights."""
     model = subject.model
+    heads = f" × {counted(model.heads, 'head')}" if model.heads else ""
     groups = "" if model.kv_heads == model.heads else f" ({model.kv_heads} key–value)"
     title = (
-        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')} × {counted(model.heads, 'head')}"
-        f"{groups}, dim {model.dim}, {parameters(model.parameters)}"
+        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')}{heads}{groups}, "
+        f"dim {model.dim}, {parameters(model.parameters)}"
     )
     on_text = subject.text is not None
     first = ["input"] if on_text else []
@@ -275,6 +278,22 @@ def what_if_tables(subject: CheckpointSubject, width: int) -> Iterator[Renderabl
         for kind in kinds
     ]
     yield from stacked(title, key, columns, width, caption=mean_caption(subject))
+
+
+def expert_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableType]:
+    """Yield one row per layer with experts: how many tokens they get, and what skipping one of them costs."""
+    layers = [layer for layer in subject.layers if layer.experts]
+    ranked = [sorted(layer.experts, key=lambda expert: expert.what_if.loss) for layer in layers]
+    key = Column("layer", [str(layer.index) for layer in layers])
+    columns = [
+        Column("experts", [str(len(layer.experts)) for layer in layers]),
+        Column("% of tokens", [spread(layer.experts, lambda expert: 100 * expert.share) for layer in layers]),
+        Column("skip expert", [spread(layer.experts, lambda expert: expert.what_if.loss) for layer in layers]),
+        Column("costs least", [str(experts[0].index) for experts in ranked]),
+        Column("costs most", [str(experts[-1].index) for experts in ranked]),
+    ]
+    title = f"What if one expert adds nothing: {unit(subject.model.objective)}"
+    yield from stacked(title, key, columns, width, caption="Minimum – maximum over the experts of a layer.")
 
 
 def trust_tables(scores: Sequence[ScoreTrust], width: int) -> Iterator[RenderableType]:

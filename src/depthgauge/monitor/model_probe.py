@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from depthgauge._format import number
 from depthgauge.checkpoints.circuits import block_sizes
+from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.interface import Session, attending, register
 from depthgauge.checkpoints.layers import Pass, Stack
 from depthgauge.checkpoints.library import transformers
@@ -24,7 +25,7 @@ from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
 from depthgauge.monitor.row_watch import RowWatch
-from depthgauge.monitor.undisturbed import undisturbed
+from depthgauge.monitor.undisturbed import sharded, undisturbed
 from depthgauge.results.monitor_record import MonitoredModel
 
 AGREE = 0.1
@@ -186,19 +187,18 @@ class ModelProbe:
         if checkpoint.family is None:
             kind = checkpoint.config.model_type
             self.notes.append(
-                f"sublayers and sizes of the weights are not measured: the architecture {kind!r} is not known to "
-                "depthgauge"
+                f"the sizes of the weights are not measured: the projections of {kind!r} models are not known"
             )
 
     def _check_model(self) -> None:
-        """Raise `InputError` for a model without layers of attention, or without an embedding of token ids."""
+        """Raise `InputError` for a model without layers, or without an embedding of token ids."""
         name, config = type(self.model).__name__, self.model.config.get_text_config()
-        for key in ("num_hidden_layers", "num_attention_heads"):
-            if not isinstance(found := getattr(config, key, None), int):
+        for key, default in (("num_hidden_layers", None), ("num_attention_heads", 0)):
+            if not isinstance(found := getattr(config, key, default), int):
                 given = f"no {key}" if found is None else f"the {key} {found!r}"
                 raise InputError(
                     f"{name} cannot be monitored: its configuration has {given}, where a whole number is expected; "
-                    "give a transformer with attention in its layers"
+                    "give a transformer"
                 )
         try:
             _ = self.model.get_input_embeddings().weight
@@ -222,7 +222,7 @@ class ModelProbe:
             architecture=next(c.__name__ for c in type(self.model).__mro__ if not c.__name__.startswith("FSDP")),
             objective=self.objective,
             layers=int(config.num_hidden_layers),
-            heads=(int(config.num_attention_heads),) * int(config.num_hidden_layers),
+            heads=(self._checkpoint.heads,) * int(config.num_hidden_layers),
             parameters=sum(p.numel() for p in self.model.parameters()),
             dtype=str(weight.dtype).removeprefix("torch."),
             device=str(self.device),
@@ -253,9 +253,21 @@ class ModelProbe:
         return ProbeStack(self._checkpoint, session, self.batch, self._keywords)
 
     def _check(self) -> None:
-        """Compare the model's own attention with the observed one; they must agree up to rounding."""
+        """Compare the model's own attention with the observed one, and derive the sublayers that are not declared.
+
+        The outputs must agree up to rounding. The blocks of a sharded model are not called one by one, because all
+        processes would have to call the same ones.
+        """
         with _checked_indices(self.model):
             own = self._stack(Session()).full(self.batch.ids).states[-1]
+        if None in self._checkpoint.families:
+            if not sharded(list(self.model.modules())):
+                self._checkpoint = derived(self._checkpoint, self.batch.ids)
+            unknown = [layer for layer, family in enumerate(self._checkpoint.families) if family is None]
+            if unknown:
+                where = "" if len(unknown) == len(self._checkpoint.families) else f" of the layers {unknown}"
+                reason = self._checkpoint.underived or "the model is sharded, and its architecture is not in the table"
+                self.notes.append(f"the sublayers{where} are not measured: {reason}")
         with attending(self.model) as session:
             stack = self._stack(session)
             ours = stack.full(self.batch.ids).states[-1]
@@ -271,9 +283,10 @@ class ModelProbe:
 
     def _measure(self, stack: ProbeStack, weights: bool) -> tuple[Measurement, Pass]:
         """Return the measures of one forward pass, and the pass; nothing is read from the device."""
-        family, real = stack.checkpoint.family, self.batch.real if self.padded else None
+        families, real = stack.checkpoint.families, self.batch.real if self.padded else None
         heads = RowWatch(real) if self.observed else None
-        sublayers = None if family is None else SublayerScores(stack.blocks, family, _sizes)
+        has_sublayers = any(family and len(family.sublayers) == 2 for family in families)
+        sublayers = SublayerScores(stack.blocks, families, _sizes) if has_sublayers else None
         with nullcontext() if sublayers is None else sublayers.listening():
             base = stack.full(self.batch.ids, watch=heads)
         layers = state_measures(base.states, real)
@@ -283,7 +296,7 @@ class ModelProbe:
         by_head: dict[str, Tensor] = {}
         if heads:
             by_head, layers["uniform_entropy"] = heads.measures()
-        if weights and family is not None:
+        if weights and stack.checkpoint.family is not None and stack.checkpoint.family.projections is not None:
             layers |= vars(block_sizes(stack.checkpoint, stack.blocks))
         loss = base.output if self.objective == "loss" else torch.full((), float("nan"), device=self.device)
         return Measurement(layers, by_head, (stack.checkpoint.heads,) * len(stack), loss.float()), base

@@ -77,7 +77,7 @@ class _ModuleState:
                 buffer.copy_(copy)
 
 
-def _sharded(modules: list[nn.Module]) -> list[Any]:
+def sharded(modules: list[nn.Module]) -> list[Any]:
     """Return the modules that are sharded with `fully_shard`; none can be before it is imported."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
@@ -92,7 +92,7 @@ def _reshard(modules: list[nn.Module]) -> None:
     Its root keeps them after a forward pass, for the backward pass that follows. After a probe none follows, and the
     next training step would use weights from before the optimizer step.
     """
-    for module in _sharded(modules):
+    for module in sharded(modules):
         module.reshard()
 
 
@@ -102,7 +102,7 @@ def _leave_forward(modules: list[nn.Module]) -> None:
     `fully_shard` resets these attributes in hooks after the forward pass, which an error skips. Then `reshard` would
     keep the gathered weights, and the next forward pass would not wait for the optimizer.
     """
-    for module in _sharded(modules):
+    for module in sharded(modules):
         state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # older torch has one
         for part in (state, *filter(None, groups)):

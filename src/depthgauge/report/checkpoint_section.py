@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from depthgauge._format import DASH, counted, number
 from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hovering, log_axis, names_axis
-from depthgauge.report.markup import Table, capital
-from depthgauge.report.page_parts import PagePart, head_part, present, residual_part
+from depthgauge.report.markup import Table, capital, percent
+from depthgauge.report.page_parts import Measure, PagePart, head_part, heat_map, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
-from depthgauge.results.labels import SCORES, WHAT_IFS, unit
+from depthgauge.results.labels import EXPERT_MEASURES, SCORES, WHAT_IFS, unit
 from depthgauge.results.verdicts import (
     FIRST_LAYER_CAPTION,
     first_layer_sentences,
@@ -48,7 +48,7 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
 
 def checkpoint_parts(subject: CheckpointSubject) -> tuple[PagePart, ...]:
     """Return all parts of the section, the what-ifs first."""
-    makers = (what_if_part, trust_part, first_layer_part, residual_part, heads_part, notes_part)
+    makers = (what_if_part, experts_part, trust_part, first_layer_part, residual_part, heads_part, notes_part)
     return present(*(make(subject) for make in makers))
 
 
@@ -76,6 +76,31 @@ def what_if_part(subject: CheckpointSubject) -> PagePart | None:
     caption = f"{mean_caption(subject)} Layers are counted from 0."
     table = Table(f"What if: {measured}", columns, rows)
     return PagePart("what-if", "What each layer is worth", caption, Chart(views, 340, "What if"), table)
+
+
+def experts_part(subject: CheckpointSubject) -> PagePart | None:
+    """Return the layer × expert heat maps of the what-if `expert`, and the table of all experts."""
+    layers = [layer for layer in subject.layers if layer.experts]
+    if not layers:
+        return None
+    most, measured = max(len(layer.experts) for layer in layers), unit(subject.model.objective)
+    loss, share = EXPERT_MEASURES["loss"], EXPERT_MEASURES["share"]
+    measures = (
+        Measure(
+            loss.label, f"{loss.sentence} {capital(measured)}.",
+            [[expert.what_if.loss for expert in layer.experts] for layer in layers],
+        ),
+        Measure(
+            share.label, share.sentence, [[expert.share for expert in layer.experts] for layer in layers], percent,
+            top=share.top,
+        ),
+    )  # fmt: skip
+    views = tuple(heat_map(layers, most, measure, "expert") for measure in measures)
+    columns = ("layer", "expert", loss.label, f"{loss.label}, low", f"{loss.label}, high", share.label)
+    rows = tuple((layer.index, one.index, *_ends(one.what_if), one.share) for layer in layers for one in layer.experts)
+    chart = Chart(views, 116 + most * max(16, min(44, 320 // most)), "Measure")
+    table = Table(f"Without one expert: {measured}", columns, rows)
+    return PagePart("experts", "What each expert is worth", mean_caption(subject), chart, table)
 
 
 def _ends(found: Interval | None) -> tuple[float | None, float | None, float | None]:

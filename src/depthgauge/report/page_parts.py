@@ -59,19 +59,22 @@ def head_map(layers: Layers, more: Sequence[Measure] = ()) -> Chart | None:
     return Chart(views, height, "Measure") if views else None
 
 
-def heat_map(layers: Layers, heads: int, measure: Measure) -> View:
-    """Return one measure of every head, layers from left to right, with a gap where a layer has fewer heads."""
+def heat_map(layers: Layers, heads: int, measure: Measure, noun: str = "head") -> View:
+    """Return one measure of every head, layers from left to right, with a gap where a layer has fewer heads.
+
+    `noun` is what a layer has `heads` of.
+    """
     rows = [*measure.rows, *[[]] * len(layers)][: len(layers)]
     z = [[row[h] if h < len(row) else None for row in rows] for h in range(heads)]
 
     def place(h: int, ell: int, between: str) -> str:
-        return f"layer {layers[ell].index}{between}head {h}"
+        return f"layer {layers[ell].index}{between}{noun} {h}"
 
     heat = HeatMap(measure.name, z, [str(layer.index) for layer in layers], place, measure.top, measure.show)
-    extremes = heat.extremes("No head has a value.")
-    alt = f"Heat map of {measure.name} by layer and head. {extremes}"
+    extremes = heat.extremes(f"No {noun} has a value.")
+    alt = f"Heat map of {measure.name} by layer and {noun}. {extremes}"
     note = " ".join(filter(None, (measure.note, extremes, heat.scale.note)))
-    y = {"type": "category", "title": "head", "showgrid": False, "autorange": "reversed"}
+    y = {"type": "category", "title": noun, "showgrid": False, "autorange": "reversed"}
     drawn = figure(heat.trace(2), x=names_axis("layer", heat.columns), y=y, left=44, right=28, top=52)
     return View(measure.name, note, alt, drawn, measure.group)
 

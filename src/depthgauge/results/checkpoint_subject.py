@@ -166,8 +166,19 @@ class FastPlan(Record, frozen=True, kw_only=True):
     line: str
 
 
+class ExpertLoss(Record, frozen=True, kw_only=True):
+    """One expert: the interval of the loss without it, and the share of tokens that are routed to it."""
+
+    index: Count
+    what_if: Interval
+    share: Number
+
+
 class CheckpointLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One layer. `what_if` has the interval per what-if, `scores` the value per layer score."""
+    """One layer. `what_if` has the interval per what-if, `scores` the value per layer score.
+
+    `experts` are those of a mixture, if the what-if `expert` was asked for.
+    """
 
     index: Count
     residual: Residual | None = None
@@ -175,6 +186,7 @@ class CheckpointLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
     scores: dict[str, Measured]
     fast: FastPlan | None
     what_if: dict[str, Interval]
+    experts: tuple[ExpertLoss, ...] = ()
 
     def row(self) -> dict[str, Any]:
         """Return the row of the layer in the table of layers."""

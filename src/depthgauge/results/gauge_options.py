@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from depthgauge.errors import InputError, unknown_name
-from depthgauge.results.labels import DEFAULT_WHAT_IFS, WHAT_IFS
+from depthgauge.results.labels import DEFAULT_WHAT_IFS, EXPERT, WHAT_IFS
 from depthgauge.results.record import Record, combine_options
 
 NETWORKS, CHECKPOINTS = "networks", "checkpoints"
@@ -38,7 +38,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             built-in text].
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
-        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none.
+        what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
+            expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
             GGUF metadata says and otherwise measures.
         weights_only: Read no text: report what the weights alone show.
@@ -112,15 +113,18 @@ def check_choices(options: Any) -> None:
 
 
 def chosen_kinds(asked: str) -> tuple[str, ...]:
-    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for."""
-    presets = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}
+    """Return the what-ifs that `default`, `all`, `none` or a comma-separated list of names stands for.
+
+    `expert` costs a pass per expert, so that only its name stands for it.
+    """
+    presets, names = {"default": DEFAULT_WHAT_IFS, "all": tuple(WHAT_IFS), "none": ()}, (*WHAT_IFS, EXPERT)
     if asked in presets:
         return presets[asked]
     wanted = [name.strip() for name in asked.split(",")]
     for name in wanted:
-        if name not in WHAT_IFS:
-            raise unknown_name("what-if", name, [*WHAT_IFS, *presets])
-    return tuple(kind for kind in WHAT_IFS if kind in wanted)
+        if name not in names:
+            raise unknown_name("what-if", name, [*names, *presets])
+    return tuple(kind for kind in names if kind in wanted)
 
 
 def make_options(options: GaugeOptions | None, fields: dict[str, Any]) -> GaugeOptions:

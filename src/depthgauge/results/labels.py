@@ -32,6 +32,14 @@ WHAT_IFS: Mapping[str, Label] = {
 }
 """What-if name → label, in the order in which what-ifs are measured and shown."""
 
+EXPERT = "expert"
+"""The what-if that is measured for each expert of a layer. It must be asked for: it costs a pass per expert."""
+EXPERT_MEASURES: Mapping[str, Label] = {
+    "loss": Label("skip expert", "The expert adds nothing to its tokens; the other experts add what they did before."),
+    "share": Label("share of tokens", "The share of tokens that are routed to the expert.", 1.0),
+}
+"""Measure of an expert → label."""
+
 DEFAULT_WHAT_IFS: tuple[str, ...] = ("block", "attention", "mlp")
 """The what-ifs measured unless others are requested."""
 

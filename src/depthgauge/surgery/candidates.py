@@ -118,12 +118,15 @@ class Candidates:
         return made
 
     def repairable(self, place: int) -> list[nn.Parameter]:
-        """Return the weights that the repair may change: output maps, gains and biases of kept[place:]."""
-        runner, family = self.shrinker.runner, self.shrinker.checkpoint.family
-        assert family is not None
+        """Return the weights that the repair may change: output maps, gains and biases of kept[place:].
+
+        Blocks without a family have none.
+        """
         found: dict[nn.Parameter, None] = {}
         for layer in self.shrinker.kept[place:]:
-            block = runner.blocks[layer]
+            block, family = self.shrinker.runner.blocks[layer], self.shrinker.checkpoint.families[layer]
+            if family is None:
+                continue
             found |= dict.fromkeys(p for module in output_maps(block, family) for p in module.parameters())
             found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
         return list(found)
@@ -131,9 +134,8 @@ class Candidates:
     def _repaired(self, place: int, weights: list[nn.Parameter], losses: Losses) -> Repaired:
         """Try the stages of the repair, one after the other; `losses` are those before it."""
         shrinker, effort = self.shrinker, self.shrinker.effort
-        family = shrinker.checkpoint.family
-        assert family is not None
-        trials = {"least squares": partial(self._refit, place)} if is_linear(family) else {}
+        refitted = [layer for layer in shrinker.kept[place:] if is_linear(shrinker.checkpoint.families[layer])]
+        trials = {"least squares": partial(self._refit, place)} if refitted else {}
         steps = effort.steps * (1 if shrinker.checkpoint.objective == "loss" else HEADLESS)
         trials["distillation"] = partial(
             distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
@@ -157,12 +159,13 @@ class Candidates:
         return Repaired(tuple(stages), losses, [weight.detach().clone() for weight in weights])
 
     def _refit(self, place: int) -> None:
-        """Refit the output maps of kept[place:] in order, each on the outputs of the refitted blocks before it."""
+        """Refit the output maps of kept[place:] in order, where they are known, each on the outputs of those before."""
         shrinker, states = self.shrinker, self.shrinker.fit.at(place)
         layers = shrinker.kept[place:]
         for done, layer in enumerate(layers):
             shrinker.progress(done, len(layers), f"least squares, block {layer}")
-            refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)))
+            if is_linear(shrinker.checkpoint.families[layer]):
+                refit_block(shrinker.runner, layer, states, shrinker.fit.at(shrinker.following(layer)))
             states = shrinker.runner.through([layer], states)
 
     def _known(self, removed: Removed, weights: list[nn.Parameter]) -> Repaired | None:

@@ -68,10 +68,11 @@ def require_supported(checkpoint: Checkpoint) -> None:
 
 
 @torch.no_grad()
-def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
+def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) -> Any:
     """Return a new transformers model, in evaluation mode, that consists of the blocks `kept` of a checkpoint.
 
     The dtype and the device of every tensor are kept. Tensors that are shared, such as tied embeddings, stay shared.
+    Without `copies`, the new model has the tensors of the checkpoint itself, where they are in memory.
 
     Raises:
         CheckpointError: the model is not supported; see `require_supported`.
@@ -102,7 +103,7 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int]) -> Any:
         fresh.pooler = None
     first = find_blocks(model, checkpoint.layers)[0]
     blocks = next(name for name, module in model.named_modules() if module is first).rpartition(".")[0]
-    _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)})
+    _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)}, copies)
     _keep_scales(fresh, config, kept)
     if getattr(model, "generation_config", None) is not None:
         fresh.generation_config = copy.deepcopy(model.generation_config)
@@ -153,7 +154,7 @@ def _has_random_pooler(checkpoint: Checkpoint) -> bool:
     return not any("pooler" in name for name, _, _ in stored_tensors(source))
 
 
-def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]) -> None:
+def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str], copies: bool) -> None:
     """Give every parameter and buffer of `fresh`, which is on the device `meta`, the value it has in `model`.
 
     `renamed` maps prefixes of names in `fresh` to those in `model`; all other names are equal.
@@ -174,7 +175,8 @@ def _copy_tensors(model: nn.Module, fresh: nn.Module, renamed: Mapping[str, str]
             if given is None:
                 continue
             if id(given) not in shared:
-                shared[id(given)] = nn.Parameter(_value(source, leaf).clone(), requires_grad=given.requires_grad)
+                value = _value(source, leaf)
+                shared[id(given)] = nn.Parameter(value.clone() if copies else value, requires_grad=given.requires_grad)
             module._parameters[leaf] = shared[id(given)]
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
@@ -226,8 +228,8 @@ def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:
     for new, (old, block) in enumerate(zip(kept, find_blocks(fresh, len(kept)), strict=True)):
         joint: Any = block.get_submodule("attn.c_attn")
         factor, width = (new + 1) / (old + 1), config.hidden_size
-        joint.weight[:, :width] *= factor
-        joint.bias[:width] *= factor
+        for one in (joint.weight, joint.bias):
+            one.data = torch.cat([factor * one[..., :width], one[..., width:]], dim=-1)
 
 
 def _distribute(model: Any, fresh: Any, blocks: str, kept: Sequence[int]) -> None:
@@ -261,6 +263,7 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     """Return the configuration of the model that consists of the layers `kept`, in increasing order, of another one.
 
     - The number of layers becomes `len(kept)`, and lists with one entry per layer keep the entries of `kept`.
+    - A list of kinds that is repeated until all layers have one (`block_types` of RecurrentGemma) becomes explicit.
     - Lists of layer indices, such as `mlp_only_layers`, have the new indices of the layers that are kept. So has
       `per_layer_config`, the settings of single layers by index.
     - A number m of first layers (`_FIRST_LAYERS`) becomes #{i in kept: i < m}. In Qwen models layer i has a sliding
@@ -278,9 +281,10 @@ def shrunk_config(config: Any, kept: Sequence[int]) -> Any:
     values: dict[str, Any] = config.to_dict()
     for key in (*_OWN_TO_A_FILE, *_PATTERNS):
         values.pop(key, None)
+    kinds = [getattr(config, key, None) for key in PER_LAYER]
     for key, value in values.items():
-        if _is_per_layer(key, value, layers):
-            values[key] = [value[layer] for layer in kept]
+        if _is_per_layer(key, value, layers) or _is_repeated(value, kinds, layers):
+            values[key] = [value[layer % len(value)] for layer in kept]
         elif _is_indices(key, value, layers):
             values[key] = [new for new, old in enumerate(kept) if old in value]
         elif key == "per_layer_config" and value:
@@ -323,6 +327,13 @@ def _is_per_layer(key: str, value: object, layers: int) -> bool:
     if key in PER_LAYER:
         return True
     return "layer" in key and len(value) == layers and not (_is_indices(key, value, layers) and layers > 1)
+
+
+def _is_repeated(value: object, kinds: Sequence[object], layers: int) -> bool:
+    """Return whether a value is a list of names which, repeated, gives one of the lists `kinds` of all layers."""
+    if not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str) for entry in value):
+        return False
+    return [value[layer % len(value)] for layer in range(layers)] in kinds
 
 
 def _is_indices(key: str, value: object, layers: int) -> bool:

@@ -122,6 +122,7 @@ def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
     import torch
 
     transformers: Any = import_module("transformers")
+    own = model.generation_config
     model.generation_config = transformers.GenerationConfig(pad_token_id=0)  # greedy, without penalties and stops
     mask = torch.ones_like(prompt)
     runs = []
@@ -132,6 +133,7 @@ def generations(model: Any, prompt: Any, new_tokens: int) -> dict[str, Any]:
         )  # fmt: skip
         tokens = made.sequences[0, prompt.shape[1] :].tolist()
         runs.append((tokens, [step[0].double().cpu() for step in made.logits]))
+    model.generation_config = own
     (cached, with_cache), (uncached, without) = runs
     differences, gap = [], None
     for step, (ours, plain) in enumerate(zip(cached, uncached, strict=True)):

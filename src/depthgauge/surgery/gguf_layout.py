@@ -19,10 +19,8 @@ from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source
-from depthgauge.errors import InputError, unknown_name
+from depthgauge.surgery.output_names import WRITTEN, check_gguf_output
 
-WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
-"""Types that gguf-py can write."""
 FALLBACK = "Q8_0"
 """The type of a changed weight whose own type gguf-py can only read."""
 BY_INDEX = (
@@ -118,6 +116,12 @@ def gguf() -> Any:
     return import_module("gguf")
 
 
+def sliding_blocks(config: Any) -> list[int]:
+    """Return the blocks with a sliding window, if a model has different kinds of blocks."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
+
+
 def decode(data: Any, kind: Any) -> Float[Tensor, "..."]:
     """Return the values of a tensor in a file as float32."""
     return torch.from_numpy(np.array(gguf().quants.dequantize(data, kind), dtype=np.float32))
@@ -140,13 +144,8 @@ def read_layout(source: Source | None, fallback: str | None, name: str) -> GgufL
         InputError: the model is not a GGUF file, or the type cannot be written.
         CheckpointError: the file has parts whose meaning depends on the number of a block.
     """
-    if fallback is not None and fallback not in WRITTEN:
-        raise unknown_name("gguf-type", fallback, WRITTEN)
-    if source is None or source.gguf is None:
-        raise InputError(
-            f"a GGUF file can be written if the model is one, and {name} is not; convert it with llama.cpp's "
-            "convert_hf_to_gguf.py and shrink the result, or give a directory as --out"
-        )
+    check_gguf_output(source, fallback, name)
+    assert source is not None
     reader = attempt(source.target, "metadata", lambda: source.reader)
     fields = {
         key: (found.contents(), found.types) for key, found in reader.fields.items() if not key.startswith("GGUF.")

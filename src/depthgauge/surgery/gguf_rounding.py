@@ -78,7 +78,7 @@ def _correct(
     targets: Float[Tensor, "windows n d"],
 ) -> None:
     """Refit the output maps among the weights `leaves`, if the first of them is one, to the outputs `targets`."""
-    family, block = student.checkpoint.family, student.runner.blocks[layer]
+    family, block = student.checkpoint.families[layer], student.runner.blocks[layer]
     if family is None:
         return
     weights = [block.get_parameter(leaf) for leaf in leaves]

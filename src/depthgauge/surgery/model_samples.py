@@ -10,7 +10,7 @@ together only through the rounding of the logits. That number is fixed, unless m
 gives the same windows on the same device.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint, free_memory
+from depthgauge.checkpoints.model_output import decoded
 from depthgauge.progress import Step, silent
 
 MEMORY_SHARE = 0.25
@@ -108,17 +109,17 @@ def _continue(
     advance: Callable[[], None],
 ) -> Int[Tensor, "rows n"]:
     """Decode one batch. Column t of `uniform` decides the token at position prompt + t of every row."""
-    fed, cache = prompts.to(checkpoint.device), None
+    fed = prompts.to(checkpoint.device)
+    cache: Mapping[str, Any] = {}
     made, finite = [fed], []
     with quiet():
         for column in uniform.unbind(dim=1):
             try:
-                out = checkpoint.model(input_ids=fed, past_key_values=cache, use_cache=True)
+                out, cache = decoded(checkpoint.model, fed, cache)
                 reason = f"{type(checkpoint.model).__name__} returns no KV cache"
             except (AttributeError, LookupError, TypeError, ValueError) as error:  # its cache is of another kind
-                out, reason = None, short(error)
-            cache = getattr(out, "past_key_values", None)
-            if cache is None:
+                cache, reason = {}, short(error)
+            if not cache:
                 raise CheckpointError(
                     f"{checkpoint.name} cannot be sampled: {reason}; give a text with --text and use --sampled 0"
                 )
@@ -189,7 +190,7 @@ def _fitting_rows(checkpoint: Checkpoint, window: int, vocabulary: int) -> int:
     The result is not the largest number that fits, because it must not depend on small changes of the free memory.
     """
     config, width = checkpoint.config, next(checkpoint.model.parameters()).dtype.itemsize
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // checkpoint.heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(1, checkpoint.heads)
     cache = 2 * checkpoint.layers * checkpoint.kv_heads * head_dim * window * width
     logits = vocabulary * (2 * width + 2 * 4 + 2 * 8)  # logits, float32 probabilities and their float64 sums, twice
     devices = {parameter.device for parameter in checkpoint.model.parameters() if parameter.device.type != "meta"}

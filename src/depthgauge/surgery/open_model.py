@@ -1,7 +1,7 @@
 """Open the model of `shrink`: check every option and file, cut the texts into windows, and load the weights."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.load import (
     Checkpoint,
@@ -122,6 +123,7 @@ def open_model(
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
+    notes += _dequantized(source)
     for note in notes:
         message(note)
     opened = time.perf_counter() - started if source is not None else 0.0
@@ -140,25 +142,50 @@ def _fixed_blocks(checkpoint: Checkpoint, example: Int[Tensor, "1 n"]) -> tuple[
     Raises:
         CheckpointError: no block can be removed.
     """
-    if checkpoint.family is not None:
+    if None not in checkpoint.families:
         return frozenset(), ()
     first, reason = first_removable(checkpoint, example)
     which = "block 0 is" if first == 1 else f"blocks 0 to {first - 1} are"
     return frozenset(range(first)), (f"{which} not removed: {reason}",) if first else ()
 
 
-def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Say which maps cannot be repaired."""
-    family = checkpoint.family
-    if family is None:
-        return (f"blocks are removed without repair, because the structure was not verified: {checkpoint.underived}",)
-    missing = [name for name, path in (("attention", family.out), ("MLP", family.down)) if path is None]
-    if not missing:
+def _dequantized(source: Source | None) -> tuple[str, ...]:
+    """Say that the weights of a directory were dequantized, if they were."""
+    if source is None or source.gguf is not None:
         return ()
-    return (
-        f"the repair leaves the matrices of the {' and '.join(missing)} unchanged, because no linear map there writes "
-        "into the residual stream alone (as in a mixture of experts)",
-    )
+    method = quantization_method(read_json(source.folder / "config.json", source.target))
+    if method is None:
+        return ()
+    return (f"the weights of the source are quantized ({method}); they are dequantized and written unquantized",)
+
+
+def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Say which blocks and maps cannot be repaired."""
+    families, notes = checkpoint.families, list[str]()
+    if not any(families):
+        return (f"blocks are removed without repair, because the structure was not verified: {checkpoint.underived}",)
+    if unknown := [layer for layer, family in enumerate(families) if family is None]:
+        notes.append(
+            f"the repair leaves {_blocks(unknown, families)} unchanged, because the structure was not verified: "
+            f"{checkpoint.underived}"
+        )
+    for name, sublayer, last in (("attention", "attention", "out"), ("MLP", "mlp", "down")):
+        without = [
+            layer for layer, family in enumerate(families)
+            if family is not None and getattr(family, sublayer) is not None and getattr(family, last) is None
+        ]  # fmt: skip
+        if without:
+            notes.append(
+                f"the repair leaves the matrices of the {name} unchanged in {_blocks(without, families)}, because no "
+                "linear map there writes into the residual stream alone (as in a mixture of experts)"
+            )
+    return tuple(notes)
+
+
+def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
+    if len(layers) == len(families):
+        return "all blocks"
+    return f"block {layers[0]}" if len(layers) == 1 else f"blocks {', '.join(map(str, layers))}"
 
 
 def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:

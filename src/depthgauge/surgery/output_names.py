@@ -3,12 +3,31 @@
 from pathlib import Path
 
 from depthgauge._journal import RECORD, Journal
+from depthgauge.checkpoints.source import Source
+from depthgauge.errors import InputError, unknown_name
 from depthgauge.results.shrink_options import ShrinkOptions
+
+WRITTEN = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
+"""Types of tensors that gguf-py can write."""
 
 
 def is_gguf_name(out: str | Path | None) -> bool:
     """Return whether an output is a GGUF file by its name; all other names are directories."""
     return out is not None and Path(out).suffix.lower() == ".gguf"
+
+
+def check_gguf_output(source: Source | None, kind: str | None, name: str) -> None:
+    """Raise unless the model called `name` can be written as a GGUF file, with weights of the type `kind` if given.
+
+    `source` is None for a model in memory.
+    """
+    if kind is not None and kind not in WRITTEN:
+        raise unknown_name("gguf-type", kind, WRITTEN)
+    if source is None or source.gguf is None:
+        raise InputError(
+            f"a GGUF file can be written if the model is one, and {name} is not; convert it with llama.cpp's "
+            "convert_hf_to_gguf.py and shrink the result, or give a directory as --out"
+        )
 
 
 def record_file(out: str | Path) -> Path:

@@ -27,13 +27,16 @@ RIDGE_PER_RATIO = 1.2
 """λ for as many features as tokens: few tokens need a larger penalty."""
 
 
-def is_linear(family: Family) -> bool:
-    """Return whether the outputs of a block are affine in two known maps that write into the residual stream."""
-    return family.mlp_norm is None and None not in (family.out, family.down)
+def is_linear(family: Family | None) -> bool:
+    """Return whether the last maps of a block's sublayers are known, and its output is affine in that of the last."""
+    if family is None or (family.mlp_norm if family.mlp else family.attention_norm) is not None:
+        return False
+    pairs = ((family.attention, family.out), (family.mlp, family.down))
+    return all(last is not None for sublayer, last in pairs if sublayer is not None)
 
 
 def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, ...]:
-    """Return the output projection of attention and the last map of the MLP, as far as they are known."""
+    """Return the last maps of attention and MLP, as far as they are known."""
     return tuple(block.get_submodule(path) for path in (family.out, family.down) if path is not None)
 
 
@@ -46,11 +49,11 @@ def refit_block(
     Both maps are refitted together, as if the output projection of attention did not change the MLP's inputs. Where it
     does (order `pre`), the last map of the MLP is then refitted to the inputs that result.
     """
-    family = runner.checkpoint.family
+    family = runner.checkpoint.families[layer]
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = ridge_for(maps[1], states)
-    for chosen in (maps,) if family.order == "parallel" else (maps, maps[1:]):
+    ridge = ridge_for(maps[-1], states)
+    for chosen in (maps,) if family.order == "parallel" or len(maps) == 1 else (maps, maps[1:]):
         for parameter, delta in refit(runner, layer, chosen, states, targets, ridge):
             parameter.copy_(parameter.double() + delta)
 
@@ -81,7 +84,8 @@ def refit(
         ridge: λ, relative to the mean square of the features.
     """
     gram = cross = torch.zeros((), dtype=torch.float64)
-    multiplier = 1.0 if runner.checkpoint.family is None else runner.checkpoint.family.multiplier
+    family = runner.checkpoint.families[layer]
+    multiplier = 1.0 if family is None else family.multiplier
     inputs: dict[nn.Module, Tensor] = {}
 
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:

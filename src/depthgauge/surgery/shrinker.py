@@ -7,17 +7,21 @@ after exchanges of single blocks. `candidates.py` compares them as finished mode
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._format import counted
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import free_memory
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
+from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
     "depthgauge",
@@ -71,6 +75,7 @@ class Shrinker(Student):
         self.window_seconds = (time.perf_counter() - started) / (len(self.fit.ids) + len(self.select.ids))
         self.protected = frozenset(protected)
         self.steps: tuple[SearchStep, ...] = ()
+        self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
 
     def token_seconds(self) -> float:
@@ -89,9 +94,14 @@ class Shrinker(Student):
         return [layer for layer in range(len(self.runner)) if layer not in self.protected]
 
     def remove_until(self, count: int, limit: float | None = None) -> None:
-        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`."""
+        """Continue the search up to `count` removals, or until the objective has increased by more than `limit`.
+
+        It ends early where no further block can be removed; see `why_not`.
+        """
         while len(self.steps) < min(count, len(self.allowed)):
             layer = self._cheapest()
+            if layer is None:
+                return
             removed = self._with(layer)
             self.steps += (SearchStep(layer=layer, objective=self.means_without([removed])[removed]),)
             self._scores.pop(layer)
@@ -107,8 +117,26 @@ class Shrinker(Student):
         """Return the blocks that the search has removed, and one more."""
         return tuple(sorted([layer, *(step.layer for step in self.steps)]))
 
-    def _cheapest(self) -> int:
-        """Return the block whose removal costs least on the ranking windows.
+    def why_not(self, removed: Removed) -> str | None:
+        """Return why these blocks cannot be removed together, or None; blocks of one kind are not checked again."""
+        if self._refused is None:
+            return None
+        if removed not in self._refused:
+            self._refused[removed] = why_not_removed(self.runner, removed, self.select.ids[:1])
+        return self._refused[removed]
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """A note on the sets of blocks that the search has left out, if there are any."""
+        found = {removed: reason for removed, reason in (self._refused or {}).items() if reason is not None}
+        if not found:
+            return ()
+        smallest = min(found, key=len)
+        count = counted(len(found), "set")
+        return (f"the search left out {count} of blocks, such as {list(smallest)}: {found[smallest]}",)
+
+    def _cheapest(self) -> int | None:
+        """Return the block whose removal costs least on the ranking windows; None if none of them can be removed.
 
         Only the best blocks of the last ranking are ranked again. The first time, half of the windows rank all blocks.
         """
@@ -116,7 +144,8 @@ class Shrinker(Student):
             self._rank(self.ranked(), -(-self.effort.ranking // 2))
         best = self.ranked()[: self.effort.breadth]
         self._rank(best, self.effort.ranking)
-        return min(best, key=self._scores.__getitem__)
+        order = dict.fromkeys([*sorted(best, key=self._scores.__getitem__), *self.ranked()])
+        return next((layer for layer in order if self.why_not(self._with(layer)) is None), None)
 
     def _rank(self, blocks: Sequence[int], windows: int) -> None:
         """Measure the increase of the objective on the first selection windows without each of the blocks."""
@@ -125,17 +154,30 @@ class Shrinker(Student):
         self._scores |= {layer: means[removed] - dense for layer, removed in sets.items()}
 
     def sets(self, count: int) -> dict[str, Removed]:
-        """Return the sets of `count` blocks that are known, by the method that chose them."""
+        """Return the sets of `count` blocks that are known, by the method that chose them.
+
+        Raises:
+            CheckpointError: none is known that can be removed.
+        """
         found = tuple(sorted(step.layer for step in self.steps[:count]))
-        return {GREEDY: found, EXCHANGED: self.exchanged(found), **self.peer_sets(count)}
+        ours = {GREEDY: found, EXCHANGED: self.exchanged(found)} if len(found) == count else {}
+        if made := {**ours, **self.peer_sets(count)}:
+            return made
+        raise CheckpointError(
+            f"no {counted(count, 'block')} that can be removed from {self.checkpoint.name} together were found: "
+            f"{'; '.join(self.refusals)}; remove another number of blocks, or name them with --remove-layers"
+        )
 
     def peer_sets(self, count: int) -> dict[str, Removed]:
         """Return the sets of published methods, and the best of the runs with the smallest angular distances."""
+        runs = (run for run in runs_by_angle(self.select, count, self.allowed) if self.why_not(run) is None)
+        means = self.means_without(islice(runs, self.effort.breadth), self.effort.ranking, RUN)
+        return self._published(count) | ({RUN: min(means, key=means.__getitem__)} if means else {})
+
+    def _published(self, count: int) -> dict[str, Removed]:
+        """Return the sets of published methods that can be removed."""
         made = {name: choose(self.select, count, self.allowed) for name, choose in PEERS.items()}
-        runs = runs_by_angle(self.select, count, self.allowed)[: self.effort.breadth]
-        means = self.means_without(runs, self.effort.ranking, RUN)
-        made[RUN] = min(means, key=means.__getitem__, default=None)
-        return {name: removed for name, removed in made.items() if removed is not None}
+        return {name: gone for name, gone in made.items() if gone is not None and self.why_not(gone) is None}
 
     def exchanged(self, removed: Removed) -> Removed:
         """Exchange single blocks of a set, those that the search removed last first, where that lowers the objective.
@@ -149,7 +191,8 @@ class Shrinker(Student):
             left -= len(chosen)
             trials = [tuple(sorted({*removed, other} - {one})) for other in chosen]
             means = self.means_without(trials, self.effort.ranking, f"exchange block {one}")
-            best = min(means, key=means.__getitem__, default=removed)
+            order = sorted(means, key=means.__getitem__)
+            best = next((trial for trial in order if self.why_not(trial) is None), removed)
             removed = min([removed, best], key=self.means_without([removed, best]).__getitem__)
         return removed
 
@@ -216,8 +259,7 @@ class Shrinker(Student):
             CurvePoint(method=GREEDY, removed=done, increase=step.objective - self.dense)
             for done, step in enumerate(self.steps[:count], 1)
         ]
-        made = {method: choose(self.select, count, self.allowed) for method, choose in PEERS.items()}
-        found = {method: gone for method, gone in made.items() if gone is not None}
+        found = self._published(count)
         means = self.means_without(found.values())
         points += [
             CurvePoint(method=method, removed=count, increase=means[gone] - self.dense)

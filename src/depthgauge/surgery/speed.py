@@ -3,6 +3,7 @@
 import inspect
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
+from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
 
 REPEATS, NEW_TOKENS = 3, 8
@@ -61,35 +63,34 @@ def compare_speed(
 
 
 def _has_cache(checkpoint: Checkpoint) -> bool:
-    """Return whether a model can keep a key–value cache; the first GPT cannot, nor a hybrid without attention."""
+    """Return whether a model can keep a cache; the first GPT cannot."""
     try:
-        out = checkpoint.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device))
-    except ValueError:
+        return bool(decoded(checkpoint.model, torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device), {})[1])
+    except (TypeError, ValueError):
         return False
-    return getattr(out, "past_key_values", None) is not None
 
 
 def _run(checkpoint: Checkpoint, ids: Int[Tensor, "1 n"], new_tokens: int) -> tuple[float, float, int]:
     """Return seconds for the window, seconds per generated token (0 without any), and bytes beyond the weights."""
     model, device = checkpoint.model, checkpoint.device
-    takes = inspect.signature(model.forward).parameters
     # As in generation: the prompt needs no logits but the last.
-    wanted: dict[str, Any] = {"use_cache": new_tokens > 0, "logits_to_keep": 1}
-    keywords = {name: value for name, value in wanted.items() if name in takes}
+    keywords = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     ids = ids.to(device)
     held = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = int(torch.cuda.memory_allocated(device))
     started = _now(device)
-    out = model(input_ids=ids, **keywords)
+    cache: Mapping[str, Any] = {}
+    if new_tokens:
+        out, cache = decoded(model, ids, cache, **keywords)
+    else:
+        model(input_ids=ids, **keywords, **no_cache(model))
     prefill = _now(device) - started
-    cache = out.past_key_values if new_tokens else None
     started = _now(device)
     for _ in range(new_tokens):
         token = out.logits[:, -1:].argmax(dim=-1)
-        out = model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out, cache = decoded(model, token, cache)
     return prefill, (_now(device) - started) / max(1, new_tokens), _peak(device, held, cache)
 
 
@@ -105,10 +106,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _peak(device: torch.device, held: int, cache: Any) -> int:
+def _peak(device: torch.device, held: int, cache: Mapping[str, Any]) -> int:
     """Return the bytes used beyond the weights: the peak on a GPU, the size of the cache on other devices."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device)) - held
-    layers = getattr(cache, "layers", ())
-    tensors = [value for layer in layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in cached_tensors(cache))

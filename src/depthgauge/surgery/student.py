@@ -176,7 +176,7 @@ class Student:
         require_supported(checkpoint)
         self.durations = durations or Durations()
         self.checkpoint, self.effort = checkpoint, effort
-        self.repairs = repair = repair and checkpoint.family is not None
+        self.repairs = repair = repair and any(checkpoint.families)
         self.journal, self.progress = journal or Journal(), progress
         self.runner = BlockRunner(checkpoint, select[:1])
         self.fit = DenseStates(self.runner, fit, all_layers=repair, progress=progress)

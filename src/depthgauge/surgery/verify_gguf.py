@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from depthgauge._format import counted, number, one_line
 from depthgauge.checkpoints.load import context_length
+from depthgauge.checkpoints.model_output import decoded
 from depthgauge.errors import InputError, VerificationError, install_command
 
 PROMPT, NEW_TOKENS, LIKELY = 256, 32, 10
@@ -110,12 +112,13 @@ def compare_with_llama(path: Path, model: Any, window: Int[Tensor, " n"]) -> Lla
 def _greedy(model: Any, prompt: list[int], steps: int) -> tuple[list[int], Float[Tensor, "steps vocabulary"]]:
     """Continue a prompt greedily; return the tokens, and the log-probabilities at every step."""
     device = model.get_input_embeddings().weight.device
-    ids, cache, chosen, rows = torch.tensor([prompt], device=device), None, [], []
+    ids, chosen, rows = torch.tensor([prompt], device=device), list[int](), list[Tensor]()
+    cache: Mapping[str, Any] = {}
     for _ in range(steps):
-        out = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        out, cache = decoded(model, ids, cache)
         rows.append(out.logits[0, -1].double().log_softmax(-1).cpu())
         chosen.append(int(rows[-1].argmax()))
-        ids, cache = torch.tensor([chosen[-1:]], device=device), out.past_key_values
+        ids = torch.tensor([chosen[-1:]], device=device)
     return chosen, torch.stack(rows)
 
 

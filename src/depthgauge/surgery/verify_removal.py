@@ -1,6 +1,6 @@
 """Verify that blocks can be removed from a model: what is left computes what the other blocks compute."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._format import number
-from depthgauge.checkpoints.derive_family import NotDerivedError, traced_runner
+from depthgauge.checkpoints.derive_family import NotDerivedError, kind_of, traced_runner
 from depthgauge.checkpoints.layers import BlockRunner
-from depthgauge.checkpoints.library import CheckpointError, short
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.probe import relative_difference, rounding_tolerance
@@ -24,26 +24,50 @@ def first_removable(checkpoint: Checkpoint, ids: Int[Tensor, "windows n"]) -> tu
     """Return the first block whose removal is verified, and why those before it cannot be removed.
 
     A model is extracted without the block, which shifts the indices of all later ones. It must have the blocks that its
-    configuration gives it, and compute what the blocks of the dense model compute one by one.
+    configuration gives it, and compute what the blocks of the dense model compute one by one. If the blocks are of
+    different kinds, each set of blocks is verified by the search, and the result is 0 if any block can be removed.
 
     Raises:
-        CheckpointError: the model is not supported, or the removal of none of the first blocks is verified.
+        CheckpointError: the model is not supported, or the removal of none of the tried blocks is verified.
     """
     require_supported(checkpoint)
-    reason = ""
     try:
         runner, _ = traced_runner(checkpoint, ids)
     except (NotDerivedError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(f"blocks cannot be removed from {checkpoint.name}: {short(error)}") from error
-    for layer in range(min(TRIED, checkpoint.layers)):
-        kept = [other for other in range(checkpoint.layers) if other != layer]
-        try:
-            if kept:
-                require_same_output(extract(checkpoint, kept), runner, kept, ids[:1])
-            return layer, reason
-        except CheckpointError as error:
-            reason = reason or str(error)
-    raise CheckpointError(reason)
+    reasons: list[str] = []
+    layers, mixed = checkpoint.layers, is_mixed(runner)
+    # Without its last block, a model has all others at their places.
+    for layer in dict.fromkeys([*range(min(TRIED, layers)), *([layers - 1] if mixed else [])]):
+        reason = None if layers == 1 else why_not_removed(runner, (layer,), ids[:1])
+        if reason is None:
+            return (0, "") if mixed else (layer, next(iter(reasons), ""))
+        reasons.append(reason)
+    raise CheckpointError(reasons[0])
+
+
+def is_mixed(runner: BlockRunner) -> bool:
+    """Return whether the blocks are of different kinds; some sets of them may then not be removed together."""
+    return len(set(map(kind_of, runner.blocks))) > 1
+
+
+@torch.no_grad()
+def why_not_removed(runner: BlockRunner, removed: Collection[int], ids: Int[Tensor, "1 n"]) -> str | None:
+    """Return why no model can be built without these blocks that runs and computes what the others do, or None.
+
+    The model is also run as its users run it, with a cache: LFM2, for example, needs a layer of attention for that.
+    """
+    kept = [layer for layer in range(len(runner)) if layer not in removed]
+    try:
+        with quiet():
+            made = extract(runner.checkpoint, kept, copies=False)
+            require_same_output(made, runner, kept, ids)
+            made(input_ids=ids[:, :2].to(runner.device))
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:  # a library refuses a configuration or fails in a forward pass in many ways
+        return f"without the blocks {sorted(removed)}, {runner.checkpoint.name} cannot be built or run: {short(error)}"
+    return None
 
 
 @torch.no_grad()

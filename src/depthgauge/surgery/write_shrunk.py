@@ -62,6 +62,7 @@ def write_shrunk(
                 dense=certifier.states,
                 compute=compute,
                 process=process,
+                source=checkpoint.model,
             )
         record = msgspec.structs.replace(
             certifier.certified(record, losses),

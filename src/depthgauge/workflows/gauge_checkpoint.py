@@ -1,12 +1,12 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
-import msgspec
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -16,8 +16,9 @@ from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.derive_family import derived
+from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.head_statistics import STATIC, combine, head_statistics
+from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
@@ -31,18 +32,15 @@ from depthgauge.checkpoints.load import (
     refuse_infinite,
     wrap,
 )
-from depthgauge.checkpoints.mean_interval import mean_interval
 from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import require_readable
-from depthgauge.checkpoints.regime import regime
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence, spearman
+from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import measure_start, plan_start
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.checkpoints.what_if import (
-    available,
     cross_entropy,
     layers_of,
     objective,
@@ -51,29 +49,17 @@ from depthgauge.checkpoints.what_if import (
 )
 from depthgauge.checkpoints.windows import Windows, read_windows, require_rows
 from depthgauge.errors import InputError
-from depthgauge.measures.residuals import SampleResiduals, residual_record, residual_sizes
+from depthgauge.measures.residuals import residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import (
-    CheckpointHead,
-    CheckpointLayer,
-    CheckpointState,
     CheckpointSubject,
-    FastPlan,
-    FirstLayerBound,
-    Interval,
-    ScoreTrust,
-    TextWindows,
 )
 from depthgauge.results.gauge_options import GaugeSettings
-from depthgauge.results.labels import SCORES
-from depthgauge.results.network_subject import Residual
-from depthgauge.results.record import finite
-from depthgauge.results.verdicts import checkpoint_verdict, unobserved_sentence
+from depthgauge.results.labels import EXPERT
+from depthgauge.results.verdicts import unobserved_sentence
+from depthgauge.workflows.checkpoint_record import subject_record
 from depthgauge.workflows.gauge_request import GaugeRequest
-
-_ON_TEXT = ("score_range", "tv_mean", "tv_max", "first_mass", "entropy")
-"""The statistics of a head that are copied to its record."""
 
 
 def gauge_checkpoint(
@@ -153,16 +139,38 @@ def gauge_checkpoint(
         probed = probe(checkpoint, windows.ids[:1])
         if probed.attention is not None:
             message(unobserved_sentence(probed.attention))
-        possible = () if probed.blocks else available(kinds, checkpoint.family, probed.attention is None)
         weights, notes = measure_weights(checkpoint, progress)
-        if missing := [kind for kind in kinds if kind not in possible and kind != "uniform"]:
-            why = probed.blocks or checkpoint.underived
-            notes.append(f"the what-ifs {', '.join(missing)} were not measured: {why}")
-        if "uniform" in kinds and "uniform" not in possible:
-            notes.append(f"the what-if uniform was not measured: {probed.blocks or 'it needs observable attention'}")
-        found = measure_windows(checkpoint, windows, possible, probed.attention is None, journal, progress, message)
+        observable = probed.attention is None
+        measured = {kind: layers_of(kind, checkpoint.families, observable) for kind in kinds if not probed.blocks}
+        if EXPERT in measured:
+            measured[EXPERT] = expert_layers(Stack(checkpoint, Session()).blocks, checkpoint.families)
+        notes += _unmeasured(kinds, measured, checkpoint, probed.blocks)
+        measured = {kind: layers for kind, layers in measured.items() if layers}
+        found = measure_windows(checkpoint, windows, measured, observable, journal, progress, message)
         text = windows.record(decided.bos, decided.reason)
-        return settings, subject_record(checkpoint, weights, notes, text, found, possible, unobserved=probed.attention)
+        return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+
+
+def _unmeasured(
+    kinds: Sequence[str], measured: Mapping[str, Sequence[int]], checkpoint: Checkpoint, blocks: str | None
+) -> list[str]:
+    """Say which what-ifs are missing, and in which layers; `blocks` is why blocks cannot be rerun."""
+    if blocks is not None:
+        return [f"the what-ifs {', '.join(kinds)} were not measured: {blocks}"] if kinds else []
+    notes, unknown = list[str](), [layer for layer, family in enumerate(checkpoint.families) if family is None]
+    if unknown and (missing := [kind for kind in ("attention", "mlp") if kind in kinds]):
+        where = "" if len(unknown) == checkpoint.layers else f" in the layers {', '.join(map(str, unknown))}"
+        notes.append(f"the what-ifs {', '.join(missing)} were not measured{where}: {checkpoint.underived}")
+    elif missing := [kind for kind, layers in measured.items() if kind in ("attention", "mlp") and not layers]:
+        notes.append(
+            f"the what-ifs {', '.join(missing)} were not measured: its blocks have one sublayer, and without it they "
+            "are skipped"
+        )
+    if EXPERT in kinds and not measured[EXPERT]:
+        notes.append("the what-if expert was not measured: no MLP has weights with one entry per expert")
+    if "uniform" in kinds and not measured["uniform"]:
+        notes.append("the what-if uniform was not measured: it needs observable attention")
+    return notes
 
 
 def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[CircuitSizes]], list[str]]:
@@ -181,7 +189,7 @@ def measure_weights(checkpoint: Checkpoint, progress: Step) -> tuple[list[list[C
 def measure_windows(
     checkpoint: Checkpoint,
     windows: Windows,
-    kinds: tuple[str, ...],
+    measured: Mapping[str, Sequence[int]],
     observable: bool,
     journal: Journal,
     progress: Step,
@@ -189,18 +197,19 @@ def measure_windows(
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
 
-    If the attention is not `observable`, the model computes its own.
+    `measured` has the layers of each what-if. If the attention is not `observable`, the model computes its own.
 
     Returns:
-        What was found on each window: `observed`, and the loss of every layer for each of the `kinds`.
+        What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
+        expert, the loss and the share of tokens.
     """
-    L, count, estimated, found = checkpoint.layers, len(windows.ids), False, []
+    count, estimated, found = len(windows.ids), False, []
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
         for index, window in enumerate(windows.ids):
             ids, known = window[None], dict(journal.get(f"window {index}", {}))
             found.append(known)
-            wanted = [kind for kind in kinds if kind not in known]
+            wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:
                 continue
             started, observing = time.perf_counter(), 0.0
@@ -218,14 +227,19 @@ def measure_windows(
                 journal.put(f"window {index}", known)
                 observing = time.perf_counter() - started - planning
             if not estimated:
-                message(expected_duration(L, kinds, seconds, observing, count - index, ids.shape[1]))
+                message(expected_duration(len(stack), measured, seconds, observing, count - index, ids.shape[1]))
                 estimated = True
-            total, done = sum(len(layers_of(kind, L)) for kind in wanted), 0
+            total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
-                losses = []
-                for layer in layers_of(kind, L):
+                losses: list[Any] = []
+                experts = ExpertWhatIfs(stack, ids) if kind == EXPERT else None
+                for place, layer in enumerate(measured[kind]):
                     progress(done, total, f"what if, window {index}, {kind} {layer}")
-                    losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    if experts is None:
+                        losses.append(lost(what_if(stack, ids, states, kind, layer)))
+                    else:
+                        output, share = experts.without(states[layer], layer, place - measured[kind].index(layer))
+                        losses.append([lost(output), share])
                     done += 1
                 known[kind] = losses
                 journal.put(f"window {index}", known)
@@ -239,7 +253,7 @@ def observe(
 
     The second value is the time spent on attention plans, in seconds; only the first window has them.
     """
-    heads, fast, planning, family = list[dict[str, Any]](), list[dict[str, Any]](), 0.0, stack.checkpoint.family
+    heads, fast, planning = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
 
     def watch(call: AttentionCall) -> Tensor:
         nonlocal planning
@@ -251,7 +265,8 @@ def observe(
         heads.append(statistics.to_json())
         return output
 
-    sublayers = SublayerScores(stack.blocks, family) if family is not None and len(stack) else None
+    families = stack.checkpoint.families
+    sublayers = SublayerScores(stack.blocks, families) if any(families) and len(stack) else None
     with nullcontext() if sublayers is None else sublayers.listening():
         stack.run(ids, watch=watch)
     steps = list(pairwise(states))
@@ -260,7 +275,11 @@ def observe(
         "angular_distance": [angular_distance(x, y) for x, y in steps],
     }
     if sublayers is not None:
-        scores |= {"attention_cosine": sublayers.attention, "mlp_cosine": sublayers.mlp}
+        scores |= {
+            name: found
+            for name, found in (("attention_cosine", sublayers.attention), ("mlp_cosine", sublayers.mlp))
+            if not all(map(math.isnan, found))
+        }
     residuals = [
         {
             center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
@@ -272,115 +291,15 @@ def observe(
 
 
 def expected_duration(
-    layers: int, kinds: Sequence[str], seconds: float, observing: float, windows: int, tokens: int
+    layers: int, measured: Mapping[str, Sequence[int]], seconds: float, observing: float, windows: int, tokens: int
 ) -> str:
     """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
 
+    `measured` has the layers of each what-if.
     A forward pass takes `seconds`, and the observation of a window takes `observing` seconds; one of the `windows` that
     are left was observed already.
     """
-    count = 1 + sum(passes(kind, layers) for kind in kinds)
+    count = 1 + sum(passes(kind, on, layers) for kind, on in measured.items())
     left = duration(count * seconds * windows + observing * (windows - 1))
     noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
     return f"about {left}: {noun} of {windows * tokens:,} tokens"
-
-
-def subject_record(
-    checkpoint: Checkpoint,
-    weights: Sequence[Sequence[CircuitSizes]],
-    notes: Sequence[str],
-    text: TextWindows | None = None,
-    found: Sequence[dict[str, Any]] = (),
-    kinds: Sequence[str] = (),
-    first_layer: FirstLayerBound | None = None,
-    unobserved: str | None = None,
-) -> CheckpointSubject:
-    """Combine what was found window by window into the record of one checkpoint.
-
-    `weights` has the circuit sizes by layer and head, empty where the family is not known; `found` is the result of
-    `measure_windows` for the what-ifs `kinds`. `first_layer` is what is proved about layer 0, and `unobserved` why the
-    attention was not observed.
-    """
-    L, observed = checkpoint.layers, [window["observed"] for window in found]
-    what_ifs = {
-        kind: {layer: mean_interval([window[kind][layer] for window in found]) for layer in range(len(found[0][kind]))}
-        for kind in kinds
-    }
-    scores = {
-        name: torch.tensor([seen["scores"][name] for seen in observed], dtype=torch.float64).mean(dim=0).tolist()
-        for name in (observed[0]["scores"] if observed else ())
-    }
-    trust = _trust(scores, what_ifs, L)
-    distance = regime(weights) if weights else None
-    has_loss = bool(observed) and observed[0]["loss"] is not None
-    return CheckpointSubject(
-        name=checkpoint.name,
-        verdict=checkpoint_verdict(L, checkpoint.objective, what_ifs.get("block", {}), trust, distance),
-        model=checkpoint.describe(),
-        text=text,
-        regime=distance,
-        first_layer=first_layer,
-        baseline=mean_interval([seen["loss"] for seen in observed]) if has_loss else None,
-        input=CheckpointState(residual=_residual(observed, 0)),
-        layers=tuple(
-            CheckpointLayer(
-                index=layer,
-                residual=_residual(observed, layer + 1),
-                heads=_heads(checkpoint, observed, weights, layer),
-                scores={name: finite(values[layer]) for name, values in scores.items() if values},
-                fast=msgspec.convert(observed[0]["fast"][layer], FastPlan) if observed and unobserved is None else None,
-                what_if={kind: by_layer[layer] for kind, by_layer in what_ifs.items() if layer in by_layer},
-            )
-            for layer in range(L)
-        ),
-        scores=tuple(trust),
-        notes=tuple(notes),
-        unobserved=unobserved,
-    )
-
-
-def _trust(scores: dict[str, list[float]], what_ifs: dict[str, dict[int, Interval]], layers: int) -> list[ScoreTrust]:
-    """Return the rank correlation of each layer score with the what-if it predicts."""
-    rows = []
-    for score, values in scores.items():
-        kind = SCORES[score].what_if
-        if kind in what_ifs and len(values) == layers:
-            correlation = spearman(values, [what_ifs[kind][layer].loss for layer in range(layers)])
-            rows.append(ScoreTrust(score=score, what_if=kind, spearman=correlation, layers=layers))
-    return rows
-
-
-def _residual(observed: Sequence[dict[str, Any]], state: int) -> Residual | None:
-    """Return the residual of X_ℓ, mean and spread over windows; None where the states were not observed."""
-    if not observed or not observed[0]["residuals"]:
-        return None
-    windows = [seen["residuals"][state] for seen in observed]
-    return residual_record(
-        {
-            center: {
-                norm: SampleResiduals(*torch.tensor([w[center][norm] for w in windows], dtype=torch.float64).unbind(1))
-                for norm in norms
-            }
-            for center, norms in windows[0].items()
-        }
-    )
-
-
-def _heads(
-    checkpoint: Checkpoint,
-    observed: Sequence[dict[str, Any]],
-    weights: Sequence[Sequence[CircuitSizes]],
-    layer: int,
-) -> tuple[CheckpointHead, ...]:
-    entries: list[dict[str, Any]] = [{"index": head} for head in range(checkpoint.heads)]
-    if observed and observed[0]["heads"]:
-        seen = combine([window["heads"][layer] for window in observed])
-        errors = seen.static_errors()
-        for head, entry in enumerate(entries):
-            entry |= {name: finite(getattr(seen, name)[head]) for name in _ON_TEXT}
-            entry["static"] = {name: finite(errors[i, head]) for i, name in enumerate(STATIC)}
-            entry["static_best"] = STATIC[int(errors[:, head].nan_to_num(nan=torch.inf).argmin())]
-    if weights:
-        for entry, sizes in zip(entries, weights[layer], strict=True):
-            entry |= {name: finite(size) for name, size in vars(sizes).items() if name != "score_norm"}
-    return tuple(CheckpointHead(**entry) for entry in entries)

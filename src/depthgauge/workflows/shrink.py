@@ -22,7 +22,7 @@ from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
-from depthgauge.surgery.output_names import has_written, is_gguf_name, output_folders, record_file
+from depthgauge.surgery.output_names import check_gguf_output, has_written, is_gguf_name, output_folders, record_file
 from depthgauge.surgery.write_model import check_output_directory, remove_unfinished
 from depthgauge.workflows.target import is_transformers_model, resolve_target
 
@@ -154,6 +154,8 @@ def shrink(
             elif parse_hub_name(model) is not None:
                 check_output_directory(place, None, overwrite or journal.has_written(place))
         source = _find_source(model, settings, message)
+        if as_gguf:
+            check_gguf_output(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
         for place in [] if as_gguf else places:
             # A GGUF file is quantized, so the size of what is written is not known yet.
             needed = 0 if source is None or source.gguf is not None else weight_bytes(source)

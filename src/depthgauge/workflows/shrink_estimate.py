@@ -42,6 +42,7 @@ class ShrinkJob:
     - `is_given`, `stops`: whether the blocks are given, and whether the run stops after the search
     - `repairs`, `healed`: whether weights are repaired, and the steps of healing
     - `writes`: whether the model is written and verified in a fresh process
+    - `task_tokens`: tokens that a model reads to answer the tasks, if there are any
     """
 
     effort: Effort
@@ -54,11 +55,13 @@ class ShrinkJob:
     healed: int = 0
     stops: bool = False
     writes: bool = False
+    task_tokens: int = 0
 
 
 def time_left(job: ShrinkJob, costs: PartCosts, is_most: bool) -> str:
     """Return a sentence about how long the rest of a run takes, about or at most."""
     parts = "search and comparison" if job.stops else "search, repair and measurement"
+    parts += ", the tasks on both models" if job.task_tokens and not job.stops else ""
     then = ", and a new process that loads the result" if job.writes else ""
     return f"{'at most' if is_most else 'about'} {duration(seconds_left(job, costs))} left: {parts}{then}"
 
@@ -69,7 +72,8 @@ def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:
     made = len(job.counts) * _compared(job, costs)
     if job.stops:
         return search + made
-    return search + made + len(job.counts) * _model(job, costs) + job.certify * costs.window
+    dense = (job.certify + job.task_tokens / job.window) * costs.window
+    return search + made + len(job.counts) * _model(job, costs) + dense
 
 
 def _search(job: ShrinkJob, costs: PartCosts) -> float:
@@ -91,8 +95,8 @@ def _compared(job: ShrinkJob, costs: PartCosts) -> float:
 
 
 def _model(job: ShrinkJob, costs: PartCosts) -> float:
-    """Healing, the loss on the certify windows, the comparison of speed, and the fresh process."""
-    windows = job.certify + _SPEED_RUNS
+    """Healing, the loss on the certify windows, the tasks, the comparison of speed, and the fresh process."""
+    windows = job.certify + job.task_tokens / job.window + _SPEED_RUNS
     seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
     seconds += heal_seconds(job.healed, job.effort, job.window, costs.window)
     if job.writes:

@@ -15,8 +15,8 @@ import torch
 from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
-from depthgauge.checkpoints.config_file import quantization_method, read_json
-from depthgauge.checkpoints.library import transformers
+from depthgauge.checkpoints.harness import task_tokens
+from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
@@ -40,7 +40,7 @@ from depthgauge.surgery.block_sizes import blocks_over
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
-from depthgauge.surgery.gguf_layout import GgufLayout
+from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.open_model import OpenedModel, open_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
@@ -107,7 +107,14 @@ class ShrinkRun:
             self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
-        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name))
+        is_gguf = isinstance(self.opened.stored, GgufLayout)
+        sliding = sliding_blocks(checkpoint.config) if is_gguf else []  # llama.cpp crashes without any
+        self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
+        if sliding and set(sliding) <= set(self.given or ()):
+            raise InputError(
+                f"{counted(len(sliding), 'block')} of {checkpoint.name} have a sliding window, and all of them would "
+                "be removed; llama.cpp cannot run such a file: keep one of them, or give a directory as --out"
+            )
         with self.durations("calibration windows"):
             self.calibration = self._calibrated()
         self.llama = self._source_in_llama()
@@ -195,6 +202,8 @@ class ShrinkRun:
             if self.given is None:
                 self.shrinker.remove_until(count)
                 return self.shrinker.sets(count)
+            if reason := self.shrinker.why_not(self.given):
+                raise CheckpointError(reason)
             others = {} if self.followed is not None else self.shrinker.peer_sets(count)
             return {GIVEN: self.given} | others
 
@@ -257,9 +266,15 @@ class ShrinkRun:
             healed=ROUND * MOST_ROUNDS if heal == "auto" else int(heal or 0),
             stops=stops,
             writes=writes,
+            task_tokens=self._task_tokens,
         )
         costs = PartCosts(shrinker.window_seconds, shrinker.token_seconds(), self.opened.fresh)
         self.message(time_left(job, costs, is_most=heal == "auto"))
+
+    @property
+    def _task_tokens(self) -> int:
+        work = self.evaluation
+        return 0 if work is None else task_tokens(work.tasks, self.opened.tokenizer, work.settings.limit)
 
     def _heal_advice(self) -> tuple[str, ...]:
         """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
@@ -399,7 +414,7 @@ class ShrinkRun:
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.ids[:1])
-        notes = (*_notes(record, self.opened, shrunk), *self._heal_advice(), f"memory: {kind}")
+        notes = (*_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
 
 
@@ -409,10 +424,6 @@ def _notes(record: ShrinkRecord, opened: OpenedModel, shrunk: ShrunkModel) -> li
         notes += type_notes(opened.stored, shrunk.encoded)
     elif checkpoint.source is not None and checkpoint.source.gguf is not None:
         notes.append("the source is a quantized GGUF file; its weights were dequantized and written as safetensors")
-    elif checkpoint.source is not None:
-        raw = read_json(checkpoint.source.folder / "config.json", checkpoint.name)
-        if (method := quantization_method(raw)) is not None:
-            notes.append(f"the weights of the source are quantized ({method}); they were dequantized and written so")
     if checkpoint.source is not None and checkpoint.source.tokenizer is not None:
         kept = "; the GGUF file keeps its own" if isinstance(opened.stored, GgufLayout) else ""
         notes.append(f"the tokenizer is that of {checkpoint.source.tokenizer}{kept}")

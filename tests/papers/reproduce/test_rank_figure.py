@@ -17,6 +17,7 @@ from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.switched_off import VARIANTS, Variant, residual_by_depth, switched
 from depthgauge.checkpoints.windows import drawn_windows
 from depthgauge.errors import InputError
+from depthgauge.measures.residuals import residual_size
 from depthgauge.papers.reproduce import catalog, rank_figure
 from depthgauge.papers.reproduce.catalog import DEFAULT_FIGURES
 from depthgauge.papers.reproduce.draw import reproduce, reproduce_all, write_figure
@@ -66,9 +67,15 @@ def test_variants_switch_off_the_right_parts(name: str, by_hand, variant: Varian
     assert torch.allclose(full[-1], states[-1]) == (variant == VARIANTS["full"])
 
 
-def test_unknown_architectures_are_rejected() -> None:
-    with pytest.raises(InputError, match="'olmo' is not in the table of sublayers"):
-        residual_by_depth(wide("olmo"), tokens(), VARIANTS["full"])
+def test_architectures_outside_the_table_are_derived() -> None:
+    """Without skip connections and MLPs, a layer of OLMo returns what its attention computes."""
+    checkpoint, seen = wide("olmo"), list[torch.Tensor]()
+    attention = checkpoint.model.model.layers[-1].self_attn
+    with attention.register_forward_hook(lambda module, args, out: seen.append(out[0].detach().clone())):
+        curves = residual_by_depth(checkpoint, tokens(batch=1), VARIANTS["attention only"])
+    assert curves[0, -1] == pytest.approx(float(residual_size(seen[-1], "composite", "mean").ratio), rel=1e-9)
+    with pytest.raises(InputError, match="cannot be switched off: it has no list of 3 blocks"):
+        residual_by_depth(wide("albert"), tokens(), VARIANTS["full"])
 
 
 def test_samples_come_from_the_whole_text(tmp_path: Path) -> None:
