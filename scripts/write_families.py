@@ -37,7 +37,8 @@ decoder, generates the same text with and without its key–value cache.
 """
 _COLUMNS = """\
 - **heads**: whether the attention weights were observed
-- **removed**: which blocks can be removed; `from 1 on` means all but block 0
+- **removed**: which blocks can be removed; `from 1 on` means all but block 0, `some` that the search left out sets of
+  blocks without which the model cannot be built or run
 - **repair**: `least squares` means that the maps into the residual stream were fitted and then trained, `training` that
   they, norms and biases were trained alone. It is counted if it ran; on random weights it is often undone, because it
   does not help

@@ -31,6 +31,8 @@ KNOWN = {
     r"its states are not arranged by window and token": "its states are not arranged by window and token",
     r"its blocks are not called as modules": "its blocks are not called as modules",
     r"bypasses transformers' attention interface|uses another form of attention": "heads: attention not observable",
+    r"has no attention heads": "heads: it has none",
+    r"the search left out .* of blocks": "the search left out blocks that cannot be removed",
     r"contains a text model; shrink needs the text model alone": "contains a text model",
     r"cannot be sampled": "not sampled: no usual cache",
     r"blocks? .* not removed: ": "the removal of some blocks was not verified",
@@ -140,14 +142,14 @@ def _shrunk(dense: Path, text: Path, reasons: list[str]) -> dict[str, str]:
         record = dg.shrink(dense, out=dense.parent / "smaller", sampled=0, **options).record
     assert record.layers_after == record.layers_before - 1
     assert record.reload is not None
-    about = [
-        note for note in record.notes if re.search(r"not removed: |without repair, because|the repair leaves", note)
-    ]
+    said = r"not removed: |without repair, because|the repair leaves|the search left out"
+    about = [note for note in record.notes if re.search(said, note)]
     reasons += about
     fixed = next((re.match(r"blocks? (?:0 to )?(\d+) ", note) for note in about if "not removed" in note), None)
+    left_out = any("the search left out" in note for note in about)
     stages = [stage.name for stage in record.stages]
     return {
-        "removed": "any" if fixed is None else f"from {int(fixed[1]) + 1} on",
+        "removed": "some" if left_out else "any" if fixed is None else f"from {int(fixed[1]) + 1} on",
         "repair": NO if not stages else "least squares" if "least squares" in stages else "training",
         "cache": NO if record.reload.generation == "not applicable" else "equal",
         "reload": "equal",
