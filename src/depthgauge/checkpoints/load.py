@@ -382,7 +382,7 @@ def context_length(config: Any) -> int | None:
     """Return the largest number of tokens the model accepts, or None if its configuration does not say."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if longest is None:
+    if longest is None or longest < 1:  # XLNet says −1: there is no limit
         return None
     # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.
     offset = (text.pad_token_id or 0) + 1 if text.model_type in ("roberta", "xlm-roberta", "camembert") else 0

@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.given_windows import GivenWindows
