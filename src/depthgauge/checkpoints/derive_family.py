@@ -26,15 +26,8 @@ from torch import Tensor, nn
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import (
-    BlockRunner,
-    Change,
-    changed,
-    find_blocks,
-    hidden_in,
-    hidden_out,
-    unusual_states,
-)
+from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out
+from depthgauge.checkpoints.layers import BlockRunner, find_blocks, unusual_states
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, few_windows

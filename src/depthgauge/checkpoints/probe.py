@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import counted, number
+from depthgauge.checkpoints.hooks import Change, changed
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Change, Stack, changed, unusual_states
+from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import require_output
