@@ -8,13 +8,14 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 WORKERS ?= 2
 PIN := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help demo test suite test-core test-kernels test-annotations lint types test-gpu test-models docs wheel readme soak bench clean
+.PHONY: help demo test suite test-core test-kernels test-annotations test-families lint types test-gpu test-models docs wheel readme soak bench clean
 help:
 	@echo "make demo   install the core and gauge the built-in pair of networks"
 	@echo "make test   install everything, then lint, types and the whole test suite"
 	@echo "make test-core   the tests of networks and certificates alone, also on macOS"
 	@echo "make test-kernels  the Triton kernels one by one, under Triton's interpreter"
 	@echo "make test-annotations   the tests of functions on tensors, with every annotation checked at run time"
+	@echo "make test-families   every family of transformers, gauged and shrunk as a tiny model"
 	@echo "make test-gpu      the tests and attacks of fast attention on a CUDA GPU"
 	@echo "make test-models   a real decoder, SmolLM2: gauged, and read by other tools"
 	@echo "make docs   run the code of the documentation, build the site into site/; warnings are errors"
@@ -72,7 +73,12 @@ test: lint $(VENV)/minilm.stamp $(VENV)/gpu.stamp
 	@$(MAKE) --no-print-directory --jobs 2 types suite
 
 suite: $(VENV)/minilm.stamp $(VENV)/gpu.stamp
-	$(PIN) $(BIN)/pytest -n $(WORKERS) -m "not soak and not models and not gpu and not docs and not kernels"
+	$(PIN) $(BIN)/pytest -n $(WORKERS) \
+		-m "not soak and not models and not gpu and not docs and not kernels and not families"
+
+# A tiny model of every family that transformers can build; docs/families.md shows the results.
+test-families: $(VENV)/dev.stamp
+	$(PIN) $(BIN)/pytest -n $(WORKERS) tests/families
 
 # Every kernel alone and with the host code that launches it, under Triton's interpreter, which takes minutes. That the
 # backends compute what they guarantee is part of `make test` (tests/contracts).

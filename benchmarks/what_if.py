@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from depthgauge.checkpoints.hooks import changed
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import Stack, changed
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, passes, what_if

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 
 from depthgauge.checkpoints import interface
 from depthgauge.checkpoints.head_statistics import head_statistics
-from depthgauge.checkpoints.interface import AttentionCall, attending, register
+from depthgauge.checkpoints.interface import AttentionCall, attending, attention_call, register
 from depthgauge.checkpoints.library import quiet
 
 
@@ -100,6 +101,15 @@ def test_blocks_of_rows_make_up_the_whole_matrix(monkeypatch: pytest.MonkeyPatch
         assert torch.allclose(torch.cat([b.p for b in blocks], dim=-2), scores.softmax(-1), atol=1e-7)
         assert all(b.p.numel() <= max(entries, 42) for b in blocks)
     assert torch.allclose(call.output(), scores.softmax(-1) @ v, atol=1e-6)
+
+
+def test_a_mask_with_one_row_holds_for_all_queries() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 7, 4, generator=generator) for _ in range(3))
+    shown = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    shown[1, ..., 5:] = False
+    output, _ = head_statistics(attention_call(q, k, v, shown, None, None))
+    assert torch.allclose(output, F.scaled_dot_product_attention(q, k, v, shown), atol=1e-6)
 
 
 def test_half_precision_is_softmaxed_in_float32() -> None:

@@ -144,6 +144,15 @@ def test_remote_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
     resolve(tmp_path, trust_remote_code=True)
 
 
+@pytest.mark.parametrize("named", ["MistralForCausalLM", "BertForMaskedLM", "ViTModel"])
+def test_a_class_of_another_family_is_refused(named: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [named]}))
+    with pytest.raises(InputError, match=rf"the model_type is 'llama', and architectures names a {named}; correct"):
+        load_config(find(tmp_path), HERE)
+
+
 def test_missing_weights_are_noticed(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -369,6 +378,7 @@ def test_context_of_families_whose_positions_start_late() -> None:
     assert context_length(tiny_model("llama").config) == 64
     assert context_length(tiny_model("roberta").config) == 63
     assert context_length(tiny_model("gpt2").config) == 64
+    assert context_length(tiny_model("xlnet").config) is None
 
 
 def test_pickled_weights_are_read_only_if_allowed(tmp_path: Path) -> None:

@@ -26,16 +26,8 @@ from torch import Tensor, nn
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import (
-    NOT_BY_WINDOW,
-    BlockRunner,
-    Change,
-    changed,
-    find_blocks,
-    hidden_in,
-    hidden_out,
-    not_by_window,
-)
+from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out
+from depthgauge.checkpoints.layers import BlockRunner, find_blocks, unusual_states
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, few_windows
@@ -84,7 +76,7 @@ class TracedBlock:
 
         def record(path: str) -> Callable[..., None]:
             def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-                made = hidden_out(out) if not isinstance(out, tuple) or out else None
+                made = hidden_out(out) if not isinstance(out, tuple | list) or out else None
                 if not isinstance(made, Tensor) or made.shape[-1:] != self.x.shape[-1:]:
                     return
                 calls[path] = calls.get(path, 0) + 1
@@ -212,9 +204,9 @@ def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, 
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
     runner = BlockRunner(checkpoint, inputs[:1])
     base = runner.full(inputs)
+    if (reason := unusual_states(base.states, inputs)) is not None:
+        raise NotDerivedError(reason)
     state = base.states[0]
-    if not_by_window(base.states, inputs):
-        raise NotDerivedError(NOT_BY_WINDOW)
     for layer in range(len(runner)):
         state = runner.block(layer, state, inputs)
     output = runner.output(state, inputs)

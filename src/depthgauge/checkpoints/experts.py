@@ -11,7 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import Stack, changed
+from depthgauge.checkpoints.hooks import changed
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.samples import Inputs
 
 

@@ -138,7 +138,8 @@ def attention_call(
 ) -> AttentionCall:
     """Normalize the arguments of transformers' attention interface.
 
-    Shared key–value heads are repeated, a boolean mask becomes an additive one, and a missing scale becomes 1/√k.
+    Shared key–value heads are repeated, a boolean mask becomes an additive one, a mask with one row for all queries
+    (LayoutLM) has that row for each, and a missing scale becomes 1/√k.
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
@@ -146,6 +147,8 @@ def attention_call(
     if mask is not None and mask.dtype == torch.bool:
         hidden = torch.finfo(query.dtype).min
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, hidden)
+    if mask is not None and mask.shape[-2] == 1:
+        mask = mask.expand(*mask.shape[:-2], query.shape[-2], mask.shape[-1])
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return AttentionCall(0, query, key, value, mask, scale, None if softcap is None else float(softcap))
 

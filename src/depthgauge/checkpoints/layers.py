@@ -16,16 +16,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
+from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.library import CheckpointError, quiet
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs, repeated
 
-Change = Callable[[Tensor], Tensor]
-"""A function of a module's output that replaces it."""
 NOT_BY_WINDOW = "its states are not arranged by window and token"
 """Why a model such as XLNet, whose states have the tokens first, is not supported."""
+NOT_SEEN = "its blocks are not called as modules"
+"""Why a model such as SqueezeBERT, which calls the `forward` of its blocks, is not supported."""
 _LOGIT_BYTES = {"cpu": 2**28, "cuda": 2**31}
 """Largest size of the logits of one batch, by type of device."""
 
@@ -54,7 +55,7 @@ class Stack:
         self.blocks = find_blocks(checkpoint.root, checkpoint.layers)
         self.evaluations = 0
         self._others: dict[int, tuple[Any, ...] | None] = {}  # what a block returns after the states; None: no tuple
-        self._silent_form: dict[type[nn.Module], str] = {}
+        self._silent_form: dict[tuple[Any, ...], str] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -119,7 +120,7 @@ class Stack:
             states[layer] = hidden_in(args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-            self._others[layer] = out[1:] if isinstance(out, tuple) else None
+            self._others[layer] = tuple(out[1:]) if isinstance(out, tuple | list) else None
             states[layer + 1] = hidden_out(out)
 
         with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
@@ -146,19 +147,21 @@ class Stack:
     def _silenced(self, module: nn.Module) -> Iterator[None]:
         """Make a module return zeros.
 
-        The first module of a type is computed, to learn the form of its output: a tensor shaped like its input
-        (`one`), a pair that starts with such a tensor (`several`), or neither (`other`). Later modules of a type with
-        form `one` or `several` are not computed. Linear maps are always computed, because their output shapes differ.
+        The first module of a type, with weights of the same shapes, is computed, to learn the form of its output: a
+        tensor shaped like its input (`one`), such a tensor and None (`several`), or neither (`other`). Later ones of
+        form `one` or `several` are not computed.
         """
-        form = self._silent_form.get(type(module))
+        kind = (type(module), *(weight.shape for weight in module.parameters(recurse=False)))
+        form = self._silent_form.get(kind)
 
         def learn(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
             zeros = torch.zeros_like(hidden_out(out))
-            has_input = not isinstance(module, nn.Linear) and bool(args or "hidden_states" in kwargs)
+            has_input = bool(args or "hidden_states" in kwargs)
             same_shape = has_input and hidden_in(args, kwargs).shape == zeros.shape
-            known_form = "one" if not isinstance(out, tuple) else "several" if len(out) == 2 else "other"
-            self._silent_form[type(module)] = known_form if same_shape else "other"
-            return (zeros, *out[1:]) if isinstance(out, tuple) else zeros
+            is_pair = isinstance(out, tuple) and len(out) == 2 and out[1] is None
+            known_form = "one" if isinstance(out, Tensor) else "several" if is_pair else "other"
+            self._silent_form[kind] = known_form if same_shape else "other"
+            return with_hidden(out, zeros)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             zeros = torch.zeros_like(hidden_in(args, kwargs))
@@ -227,8 +230,9 @@ class BlockRunner(Stack):
         else:
             args, kwargs = self._calls[layer]
             if len(states) > 1:
-                args = tuple(_for_windows(one, self._by_window.get(i), len(states)) for i, one in enumerate(args))
-                kwargs = {key: _for_windows(one, self._by_window.get(key), len(states)) for key, one in kwargs.items()}
+                by_window = self._by_window[layer]
+                args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
+                kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
         return hidden_out(self.blocks[layer](states, *args, **kwargs))
 
     @torch.no_grad()
@@ -248,20 +252,24 @@ class BlockRunner(Stack):
         return self._last[1]
 
     @torch.no_grad()
-    def _rows_by_window(self) -> dict[int | str, Any]:
-        """Return which arguments of the first block, by place or name, have rows for each window of a batch."""
-        found: dict[int | str, Any] = {}
+    def _rows_by_window(self) -> list[dict[int | str, Any]]:
+        """Return which arguments of each block, by place or name, have rows for each window of a batch.
+
+        Blocks of one model may differ in this: only some have a mask, or the values of an earlier block.
+        """
+        found: list[dict[int | str, Any]] = []
 
         def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            placed, named = self._calls[0]
+            placed, named = self._calls[len(found)]
             pairs: list[tuple[int | str, tuple[Any, Any]]] = [*enumerate(zip(placed, args[1:], strict=False))]
             pairs += [(name, (one, kwargs[name])) for name, one in named.items() if name in kwargs]
-            found.update({name: _has_rows_by_window(*pair) for name, pair in pairs})
-            raise _Reached
+            found.append({name: _has_rows_by_window(*pair) for name, pair in pairs})
 
         if not self.checkpoint.batched:
-            return found
-        with self.blocks[0].register_forward_pre_hook(compare, with_kwargs=True), suppress(_Reached):
+            return [{} for _ in self.blocks]
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(compare, with_kwargs=True))
             self._forward(repeated(self._example, 2))
         return found
 
@@ -318,13 +326,6 @@ def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
     return found[0]
 
 
-def not_by_window(states: Sequence[Tensor], inputs: Inputs) -> bool:
-    """Return whether states are not `[windows, tokens, d]`, all of one shape."""
-    first = states[0].shape
-    tokens = inputs.shape[1] if isinstance(inputs, Tensor) and inputs.dim() == 2 else first[1]
-    return first[:2] != (len(inputs), tokens) or any(one.dim() != 3 or one.shape != first for one in states)
-
-
 def batch_size(model: Any, window: int, loss: bool) -> int:
     """Return how many windows fit into one batch; the logits are the largest tensor, or else the MLP's activations."""
     config = model.config.get_text_config()
@@ -364,9 +365,24 @@ def _stack_length(checkpoint: Checkpoint) -> int:
 
 
 def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
-    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == layers and len(set(map(id, module))) == layers:
+    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list.
+
+    In a model with parts that have their own configurations, such as an encoder of images, the blocks are those of the
+    text model.
+    """
+    config: Any = getattr(model, "config", None)
+    text = type(config.get_text_config()) if hasattr(config, "get_text_config") else object
+    own = next((part for part in model.modules() if isinstance(getattr(part, "config", None), text)), model)
+    others = {
+        inner
+        for part in own.modules()
+        if hasattr(getattr(part, "config", None), "get_text_config") and not isinstance(part.config, text)
+        for inner in part.modules()
+    }
+    for module in own.modules():
+        if module in others or not isinstance(module, nn.ModuleList):
+            continue
+        if len(module) == layers and len(set(map(id, module))) == layers:
             return list(module)
     return []
 
@@ -398,39 +414,12 @@ def _for_windows(one: Any, by_window: Any, windows: int) -> Any:
     return one.expand(windows, *rest) if len(one) == 1 else one.repeat(windows, *(1 for _ in rest))
 
 
-def hidden_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return the hidden states among the arguments of a block."""
-    found: Tensor = args[0] if args else kwargs["hidden_states"]
-    return found
-
-
-def hidden_out(out: Any) -> Tensor:
-    """Return the hidden states in the output of a module, which may be a tuple that starts with them."""
-    found: Tensor = out[0] if isinstance(out, tuple) else out
-    return found
-
-
-@contextmanager
-def replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward method of a module."""
-    own = module.__dict__.get("forward")  # set by accelerate, for example
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own
-
-
-@contextmanager
-def changed(module: nn.Module, change: Change) -> Iterator[None]:
-    """Apply `change` to the output of a module."""
-
-    def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
-        made = change(hidden_out(out))
-        return (made, *out[1:]) if isinstance(out, tuple) else made
-
-    with module.register_forward_hook(after):
-        yield
+def unusual_states(states: Sequence[Tensor], inputs: Inputs) -> str | None:
+    """Return why the states of a pass are not `[windows, tokens, d]`, all of one shape, or None if they are."""
+    if not states:
+        return NOT_SEEN
+    first = states[0].shape
+    is_usual = len(first) == 3 and len(inputs) == first[0] and all(one.shape == first for one in states)
+    if isinstance(inputs, Tensor) and inputs.dim() == 2:  # token ids
+        is_usual = is_usual and first[1] == inputs.shape[1]
+    return None if is_usual else NOT_BY_WINDOW

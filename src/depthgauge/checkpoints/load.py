@@ -1,6 +1,5 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
-import copy
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -16,7 +15,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters, tensor_count
+from depthgauge.checkpoints.stored_weights import count_parameters, described_parameters, tensor_count
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -286,7 +285,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
         )
-    described = described_parameters(source, config, chosen, placement)
+    described = described_parameters(source, config, chosen, placement.trust_remote_code)
     if placement.device_map is None:
         check_memory(source, placement, described)
     keywords: dict[str, Any] = {"config": config}
@@ -345,23 +344,6 @@ def refuse_infinite(model: Any, name: str) -> None:
             )
 
 
-def described_parameters(source: Source, config: Any, chosen: Any, placement: Placement) -> int:
-    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
-
-    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
-    """
-
-    def build() -> int:
-        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
-        with torch.device("meta"):
-            if is_auto:
-                return parameter_count(chosen.from_config(copied, trust_remote_code=placement.trust_remote_code))
-            return parameter_count(chosen._from_config(copied))
-
-    found: int = attempt(source.target, "configuration", build)
-    return found
-
-
 def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
     """Raise if the weights, in the requested dtype, do not fit into free memory.
 
@@ -400,7 +382,7 @@ def context_length(config: Any) -> int | None:
     """Return the largest number of tokens the model accepts, or None if its configuration does not say."""
     text = config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
-    if longest is None:
+    if longest is None or longest < 1:  # XLNet says −1: there is no limit
         return None
     # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.
     offset = (text.pad_token_id or 0) + 1 if text.model_type in ("roberta", "xlm-roberta", "camembert") else 0

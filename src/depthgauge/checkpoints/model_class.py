@@ -40,19 +40,20 @@ def _named_loader(config: Any) -> tuple[Any, str]:
         kind = config.model_type
         masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         is_causal = kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not masked
-    if is_causal or "AutoModelForCausalLM" in own_code:
-        return library.AutoModelForCausalLM, "loss"
+    is_causal = is_causal or "AutoModelForCausalLM" in own_code
+    auto_class = library.AutoModelForCausalLM if is_causal else library.AutoModel
     if not named or own_code:
-        return library.AutoModel, "states"
+        return auto_class, "loss" if is_causal else "states"
     found = getattr(library, named, None)
     if found is None:
         raise CheckpointError(
             f"the checkpoint is a {named}, which transformers {library.__version__} does not know; install a version "
             "that does"
         )
-    if not isinstance(config, getattr(found, "config_class", None) or object):
+    parts = (config, *(getattr(config, part, None) for part in getattr(config, "sub_configs", ())))
+    if not any(isinstance(part, getattr(found, "config_class", None) or object) for part in parts):
         raise CheckpointError(
             f"the config.json of the checkpoint contradicts itself: the model_type is {config.model_type!r}, and "
             f"architectures names a {named}; correct it"
         )
-    return found, objective_of(named)
+    return auto_class if is_causal else found, objective_of(named)

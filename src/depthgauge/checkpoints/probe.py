@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import counted, number
+from depthgauge.checkpoints.hooks import Change, changed
 from depthgauge.checkpoints.interface import Session, attending
-from depthgauge.checkpoints.layers import NOT_BY_WINDOW, Change, Stack, changed, not_by_window
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.layers import Stack, unusual_states
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.samples import Inputs, shortened
 
 TOKENS = 32
@@ -44,10 +46,14 @@ def probe(checkpoint: Checkpoint, inputs: Inputs) -> Probed:
         attention: str | None = f"{name} has no attention heads"
     else:
         own = model.config._attn_implementation
-        with quiet():
-            model.set_attn_implementation("eager")
-            stock = Stack(checkpoint, Session()).run(inputs)
-            model.set_attn_implementation(own)
+        try:
+            with quiet():
+                model.set_attn_implementation("eager")
+                require_output(checkpoint, inputs)  # eager attention may fail where the model's own does not
+                stock = Stack(checkpoint, Session()).run(inputs)
+                model.set_attn_implementation(own)
+        except ValueError as error:  # a part of the model does not have the implementation that the whole has
+            raise CheckpointError(f"the attention of a {name} cannot be exchanged: {short(error)}") from error
         with attending(model) as session:
             stack = Stack(checkpoint, session)
             attention = _unobserved(stack, inputs, stock)
@@ -94,12 +100,15 @@ def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
         for layer, block in enumerate(stack.blocks):
             hooks.enter_context(changed(block, keeping(layer)))
         intact, middle = stack.full(inputs), len(stack) // 2
-    if not_by_window(intact.states, inputs):
-        return NOT_BY_WINDOW
+    if (reason := unusual_states(intact.states, inputs)) is not None:
+        return reason
     for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
         if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
             return f"the model changes the states between the blocks {layer} and {layer + 1}"
-    again = stack.run(inputs, start=middle, state=intact.states[middle])
+    try:
+        again = stack.run(inputs, start=middle, state=intact.states[middle])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # as with Reformer
+        return f"its blocks do not return hidden states alone: {short(error)}"
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):
         return "its blocks need other inputs than the hidden states before them"
     return None

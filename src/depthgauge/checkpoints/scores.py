@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import Change, changed, hidden_in
+from depthgauge.checkpoints.hooks import Change, changed, hidden_in
 
 
 def block_influence(before: Float[Tensor, "batch n d"], after: Float[Tensor, "batch n d"]) -> float:

@@ -1,5 +1,6 @@
 """What the weight files of a checkpoint, or a model in memory, say about their tensors: sizes, dtypes, a digest."""
 
+import copy
 import hashlib
 import math
 from collections.abc import Iterator
@@ -21,6 +22,25 @@ def count_parameters(source: Source) -> tuple[int, int]:
     tensors = attempt(source.target, "weights", lambda: list(stored_tensors(source)))
     stored = sum(count * (4 if dtype is None else dtype.itemsize) for _, count, dtype in tensors)
     return sum(count for _, count, _ in tensors), stored
+
+
+def described_parameters(source: Source, config: Any, chosen: Any, trust_remote_code: bool) -> int:
+    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
+
+    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
+    """
+
+    def build() -> int:
+        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
+        with torch.device("meta"):
+            if is_auto:
+                built = chosen.from_config(copied, trust_remote_code=trust_remote_code)
+            else:
+                built = chosen._from_config(copied)
+        return sum(parameter.numel() for parameter in built.parameters())
+
+    found: int = attempt(source.target, "configuration", build)
+    return found
 
 
 def tensor_count(source: Source) -> int:

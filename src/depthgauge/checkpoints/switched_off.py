@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family
+from depthgauge.checkpoints.hooks import changed, hidden_in
 from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack, changed, hidden_in
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.measures.residuals import residual_size

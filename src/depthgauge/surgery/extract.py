@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from depthgauge._format import counted
 from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.layers import find_blocks
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.errors import InputError
@@ -42,9 +42,9 @@ def require_supported(checkpoint: Checkpoint) -> None:
 
     Raises:
         CheckpointError: the model contains a text model (as Gemma 3 with images does), its class is not part of
-            transformers, its weights are quantized, it has adapters or cross-attention, or its layers have different
-            configurations. The message says which. Whether the model without a block computes what it should is
-            measured by `verify_removal.first_removable`.
+            transformers, its weights are quantized, or it has adapters or cross-attention. The message says which.
+            Whether the model without a block computes what it should is measured by
+            `verify_removal.first_removable`.
     """
     model, config, name = checkpoint.model, checkpoint.config, checkpoint.name
     if model.config is not config:
@@ -65,10 +65,6 @@ def require_supported(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{name} has adapters; merge them into the weights and save the model first")
     if getattr(config, "add_cross_attention", False):
         raise CheckpointError(f"{name} has cross-attention; shrink supports models with self-attention only")
-    if getattr(config, "is_heterogeneous", False):
-        raise CheckpointError(
-            f"the layers of {name} have different configurations (per_layer_config); this is not supported"
-        )
     if not find_blocks(checkpoint.root, checkpoint.layers):
         raise CheckpointError(f"the blocks of {name} cannot be found: no list has {checkpoint.layers} modules")
 
@@ -87,14 +83,25 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
     require_supported(checkpoint)
     model = checkpoint.model
     kept = require_layers(kept, checkpoint.layers)
-    config = shrunk_config(checkpoint.config, kept, checkpoint.layer_key)
     own = model.config._attn_implementation
-    config._attn_implementation = None if own == OBSERVED else own
-    if hasattr(config, "tie_word_embeddings"):
-        config.tie_word_embeddings = _is_tied(model)
-    with quiet(), torch.device("meta"):
-        fresh = type(model)(config)
+    try:
+        config = shrunk_config(checkpoint.config, kept, checkpoint.layer_key)
+        config._attn_implementation = None if own == OBSERVED else own
+        if hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = _is_tied(model)
+        with quiet(), torch.device("meta"):
+            fresh = type(model)(config)
+    except Exception as error:  # configurations check themselves: some need a layer of each kind
+        raise CheckpointError(
+            f"without the removed blocks, transformers does not accept the configuration of {checkpoint.name}: "
+            f"{short(error)}; keep other blocks"
+        ) from error
     fresh.eval()
+    if not find_blocks(fresh, len(kept)):
+        raise CheckpointError(
+            f"blocks cannot be removed from {checkpoint.name}: the number of blocks of a {type(model).__name__} does "
+            "not follow num_hidden_layers of its configuration"
+        )
     if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
     first = find_blocks(checkpoint.root, checkpoint.layers)[0]
@@ -130,10 +137,15 @@ def _quantization(config: Any) -> str | None:
 
 
 def _is_tied(model: Any) -> bool:
-    """Return whether the output embeddings are the input embeddings, in fact and not by configuration."""
+    """Return whether the output embeddings are the input embeddings, in fact and not by configuration.
+
+    Where the class does not tie these two (LUKE ties others), the configuration says what it ties.
+    """
     into, out = model.get_input_embeddings(), model.get_output_embeddings()
-    if out is None or into.weight.device.type == "meta":  # offloaded weights have lost their identity
-        return bool(model.config.tie_word_embeddings)
+    names = [name for name, module in model.named_modules() if module is out]
+    ties = any(f"{name}.weight" in (getattr(model, "_tied_weights_keys", None) or ()) for name in names)
+    if not ties or into.weight.device.type == "meta":  # offloaded weights have lost their identity
+        return bool(getattr(model.config, "tie_word_embeddings", False))
     return into.weight is out.weight
 
 
@@ -256,7 +268,8 @@ def shrunk_config(config: Any, kept: Sequence[int], key: str = "num_hidden_layer
     - The number of layers, which is the value of `key`, becomes `len(kept)`, and lists with one entry per layer keep
       the entries of `kept`.
     - A list of kinds that is repeated until all layers have one (`block_types` of RecurrentGemma) becomes explicit.
-    - Lists of layer indices, such as `mlp_only_layers`, have the new indices of the layers that are kept.
+    - Lists of layer indices, such as `mlp_only_layers`, have the new indices of the layers that are kept. So has
+      `per_layer_config`, the settings of single layers by index.
     - A number m of first layers (`_FIRST_LAYERS`) becomes #{i in kept: i < m}. In Qwen models layer i has a sliding
       window if i ≥ `max_window_layers` and `layer_types` is missing; both rules now give each layer its former
       attention.
@@ -278,6 +291,9 @@ def shrunk_config(config: Any, kept: Sequence[int], key: str = "num_hidden_layer
             values[name] = [value[layer % len(value)] for layer in kept]
         elif _is_indices(name, value, layers):
             values[name] = [new for new, old in enumerate(kept) if old in value]
+        elif name == "per_layer_config" and value:
+            by_layer = {int(layer): own for layer, own in value.items()}
+            values[name] = {new: by_layer[old] for new, old in enumerate(kept) if old in by_layer}
         elif name in _FIRST_LAYERS and isinstance(value, int):
             values[name] = sum(layer < value for layer in kept)
     # GPT-2, for example, stores `num_hidden_layers` as `n_layer`.
@@ -287,9 +303,9 @@ def shrunk_config(config: Any, kept: Sequence[int], key: str = "num_hidden_layer
 
 
 def has_layer_lists(config: Any) -> bool:
-    """Return whether a configuration has lists with one entry per layer."""
-    layers = int(config.num_hidden_layers)
-    return any(_is_per_layer(key, value, layers) for key, value in config.to_dict().items())
+    """Return whether a configuration has lists with one entry per layer, or settings of single layers."""
+    layers, values = int(config.num_hidden_layers), config.to_dict()
+    return bool(values.get("per_layer_config")) or any(_is_per_layer(key, values[key], layers) for key in values)
 
 
 def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ transformers made of them: equal, transposed (GPT-2), larger by 1 (the norms of 
 (the queries and keys of Llama).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -15,10 +15,12 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from depthgauge._format import counted
 from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source
+from depthgauge.errors import InputError
 from depthgauge.surgery.output_names import WRITTEN, check_gguf_output
 
 FALLBACK = "Q8_0"
@@ -116,10 +118,16 @@ def gguf() -> Any:
     return import_module("gguf")
 
 
-def sliding_blocks(config: Any) -> list[int]:
-    """Return the blocks with a sliding window, if a model has different kinds of blocks."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
+def sliding_blocks(checkpoint: Checkpoint, removed: Collection[int]) -> list[int]:
+    """Return the blocks with a sliding window; raise if all of them would be removed, which llama.cpp cannot run."""
+    kinds = getattr(checkpoint.config, "layer_types", None) or ()
+    sliding = [index for index, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if sliding and set(sliding) <= set(removed):
+        raise InputError(
+            f"{counted(len(sliding), 'block')} of {checkpoint.name} have a sliding window, and all of them would "
+            "be removed; llama.cpp cannot run such a file: keep one of them, or give a directory as --out"
+        )
+    return sliding
 
 
 def decode(data: Any, kind: Any) -> Float[Tensor, "..."]:

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import decoded
 from depthgauge.progress import Step, silent
@@ -114,11 +114,14 @@ def _continue(
     made, finite = [fed], []
     with quiet():
         for column in uniform.unbind(dim=1):
-            out, cache = decoded(checkpoint.model, fed, cache)
+            try:
+                out, cache = decoded(checkpoint.model, fed, cache)
+                reason = f"{type(checkpoint.model).__name__} returns no KV cache"
+            except (AttributeError, LookupError, TypeError, ValueError) as error:  # its cache is of another kind
+                cache, reason = {}, short(error)
             if not cache:
                 raise CheckpointError(
-                    f"{checkpoint.name} cannot be sampled: {type(checkpoint.model).__name__} returns no KV cache; give "
-                    "a text with --text and use --sampled 0"
+                    f"{checkpoint.name} cannot be sampled: {reason}; give a text with --text and use --sampled 0"
                 )
             if out.logits.shape[:2] != fed.shape:  # RWKV, whose states of several rows are broadcast
                 raise CheckpointError(

@@ -68,8 +68,10 @@ def _has_cache(checkpoint: Checkpoint) -> bool:
     """Return whether a model generates and returns a cache; the first GPT and RecurrentGemma do not."""
     if checkpoint.objective != "loss":
         return False
-    ids = torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device)
-    return bool(decoded(checkpoint.model, ids, {})[1])
+    try:
+        return bool(decoded(checkpoint.model, torch.zeros(1, 1, dtype=torch.long, device=checkpoint.device), {})[1])
+    except (TypeError, ValueError):
+        return False
 
 
 def _run(checkpoint: Checkpoint, inputs: Inputs, new_tokens: int) -> tuple[float, float, int]:

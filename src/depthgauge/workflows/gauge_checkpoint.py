@@ -20,7 +20,7 @@ from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_give
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack, tokens_of
+from depthgauge.checkpoints.layers import Stack, tokens_of, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     BY_TARGETS,
@@ -225,7 +225,8 @@ def measure_windows(
             started, observing = time.perf_counter(), 0.0
             base = stack.full(window)
             seconds = time.perf_counter() - started
-            lost, states = objective(checkpoint.objective, window, base.output), base.states
+            lost = objective(checkpoint.objective, window, base.output)
+            states = () if unusual_states(base.states, window) else base.states
             own: dict[str, float | None] = {"loss": None}
             if checkpoint.objective in BY_TARGETS:
                 own["loss"] = float(window_losses(checkpoint.objective, base.output, window, base.output).mean())

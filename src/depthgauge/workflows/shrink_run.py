@@ -12,7 +12,6 @@ from typing import Any
 import msgspec
 import torch
 
-from depthgauge._format import counted
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.given_windows import GivenWindows
@@ -113,13 +112,8 @@ class ShrinkRun:
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
         is_gguf = isinstance(self.opened.stored, GgufLayout)
-        sliding = sliding_blocks(checkpoint.config) if is_gguf else []  # llama.cpp crashes without any
+        sliding = sliding_blocks(checkpoint, self.given or ()) if is_gguf else []  # llama.cpp crashes without any
         self.protected = self.opened.fixed.union(settings.protected(checkpoint.layers, checkpoint.name), sliding[:1])
-        if sliding and set(sliding) <= set(self.given or ()):
-            raise InputError(
-                f"{counted(len(sliding), 'block')} of {checkpoint.name} have a sliding window, and all of them would "
-                "be removed; llama.cpp cannot run such a file: keep one of them, or give a directory as --out"
-            )
         with self.durations("calibration windows"):
             self.calibration = self._calibrated()
         self.llama = self._source_in_llama()
