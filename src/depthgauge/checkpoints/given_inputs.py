@@ -1,8 +1,9 @@
-"""Read what the user gave window by window, images or pairs, and prepare the model for it."""
+"""Read what the user gave window by window, images, pairs or recordings, and prepare the model for it."""
 
 from dataclasses import replace
 from typing import Any
 
+from depthgauge.checkpoints.audio_files import find_audio, load_speech_reader, read_audio
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.image_files import (
     find_images,
@@ -12,6 +13,7 @@ from depthgauge.checkpoints.image_files import (
 )
 from depthgauge.checkpoints.layers import with_stack
 from depthgauge.checkpoints.load import (
+    AUDIO,
     IMAGES,
     PAIRS,
     TEXT,
@@ -29,41 +31,50 @@ from depthgauge.results.gauge_options import STACKS
 
 
 def read_kind(options: Any) -> str:
-    """Return what the options of `gauge` or `shrink` give to the model: `TEXT`, `IMAGES` or `PAIRS`."""
-    return IMAGES if options.images is not None else PAIRS if options.pairs is not None else TEXT
+    """Return what the options of `gauge` or `shrink` give to the model: `TEXT`, `IMAGES`, `AUDIO` or `PAIRS`."""
+    given = {IMAGES: options.images, AUDIO: options.audio, PAIRS: options.pairs}
+    return next((kind for kind, value in given.items() if value is not None), TEXT)
 
 
 def find_given(options: Any) -> None:
-    """Raise if the images or pairs that the options name cannot be used, before a download."""
+    """Raise if the images, pairs or recordings that the options name cannot be used, before a download."""
     if options.images is not None:
         find_images(options.images, options.labels)
     if options.pairs is not None:
         find_pairs(options.pairs)
+    if options.audio is not None:
+        find_audio(options.audio)
 
 
 def require_kind(model: Any, name: str, options: Any) -> None:
     """Raise unless a model in memory, called `name`, reads what the options give."""
     kind = read_kind(options)
-    require_pairs(model.config, name, kind)
-    require_inputs(type(model), name, TEXT if kind == PAIRS else kind)
+    require_pairs(type(model), model.config, name, kind)
+    require_inputs(type(model), name, kind)
 
 
 def load_reader(source: Source | None, placement: Placement, options: Any, given: Any) -> Any:
-    """Return the tokenizer or the image processor: that of a checkpoint, or the one that is given with a model."""
-    is_image = read_kind(options) == IMAGES
+    """Return the tokenizer or the processor: that of a checkpoint, or the one that is given with a model."""
+    kind = read_kind(options)
     if source is not None:
-        return (load_processor if is_image else load_tokenizer)(source, placement, given)
+        load: Any = {IMAGES: load_processor, AUDIO: load_speech_reader}.get(kind, load_tokenizer)
+        return load(source, placement, given)
+    what = {IMAGES: "image processor", AUDIO: "processor"}.get(kind, "tokenizer")
     if given is None:
-        what = "image processor" if is_image else "tokenizer"
-        hint = ", or weights_only=True" if read_kind(options) == TEXT and hasattr(options, "weights_only") else ""
+        hint = ", or weights_only=True" if kind == TEXT and hasattr(options, "weights_only") else ""
         raise InputError(f"a model in memory needs its {what}; give tokenizer=…{hint}")
+    if kind == AUDIO and not (hasattr(given, "feature_extractor") and hasattr(given, "tokenizer")):
+        raise InputError(
+            f"tokenizer must be the processor of the model, with a feature extractor and a tokenizer, got "
+            f"{type(given).__name__}; give a WhisperProcessor"
+        )
     return given
 
 
 def read_given(
     options: Any, reader: Any, config: Any, name: str, *, wanted: int, seed: int, least: int = 1, advice: str = ""
 ) -> GivenWindows:
-    """Read the images or pairs that the options name, through the `reader`, for the model called `name`."""
+    """Read the images, pairs or recordings that the options name, through the `reader`, for the model called `name`."""
     keywords: dict[str, Any] = {"wanted": wanted, "seed": seed, "least": least, "advice": advice}
     if options.images is not None:
         folder = find_images(options.images, options.labels)
@@ -72,11 +83,13 @@ def read_given(
     longest = LONGEST if options.window is None else options.window
     require_count("window", longest, "the most tokens of a source and of a target", least=2)
     longest = min(longest, context_length(config) or longest)
+    if options.audio is not None:
+        return read_audio(find_audio(options.audio), reader, config, longest=longest, **keywords)
     return read_pairs(find_pairs(options.pairs), reader, config, longest=longest, **keywords)
 
 
 def prepared(checkpoint: Checkpoint, windows: GivenWindows, options: Any) -> Checkpoint:
     """Return the checkpoint with what is measured on these windows."""
-    if windows.kind == "pairs":
+    if windows.kind != "images":
         return with_stack(checkpoint, options.stack or STACKS[0])
     return checkpoint if options.labels is None else replace(checkpoint, objective="labels")

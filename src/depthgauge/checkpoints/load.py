@@ -25,7 +25,7 @@ BY_TARGETS = ("loss", "labels")
 """Objectives that compare the output with targets. The others compare it with the output of the dense model."""
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
-TEXT, IMAGES, PAIRS = "input_ids", "pixel_values", "pairs"
+TEXT, IMAGES, AUDIO, PAIRS = "input_ids", "pixel_values", "input_features", "pairs"
 """What models read: their main input, or pairs of token ids."""
 MANY_LAYERS = 200
 """From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
@@ -202,7 +202,10 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     `reads` is the main input that the model will be given.
     """
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
-    require_pairs(config, source.target, reads)
+    loader, _ = loader_of(config)
+    if not hasattr(loader, "main_input_name"):
+        loader = transformers().MODEL_MAPPING.get(type(config), loader)
+    require_pairs(loader, config, source.target, reads)
     if not getattr(config.get_text_config(), "num_hidden_layers", 0):
         raise CheckpointError(
             f"{source.target} is a {config.model_type} model without layers: its configuration has no "
@@ -219,17 +222,21 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
             f"{source.target} is a {config.model_type} model with a vision tower and other parts; save the tower "
             "alone, for example with CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
         )
-    loader, _ = loader_of(config)
-    if not hasattr(loader, "main_input_name"):
-        loader = transformers().MODEL_MAPPING.get(type(config), loader)
-    require_inputs(loader, source.target, TEXT if reads == PAIRS else reads)
+    require_inputs(loader, source.target, reads)
     return config
 
 
-def require_pairs(config: Any, name: str, reads: str) -> None:
-    """Raise unless pairs are given to an encoder–decoder model, called `name`, and to no other."""
-    has_two = bool(getattr(config, "is_encoder_decoder", False))
-    if has_two and reads == TEXT:
+def require_pairs(kind: Any, config: Any, name: str, reads: str) -> None:
+    """Raise unless pairs are given to an encoder–decoder model of this class, called `name`, and to no other.
+
+    A model of speech is given recordings instead, and must write text.
+    """
+    has_two, needed = bool(getattr(config, "is_encoder_decoder", False)), getattr(kind, "main_input_name", TEXT)
+    if needed == AUDIO and reads == AUDIO and not (has_two and objective_of(kind.__name__) == "loss"):
+        raise CheckpointError(
+            f"{name} is a {kind.__name__}, which writes no text; give a model of speech that does, such as Whisper"
+        )
+    if has_two and needed == TEXT and reads in (TEXT, AUDIO):
         raise CheckpointError(
             f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
         )
@@ -240,12 +247,13 @@ def require_pairs(config: Any, name: str, reads: str) -> None:
 def require_inputs(kind: Any, name: str, reads: str) -> None:
     """Raise unless a model of this class, called `name`, reads the inputs that it will be given."""
     needed = getattr(kind, "main_input_name", TEXT)
-    if needed == reads:
+    if needed == (TEXT if reads == PAIRS else reads):
         return
     advice = {
-        TEXT: "give it text with --text, and leave --images out",
+        TEXT: f"give it text with --text, and leave {'--audio' if reads == AUDIO else '--images'} out",
         IMAGES: "give it images with --images DIR",
-    }.get(needed, "give a model of text or images")
+        AUDIO: "give it recordings and their transcripts with --audio DIR",
+    }.get(needed, "give a model of text, images or speech")
     raise CheckpointError(f"{name} is a {kind.__name__}, which reads {needed}; {advice}")
 
 
@@ -381,7 +389,8 @@ def free_memory(device: torch.device | None = None) -> int:
 def context_length(config: Any) -> int | None:
     """Return the largest number of tokens the model accepts, or None if its configuration does not say."""
     text = config.get_text_config()
-    longest = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    longest = next((value for name in names if (value := getattr(text, name, None))), None)
     if longest is None or longest < 1:  # XLNet says −1: there is no limit
         return None
     # The positions of RoBERTa models start at pad_token_id + 1; the ones before are never used.

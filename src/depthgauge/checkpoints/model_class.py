@@ -14,7 +14,11 @@ def objective_of(architecture: str) -> str:
     language models and bare decoders, by the `states` before their head.
     """
     auto = transformers().models.auto.modeling_auto
-    writers = (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    writers = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
     is_writer = any(architecture in names.values() for names in writers)
     return "loss" if is_writer else "logits" if "Classification" in architecture else "states"
 

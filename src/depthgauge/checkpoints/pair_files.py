@@ -1,7 +1,7 @@
 """Read pairs of a source and a target, as an encoder–decoder model reads them."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,16 +79,30 @@ def read_pairs(
     chosen = [found.pairs[index] for index in order]
     with quiet():
         sources = [tokenizer(source)["input_ids"][:longest] for source, _ in chosen]
-        targets = [tokenizer(text_target=target)["input_ids"][:longest] for _, target in chosen]
+    inputs = {
+        "input_ids": _padded(sources, config.pad_token_id or 0),
+        "attention_mask": _padded([[1] * len(source) for source in sources], 0),
+    }
+    samples = target_samples(inputs, [target for _, target in chosen], tokenizer, config, longest)
+    digest = hashlib.sha256("\0".join(text for pair in chosen for text in pair).encode()).hexdigest()
+    return GivenWindows("pairs", samples, str(found.path), digest)
+
+
+def target_samples(
+    sources: Mapping[str, torch.Tensor], texts: Sequence[str], tokenizer: Any, config: Any, longest: int
+) -> Samples:
+    """Return the inputs of an encoder–decoder model: sources, and target texts of at most `longest` tokens each.
+
+    The decoder reads a target after its start token. Where the tokenizer writes this token too, as that of Whisper
+    does, it is left out of the target.
+    """
     pad, start = config.pad_token_id or 0, config.decoder_start_token_id
     start = pad if start is None else start
-    inputs = {
-        "input_ids": _padded(sources, pad),
-        "attention_mask": _padded([[1] * len(source) for source in sources], 0),
-        "decoder_input_ids": _padded([[start, *target[:-1]] for target in targets], pad),
-    }
-    digest = hashlib.sha256("\0".join(text for pair in chosen for text in pair).encode()).hexdigest()
-    return GivenWindows("pairs", Samples(inputs, _padded(targets, IGNORED)), str(found.path), digest)
+    with quiet():
+        targets = [tokenizer(text_target=text)["input_ids"] for text in texts]
+    targets = [(target[1:] if target[:1] == [start] else target)[:longest] for target in targets]
+    read = _padded([[start, *target[:-1]] for target in targets], pad)
+    return Samples({**sources, "decoder_input_ids": read}, _padded(targets, IGNORED))
 
 
 def _padded(rows: list[list[int]], pad: int) -> torch.Tensor:

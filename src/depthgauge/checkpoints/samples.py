@@ -1,4 +1,4 @@
-"""What a model reads, window by window: token ids, images, or pairs of a source and a target.
+"""What a model reads, window by window: token ids, images, or a source and a target.
 
 Most functions take a tensor with one row per window, which is the model's main input: token ids `[windows, n]`, or
 images `[windows, channels, height, width]`. A model that reads several tensors, and one whose output is compared with
@@ -37,6 +37,11 @@ class Samples(ArrayRecord):
     def main(self) -> Tensor:
         """The main input."""
         return next(iter(self.inputs.values()))
+
+    @property
+    def sources(self) -> Mapping[str, Tensor]:
+        """The inputs without those of a decoder that reads the states of an encoder."""
+        return {name: value for name, value in self.inputs.items() if not name.startswith("decoder_")}
 
     def __len__(self) -> int:
         return len(self.main)

@@ -17,7 +17,7 @@ _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
 
 
-@with_options(ShrinkOptions, _PANELS, paths=("text", "images", "labels", "pairs", "tokenizer"))
+@with_options(ShrinkOptions, _PANELS, paths=("text", "images", "labels", "pairs", "audio", "tokenizer"))
 def command(
     model: Annotated[
         str,

@@ -54,8 +54,9 @@ class CheckpointDescription(Record, frozen=True, kw_only=True):
 class TextWindows(Record, frozen=True, kw_only=True):
     """What a checkpoint was gauged on: `windows` windows of `window` tokens of a text, or as many images.
 
-    `kind` is `text`, `images` or `pairs`; an image, or the padded side of a pair, becomes `window` tokens. `bos` says
-    whether every window starts with the BOS token (None: the model has none), `bos_reason` says why.
+    `kind` is `text`, `images`, `pairs` or `recordings`; an image, or the padded side of a pair or of a recording with
+    its transcript, becomes `window` tokens. `bos` says whether every window starts with the BOS token
+    (None: the model has none), `bos_reason` says why.
     """
 
     kind: str = "text"
@@ -68,7 +69,7 @@ class TextWindows(Record, frozen=True, kw_only=True):
     bos_reason: str | None = None
 
     def phrase(self) -> str:
-        """Return `8 windows of 256 tokens`, `16 images` or `16 pairs`."""
+        """Return `8 windows of 256 tokens`, `16 images`, `16 pairs` or `16 recordings`."""
         if self.kind != "text":
             return counted(self.windows, self.kind.removesuffix("s"))
         return f"{counted(self.windows, 'window')} of {self.window} tokens"

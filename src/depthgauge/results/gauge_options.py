@@ -19,14 +19,20 @@ ABOUT_TEXT = (
     "text", "as_is", "window", "tokens", "bos", "tokenizer", "weights_only", "force", "sampled", "evaluate",
     "gguf_type",
 )  # fmt: skip
-"""Options of `gauge` and `shrink` that a model of images has no use for."""
+"""Options of `gauge` and `shrink` that models of other inputs have no use for."""
+ONE_BY_ONE: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "images": ("images", ()),
+    "pairs": ("pairs", ("window", "tokenizer")),
+    "audio": ("recordings", ("window", "tokenizer")),
+}
+"""Options that give inputs one by one → what they are, and the options about text that apply to them."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
 SAMPLES = 16
-"""Images that a checkpoint is gauged on by default."""
+"""Images, pairs or recordings that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
-PATHS = ("input", "text", "images", "labels", "pairs", "tokenizer")
+PATHS = ("input", "text", "images", "labels", "pairs", "audio", "tokenizer")
 """Options that are paths."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float64", "float16", "bfloat16"),
@@ -40,7 +46,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4], or of images or pairs  [default: 16].
+        samples: Number of random inputs of a network  [default: 4], or of images, pairs or
+            recordings  [default: 16].
         tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
         seed: Seed of random inputs and of the choice of text windows  [default: 0].
@@ -51,6 +58,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
             and label, or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
+        audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
         window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
@@ -78,6 +86,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     images: Annotated[str | None, _CHECKPOINTS] = None
     labels: Annotated[str | None, _CHECKPOINTS] = None
     pairs: Annotated[str | None, _CHECKPOINTS] = None
+    audio: Annotated[str | None, _CHECKPOINTS] = None
     stack: Annotated[str | None, _CHECKPOINTS] = None
     as_is: Annotated[bool | None, _CHECKPOINTS] = None
     window: Annotated[int | None, _CHECKPOINTS] = None
@@ -112,25 +121,35 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
                 raise InputError(f"--{name.replace('_', '-')} applies to {other}; {target} is {noun}. Leave it out")
         if kind == CHECKPOINTS:
             refuse_other_inputs(self.given())
-            if self.samples is not None and self.images is None and self.pairs is None:
+            if self.samples is not None and not any(getattr(self, name) is not None for name in ONE_BY_ONE):
                 raise InputError(
-                    f"--samples applies to network files, --images and --pairs; {target} is {noun}. Leave it out"
+                    f"--samples applies to network files, --images, --pairs and --audio; {target} is {noun}. Leave it "
+                    "out"
                 )
 
 
 def refuse_other_inputs(given: Mapping[str, Any]) -> None:
-    """Raise if options about text are given with images or pairs, labels without images, or a stack without pairs."""
-    if "images" in given and "pairs" in given:
-        raise InputError("--images and --pairs are inputs of different models; leave one of them out")
-    for kind, allowed in (("images", ()), ("pairs", ("window", "tokenizer"))):
-        for name in given if kind in given else ():
+    """Raise if options are given that do not belong together.
+
+    These are inputs of two kinds, options about text with other inputs, labels without images, and a stack without
+    inputs of an encoder–decoder model.
+    """
+    kinds = [name for name in ONE_BY_ONE if name in given]
+    if len(kinds) > 1:
+        raise InputError(f"--{kinds[0]} and --{kinds[1]} are inputs of different models; leave one of them out")
+    for kind in kinds:
+        noun, allowed = ONE_BY_ONE[kind]
+        for name in given:
             if name in ABOUT_TEXT and name not in allowed:
-                raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {kind}; leave it out")
+                raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {noun}; leave it out")
     if "labels" in given and "images" not in given:
         raise InputError("--labels gives the labels of images; give the images with --images DIR")
     if "stack" in given:
-        if "pairs" not in given:
-            raise InputError("--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl")
+        if "pairs" not in given and "audio" not in given:
+            raise InputError(
+                "--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl, or recordings with "
+                "--audio DIR"
+            )
         if given["stack"] not in STACKS:
             raise unknown_name("stack", given["stack"], STACKS)
 

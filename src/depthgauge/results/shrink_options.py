@@ -54,6 +54,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
             and label, or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
+        audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
@@ -87,6 +88,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     images: Annotated[str | None, _TEXT] = None
     labels: Annotated[str | None, _TEXT] = None
     pairs: Annotated[str | None, _TEXT] = None
+    audio: Annotated[str | None, _TEXT] = None
     stack: Annotated[str | None, _TEXT] = None
     as_is: Annotated[bool, _TEXT] = False
     sampled: Annotated[float | None, _TEXT] = None
@@ -227,7 +229,7 @@ def make_shrink_options(options: ShrinkOptions | None, fields: dict[str, Any]) -
         "remove": _remove_text,
         "text": _text_list,
         "heal": _as_text,
-        **dict.fromkeys(("images", "labels", "pairs", "tokenizer"), str),
+        **dict.fromkeys(("images", "labels", "pairs", "audio", "tokenizer"), str),
     }
     normal |= dict.fromkeys(("remove_layers", "keep", "sizes", "max_bytes", "heal"), _as_text)
     return combine_options(ShrinkOptions, "shrink", options, given, normal)

@@ -72,7 +72,7 @@ class RepairStage(Record, frozen=True, kw_only=True):
 class SourceRecord(Record, frozen=True, kw_only=True):
     """One source of calibration windows, and its windows in each part.
 
-    `kind` is `text`, `sampled`, `built-in`, `images` or `pairs`.
+    `kind` is `text`, `sampled`, `built-in`, `images`, `pairs` or `recordings`.
     """
 
     kind: str
@@ -94,9 +94,9 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """What one window is: a `window` of text, an `image` or a `pair`."""
-        kinds = {source.kind for source in self.sources}
-        return "image" if "images" in kinds else "pair" if "pairs" in kinds else "window"
+        """What one window is: a `window` of text, an `image`, a `pair` or a `recording`."""
+        kinds = [source.kind for source in self.sources if source.kind in ("images", "pairs", "recordings")]
+        return kinds[0].removesuffix("s") if kinds else "window"
 
     @property
     def windows(self) -> str:
@@ -195,7 +195,7 @@ class GuaranteeRecord(Record, frozen=True, kw_only=True):
 
     - `quantile`: the bound; with a `limit`, it is the limit itself
     - `mean`: a bound on the mean, in documents of earlier versions; otherwise None
-    - `about`: what the guarantee is about: `text`, `sampled`, `built-in`, `images` or `pairs`
+    - `about`: what the guarantee is about, the `kind` of a source
     - `assumption`: the assumption that it needs, as a sentence
     - `limit`: the limit of `--max-increase`; `tested`: the sizes tested against it, from gentle to harsh
     """

@@ -72,6 +72,7 @@ TEXTS = {
     "text": "your text",
     "images": "your images",
     "pairs": "your pairs",
+    "recordings": "your recordings",
     "sampled": "sampled from the model",
     "built-in": "built-in text",
 }
@@ -80,6 +81,7 @@ ABOUT = {
     "text": "your text",
     "images": "your images",
     "pairs": "your pairs",
+    "recordings": "your recordings",
     "sampled": "text that the model writes itself",
     "built-in": "the built-in text",
 }
@@ -88,12 +90,13 @@ SHORT_TEXTS = {
     "text": "your text",
     "images": "your images",
     "pairs": "your pairs",
+    "recordings": "your recordings",
     "sampled": "sampled",
     "built-in": "built-in",
 }
 """Kind of text → label next to a chart."""
 
-GIVEN = ("text", "images", "pairs")
+GIVEN = ("text", "images", "pairs", "recordings")
 """Kinds that the user gave, by name."""
 BY_LOSS = ("loss", "labels")
 """Objectives that have a value before and after."""

@@ -28,7 +28,7 @@ from depthgauge.results.shrink_record import CalibrationRecord, SourceRecord
 from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts, drop_repeated
 from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
-KINDS = ("text", "images", "pairs", "sampled", "built-in")
+KINDS = ("text", "images", "pairs", "recordings", "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
 SAMPLE_TOKENS = 128

@@ -8,6 +8,7 @@ files. Importing depthgauge raises an error here.
 import hashlib
 import json
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,8 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
             if index < request["compared"] or not is_loss:
                 outputs[str(index)] = made[request["positions"]].cpu().contiguous()
         if is_loss and request["new_tokens"]:
-            prompt = given["input_ids"][:1].to(device)
-            mask = given.get("attention_mask", torch.ones_like(given["input_ids"]))[:1].to(device)
-            if targets is None:
-                prompt, mask = prompt[:, : request["prompt"]], mask[:, : request["prompt"]]
-            result |= generations(model, prompt, mask, request["new_tokens"])
+            length = request["prompt"] if targets is None else None
+            result |= generations(model, prompt_of(given, length), request["new_tokens"])
     assert not any(name.partition(".")[0] == "depthgauge" for name in sys.modules)
     save_file(outputs, exchange / "outputs.safetensors")
     (exchange / "result.json").write_text(json.dumps(result), "utf-8")
@@ -115,8 +113,20 @@ def digests(model: Any) -> dict[str, list[str | None]]:
     return found
 
 
-def generations(model: Any, prompt: Any, mask: Any, new_tokens: int) -> dict[str, Any]:
+def prompt_of(inputs: Mapping[str, Any], length: int | None) -> dict[str, Any]:
+    """Return the first window as a prompt: its first `length` tokens, or what the encoder of a model reads."""
+    import torch
+
+    found = {name: value[:1, :length] for name, value in inputs.items() if not name.startswith("decoder_")}
+    if "input_ids" in found:
+        found.setdefault("attention_mask", torch.ones_like(found["input_ids"]))
+    return found
+
+
+def generations(model: Any, prompt: Mapping[str, Any], new_tokens: int) -> dict[str, Any]:
     """Generate greedily with and without the cache and compare every step up to the first different token.
+
+    `prompt` has the arguments of the model for one window; see `prompt_of`.
 
     Returns `cached` and `uncached` (the new tokens), `cache_difference` (the largest |Δ logit| ÷ max |logit| while the
     tokens are equal), and `gap` (at the first different token, the difference between the logits of the two tokens
@@ -129,10 +139,13 @@ def generations(model: Any, prompt: Any, mask: Any, new_tokens: int) -> dict[str
     start = getattr(model.config, "decoder_start_token_id", None)
     # greedy, without penalties and stops
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
+    given = {name: value.to(model.device) for name, value in prompt.items()}
+    given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in given.items()}
     runs = []
     for use_cache in (True, False):
-        made = model.generate(
-            input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
+        # Not `model.generate`: that of Whisper divides a recording and needs the ids of its special tokens.
+        made = transformers.GenerationMixin.generate(
+            model, **given, do_sample=False, max_new_tokens=new_tokens, use_cache=use_cache,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
         tokens = made.sequences[0, -len(made.logits) :].tolist()

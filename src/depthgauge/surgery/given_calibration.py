@@ -1,4 +1,4 @@
-"""The images or pairs of a shrink, in three parts without overlap: to fit, to select and to certify."""
+"""The images, pairs or recordings of a shrink, in three parts without overlap: to fit, to select and to certify."""
 
 import torch
 

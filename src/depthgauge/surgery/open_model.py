@@ -13,6 +13,7 @@ from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.load import (
+    IMAGES,
     TEXT,
     Checkpoint,
     Placement,
@@ -241,7 +242,7 @@ def _read(
     Nothing here needs the weights.
     """
     settings.check_model(decoder, name)
-    if settings.pairs is None:  # otherwise the number of layers is that of a stack, which is found in the model
+    if read_kind(settings) in (TEXT, IMAGES):  # otherwise the number of layers is that of a stack, found in the model
         _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()

@@ -71,9 +71,8 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
     """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk."""
     if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
         return inputs
-    sources = Samples({name: inputs.inputs[name] for name in ("input_ids", "attention_mask")})
-    given = dict(inputs.inputs)
-    del given["input_ids"]
+    sources = Samples(inputs.sources)
+    given = {name: value for name, value in inputs.inputs.items() if name != checkpoint.reads}
     states = [
         checkpoint.model.get_encoder()(
             **sources[row : row + 1].keywords(checkpoint.device, checkpoint.model.dtype)

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import counted, number
-from depthgauge.checkpoints.load import OF_HEAD, TEXT, Checkpoint, context_length, wrap
+from depthgauge.checkpoints.load import OF_HEAD, Checkpoint, context_length, wrap
 from depthgauge.checkpoints.model_output import model_output, no_cache, pooled
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.errors import InputError, VerificationError
 from depthgauge.results.shrink_record import ReloadRecord
 from depthgauge.surgery.certify import as_dtype
-from depthgauge.surgery.fresh_process import digests, generations
+from depthgauge.surgery.fresh_process import digests, generations, prompt_of
 
 PROMPT = 32
 """Tokens of the prompt in the test of the key–value cache; shorter if the model's context is."""
@@ -159,11 +159,8 @@ def verify_reload(
             f"the largest output, more than {number(tolerance)}"
         )
     if like is not None and not found.get("cache_difference", 0.0) <= tolerance:
-        prompt = samples.inputs[TEXT][:1].to(like.device)
-        mask = samples.inputs.get("attention_mask", torch.ones_like(samples.inputs[TEXT]))[:1].to(like.device)
-        if samples.targets is None:
-            prompt, mask = prompt[:, : lengths["prompt"]], mask[:, : lengths["prompt"]]
-        theirs = generations(like.model, prompt, mask, lengths["new_tokens"])["cache_difference"]
+        prompt = prompt_of(samples.inputs, lengths["prompt"] if samples.targets is None else None)
+        theirs = generations(like.model, prompt, lengths["new_tokens"])["cache_difference"]
         tolerance = max(tolerance, AS_SOURCE * theirs)
     record = ReloadRecord(difference=difference, layers=found["layers"], generation=_check_cache(out, found, tolerance))
     if is_loss:

@@ -26,17 +26,18 @@ from depthgauge.errors import InputError, OutputError, require_path
 
 _TOKENIZER = (
     "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "special_tokens_map.json", "added_tokens.json", "normalizer.json", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "chat_template.*", "additional_chat_templates",
     "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Files of a tokenizer and of its chat templates, and of an image processor."""
+"""Files of a tokenizer and of its chat templates, and of a processor."""
 _COMPANIONS = (
     "LICENSE", "LICENSE.*", "LICENCE", "LICENCE.*", "NOTICE", "NOTICE.*", "USE_POLICY*",
-    "modules.json", "sentence_bert_config.json",
+    "preprocessor_config.json", "processor_config.json", "modules.json", "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )  # fmt: skip
-"""Files that remain valid for the shrunk model: licences, and the pipeline of a sentence-transformers model."""
+"""Files that remain valid for the shrunk model: licences, processors of images and sound, which may not be
+beside another tokenizer, and the pipeline of a sentence-transformers model."""
 _WEIGHTS = ("model*.safetensors", "consolidated*.safetensors", PICKLED)
 """Files of weights."""
 _TEXTS = (

@@ -94,7 +94,7 @@ def gauge(
     with Journal(out, resume=resume, overwrite=overwrite, message=message) as journal:
         text = None if asked.text is None else split_field(asked.text)[0]
         inputs = {"TARGET": found.path, "--input": asked.input, "--text": text, "--tokenizer": asked.tokenizer}
-        inputs |= {"--labels": asked.labels, "--pairs": asked.pairs}
+        inputs |= {"--labels": asked.labels, "--pairs": asked.pairs, "--audio": asked.audio}
         check_outputs({"--out": out, "--report": report}, inputs, overwrite=overwrite, is_own=journal.has_written)
         if found.kind == CHECKPOINTS:
             request = check_gauge(found, asked, message)

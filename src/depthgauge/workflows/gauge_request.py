@@ -7,7 +7,14 @@ from depthgauge.checkpoints.hub import resolve
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
 from depthgauge.errors import InputError, require_count, require_seed
-from depthgauge.results.gauge_options import CHECKPOINTS, SAMPLES, GaugeOptions, check_choices, chosen_kinds
+from depthgauge.results.gauge_options import (
+    CHECKPOINTS,
+    ONE_BY_ONE,
+    SAMPLES,
+    GaugeOptions,
+    check_choices,
+    chosen_kinds,
+)
 from depthgauge.results.shrink_options import ABOUT_FILES
 from depthgauge.workflows.target import Target
 
@@ -19,7 +26,7 @@ class GaugeRequest:
     - `target`, `given`: the checkpoint, and the options as they were given
     - `asked`: the options with their defaults
     - `kinds`: the what-ifs
-    - `text`: the text; None if images, pairs or the weights alone are gauged
+    - `text`: the text; None if images, pairs, recordings or the weights alone are gauged
     - `source`: the files of the checkpoint; None for a model in memory
     """
 
@@ -41,10 +48,10 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     require_seed(asked.seed or 0)
     text = None
-    if asked.images is not None or asked.pairs is not None:
+    if any(getattr(asked, name) is not None for name in ONE_BY_ONE):
         from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
 
-        require_count("samples", asked.samples or SAMPLES, "the number of images or pairs to use")
+        require_count("samples", asked.samples or SAMPLES, "the number of images, pairs or recordings to use")
         find_given(asked)
     elif not asked.weights_only:
         text = find_text(asked.text, bool(asked.as_is))

@@ -18,7 +18,7 @@ from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import plotly_code, sizes_page_text, write_report
 from depthgauge.results.evaluate_options import split_tasks
-from depthgauge.results.gauge_options import CHECKPOINTS
+from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
@@ -247,6 +247,7 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
         "--images": settings.images,
         "--labels": settings.labels,
         "--pairs": settings.pairs,
+        "--audio": settings.audio,
         **{f"--text {text}": split_field(text)[0] for text in settings.text},
     }
 
@@ -269,7 +270,7 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
-    if settings.images is not None or settings.pairs is not None:
+    if any(getattr(settings, name) is not None for name in ONE_BY_ONE):
         from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
 
         find_given(settings)

@@ -1,0 +1,227 @@
+"""Whisper, gauged and shrunk on recordings with transcripts, one stack at a time."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import save_checkpoint
+from tiny_pairs import save_paired, save_pairs
+from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_speech_model, save_wave, speech_model
+
+import depthgauge as dg
+from depthgauge.checkpoints.audio_files import SpeechReader, find_audio, read_audio
+from depthgauge.checkpoints.library import quiet
+from depthgauge.checkpoints.samples import Samples
+from depthgauge.cli.main import main
+from depthgauge.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("speech")
+    save_recordings(folder / "recordings", 140)
+    save_speech_model(folder / "whisper")
+    save_checkpoint(folder / "llama", "llama")
+    save_paired(folder / "t5", "t5")
+    save_pairs(folder / "pairs.jsonl", 4)
+    return folder
+
+
+def reader_of(place: Path) -> SpeechReader:
+    from transformers import AutoTokenizer
+
+    return SpeechReader(feature_extractor(), AutoTokenizer.from_pretrained(place / "whisper"))
+
+
+def samples_of(place: Path, count: int) -> Samples:
+    found = find_audio(place / "recordings")
+    return read_audio(found, reader_of(place), speech_model().config, wanted=count, longest=32, seed=0).inputs
+
+
+def plain_losses(model: Any, samples: Samples) -> torch.Tensor:
+    """Return the loss that transformers computes from labels, recording by recording, without padding."""
+    found = []
+    with torch.no_grad():
+        for features, targets in zip(samples.inputs["input_features"], samples.targets, strict=True):
+            found.append(model(input_features=features[None], labels=targets[targets != -100][None]).loss)
+    return torch.stack(found).double()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: Any) -> Any:
+    monkeypatch.setattr(sys, "argv", ["depthgauge", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
+def test_a_recording_and_its_transcript_are_as_transformers_reads_them(place: Path, tmp_path: Path) -> None:
+    """Two channels are averaged. The tokenizer writes the start token, which the decoder reads and never writes."""
+    sound = np.random.default_rng(1).integers(-3000, 3000, (8000, 2))
+    save_wave(tmp_path / "a.wav", sound, channels=2)
+    (tmp_path / "a.txt").write_text("w3 w1 w2\n")
+    reader = reader_of(place)
+    config = speech_model().config
+    samples = read_audio(find_audio(tmp_path), reader, config, wanted=1, longest=32, seed=0).inputs
+    plain = (sound.mean(axis=1) / 32768).astype(np.float32)
+    expected = feature_extractor()(plain, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    torch.testing.assert_close(samples.inputs["input_features"], expected)
+    labels = reader.tokenizer("w3 w1 w2")["input_ids"]
+    assert labels[0] == config.decoder_start_token_id
+    assert samples.inputs["decoder_input_ids"].tolist() == [labels[:-1]]
+    assert samples.targets.tolist() == [labels[1:]]
+
+
+@pytest.mark.parametrize("stack", ["decoder", "encoder"])
+def test_gauge_measures_the_loss_without_a_block(stack: str, place: Path) -> None:
+    audio = place / "recordings"
+    result = dg.gauge(place / "whisper", audio=audio, stack=stack, samples=4, what_if="block", device="cpu")
+    subject = result.subjects[0]
+    model, samples = speech_model(), samples_of(place, 4)
+    intact = plain_losses(model, samples)
+    assert subject.baseline.loss == pytest.approx(float(intact.mean()), rel=1e-4)
+    assert len(subject.layers) == LAYERS[stack]
+    assert subject.text.phrase() == "4 recordings"
+    for layer in range(LAYERS[stack]):
+        smaller = copy.deepcopy(model)
+        del (smaller.get_encoder() if stack == "encoder" else smaller.get_decoder()).layers[layer]
+        added = float((plain_losses(smaller, samples) - intact).mean())
+        assert subject.layers[layer].what_if["block"].loss == pytest.approx(added, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("stack", ["decoder", "encoder"])
+def test_shrink_writes_one_stack_smaller(
+    stack: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command; a new process with transformers alone has the loss of the record and the logits of the model."""
+    out, words = tmp_path / "out", ["--stack", stack] if stack == "encoder" else []
+    words += ["--remove", "1", "--effort", "quick", "--device", "cpu", "--out", out]
+    code = run(monkeypatch, "shrink", place / "whisper", "--audio", place / "recordings", *words)
+    assert code in (0, None), capsys.readouterr().err
+    record = json.loads((out / "depthgauge.json").read_text())
+    assert (record["objective"], record["layers_after"]) == ("loss", LAYERS[stack] - 1)
+    assert record["reload"]["generation"] == "equal with and without cache"
+    assert record["speed"]["what"] == "1 recording, on cpu"
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / "whisper", out))
+    assert {key for key in before if before[key] != after.get(key)} - {"transformers_version"} <= {
+        f"{stack}_layers", *(["num_hidden_layers"] if stack == "encoder" else []),
+    }  # fmt: skip
+    assert after[f"{stack}_layers"] == LAYERS[stack] - 1
+    assert (out / "preprocessor_config.json").is_file()
+    assert "95 % of recordings like those of" in (out / "README.md").read_text()
+    samples = samples_of(place, 132)[72:]
+    torch.save((dict(samples.inputs), samples.targets), tmp_path / "certify.pt")
+    script = (
+        "import sys, torch, transformers\n"
+        "inputs, targets = torch.load(sys.argv[2])\n"
+        "model = transformers.AutoModelForSpeechSeq2Seq.from_pretrained(sys.argv[1]).eval()\n"
+        "torch.save(model(**inputs).logits.detach(), sys.argv[3])\n"
+    )
+    made = tmp_path / "logits.pt"
+    command = [sys.executable, "-W", "ignore", "-c", script, out, tmp_path / "certify.pt", made]
+    subprocess.run(command, capture_output=True, check=True)
+    logits = torch.load(made)
+    losses = [torch.nn.functional.cross_entropy(a, b) for a, b in zip(logits, samples.targets, strict=True)]
+    assert record["loss"]["shrunk"] == pytest.approx(float(torch.stack(losses).double().mean()), rel=1e-4)
+    assert record["loss"]["dense"] == pytest.approx(float(plain_losses(speech_model(), samples).mean()), rel=1e-4)
+    if not record["repaired"]:
+        model = speech_model()
+        layers = (model.get_encoder() if stack == "encoder" else model.get_decoder()).layers
+        for layer in record["removed"]:
+            del layers[layer]
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(**samples.inputs, use_cache=False).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_gauge_by_the_command(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--samples", "4", "--what-if", "block", "--device", "cpu"]
+    assert run(monkeypatch, "gauge", place / "whisper", "--audio", place / "recordings", *words) in (0, None)
+    assert "4 recordings" in capsys.readouterr().out
+
+
+def test_a_model_in_memory_takes_its_processor(place: Path) -> None:
+    audio = place / "recordings"
+    result = dg.shrink(speech_model(), audio=audio, tokenizer=reader_of(place), remove=1, effort="quick")
+    assert (result.model.config.decoder_layers, result.model.config.encoder_layers) == (2, 4)
+    with pytest.raises(InputError, match="a model in memory needs its processor"):
+        dg.gauge(speech_model(), audio=audio)
+    with pytest.raises(InputError, match="with a feature extractor and a tokenizer"):
+        dg.gauge(speech_model(), audio=audio, tokenizer=reader_of(place).tokenizer)
+
+
+def _folder(folder: Path, text: str | None = "w1 w2", sound: Any = range(4000), **keywords: Any) -> list[str]:
+    save_wave(folder / "a.wav", sound, **keywords)
+    if text is not None:
+        (folder / "a.txt").write_text(text)
+    return ["--audio", str(folder)]
+
+
+def _damaged(folder: Path, size: int) -> list[str]:
+    words, path = _folder(folder), folder / "a.wav"
+    path.write_bytes(path.read_bytes()[:size])
+    return words
+
+
+BAD: dict[str, tuple[str, Any, str]] = {
+    "no files": ("whisper", lambda f: ["--audio", str(f)], "contains no WAV files"),
+    "no directory": ("whisper", lambda _: ["--audio", "gone"], "--audio must be a directory of WAV files"),
+    "no transcript": ("whisper", lambda f: _folder(f, None), "a.wav has no transcript; write its text to a.txt"),
+    "empty transcript": ("whisper", lambda f: _folder(f, " \n"), "the transcript .*a.txt is empty"),
+    "no WAV": ("whisper", lambda f: _damaged(f, 10), "cannot read .*a.wav as a WAV file"),
+    "cut": ("whisper", lambda f: _damaged(f, 1000), "a.wav ends after 956 of 8,000 bytes of sound"),
+    "silent": ("whisper", lambda f: _folder(f, sound=[]), "a.wav contains no sound"),
+    "bits": ("whisper", lambda f: _folder(f, sound=[1] * 9, width=1), "has 8 bits per sample, expected 16; .* ffmpeg"),
+    "rate": ("whisper", lambda f: _folder(f, rate=8000), "rate of 8000 Hz, .* expects 16000 Hz; .* sox .* ffmpeg"),
+    "decoder": ("llama", _folder, "which reads input_ids; give it text with --text, and leave --audio out"),
+    "pairs model": ("t5", _folder, "give it pairs of a source and a target with --pairs"),
+    "text": ("whisper", lambda _: [], "which reads input_features; .* with --audio DIR"),
+    "pairs": ("whisper", lambda f: ["--pairs", str(f.parent / "pairs.jsonl")], "reads input_features; .* --audio DIR"),
+    "text too": ("whisper", lambda f: [*_folder(f), "--text", "t"], "--text is about text, and --audio gives record"),
+    "images too": ("whisper", lambda f: [*_folder(f), "--images", "d"], "--images and --audio are inputs of different"),
+    "pairs too": ("whisper", lambda f: [*_folder(f), "--pairs", "p"], "--pairs and --audio are inputs of different"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize("verb", ["gauge", "shrink"])
+def test_bad_recordings_are_one_sentence(
+    case: str, verb: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    model, words, said = BAD[case]
+    folder, out = tmp_path / "given", tmp_path / "out.json"
+    folder.mkdir()
+    save_pairs(tmp_path / "pairs.jsonl", 4)
+
+    def load(*_: Any) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint.load_model", load)
+    monkeypatch.setattr("depthgauge.surgery.open_model.load_model", load)
+    more = ["--remove", "1"] if verb == "shrink" else []
+    code = run(monkeypatch, verb, place / model, *words(folder), "--device", "cpu", "--out", out, *more)
+    error = " ".join(capsys.readouterr().err.split())
+    assert code == 2
+    assert re.search(said, error), error
+    assert error.startswith("error: ")
+    assert not out.exists()
+
+
+def test_too_few_recordings_and_a_model_that_writes_no_text(place: Path, tmp_path: Path) -> None:
+    from transformers import WhisperForAudioClassification
+
+    few = save_recordings(tmp_path / "few", 20)
+    for end in (".wav", ".txt"):  # equal recordings count once
+        (few / f"copy{end}").write_bytes((few / f"000{end}").read_bytes())
+    with pytest.raises(InputError, match="has 20 different recordings, and 376 are needed; give more recordings, or"):
+        dg.shrink(place / "whisper", audio=few, remove=1, device="cpu")
+    with quiet():
+        WhisperForAudioClassification(speech_model().config).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(InputError, match="is a WhisperForAudioClassification, which writes no text"):
+        dg.gauge(tmp_path / "classifier", audio=few, device="cpu")
