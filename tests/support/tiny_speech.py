@@ -35,6 +35,7 @@ def speech_model() -> Any:
         decoder_start_token_id=1, begin_suppress_tokens=None,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config).eval()
+    model.generation_config.alignment_heads = [[layer, 3 - layer] for layer in range(LAYERS["decoder"])]
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)

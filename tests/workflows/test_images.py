@@ -267,7 +267,7 @@ def test_options_about_text_are_refused_with_images(option: str, place: Path) ->
 
 
 def test_samples_are_for_networks_and_images(place: Path) -> None:
-    with pytest.raises(InputError, match="--samples applies to network files, --images and --pairs"):
+    with pytest.raises(InputError, match="--samples applies to network files, --images, --pairs and --audio"):
         dg.gauge(place / "bert", text=place / "corpus.txt", samples=3)
 
 

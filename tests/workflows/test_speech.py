@@ -114,6 +114,9 @@ def test_shrink_writes_one_stack_smaller(
     }  # fmt: skip
     assert after[f"{stack}_layers"] == LAYERS[stack] - 1
     assert (out / "preprocessor_config.json").is_file()
+    aligned = json.loads((out / "generation_config.json").read_text())["alignment_heads"]
+    kept = [layer for layer in range(3) if stack == "encoder" or layer not in record["removed"]]
+    assert aligned == [[new, 3 - old] for new, old in enumerate(kept)]
     assert "95 % of recordings like those of" in (out / "README.md").read_text()
     samples = samples_of(place, 132)[72:]
     torch.save((dict(samples.inputs), samples.targets), tmp_path / "certify.pt")

@@ -22,6 +22,9 @@ from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.errors import InputError
 
+ALIGNED = "alignment_heads"
+"""The setting of generation with pairs of a decoder block and a head, which find the times of words."""
+
 PER_LAYER = (
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta",
     "num_attention_heads_per_layer", "num_key_value_heads_per_layer",
@@ -110,8 +113,19 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
     _keep_scales(fresh, config, kept)
     if getattr(model, "generation_config", None) is not None:
         fresh.generation_config = copy.deepcopy(model.generation_config)
+        if checkpoint.stack == "decoder":
+            _renumber_aligned(fresh.generation_config, kept)
     _distribute(model, fresh, blocks, kept)
     return fresh
+
+
+def _renumber_aligned(config: Any, kept: Sequence[int]) -> None:
+    """Leave only heads of the `kept` blocks, by their new numbers, to find the times of words, as Whisper does."""
+    if heads := getattr(config, ALIGNED, None):
+        left = [[kept.index(layer), head] for layer, head in heads if layer in kept]
+        setattr(config, ALIGNED, left)
+        if not left:
+            delattr(config, ALIGNED)  # transformers then says that there are no such times
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:

@@ -23,6 +23,7 @@ from depthgauge._journal import RECORD
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.source import PICKLED, Source
 from depthgauge.errors import InputError, OutputError, require_path
+from depthgauge.surgery.extract import ALIGNED
 
 _TOKENIZER = (
     "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
@@ -224,10 +225,16 @@ def _plain_generation_config(model: Any) -> Iterator[None]:
 
 
 def _write_generation_config(model: Any, source: Source | None, folder: Path) -> None:
-    """Copy the generation configuration of the source, or write that of the model."""
+    """Copy the generation configuration of the source, with the model's `ALIGNED`, or write that of the model."""
     written = folder / "generation_config.json"
     if source is not None and source.gguf is None and (source.folder / written.name).is_file():
         shutil.copyfile(source.folder / written.name, written)
+        if getattr(model.config, "is_encoder_decoder", False):
+            settings = json.loads(written.read_text("utf-8"))
+            if settings.pop(ALIGNED, None) is not None:
+                heads = getattr(model.generation_config, ALIGNED, None)
+                settings |= {} if heads is None else {ALIGNED: heads}
+                written.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     elif written.is_file():  # the model can generate
         with quiet():
             model.generation_config.to_json_file(written, use_diff=True)
