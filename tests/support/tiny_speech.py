@@ -25,7 +25,7 @@ def feature_extractor() -> Any:
 
 def speech_model() -> Any:
     """Return a Whisper with random weights, in evaluation mode; its start token is that of `save_tokenizer`."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
+    from transformers import GenerationConfig, WhisperConfig, WhisperForConditionalGeneration
 
     torch.manual_seed(0)
     config = WhisperConfig(
@@ -35,7 +35,9 @@ def speech_model() -> Any:
         decoder_start_token_id=1, begin_suppress_tokens=None,
     )  # fmt: skip
     model = WhisperForConditionalGeneration(config).eval()
-    model.generation_config.alignment_heads = [[layer, 3 - layer] for layer in range(LAYERS["decoder"])]
+    aligned = [[layer, 3 - layer] for layer in range(LAYERS["decoder"])]
+    # A new one: transformers does not load a generation configuration that comes from that of the model.
+    model.generation_config = GenerationConfig(pad_token_id=0, decoder_start_token_id=1, alignment_heads=aligned)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape)
