@@ -32,8 +32,9 @@ What `gauge` and `shrink` do with each family of text and image models of transf
 
 For each family, a tiny model with random weights (four layers, width 32, 40 tokens) was made from the defaults of its
 configuration and saved. It was gauged, one of its blocks was removed, and what was written was loaded again in another
-process. A family counts as shrunk if the written model has the same weights and outputs as the one in memory and, for a
-decoder, generates the same text with and without its key–value cache.
+process. Models of images read random images of their size, and encoder–decoder models read pairs of texts; the block
+that was removed is one of the decoder. A family counts as shrunk if the written model has the same weights and outputs
+as the one in memory and, if it generates text, generates the same with and without its key–value cache.
 """
 _COLUMNS = """\
 - **heads**: whether the attention weights were observed

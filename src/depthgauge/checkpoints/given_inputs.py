@@ -20,6 +20,7 @@ from depthgauge.checkpoints.load import (
     context_length,
     load_tokenizer,
     require_inputs,
+    require_layers,
     require_pairs,
 )
 from depthgauge.checkpoints.pair_files import LONGEST, find_pairs, read_pairs
@@ -45,6 +46,7 @@ def require_kind(model: Any, name: str, options: Any) -> None:
     """Raise unless a model in memory, called `name`, reads what the options give."""
     kind = read_kind(options)
     require_pairs(model.config, name, kind)
+    require_layers(model.config, name)
     require_inputs(type(model), name, TEXT if kind == PAIRS else kind)
 
 

@@ -80,8 +80,10 @@ def read_pairs(
     with quiet():
         sources = [tokenizer(source)["input_ids"][:longest] for source, _ in chosen]
         targets = [tokenizer(text_target=target)["input_ids"][:longest] for _, target in chosen]
-    pad, start = config.pad_token_id or 0, config.decoder_start_token_id
-    start = pad if start is None else start
+    pad = config.pad_token_id or 0
+    # transformers generates after the first of these that is set.
+    starts = (getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id"))
+    start = next((one for one in starts if one is not None), pad)
     inputs = {
         "input_ids": _padded(sources, pad),
         "attention_mask": _padded([[1] * len(source) for source in sources], 0),
