@@ -342,7 +342,8 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
     Raises:
         CheckpointError: there is no such key.
     """
-    model, other = checkpoint.model, "encoder" if stack == "decoder" else "decoder"
+    kind: Any = type(checkpoint.model)
+    other = "encoder" if stack == "decoder" else "decoder"
     lengths = {name: _stack_length(replace(checkpoint, stack=name)) for name in (stack, other)}
     values = checkpoint.config.to_dict().items()
     for key in [key for key, value in values if type(value) is int and value == lengths[stack] and "layer" in key]:
@@ -350,7 +351,7 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
         setattr(config, key, lengths[stack] + 1)
         try:
             with torch.device("meta"):
-                built = attempt(checkpoint.name, "model", partial(type(model), config), verb="build")
+                built = attempt(checkpoint.name, "model", partial(kind, config), verb="build")
         except CheckpointError:  # transformers compares the numbers of layers with other settings
             continue
         trial = replace(checkpoint, model=built)
