@@ -292,7 +292,7 @@ def test_a_model_with_unsupported_attention_is_not_observable(monkeypatch: pytes
     assert found.blocks is None
     with pytest.raises(InputError, match=r"its blocks cannot be rerun \(its states are not arranged by window"):
         probe(wrap(tiny_model("xlnet")), tokens(batch=1))
-    with pytest.raises(InputError, match=r"AlbertModel cannot be gauged on text: its attention weights are not obs"):
+    with pytest.raises(InputError, match=r"AlbertModel cannot be gauged: its attention weights are not obs"):
         probe(wrap(tiny_model("albert")), tokens(batch=1))
 
 

@@ -149,7 +149,9 @@ def test_the_pipeline_of_a_sentence_model_is_copied(tmp_path: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
     outside = tmp_path / "private"
     outside.mkdir()
-    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}, {"path": "../private"}]')
+    kinds = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "../private"}
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds.items()]
+    (folder / "modules.json").write_text(json.dumps(modules))
     checkpoint = loaded(folder)
     write_model(extract(checkpoint, (1,)), checkpoint.source, None, tmp_path / "out", {}, overwrite=False)
     assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
@@ -260,8 +262,9 @@ def test_everything_that_is_copied_may_be_replaced(tmp_path: Path, shrunk: Any) 
     folder, out = tmp_path / "model", tmp_path / "out"
     save_checkpoint(folder, "bert")
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text("{}")
-    (folder / "modules.json").write_text('[{"path": ""}, {"path": "1_Pooling"}]')
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode": "mean"}')
+    modules = [{"type": "Transformer", "path": ""}, {"type": "Pooling", "path": "1_Pooling"}]
+    (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("x")
     (folder / "LICENSE.txt").write_text("x")

@@ -99,7 +99,7 @@ def test_the_bos_token_is_not_decided_on_certify_windows(
     chosen = {"text": text} if given_text else {}
     subject = opened(tiny_model("llama"), Letters(), window=32, sampled=sampled, **chosen)
     made = prepare_calibration(
-        subject.checkpoint, subject.tokenizer, subject.texts, subject.start, message=lambda sentence: None
+        subject.checkpoint, subject.tokenizer, subject.read, subject.start, message=lambda sentence: None
     )
     assert len(measured) == MEASURED_WINDOWS
     assert all(len(body) > 24 for body in measured)
@@ -178,12 +178,12 @@ def test_a_field_is_measured_as_its_text_alone(gpt2: Path, jsonl: Path, tmp_path
 
 def test_shrink_reads_fields(gpt2: Path, jsonl: Path) -> None:
     subject = opened(gpt2, text=[f"{jsonl}:body", jsonl])
-    assert [source.name for source in subject.texts.sources] == [f"{jsonl}:body", f"{jsonl}:text"]
+    assert [source.name for source in subject.read.sources] == [f"{jsonl}:body", f"{jsonl}:text"]
     with pytest.raises(InputError, match=r"data\.jsonl:text is given twice"):
         opened(gpt2, text=[f"{jsonl}:text", jsonl])
     with pytest.raises(InputError, match=r"line 1 of .* has no field 'title'; its fields are: 'id', 'text', 'body'"):
         opened(gpt2, text=f"{jsonl}:title")
-    unk = opened(gpt2, text=jsonl, as_is=True).texts.sources[0]
+    unk = opened(gpt2, text=jsonl, as_is=True).read.sources[0]
     assert unk.name == str(jsonl)
 
 

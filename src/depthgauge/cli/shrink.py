@@ -13,7 +13,7 @@ from depthgauge.results.shrink_options import HOW_MUCH, MODEL, SIZE, TEXT, WAYS,
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
 
-_PANELS = {SIZE: "Size and guarantee", TEXT: "Text and images", MODEL: "Model"}
+_PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
 
 
