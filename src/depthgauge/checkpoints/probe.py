@@ -96,16 +96,16 @@ def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
     def keeping(layer: int) -> Change:
         return lambda out: outputs.setdefault(layer, out)
 
-    with ExitStack() as hooks:
-        for layer, block in enumerate(stack.blocks):
-            hooks.enter_context(changed(block, keeping(layer)))
-        intact, middle = stack.full(inputs), len(stack) // 2
-    if (reason := unusual_states(intact.states, inputs)) is not None:
-        return reason
-    for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
-        if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
-            return f"the model changes the states between the blocks {layer} and {layer + 1}"
     try:
+        with ExitStack() as hooks:
+            for layer, block in enumerate(stack.blocks):
+                hooks.enter_context(changed(block, keeping(layer)))
+            intact, middle = stack.full(inputs), len(stack) // 2
+        if (reason := unusual_states(intact.states, inputs)) is not None:
+            return reason
+        for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
+            if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
+                return f"the model changes the states between the blocks {layer} and {layer + 1}"
         again = stack.run(inputs, start=middle, state=intact.states[middle])
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # as with Reformer
         return f"its blocks do not return hidden states alone: {short(error)}"
