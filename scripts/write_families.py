@@ -8,7 +8,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -32,8 +31,9 @@ What `gauge` and `shrink` do with each family of text and image models of transf
 
 For each family, a tiny model with random weights (four layers, width 32, 40 tokens) was made from the defaults of its
 configuration and saved. It was gauged, one of its blocks was removed, and what was written was loaded again in another
-process. A family counts as shrunk if the written model has the same weights and outputs as the one in memory and, for a
-decoder, generates the same text with and without its key–value cache.
+process. Models of images read random images of their size, and encoder–decoder models read pairs of texts; the block
+that was removed is one of the decoder. A family counts as shrunk if the written model has the same weights and outputs
+as the one in memory and, if it generates text, generates the same with and without its key–value cache.
 """
 _COLUMNS = """\
 - **heads**: whether the attention weights were observed
@@ -102,13 +102,15 @@ def main(names: Iterable[str]) -> None:
     """Measure the named families, or all, and write the page; a family that fails keeps its row, and is named."""
     chosen = set(names)
     cases = [case for case in family_cases() if not chosen or case.model_type in chosen]
-    with ProcessPoolExecutor(2, mp_context=get_context("spawn"), max_tasks_per_child=40) as pool:
-        found = list(pool.map(measured, cases))
-    made = {row.family: row for row in found if isinstance(row, FamilyRow)}
-    known = {case.model_type for case in family_cases()}
-    kept = [row for row in rows_of(PAGE.read_text("utf-8")) if row.family in known - set(made)]
-    PAGE.write_text(page([*kept, *made.values()]), "utf-8")
-    sys.exit("\n".join(one for one in found if isinstance(one, str)) or None)
+    known, failed = {case.model_type for case in family_cases()}, []
+    with get_context("spawn").Pool(2, maxtasksperchild=40) as pool:
+        for one in pool.imap_unordered(measured, cases):
+            if isinstance(one, str):
+                failed.append(one)
+                continue
+            kept = [row for row in rows_of(PAGE.read_text("utf-8")) if row.family in known - {one.family}]
+            PAGE.write_text(page([*kept, one]), "utf-8")
+    sys.exit("\n".join(failed) or None)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from write_families import PAGE, counts, rows_of
 # Each was a defect once, or stands for many.
 REPRESENTATIVES = (
     "llama", "mixtral", "openai-gpt", "xlnet", "gemma3", "gemma4_unified_text", "bert", "layoutlm", "ibert", "neomme",
-    "clip_text_model", "luke", "git", "squeezebert", "xmod", "t5", "vit",
+    "clip_text_model", "luke", "git", "squeezebert", "xmod", "t5", "led", "nllb-moe", "vit", "dinov3_vit", "swin",
 )  # fmt: skip
 
 

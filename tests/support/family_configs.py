@@ -20,7 +20,7 @@ _SIZES: tuple[tuple[str, Any], ...] = (
     (r".*vocab.*(size|base)?", VOCABULARY),
     (r".*(position_embeddings|n_positions|max_.*positions|max_seq_len|n_ctx|max_length|context_length).*", CONTEXT),
     (r"(audio_|acoustic_tokenizer_|speech_)?chunk_(size|length)|.*right_context", None),
-    (r".*(window|chunk|local_attention|block_size|local_radius|max_distance).*", WINDOW),
+    (r".*(window|chunk|local_attention|block_size|local_radius).*", WINDOW),
     # As many keys as there are tokens: where a model selects fewer, it computes something else with its own cache.
     (r".*(topk_blocks|index_topk).*", CONTEXT),
     (r"rel_extent", WINDOW),

@@ -11,20 +11,23 @@ from unittest.mock import patch
 from family_configs import FamilyCase, tiny_family
 from forked import ForkedScript
 from tiny_checkpoints import save_tokenizer, text_of
+from tiny_pairs import save_pairs
+from tiny_vision import save_images, save_processor
 
 import depthgauge as dg
 from depthgauge.checkpoints.library import quiet
 from depthgauge.errors import DepthgaugeError
 from depthgauge.surgery import student, verify
 
-WINDOW, NO = 16, "–"
+WINDOW, SAMPLES, NO = 16, 73, "–"
 # What a refusal or a note may say, and how the table says it.
 KNOWN = {
-    r"is an encoder–decoder model": "an encoder–decoder model",
-    r"which reads \w+; give a model of text": "reads no text",
-    r"without attention: its configuration has no": "no attention in its configuration",
+    r"which reads \w+; give a model of text": "reads neither text nor images",
+    r"model with stages: its configuration": "a number of heads for each stage",
+    r"without layers: its configuration has no": "no number of layers in its configuration",
     r"Unrecognized configuration class": "`AutoModelForCausalLM` does not know its text model",
-    r"cannot compute the output of": "does not run on token ids alone",
+    r"cannot compute the output of": "does not run on token ids alone, or on one image",
+    r"no key of the configuration of .* has the number of layers": "no number of layers of one stack",
     r"its blocks need other inputs": "its blocks need more than hidden states",
     r"its blocks do not return hidden states alone": "its blocks return more than hidden states",
     r"not kept in one list|the blocks of .* cannot be found|no list of \d+ blocks": "no list of blocks",
@@ -105,34 +108,45 @@ def family_row(case: FamilyCase, folder: Path) -> FamilyRow:
         return FamilyRow(case.model_type, case.kind, reason=f"not built: needs {needed[1] if needed else error}")
     except Exception:  # from transformers, which checks sizes against each other
         return FamilyRow(case.model_type, case.kind, reason="not built: its defaults cannot be made small")
-    dense, text = folder / "dense", folder / "corpus.txt"
+    dense = folder / "dense"
     with quiet():
         model.save_pretrained(dense)
-    # Beside the model: transformers reads the tokenizers of some families in its own way.
-    save_tokenizer(folder / "tokenizer", special=case.kind == "encoder")
-    text.write_text(text_of(1500))
+    given, amount = _given(case, model, dense)
     cells, reasons = {}, []
     try:
-        gauged = dg.gauge(dense, text=str(text), tokens=2 * WINDOW, window=WINDOW, **_common(folder))
+        gauged = dg.gauge(dense, **given, **amount)
         unobserved = getattr(gauged.subjects[0], "unobserved", None)
         cells |= {"gauge": "yes", "heads": "yes" if unobserved is None else "no"}
         reasons += [] if unobserved is None else [unobserved]
     except DepthgaugeError as error:
         reasons.append(str(error))
     try:
-        cells |= _shrunk(dense, text, reasons)
+        cells |= _shrunk(dense, given, reasons)
     except DepthgaugeError as error:
         reasons.append(str(error))
     return FamilyRow(case.model_type, case.kind, **cells, reason="; ".join(dict.fromkeys(map(known_reason, reasons))))
 
 
-def _common(folder: Path) -> dict[str, Any]:
-    return {"tokenizer": str(folder / "tokenizer"), "force": True}
+def _given(case: FamilyCase, model: Any, dense: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    """Save what a model reads, and return the options of `gauge` and `shrink`, and how much `gauge` needs of it."""
+    folder = dense.parent
+    if model.main_input_name == "pixel_values":
+        save_processor(dense, model.config)
+        return {"images": save_images(folder / "images", SAMPLES)}, {"samples": 2}
+    # Beside the model: transformers reads the tokenizers of some families in its own way.
+    has_two = bool(model.config.is_encoder_decoder)
+    save_tokenizer(folder / "tokenizer", special=has_two or case.kind == "encoder")
+    common = {"tokenizer": str(folder / "tokenizer"), "window": WINDOW}
+    if has_two:
+        return {"pairs": save_pairs(folder / "pairs.jsonl", SAMPLES), **common}, {"samples": 2}
+    text = folder / "corpus.txt"
+    text.write_text(text_of(1500))
+    return {"text": str(text), "force": True, **common}, {"tokens": 2 * WINDOW}
 
 
-def _shrunk(dense: Path, text: Path, reasons: list[str]) -> dict[str, str]:
+def _shrunk(dense: Path, given: dict[str, Any], reasons: list[str]) -> dict[str, str]:
     """Remove one block and return the cells about it; what was not done is added to `reasons`."""
-    options: dict[str, Any] = {"text": text, "remove": 1, "window": WINDOW, "effort": "quick", **_common(dense.parent)}
+    options: dict[str, Any] = {"remove": 1, "effort": "quick", **given}
     try:
         record = dg.shrink(dense, out=dense.parent / "smaller", **options).record
     except DepthgaugeError as error:

@@ -58,6 +58,15 @@ def save_vision(folder: Path, name: str, layers: int = 3) -> Any:
     return model
 
 
+def save_processor(folder: Path, config: Any) -> None:
+    """Save an image processor that makes images of the size that a configuration of images asks for."""
+    import transformers
+
+    size = getattr(config, "image_size", SIZE)
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    transformers.ViTImageProcessorPil(size={"height": height, "width": width}).save_pretrained(folder)
+
+
 def save_images(folder: Path, count: int, seed: int = 0) -> Path:
     """Save random images, and a file of labels next to the directory: every third one is a cat."""
     from PIL import Image

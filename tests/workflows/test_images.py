@@ -291,6 +291,25 @@ def test_a_tower_inside_another_model_is_refused(place: Path, tmp_path: Path) ->
         dg.gauge(tmp_path, images=place / "photos", **SMALL)
 
 
+STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "Swin": ({"embed_dim": 24, "depths": [1, 1, 1, 1]}, r"a number of heads for each, \[3, 6, 12, 24\]"),
+    "ConvNext": ({"hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}, "a convnext model without layers"),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_models_with_stages_are_refused(name: str, place: Path) -> None:
+    import transformers
+
+    sizes, said = STAGES[name]
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+    processor = image_processor("vit", size=32)
+    with pytest.raises(InputError, match=said):
+        dg.gauge(model, images=place / "photos", tokenizer=processor)
+    with pytest.raises(InputError, match=said):
+        dg.shrink(model, images=place / "photos", tokenizer=processor, remove=1)
+
+
 def test_labels_are_names_or_numbers(place: Path) -> None:
     named = pixels_of(place, "vit", 6).targets
     assert set(named.tolist()) <= set(range(len(LABELS)))

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,6 +138,18 @@ def test_shrink_writes_one_stack_smaller(
     assert record["loss"]["shrunk"] == pytest.approx(float(done.stdout), rel=1e-4)
     assert record["loss"]["dense"] == pytest.approx(float(plain_losses(paired_model(name), samples).mean()), rel=1e-4)
     assert "95 % of pairs like those of" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("settings", "start"), [({}, 0), ({"bos_token_id": 1}, 1), ({"decoder_start_token_id": 2}, 2)])
+def test_targets_follow_the_token_after_which_the_model_generates(
+    settings: dict[str, int], start: int, place: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    config = SimpleNamespace(pad_token_id=0, **settings)
+    tokenizer = AutoTokenizer.from_pretrained(place / "t5")
+    found = read_pairs(find_pairs(place / "pairs.jsonl"), tokenizer, config, wanted=3, longest=8, seed=0)
+    assert found.inputs.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 3
 
 
 def test_a_model_in_memory_takes_pairs(place: Path) -> None:

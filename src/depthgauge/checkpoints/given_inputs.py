@@ -22,6 +22,7 @@ from depthgauge.checkpoints.load import (
     context_length,
     load_tokenizer,
     require_inputs,
+    require_layers,
     require_pairs,
 )
 from depthgauge.checkpoints.pair_files import LONGEST, find_pairs, read_pairs
@@ -50,6 +51,7 @@ def require_kind(model: Any, name: str, options: Any) -> None:
     """Raise unless a model in memory, called `name`, reads what the options give."""
     kind = read_kind(options)
     require_pairs(type(model), model.config, name, kind)
+    require_layers(model.config, name)
     require_inputs(type(model), name, kind)
 
 

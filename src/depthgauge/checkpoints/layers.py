@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
-from depthgauge.checkpoints.library import CheckpointError, quiet
+from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs, repeated
@@ -341,14 +342,19 @@ def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
     Raises:
         CheckpointError: there is no such key.
     """
-    model, other = checkpoint.model, "encoder" if stack == "decoder" else "decoder"
+    kind: Any = type(checkpoint.model)
+    other = "encoder" if stack == "decoder" else "decoder"
     lengths = {name: _stack_length(replace(checkpoint, stack=name)) for name in (stack, other)}
     values = checkpoint.config.to_dict().items()
     for key in [key for key, value in values if type(value) is int and value == lengths[stack] and "layer" in key]:
         config = copy.deepcopy(checkpoint.config)
         setattr(config, key, lengths[stack] + 1)
-        with quiet(), torch.device("meta"):
-            trial = replace(checkpoint, model=type(model)(config))
+        try:
+            with torch.device("meta"):
+                built = attempt(checkpoint.name, "model", partial(kind, config), verb="build")
+        except CheckpointError:  # transformers compares the numbers of layers with other settings
+            continue
+        trial = replace(checkpoint, model=built)
         found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
         if found == lengths | {stack: lengths[stack] + 1}:
             families = (None,) * lengths[stack]

@@ -1,5 +1,6 @@
 """Load checkpoints from disk, offline, with the class that the configuration names."""
 
+import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -110,7 +111,10 @@ class Checkpoint:
     @property
     def measured(self) -> Any:
         """The part of the model whose output is measured: with its head where that is, otherwise without it."""
-        return self.model if self.objective in OF_HEAD else self.model.base_model
+        base = self.model.base_model
+        # In a model without a head, such as DINOv3, transformers may give that name to the list of blocks.
+        reads = self.reads in inspect.signature(base.forward).parameters
+        return base if self.objective not in OF_HEAD and reads else self.model
 
     @property
     def reads(self) -> str:
@@ -206,11 +210,7 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     if not hasattr(loader, "main_input_name"):
         loader = transformers().MODEL_MAPPING.get(type(config), loader)
     require_pairs(loader, config, source.target, reads)
-    if not getattr(config.get_text_config(), "num_hidden_layers", 0):
-        raise CheckpointError(
-            f"{source.target} is a {config.model_type} model without layers: its configuration has no "
-            "num_hidden_layers; give a transformer"
-        )
+    require_layers(config, source.target)
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
@@ -224,6 +224,21 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
         )
     require_inputs(loader, source.target, reads)
     return config
+
+
+def require_layers(config: Any, name: str) -> None:
+    """Raise unless the configuration of the model called `name` has a number of layers, all with as many heads."""
+    text = config.get_text_config()
+    if not getattr(text, "num_hidden_layers", 0):
+        raise CheckpointError(
+            f"{name} is a {config.model_type} model without layers: its configuration has no num_hidden_layers; give a "
+            "transformer"
+        )
+    if isinstance(heads := getattr(text, "num_attention_heads", 0), list | tuple):
+        raise CheckpointError(
+            f"{name} is a {config.model_type} model with stages: its configuration gives a number of heads for each, "
+            f"{list(heads)}; give a model with one number for all layers"
+        )
 
 
 def require_pairs(kind: Any, config: Any, name: str, reads: str) -> None:

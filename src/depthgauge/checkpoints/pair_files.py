@@ -96,8 +96,10 @@ def target_samples(
     The decoder reads a target after its start token. Where the tokenizer writes this token too, as that of Whisper
     does, it is left out of the target.
     """
-    pad, start = config.pad_token_id or 0, config.decoder_start_token_id
-    start = pad if start is None else start
+    pad = config.pad_token_id or 0
+    # transformers generates after the first of these that is set.
+    starts = (getattr(config, name, None) for name in ("decoder_start_token_id", "bos_token_id"))
+    start = next((one for one in starts if one is not None), pad)
     with quiet():
         targets = [tokenizer(text_target=text)["input_ids"] for text in texts]
     targets = [(target[1:] if target[:1] == [start] else target)[:longest] for target in targets]

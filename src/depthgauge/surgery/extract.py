@@ -64,7 +64,7 @@ def require_supported(checkpoint: Checkpoint) -> None:
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise CheckpointError(f"{name} has adapters; merge them into the weights and save the model first")
-    if getattr(config, "add_cross_attention", False):
+    if getattr(config, "add_cross_attention", False) and not getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} has cross-attention; shrink supports models with self-attention only")
     if not find_blocks(checkpoint.root, checkpoint.layers):
         raise CheckpointError(f"the blocks of {name} cannot be found: no list has {checkpoint.layers} modules")

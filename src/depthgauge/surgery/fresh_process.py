@@ -68,7 +68,7 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
         for index in range(len(next(iter(given.values())))):
             inputs = {name: value[index : index + 1].to(device) for name, value in given.items()}
             inputs = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in inputs.items()}
-            out = (model if request["has_head"] else model.base_model)(**inputs, **request["call"])
+            out = (model if request["is_whole"] else model.base_model)(**inputs, **request["call"])
             made = out.logits[0] if request["has_head"] else out.last_hidden_state[0]
             if is_loss:
                 # The next tokens, or the target of an encoder–decoder model, whose padding is −100.
@@ -136,7 +136,9 @@ def generations(model: Any, prompt: Mapping[str, Any], new_tokens: int) -> dict[
 
     transformers: Any = import_module("transformers")
     own = model.generation_config
-    start = getattr(model.config, "decoder_start_token_id", None)
+    names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # as pairs are read
+    starts = (getattr(model.config, name, None) for name in names)
+    start = next((one for one in starts if one is not None), 0)
     # greedy, without penalties and stops
     model.generation_config = transformers.GenerationConfig(pad_token_id=0, decoder_start_token_id=start)
     given = {name: value.to(model.device) for name, value in prompt.items()}

@@ -205,8 +205,9 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     load_reader(None, Placement(), settings, tokenizer)
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
-    checkpoint = wrap(model, getattr(model, "name_or_path", "") or type(model).__name__)
-    require_kind(model, checkpoint.name, settings)
+    name = getattr(model, "name_or_path", "") or type(model).__name__
+    require_kind(model, name, settings)
+    checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
     kind, layers = str(checkpoint.config.model_type), checkpoint.layers

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
-from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
 from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
@@ -68,7 +69,10 @@ def effort_of(settings: ShrinkOptions) -> Effort:
 
 @torch.no_grad()
 def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
-    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk."""
+    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk.
+
+    A model that needs more than the states, such as those of its router, keeps its inputs.
+    """
     if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
         return inputs
     sources = Samples(inputs.sources)
@@ -79,7 +83,12 @@ def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
         ).last_hidden_state.cpu()
         for row in range(len(sources))
     ]
-    return Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+    found = Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+    try:
+        require_output(checkpoint, found)
+    except CheckpointError:
+        return inputs
+    return found
 
 
 class DenseStates:

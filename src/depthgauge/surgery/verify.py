@@ -137,6 +137,7 @@ def verify_reload(
         "out": str(Path(out).resolve()), "device": device, "compared": compared,
         "is_causal": is_loss and checkpoint.stack is None, "layer_key": checkpoint.layer_key,
         "is_loss": is_loss, "has_head": checkpoint.objective in OF_HEAD,
+        "is_whole": checkpoint.measured is checkpoint.model,
         "positions": positions.tolist(), "threads": torch.get_num_threads(), "call": no_cache(checkpoint.measured),
         "class": type(model).__name__, "dtype": None if compute is None else str(compute).removeprefix("torch."),
         **lengths,
