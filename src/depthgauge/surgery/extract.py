@@ -21,9 +21,7 @@ from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
 from depthgauge.errors import InputError
-
-ALIGNED = "alignment_heads"
-"""The setting of generation with pairs of a decoder block and a head, which find the times of words."""
+from depthgauge.surgery.write_model import ALIGNED
 
 PER_LAYER = (
     "layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "layer_rope_theta",

@@ -23,8 +23,9 @@ from depthgauge._journal import RECORD
 from depthgauge.checkpoints.library import quiet, transformers
 from depthgauge.checkpoints.source import PICKLED, Source
 from depthgauge.errors import InputError, OutputError, require_path
-from depthgauge.surgery.extract import ALIGNED
 
+ALIGNED = "alignment_heads"
+"""The setting of generation with pairs of a decoder block and a head, which find the times of words."""
 _TOKENIZER = (
     "tokenizer.*", "tokenizer_config.json", "vocab.txt", "vocab.json", "vocab.bpe", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "normalizer.json", "spiece.model",
