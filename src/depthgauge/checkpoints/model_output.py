@@ -62,7 +62,7 @@ def model_output(checkpoint: Checkpoint, inputs: Inputs) -> Float[Tensor, "batch
     return pooled(out.last_hidden_state, checkpoint.pooling)
 
 
-def pooled(states: Float[Tensor, "batch n d"], modes: Sequence[str]) -> Float[Tensor, "batch *n out"]:
+def pooled(states: Float[Tensor, "batch ... d"], modes: Sequence[str]) -> Float[Tensor, "batch ... out"]:
     """Return one embedding per window, as sentence-transformers computes it; without a mode, the states themselves.
 
     `modes` are names of pooling modes. With several of them, the embeddings are joined. Windows have no padding.

@@ -177,7 +177,7 @@ def _clopper_pearson(count: Any, items: int, alpha: float) -> tuple[Any, Any]:
     return np.where(count == 0, 0.0, low), np.where(count == items, 1.0, high)
 
 
-def _gains_needed(lost: int, gained: int, items: int) -> Int[np.ndarray, " n+1"]:
+def _gains_needed(lost: int, gained: int, items: int) -> Int[np.ndarray, " losses"]:
     """Return for b = 0 … n the smallest c with S(b, c) ≤ S(lost, gained), or n + 1 if there is none.
 
     S(b, c) is the upper end of an interval of p less the lower end of one of q (Clopper–Pearson). It increases in b and
@@ -191,7 +191,7 @@ def _gains_needed(lost: int, gained: int, items: int) -> Int[np.ndarray, " n+1"]
 
 
 def _probability(
-    needed: Int[np.ndarray, " n+1"], p: Float[np.ndarray, " cells"], q: Float[np.ndarray, " cells"]
+    needed: Int[np.ndarray, " losses"], p: Float[np.ndarray, " cells"], q: Float[np.ndarray, " cells"]
 ) -> Float[np.ndarray, " cells"]:
     """Return P[C ≥ needed[B]] for trinomial (B, C) with probabilities p and q, rounded up.
 
