@@ -201,9 +201,9 @@ def wrap(model: Any, name: str = "model", source: Source | None = None, objectiv
 
 
 def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
-    """Load the configuration, without the weights; refuse encoder–decoder models, and models that read other inputs.
+    """Load the configuration, without the weights; refuse models that read something else than `reads`.
 
-    `reads` is the main input that the model will be given.
+    `reads` is the main input that the model will be given, or `PAIRS`.
     """
     config = _from_pretrained(transformers().AutoConfig, "configuration", source, placement)
     loader, _ = loader_of(config)

@@ -105,8 +105,8 @@ def hub_name(config: Any, source: Source | None) -> str | None:
 def model_card(record: ShrinkRecord, base_model: str | None) -> str:
     """Return the model card in Markdown, with the metadata that model hubs read.
 
-    The card is published with the model, so it contains no path of this machine. `base_model` is the `hub_name` of the
-    source model.
+    The card is published with the model, so the source model is named without its directory. Texts, images and
+    recordings are named as they were given. `base_model` is the `hub_name` of the source model.
     """
     plan = record.plan
     name = Path(plan.model).name if plan.hub is None else plan.hub.name
