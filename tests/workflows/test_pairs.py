@@ -1,4 +1,4 @@
-"""Encoder–decoder models, gauged and shrunk on pairs, one stack at a time."""
+"""Encoder–decoder models, gauged and shrunk on pairs: one stack at a time, or both."""
 
 import copy
 import json
@@ -15,15 +15,19 @@ from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 
 import depthgauge as dg
-from depthgauge.checkpoints.layers import BlockRunner, with_stack
+from depthgauge.checkpoints.block_lists import with_stack
+from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.pair_files import find_pairs, read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
-from depthgauge.surgery.student import encoded
+from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.student import EFFORT, encoded
 
-BOTH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
+EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
+ALL = EACH + [(name, "both") for name in PAIRED]
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +48,10 @@ def samples_of(place: Path, name: str, count: int) -> Samples:
     return read_pairs(find_pairs(place / "pairs.jsonl"), tokenizer, config, wanted=count, longest=128, seed=0).inputs
 
 
+def keys_of(name: str, stack: str) -> tuple[str, ...]:
+    return tuple(KEYS[name, one] for one in (("encoder", "decoder") if stack == "both" else (stack,)))
+
+
 def plain_losses(model: Any, samples: Samples) -> torch.Tensor:
     """Return the loss that transformers computes, pair by pair, without padding."""
     found = []
@@ -61,7 +69,7 @@ def listed(model: Any, stack: str) -> torch.nn.ModuleList:
     return next(one for one in root.modules() if isinstance(one, torch.nn.ModuleList))
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
+@pytest.mark.parametrize(("name", "stack"), EACH)
 def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: Path) -> None:
     result = dg.gauge(place / name, pairs=place / "pairs.jsonl", stack=stack, samples=4, what_if="block", device="cpu")
     subject = result.subjects[0]
@@ -79,11 +87,11 @@ def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: P
         assert subject.layers[layer].what_if["block"].loss == pytest.approx(added, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
+@pytest.mark.parametrize(("name", "stack"), ALL)
 def test_blocks_one_by_one_are_the_model_on_every_pair(name: str, stack: str, place: Path) -> None:
     """Pairs have different sources and padding; each window gets its own encoder states and masks."""
     checkpoint = with_stack(wrap(paired_model(name)), stack)
-    assert checkpoint.layer_key == KEYS[name, stack]
+    assert checkpoint.layer_keys == keys_of(name, stack)
     samples = encoded(checkpoint, samples_of(place, name, 5))
     runner = BlockRunner(checkpoint, samples[:1])
     runner.batch = 2
@@ -94,8 +102,8 @@ def test_blocks_one_by_one_are_the_model_on_every_pair(name: str, stack: str, pl
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
-def test_shrink_writes_one_stack_smaller(
+@pytest.mark.parametrize(("name", "stack"), ALL)
+def test_shrink_writes_a_smaller_model(
     name: str,
     stack: str,
     place: Path,
@@ -105,23 +113,27 @@ def test_shrink_writes_one_stack_smaller(
 ) -> None:
     """By the command; a new process has the loss of the record and generates the same with and without a cache."""
     out = tmp_path / "out"
-    words = ["depthgauge", "shrink", place / name, "--pairs", place / "pairs.jsonl", "--remove", "1", "--out", out]
-    words += ["--effort", "quick", "--device", "cpu"] + (["--stack", stack] if stack == "encoder" else [])
+    words = ["depthgauge", "shrink", place / name, "--pairs", place / "pairs.jsonl", "--out", out]
+    words += ["--effort", "quick", "--device", "cpu"] + ([] if stack == "decoder" else ["--stack", stack])
+    words += ["--remove-layers", "1,6"] if stack == "both" else ["--remove", "1"]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code in (0, None), capsys.readouterr().err
     record = json.loads((out / "depthgauge.json").read_text())
     assert record["objective"] == "loss"
-    assert record["layers_after"] == {"encoder": 3, "decoder": 2}[stack]
+    assert record["layers_after"] == {"encoder": 3, "decoder": 2, "both": 5}[stack]
     assert record["reload"]["generation"] == "equal with and without cache"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / name, out))
     changed = {key for key in before if before[key] != after.get(key)} - {"transformers_version"}
-    assert changed == {KEYS[name, stack]}
+    assert changed == {*keys_of(name, stack)}
+    assert all(after[key] == before[key] - 1 for key in changed)
     if stack == "decoder":
         assert not record["repaired"]
         assert any("blocks are removed without repair" in note for note in record["notes"])
-    if name == "t5":
+    if stack == "both":
+        assert "blocks 0 to 3 are those of the encoder and 4 to 6 are those of the decoder" in record["notes"]
+    elif name == "t5":
         assert 0 not in record["removed"]
         assert any("the search left out" in note and "block.0" in note for note in record["notes"])
     samples = samples_of(place, name, 132)[72:]
@@ -152,6 +164,55 @@ def test_targets_follow_the_token_after_which_the_model_generates(
     assert found.inputs.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 3
 
 
+@pytest.mark.parametrize("name", PAIRED)
+def test_gradients_reach_the_encoder_through_the_decoder(name: str, place: Path) -> None:
+    """The training of the repair applies the blocks one by one; its gradients are those of the model."""
+    checkpoint, samples = with_stack(wrap(paired_model(name)), "both"), samples_of(place, name, 3)
+    runner = BlockRunner(checkpoint, samples[:1])
+    weights = [next(weight for weight in runner.blocks[layer].parameters() if weight.dim() == 2) for layer in (1, 4)]
+    states = runner.embed(samples)
+    for layer in range(checkpoint.layers):
+        states = runner.block(layer, states, samples)
+    found = torch.autograd.grad(runner.output(states, samples).square().mean(), weights)
+    logits = checkpoint.model(**samples.keywords(torch.device("cpu"), torch.float32)).logits
+    for ours, expected in zip(found, torch.autograd.grad(logits.square().mean(), weights), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_search_in_both_stacks_of_t5_finds_what_generates(place: Path) -> None:
+    """transformers generates with a T5 only if the encoder has as many blocks as the decoder, or more."""
+    checkpoint, samples = with_stack(wrap(paired_model("t5")), "both"), samples_of(place, "t5", 6)
+    shrinker = Shrinker(checkpoint, samples[:1], samples[1:], effort=EFFORT["quick"], repair=False)
+    shrinker.remove_until(6)
+    removed = [step.layer for step in shrinker.steps]
+    assert {*removed} == {1, 2, 3, 5, 6}  # block 0 of each stack has the position biases of the others
+    for count in range(1, 6):
+        encoder = sum(layer < 4 for layer in removed[:count])
+        assert 4 - encoder >= 3 - (count - encoder)
+    said = "with 2 blocks in its encoder and 3 blocks in its decoder, model cannot generate in transformers"
+    assert said in str(shrinker.why_not((1, 2)))
+    assert "at least one of 3 layers of the decoder must be kept" in str(shrinker.why_not((4, 5, 6)))
+
+
+@pytest.mark.parametrize("stack", ["decoder", "encoder", "both"])
+def test_a_model_that_would_not_generate_is_refused_before_the_work(stack: str, place: Path) -> None:
+    """A T5 with equal numbers of blocks can lose blocks of the decoder first."""
+    from transformers import AutoTokenizer
+
+    model = paired_model("t5")
+    del model.encoder.block[3]
+    model.config.num_layers = 3
+    given = {"pairs": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
+    options = {"stack": stack, "effort": "quick", "no_repair": True}
+    if stack == "encoder":
+        with pytest.raises(CheckpointError, match=r"with 2 blocks in its encoder, .* cannot generate in transformers"):
+            dg.shrink(model, remove=1, **given, **options)
+    else:
+        made = dg.shrink(model, remove=1, **given, **options)
+        assert (made.model.config.num_layers, made.model.config.num_decoder_layers) == (3, 2)
+
+
 def test_a_model_in_memory_takes_pairs(place: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -177,7 +238,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "no file": ("t5", lambda _: ["--pairs", "gone.jsonl"], "cannot read the pairs gone.jsonl: No such file"),
     "text": ("t5", lambda _: [], "is an encoder–decoder model; give it pairs .* with --pairs FILE.jsonl"),
     "decoder": ("llama", lambda f: _lines(f, _GOOD), "is no encoder–decoder model, so it reads no pairs"),
-    "stack": ("t5", lambda f: [*_lines(f, _GOOD), "--stack", "both"], "stack must be one of decoder, encoder"),
+    "stack": ("t5", lambda f: [*_lines(f, _GOOD), "--stack", "all"], "stack must be one of decoder, encoder"),
     "stack alone": ("t5", lambda _: ["--stack", "encoder"], "--stack is for encoder–decoder models"),
     "bos": ("t5", lambda f: [*_lines(f, _GOOD), "--bos", "no"], "--bos is about text, and --pairs gives pairs"),
     "images": ("t5", lambda f: [*_lines(f, _GOOD), "--images", "d"], "inputs of different models"),

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
+from depthgauge.checkpoints.block_lists import blocks_of, with_stack
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out
-from depthgauge.checkpoints.layers import BlockRunner, find_blocks, unusual_states
+from depthgauge.checkpoints.layers import BlockRunner, unusual_states
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, few_windows
+from depthgauge.results.gauge_options import BOTH
 
 TOKENS = 12
 """Number of tokens on which a block is observed."""
@@ -160,6 +162,9 @@ def derive_families(checkpoint: Checkpoint, inputs: Inputs) -> tuple[tuple[Famil
     Returns:
         The families, None where a check failed or could not be made, and the reasons why.
     """
+    if checkpoint.stack == BOTH:
+        each = [derive_families(with_stack(checkpoint, name), inputs) for name in checkpoint.roots]
+        return tuple(one for families, _ in each for one in families), [one for _, reasons in each for one in reasons]
     made: list[Family | None] = []
     found: dict[tuple[tuple[str, str], ...], Family] = {}
     reasons: list[str] = []
@@ -200,7 +205,7 @@ def _named_failures() -> Iterator[None]:
 @torch.no_grad()
 def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
-    if not find_blocks(checkpoint.root, checkpoint.layers):
+    if not blocks_of(checkpoint):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
     runner = BlockRunner(checkpoint, inputs[:1])
     base = runner.full(inputs)

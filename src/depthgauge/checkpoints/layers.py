@@ -5,11 +5,9 @@ that return their input, except block k − 1, which returns the given state. Em
 negligible cost, and the final norm and the output head are the model's own. `BlockRunner` calls single blocks as well.
 """
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +15,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
+from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
-from depthgauge.checkpoints.library import CheckpointError, attempt
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.samples import Inputs, repeated
@@ -53,8 +52,9 @@ class Stack:
 
     def __init__(self, checkpoint: Checkpoint, session: Session) -> None:
         self.checkpoint, self.session = checkpoint, session
-        self.blocks = find_blocks(checkpoint.root, checkpoint.layers)
+        self.blocks = blocks_of(checkpoint)
         self.evaluations = 0
+        self._tokens: list[int] = []  # of each stack, in the last full pass
         self._others: dict[int, tuple[Any, ...] | None] = {}  # what a block returns after the states; None: no tuple
         self._silent_form: dict[tuple[Any, ...], str] = {}
 
@@ -89,8 +89,9 @@ class Stack:
         self.session.begin(first=start, uniform=uniform, watch=watch)
         self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
+            returned = {} if state is None else self._returned(start, state)
             for layer in sorted({*range(start), *skipped}):
-                patches.enter_context(self._passing(layer, state if layer == start - 1 else None))
+                patches.enter_context(self._passing(layer, returned.get(layer)))
             for module, change in (changes or {}).items():
                 patches.enter_context(changed(module, change))
             if silent is not None:
@@ -100,32 +101,55 @@ class Stack:
     @torch.no_grad()
     def full(self, inputs: Inputs, *, skipped: frozenset[int] = frozenset(), watch: Watch | None = None) -> Pass:
         """Run all layers except the `skipped` ones and keep the states X_0 … X_L; `watch` observes the attention."""
-        states: dict[int, Tensor] = {}
+        read, made = dict[int, Tensor](), dict[int, Tensor]()
         self.session.begin(watch=watch)
         self.evaluations += len(self) - len(skipped)
         with ExitStack() as patches:
             for layer in skipped:
                 patches.enter_context(self._passing(layer, None))
             for layer, block in enumerate(self.blocks):
-                patches.enter_context(self._recording(block, layer, states))
+                patches.enter_context(self._recording(block, layer, read, made))
             output = self._forward(inputs)
-        return Pass(tuple(states[layer] for layer in range(len(self) + 1)) if states else (), output)
+        if not read:
+            return Pass((), output)
+        spans = self.checkpoint.spans
+        streams = [[*(read[layer] for layer in span), made[span[-1]]] for span in spans]
+        self._tokens = [stream[0].shape[1] for stream in streams]
+        # In the states of both stacks, a stack has its input before its first block, and its output after its last one.
+        return Pass(
+            tuple(
+                joined([one[min(max(k - span.start, 0), len(span))] for one, span in zip(streams, spans, strict=True)])
+                for k in range(len(self) + 1)
+            ),
+            output,
+        )
 
     def _forward(self, inputs: Inputs) -> Tensor:
         """Return the output of one pass; the monitor's stack returns the loss of its own batch."""
         return model_output(self.checkpoint, inputs)
 
     @contextmanager
-    def _recording(self, block: nn.Module, layer: int, states: dict[int, Tensor]) -> Iterator[None]:
+    def _recording(
+        self, block: nn.Module, layer: int, read: dict[int, Tensor], made: dict[int, Tensor]
+    ) -> Iterator[None]:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            states[layer] = hidden_in(args, kwargs)
+            read[layer] = hidden_in(args, kwargs)
 
         def after(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             self._others[layer] = tuple(out[1:]) if isinstance(out, tuple | list) else None
-            states[layer + 1] = hidden_out(out)
+            made[layer] = hidden_out(out)
 
         with block.register_forward_pre_hook(before, with_kwargs=True), block.register_forward_hook(after):
             yield
+
+    def _parts(self, state: Float[Tensor, "batch n d"]) -> Sequence[Float[Tensor, "batch _ d"]]:
+        """Return the tokens of each stack."""
+        return [state] if len(self.checkpoint.spans) == 1 else torch.split(state, self._tokens, dim=1)
+
+    def _returned(self, start: int, state: Float[Tensor, "batch n d"]) -> dict[int, Float[Tensor, "batch _ d"]]:
+        """Return, for the last block of each stack before layer `start`, its part of X_start."""
+        spans = zip(self.checkpoint.spans, self._parts(state), strict=True)
+        return {min(span.stop, start) - 1: part for span, part in spans if span.start < start}
 
     @contextmanager
     def _passing(self, layer: int, state: Tensor | None) -> Iterator[None]:
@@ -192,7 +216,7 @@ class BlockRunner(Stack):
                 "are separate modules in one list"
             )
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self._last: tuple[Inputs, list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
+        self._last: tuple[Inputs, Tensor | None, list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(_recorder(self._calls), with_kwargs=True))
@@ -210,47 +234,70 @@ class BlockRunner(Stack):
     @torch.no_grad()
     def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
         """Return X_0, the input of the first block."""
-        found: list[Tensor] = []
+        *others, last = self.checkpoint.spans
+        found: dict[nn.Module, list[Tensor]] = {self.blocks[span.start]: [] for span in self.checkpoint.spans}
 
-        def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            found.append(hidden_in(args, kwargs))
-            raise _Reached
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[module].append(hidden_in(args, kwargs))
+            if module is self.blocks[last.start]:
+                raise _Reached
 
-        with self.blocks[0].register_forward_pre_hook(stop, with_kwargs=True):
+        with ExitStack() as hooks:
+            for layer in (layer for span in others for layer in span):
+                hooks.enter_context(self._passing(layer, None))
+            for block in found:
+                hooks.enter_context(block.register_forward_pre_hook(stop, with_kwargs=True))
             for start in range(0, len(inputs), self.batch):
                 with suppress(_Reached):
                     self._forward(inputs[start : start + self.batch])
-        return torch.cat(found)
+        return joined([torch.cat(one) for one in found.values()])
+
+    def part(self, layer: int, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows _ d"]:
+        """Return the tokens of the stack that a layer belongs to."""
+        return self._parts(states)[self._stack_of(layer)]
+
+    def _stack_of(self, layer: int) -> int:
+        return next(index for index, span in enumerate(self.checkpoint.spans) if layer in span)
 
     def block(
         self, layer: int, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None
     ) -> Float[Tensor, "batch n d"]:
-        """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example."""
+        """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example.
+
+        In the states of both stacks, B_ℓ changes the tokens of its own stack. A block of the decoder also reads those
+        of the encoder, after its final norm.
+        """
+        parts, place = [*self._parts(states)], self._stack_of(layer)
         if self.checkpoint.stack is not None and inputs is not None:
-            args, kwargs = self._calls_of(inputs)[layer]
+            args, kwargs = self._calls_of(inputs, parts[0] if place else None)[layer]
         else:
             args, kwargs = self._calls[layer]
             if len(states) > 1:
                 by_window = self._by_window[layer]
                 args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
                 kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
-        return hidden_out(self.blocks[layer](states, *args, **kwargs))
+        parts[place] = hidden_out(self.blocks[layer](parts[place], *args, **kwargs))
+        return joined(parts)
 
-    @torch.no_grad()
-    def _calls_of(self, inputs: Inputs) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    def _calls_of(self, inputs: Inputs, source: Tensor | None) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return the arguments of every block on these windows: the states of the encoder, and masks of padding.
 
-        The last windows are remembered, because all blocks are called with them one after the other.
+        `source` are the states after the last block of the encoder, if its blocks are among these. The last call is
+        remembered, because all blocks are called with the same windows one after the other.
         """
-        if self._last is None or self._last[0] is not inputs:
+        known = self._last
+        if known is None or known[0] is not inputs or not _equal(source, known[1]):
             calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            last = None if source is None else self.checkpoint.spans[0][-1]
             with ExitStack() as patches:
                 for layer, block in enumerate(self.blocks):
-                    patches.enter_context(self._passing(layer, None))
+                    patches.enter_context(self._passing(layer, source if layer == last else None))
                     patches.enter_context(block.register_forward_pre_hook(_recorder(calls), with_kwargs=True))
+                patches.enter_context(self.blocks[-1].register_forward_pre_hook(_stop))
+                patches.enter_context(suppress(_Reached))
                 self._forward(inputs)
-            self._last = inputs, calls
-        return self._last[1]
+            known = self._last = inputs, source, calls
+        return known[2]
 
     @torch.no_grad()
     def _rows_by_window(self) -> list[dict[int | str, Any]]:
@@ -306,9 +353,15 @@ class BlockRunner(Stack):
         """
         self.session.begin(first=len(self))
         with ExitStack() as patches:
+            returned = self._returned(len(self), states)
             for layer in range(len(self)):
-                patches.enter_context(self._passing(layer, states if layer == len(self) - 1 else None))
+                patches.enter_context(self._passing(layer, returned.get(layer)))
             return self._forward(repeated(self._example, len(states)) if inputs is None else inputs)
+
+
+def joined(parts: Sequence[Float[Tensor, "windows _ d"]]) -> Float[Tensor, "windows n d"]:
+    """Return the states of all stacks as one tensor: the tokens of one after those of the other."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts], dim=1)
 
 
 def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
@@ -319,7 +372,7 @@ def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
         found.append(hidden_in(args, kwargs).shape[1])
         raise _Reached
 
-    blocks = find_blocks(checkpoint.root, checkpoint.layers)
+    blocks = blocks_of(checkpoint)
     if not blocks:
         return 0
     with blocks[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached), torch.no_grad():
@@ -334,63 +387,12 @@ def batch_size(model: Any, window: int, loss: bool) -> int:
     return max(1, _LOGIT_BYTES.get(model.device.type, 2**28) // (4 * window * int(wide)))
 
 
-def with_stack(checkpoint: Checkpoint, stack: str) -> Checkpoint:
-    """Return an encoder–decoder model of which one stack is gauged or shrunk: `encoder` or `decoder`.
-
-    The key of the configuration that has its number of layers is the one that changes this stack alone.
-
-    Raises:
-        CheckpointError: there is no such key.
-    """
-    kind: Any = type(checkpoint.model)
-    other = "encoder" if stack == "decoder" else "decoder"
-    lengths = {name: _stack_length(replace(checkpoint, stack=name)) for name in (stack, other)}
-    values = checkpoint.config.to_dict().items()
-    for key in [key for key, value in values if type(value) is int and value == lengths[stack] and "layer" in key]:
-        config = copy.deepcopy(checkpoint.config)
-        setattr(config, key, lengths[stack] + 1)
-        try:
-            with torch.device("meta"):
-                built = attempt(checkpoint.name, "model", partial(kind, config), verb="build")
-        except CheckpointError:  # transformers compares the numbers of layers with other settings
-            continue
-        trial = replace(checkpoint, model=built)
-        found = {name: _stack_length(replace(trial, stack=name)) for name in (stack, other)}
-        if found == lengths | {stack: lengths[stack] + 1}:
-            families = (None,) * lengths[stack]
-            return replace(checkpoint, stack=stack, layer_key=key, families=families)
-    raise CheckpointError(
-        f"no key of the configuration of {checkpoint.name} has the number of layers of its {stack} alone; this model "
-        "is not supported"
-    )
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
 
 
-def _stack_length(checkpoint: Checkpoint) -> int:
-    """Return the number of blocks of a stack, the outermost list of modules in it."""
-    return next((len(one) for one in checkpoint.root.modules() if isinstance(one, nn.ModuleList)), 0)
-
-
-def find_blocks(model: nn.Module, layers: int) -> list[nn.Module]:
-    """Return a model's blocks: the outermost `ModuleList` with one distinct entry per layer, or an empty list.
-
-    In a model with parts that have their own configurations, such as an encoder of images, the blocks are those of the
-    text model.
-    """
-    config: Any = getattr(model, "config", None)
-    text = type(config.get_text_config()) if hasattr(config, "get_text_config") else object
-    own = next((part for part in model.modules() if isinstance(getattr(part, "config", None), text)), model)
-    others = {
-        inner
-        for part in own.modules()
-        if hasattr(getattr(part, "config", None), "get_text_config") and not isinstance(part.config, text)
-        for inner in part.modules()
-    }
-    for module in own.modules():
-        if module in others or not isinstance(module, nn.ModuleList):
-            continue
-        if len(module) == layers and len(set(map(id, module))) == layers:
-            return list(module)
-    return []
+def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _Reached
 
 
 def _recorder(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Callable[..., None]:

@@ -57,7 +57,7 @@ def refit_block(
     family = runner.checkpoint.families[layer]
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = ridge_for(maps[-1], states)
+    ridge = ridge_for(maps[-1], runner.part(layer, states))
     for chosen in (maps,) if family.order == "parallel" or len(maps) == 1 else (maps, maps[1:]):
         for parameter, delta in refit(runner, layer, chosen, states, targets, ridge, inputs):
             parameter.copy_(parameter.double() + delta)
@@ -103,9 +103,10 @@ def refit(
             hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):
             output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
+            output = runner.part(layer, output)
             # The products of a batch in float32 take half the time; the penalty is far above their rounding.
             exact = torch.promote_types(output.dtype, torch.float32)
-            target = targets[start : start + len(part)].to(output.device, exact)
+            target = runner.part(layer, targets[start : start + len(part)]).to(output.device, exact)
             rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
