@@ -190,17 +190,21 @@ def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"the repair leaves {_blocks(unknown, families)} unchanged, because the structure was not verified: "
             f"{checkpoint.underived}"
         )
-    for name, sublayer, last in (("attention", "attention", "out"), ("MLP", "mlp", "down")):
-        without = [
-            layer for layer, family in enumerate(families)
-            if family is not None and getattr(family, sublayer) is not None and getattr(family, last) is None
-        ]  # fmt: skip
-        if without:
-            notes.append(
-                f"the repair leaves the matrices of the {name} unchanged in {_blocks(without, families)}, because no "
-                "linear map there writes into the residual stream alone (as in a mixture of experts)"
-            )
-    return tuple(notes)
+    without: dict[str, list[int]] = {"attention": [], "MLP": []}
+    for layer, family in enumerate(families):
+        for part in () if family is None else family.parts:
+            if family is not None and part.last is None:
+                name = {family.attention: "attention", family.mlp: "MLP"}.get(part.path, part.path)
+                without.setdefault(name, []).append(layer)
+    return (
+        *notes,
+        *(
+            f"the repair leaves the matrices of the {name} unchanged in {_blocks(layers, families)}, because no linear "
+            "map there writes into the residual stream alone (as in a mixture of experts)"
+            for name, layers in without.items()
+            if layers
+        ),
+    )
 
 
 def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
