@@ -26,9 +26,11 @@ from depthgauge.checkpoints.pair_files import find_pairs, read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
+from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, put_weights
 from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrunk_model import _heal
 from depthgauge.surgery.student import EFFORT, encoded
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
@@ -246,6 +248,22 @@ def test_the_training_repairs_all_output_maps(place: Path) -> None:
     for block in (model.encoder.layers[0], model.encoder.layers[3]):
         assert {id(block.self_attn.out_proj.weight), id(block.fc2.weight)} <= found
     assert id(model.decoder.layers[1].fc2.weight) not in found
+
+
+@pytest.mark.parametrize(("stack", "removed"), [("decoder", (1,)), ("both", (1, 5))])
+def test_a_healed_t5_keeps_its_position_biases(stack: str, removed: tuple[int, ...], place: Path) -> None:
+    """They are weights of block 0 that all blocks read; what the other blocks were given would not follow them."""
+    model, samples = paired_model("t5"), samples_of(place, "t5", 12)
+    checkpoint = derived(with_stack(wrap(model), stack), samples)
+    shrinker = Shrinker(checkpoint, samples[:8], samples[8:], effort=EFFORT["quick"])
+    biases = [root.block[0].layer[0].SelfAttention.relative_attention_bias.weight for root in checkpoint.roots.values()]
+    assert shrinker.runner.shared == {*biases}
+    shrinker.keep_all_but(removed)
+    before = [weight.detach().clone() for weight in biases]
+    losses, healed = _heal(shrinker, removed, torch.full((4,), 100.0).double(), ShrinkOptions(heal="3"))
+    assert healed.kept
+    assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
+    assert shrinker.objective.of_model(shrinker.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", PAIRED)

@@ -206,6 +206,8 @@ class BlockRunner(Stack):
 
     - `blocks`: the blocks, in order
     - `batch`: how many windows are computed together
+    - `shared`: weights of blocks that decide arguments of other blocks, such as the position biases of T5; the recorded
+      arguments would not follow if these weights changed
     """
 
     def __init__(self, checkpoint: Checkpoint, example: Inputs) -> None:
@@ -220,8 +222,9 @@ class BlockRunner(Stack):
         with ExitStack() as hooks:
             for block in self.blocks:
                 hooks.enter_context(block.register_forward_pre_hook(_recorder(self._calls), with_kwargs=True))
-            tokens = self.full(example).states[0].shape[1]
-        self._example = example
+            states = self.full(example).states
+        self._example, tokens = example, states[0].shape[1]
+        self.shared = self._shared_weights(states)
         self._by_window = self._rows_by_window()
         size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
         self.batch = size if checkpoint.batched else 1
@@ -230,6 +233,22 @@ class BlockRunner(Stack):
     def device(self) -> torch.device:
         """The device that expects the inputs."""
         return self.checkpoint.device
+
+    def _shared_weights(self, states: Sequence[Tensor]) -> frozenset[nn.Parameter]:
+        """Return the weights on which tensors depend that a block computes beside its states and other blocks read."""
+        read = {id(one) for args, named in self._calls for one in (*args, *named.values()) if isinstance(one, Tensor)}
+        found: set[nn.Parameter] = set()
+        for layer, block in enumerate(self.blocks):
+            args, named = self._calls[layer]
+            new = read - {id(one) for one in (*args, *named.values())}
+            if made := [place for place, one in enumerate(self._others.get(layer) or (), 1) if id(one) in new]:
+                weights = [weight for weight in block.parameters() if weight.requires_grad]
+                with torch.enable_grad():
+                    out = block(self.part(layer, states[layer]), *args, **named)
+                    total = torch.stack([out[place].sum() for place in made]).sum()
+                    slopes = torch.autograd.grad(total, weights, allow_unused=True) if total.requires_grad else ()
+                found |= {weight for weight, slope in zip(weights, slopes, strict=False) if slope is not None}
+        return frozenset(found)
 
     @torch.no_grad()
     def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
