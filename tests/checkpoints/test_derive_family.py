@@ -11,10 +11,11 @@ from tiny_models import DERIVED, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import derive_families, derived
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.interface import Session
-from depthgauge.checkpoints.layers import BlockRunner, Stack
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.scores import SublayerScores, added_influence
 from depthgauge.checkpoints.what_if import what_if

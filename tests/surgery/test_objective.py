@@ -10,7 +10,7 @@ from tiny_models import tokens
 
 from depthgauge.checkpoints import model_output
 from depthgauge.checkpoints.block_lists import find_blocks
-from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.surgery.student import Objective

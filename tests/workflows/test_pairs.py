@@ -17,9 +17,9 @@ from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 
 import depthgauge as dg
 from depthgauge.checkpoints.block_lists import with_stack
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family, Sublayer
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.pair_files import find_pairs, read_pairs

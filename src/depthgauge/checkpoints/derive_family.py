@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.block_lists import blocks_of, with_stack
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.families import Family, Sublayer
 from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out
-from depthgauge.checkpoints.layers import BlockRunner, unusual_states
+from depthgauge.checkpoints.layers import unusual_states
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, few_windows

@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.samples import Inputs
 
 RIDGE = 0.05

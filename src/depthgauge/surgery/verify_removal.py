@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from depthgauge._format import counted, number
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import NotDerivedError, kind_of, traced_runner
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
