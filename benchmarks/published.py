@@ -28,7 +28,7 @@ from shrink_peers import CHOICES, Dense, observe
 from shrink_texts import divide_texts, windows_of_texts
 
 import depthgauge as dg
-from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import Source, find, weight_bytes
 from depthgauge.errors import DepthgaugeError, InputError

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from depthgauge.checkpoints.audio_files import find_audio, load_speech_reader, read_audio
+from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.image_files import (
     find_images,
@@ -11,7 +12,6 @@ from depthgauge.checkpoints.image_files import (
     read_images,
     require_labelled,
 )
-from depthgauge.checkpoints.layers import with_stack
 from depthgauge.checkpoints.load import (
     AUDIO,
     IMAGES,

@@ -16,6 +16,7 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
+from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import BY_LOSS, accuracy_sentence, guarantee_sentences, objective_label
 from depthgauge.surgery.certify import Certifier
@@ -125,11 +126,12 @@ def model_card(record: ShrinkRecord, base_model: str | None) -> str:
 
 
 def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
+    is_both = record.plan.settings.stack == BOTH
     yield f"# {name} with {record.layers_after} of {counted(record.layers_before, 'layer')}"
     yield ""
     yield (
         f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers of `{name}`: "
-        f"{ranges(record.removed)} (counted from 0)."
+        f"{ranges(record.removed)} (counted from 0{', those of the encoder first' if is_both else ''})."
     )
     if record.plan.hub is not None:
         yield f"The source is the commit {record.plan.hub.commit}."

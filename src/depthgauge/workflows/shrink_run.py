@@ -14,9 +14,9 @@ import torch
 
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
-from depthgauge.checkpoints.layers import tokens_of
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import TEXT, Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.samples import as_samples
