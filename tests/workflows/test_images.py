@@ -13,7 +13,7 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_vision import LABELS, VISION, image_processor, save_images, save_vision, vision_model
 
 import depthgauge as dg
-from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.image_files import find_images, read_images
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError

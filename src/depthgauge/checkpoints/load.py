@@ -2,8 +2,9 @@
 
 import inspect
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters, described_parameters, tensor_count
+from depthgauge.checkpoints.stored_weights import count_parameters, described_model, tensor_count
+from depthgauge.checkpoints.stream import Stream, stream_map
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -43,12 +45,13 @@ class Placement:
     """How to load a checkpoint.
 
     The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
-    the stored dtype on a GPU. `device_map` replaces `device`.
+    the stored dtype on a GPU, or where weights are streamed. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
+    stream: bool = False
     trust_remote_code: bool = False
     ignore_unused: bool = False
 
@@ -62,7 +65,7 @@ class Placement:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
         if self.dtype != "auto":
             return getattr(torch, self.dtype)
-        return torch.float32 if self.torch_device().type == "cpu" else "auto"
+        return torch.float32 if self.torch_device().type == "cpu" and not self.stream else "auto"
 
     def torch_device(self) -> torch.device:
         """Return the requested device, or by default a GPU if there is one, else the CPU."""
@@ -93,6 +96,7 @@ class Checkpoint:
       numbered in this order
     - `layer_keys`: the keys of the configuration that have the numbers of layers, one for each stack
     - `pooling`: how the states of the tokens become one embedding, where that is measured
+    - `stream`: brings the blocks to the device, if their weights are not there
     """
 
     name: str
@@ -105,6 +109,7 @@ class Checkpoint:
     pooling: tuple[str, ...] = ()
     stack: str | None = None
     layer_keys: tuple[str, ...] = ("num_hidden_layers",)
+    stream: Stream | None = None
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -317,27 +322,68 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
         )
-    described = described_parameters(source, config, chosen, placement.trust_remote_code)
-    if placement.device_map is None:
-        check_memory(source, placement, described)
+    skeleton = described_model(source, config, chosen, placement.trust_remote_code)
+    device = placement.torch_device()
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
-    if placement.device_map is not None:
+    if placement.stream:
+        _require_streamable(source, config, placement)
+        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that transformers converts
+        keywords |= {"device_map": stream_map(skeleton, layers, device, source.target), "offload_folder": folder.name}
+    elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
+    else:
+        check_memory(source, placement, parameter_count(skeleton))
     wanted = placement.torch_dtype()
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
+    stream = Stream.of_offloaded(model, layers, device, folder) if placement.stream else None
     refuse_infinite(model, source.target)
     if isinstance(wanted, torch.dtype):
         for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
             weight.data = weight.data.to(wanted) if weight.dtype == torch.bfloat16 else weight.data
-    if placement.device_map is None:
-        model.to(placement.torch_device())
-    return wrap(model, source.name, source, objective)
+    if placement.device_map is None and stream is None:
+        model.to(device)
+    return replace(wrap(model, source.name, source, objective), stream=stream)
+
+
+def _require_streamable(source: Source, config: Any, placement: Placement) -> None:
+    """Raise unless the weights of a checkpoint can be left on the disk."""
+    for given, reason in (
+        (placement.device_map, "--device-map loads all weights; leave it out"),
+        (placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
+        (source.pickled, "its weights are pickled; save them as safetensors first"),
+        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
+    ):
+        if given:
+            raise CheckpointError(f"{source.target} cannot be streamed: {reason}")
+
+
+def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None]) -> Placement:
+    """Return the placement, with streamed weights if they would not fit otherwise, and say so.
+
+    Weights that cannot be streamed are left to `load_model`, which refuses them.
+    """
+    if placement.stream or placement.device_map is not None:
+        return placement
+    chosen, _ = loader_of(config, source)
+    skeleton = described_model(source, config, chosen, placement.trust_remote_code)
+    try:
+        check_memory(source, placement, parameter_count(skeleton))
+    except CheckpointError as error:
+        streamed = replace(placement, stream=True)
+        try:
+            _require_streamable(source, config, streamed)
+        except CheckpointError:
+            raise error from None
+        device = placement.torch_device()
+        message(f"the weights do not fit into the free memory of {device}: they are streamed, one block at a time")
+        return streamed
+    return placement
 
 
 def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:
@@ -379,7 +425,7 @@ def refuse_infinite(model: Any, name: str) -> None:
 def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
     """Raise if the weights, in the requested dtype, do not fit into free memory.
 
-    `described` is the number of parameters according to the configuration; see `described_parameters`.
+    `described` is the number of parameters according to the configuration; see `described_model`.
     """
     parameters, stored = count_parameters(source)
     chosen, parameters = placement.torch_dtype(), max(parameters, described)

@@ -72,6 +72,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
+            fit].
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
         force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
@@ -98,6 +100,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str | None, _CHECKPOINTS] = None
     device: Annotated[str | None, _CHECKPOINTS] = None
     device_map: Annotated[str | None, _CHECKPOINTS] = None
+    stream: Annotated[bool | None, _CHECKPOINTS] = None
     tokenizer: Annotated[str | None, _CHECKPOINTS] = None
     force: Annotated[bool | None, _CHECKPOINTS] = None
     trust_remote_code: Annotated[bool | None, _CHECKPOINTS] = None

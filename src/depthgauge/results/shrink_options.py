@@ -17,7 +17,8 @@ from depthgauge.results.record import Record, combine_options
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
 ABOUT_FILES = (
-    "dtype", "device", "device_map", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle", "ignore_unused",
+    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle",
+    "ignore_unused",
 )  # fmt: skip
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
@@ -65,6 +66,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device; needs --text, and repairs by
+            least squares alone  [default: if the weights do not fit].
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
         gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
             [default], Q5_1, F16, ….
@@ -99,6 +102,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
+    stream: Annotated[bool, _MODEL] = False
     tokenizer: Annotated[str | None, _MODEL] = None
     gguf_type: Annotated[str | None, _MODEL] = None
     force: Annotated[bool, _MODEL] = False

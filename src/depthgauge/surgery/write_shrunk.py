@@ -49,10 +49,12 @@ def write_shrunk(
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
     """
     source, durations = checkpoint.source, durations or Durations()
-    device = "auto" if record.plan.settings.device_map else str(checkpoint.device)
+    is_streamed = checkpoint.stream is not None
+    device = "auto" if record.plan.settings.device_map or is_streamed else str(checkpoint.device)
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
-    with written_model(model, source, tokenizer, out, overwrite=overwrite) as folder:
+    shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
+    with written_model(model, source, tokenizer, out, overwrite=overwrite, **shards) as folder:
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, found = verify_reload(

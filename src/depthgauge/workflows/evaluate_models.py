@@ -15,7 +15,7 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
 from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
 from depthgauge.checkpoints.source import Source
@@ -64,7 +64,7 @@ def evaluate_models(
     found: list[ModelAnswers] = []
     for (path, source), config, tokenizer, plan in zip(sources.items(), configs, tokenizers, planned, strict=True):
         message(f"loading {path}")
-        checkpoint = load_model(source, config, placement)
+        checkpoint = load_model(source, config, fitted(source, config, placement, message))
         start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")

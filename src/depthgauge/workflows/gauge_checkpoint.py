@@ -29,6 +29,7 @@ from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
     context_length,
+    fitted,
     load_config,
     load_model,
     refuse_infinite,
@@ -132,7 +133,7 @@ def gauge_checkpoint(
             refuse_infinite(target.model, checkpoint.name)
         else:
             message(f"loading {source.target}")
-            checkpoint = load_model(source, config, placement)
+            checkpoint = load_model(source, config, fitted(source, config, placement, message))
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)

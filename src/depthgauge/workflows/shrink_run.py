@@ -413,14 +413,12 @@ class ShrinkRun:
         )
         if shrunk is None:
             return record
+        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals)
+        if checkpoint.stream is not None:
+            return msgspec.structs.replace(record, notes=notes)
         self.progress(0, 1, "speed of both models")
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes = (
-            *shrink_notes(record, self.opened, shrunk),
-            *self.shrinker.refusals,
-            *self._heal_advice(),
-            f"memory: {kind}",
-        )
+        notes += (*self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
