@@ -15,9 +15,10 @@ from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 
 import depthgauge as dg
+from depthgauge.checkpoints.found_inputs import find_pairs
 from depthgauge.checkpoints.layers import BlockRunner, with_stack
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.pair_files import find_pairs, read_pairs
+from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError

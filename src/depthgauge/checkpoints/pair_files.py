@@ -1,62 +1,20 @@
 """Read pairs of a source and a target, as an encoder–decoder model reads them."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.found_inputs import PairFile
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import IGNORED, Samples
-from depthgauge.checkpoints.text_files import parse_line
-from depthgauge.errors import InputError, require_path
+from depthgauge.errors import InputError
 
 LONGEST = 128
 """The most tokens of a source and of a target by default; longer ones are cut."""
-_FIELDS = ("source", "target")
-
-
-@dataclass(frozen=True)
-class PairFile:
-    """The pairs of a JSON lines file, each once."""
-
-    path: Path
-    pairs: tuple[tuple[str, str], ...]
-
-
-def find_pairs(path: str | Path) -> PairFile:
-    """Return the pairs of a file of JSON lines with the fields `source` and `target`.
-
-    Raises:
-        InputError: the file cannot be read, has no pairs, or a line lacks a field.
-    """
-    file = require_path("pairs", path)
-    pairs = tuple(dict.fromkeys(_read(file)))
-    if not pairs:
-        raise InputError(f"{file} contains no pairs; give JSON lines with the fields source and target")
-    return PairFile(file, pairs)
-
-
-def _read(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"cannot read the pairs {path}: {error.strerror or error}") from error
-    for number, line in enumerate(lines, start=1):
-        record = parse_line(line, f"line {number} of {path}")
-        if record is None:
-            continue
-        for field in _FIELDS:
-            if not isinstance(record.get(field), str) or not record[field].strip():
-                raise InputError(
-                    f"line {number} of {path} has no text in the field {field!r}; every line needs a source and a "
-                    "target"
-                )
-        yield record["source"], record["target"]
 
 
 def read_pairs(

@@ -18,7 +18,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.load import TEXT, Checkpoint
+from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import surround

@@ -10,17 +10,17 @@ import torch
 from depthgauge._format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.input_kinds import IMAGES, TEXT, read_kind
 from depthgauge.checkpoints.load import (
-    IMAGES,
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_class import loader_of
@@ -206,7 +206,7 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: Plan
     if plan is not None and plan.files:
         raise InputError("the plan was made for a model on disk; give its path")
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    require_kind(model, name, settings)
+    require_kind(type(model), model.config, name, read_kind(settings))
     checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.load import AUDIO, IMAGES, TEXT, Checkpoint, context_length, wrap
+from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT
+from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord

@@ -12,7 +12,8 @@ import torch
 
 from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
-from depthgauge.checkpoints.load import TEXT, Checkpoint
+from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord

@@ -16,21 +16,22 @@ from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_we
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack, tokens_of, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     BY_TARGETS,
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_output import accuracy, require_output, window_losses
@@ -85,7 +86,7 @@ def gauge_checkpoint(
     windows: Windows | GivenWindows | None = None
     if source is None:
         config = target.model.config
-        require_kind(target.model, str(target.name), asked)
+        require_kind(type(target.model), config, str(target.name), reads)
     else:
         config = load_config(source, placement, reads)
     if reads != TEXT or text_file is not None:
