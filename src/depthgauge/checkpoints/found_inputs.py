@@ -1,10 +1,12 @@
-"""Find what the user gave one by one: images, pairs of texts or recordings. Neither torch nor transformers is imported.
+"""Find what the user gave one by one: images, texts with labels, pairs or recordings.
 
-What is wrong with the files is reported before a model is downloaded or loaded.
+What is wrong with the files is reported before a model is downloaded or loaded, and before torch or transformers is
+imported.
 """
 
 import csv
 import io
+import textwrap
 import wave
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,8 +17,8 @@ from depthgauge._format import counted, one_line
 from depthgauge.checkpoints.text_files import JSONL, parse_line
 from depthgauge.errors import InputError, missing_extra, require_path
 
-_NAMES = ("file_name", "file")
-"""The names of the field, or of the column, with the name of the file."""
+_FILE, _TEXT = ("file_name", "file"), ("text",)
+"""The names of the field, or of the column, with the file or the text that has a label."""
 _SHOWN = 8
 """The most labels that an error lists."""
 _FIELDS = ("source", "target")
@@ -43,6 +45,20 @@ class ImageFolder:
 
 
 @dataclass(frozen=True)
+class LabelledTexts:
+    """Texts and their labels, as they are written, in a file; each text once."""
+
+    path: Path
+    texts: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name of each text in an error: its first words."""
+        return tuple(f"the text {textwrap.shorten(text, 40, placeholder='…')!r}" for text in self.texts)
+
+
+@dataclass(frozen=True)
 class PairFile:
     """The pairs of a JSON lines file, each once."""
 
@@ -59,10 +75,12 @@ class AudioFolder:
     transcripts: tuple[str, ...]
 
 
-def find_given(options: Any) -> ImageFolder | PairFile | AudioFolder | None:
-    """Return the images, pairs or recordings that the options name; None if they name none."""
+def find_given(options: Any) -> ImageFolder | LabelledTexts | PairFile | AudioFolder | None:
+    """Return the images, texts with labels, pairs or recordings that the options name; None if they name none."""
     if options.images is not None:
         return find_images(options.images, options.labels)
+    if options.labels is not None:
+        return find_labelled(options.labels)
     if options.pairs is not None:
         return find_pairs(options.pairs)
     return None if options.audio is None else find_audio(options.audio)
@@ -95,7 +113,7 @@ def find_images(folder: str | Path, labels: str | Path | None) -> ImageFolder:
         raise InputError(f"{path} contains no images; give a directory with files such as .jpg or .png")
     if labels is None:
         return ImageFolder(path, files)
-    known = dict(_read_labels(Path(labels)))
+    known = dict(_read_labels(Path(labels), _FILE))
     names = [one.relative_to(path).as_posix() for one in files]
     if missing := [name for name in names if name not in known]:
         raise InputError(
@@ -105,8 +123,22 @@ def find_images(folder: str | Path, labels: str | Path | None) -> ImageFolder:
     return ImageFolder(path, files, tuple(known[name] for name in names))
 
 
-def _read_labels(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the file names and labels of a file."""
+def find_labelled(path: str | Path) -> LabelledTexts:
+    """Return the texts and labels of a file: JSON lines with the fields `text` and `label`, or CSV with two columns.
+
+    Raises:
+        InputError: the file cannot be read, has no texts, or a line lacks the text or the label.
+    """
+    file, known = require_path("labels", path), dict[str, str]()
+    for text, label in _read_labels(file, _TEXT):
+        known.setdefault(text, label)
+    if not known:
+        raise InputError(f"{file} contains no texts; give JSON lines with the fields text and label, or CSV with both")
+    return LabelledTexts(file, tuple(known), tuple(known.values()))
+
+
+def _read_labels(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Yield what has a label, under one of the names in `fields`, and the label."""
     try:
         raw = path.read_bytes()
         text = raw.decode("utf-8-sig")
@@ -115,24 +147,24 @@ def _read_labels(path: Path) -> Iterator[tuple[str, str]]:
     if path.suffix.lower() in JSONL:
         for number, line in enumerate(raw.splitlines(), start=1):
             record = parse_line(line, f"line {number} of {path}", "")
-            name = next((record[key] for key in _NAMES if key in record), None) if record is not None else ""
             if record is not None:
-                if name is None or "label" not in record:
-                    raise InputError(f"line {number} of {path} lacks file_name or label; give both")
+                name = next((record[key] for key in fields if key in record), None)
+                if name in (None, "") or "label" not in record:
+                    raise InputError(f"line {number} of {path} lacks {fields[0]} or label; give both")
                 yield str(name), str(record["label"])
         return
     for number, row in enumerate(csv.reader(io.StringIO(text)), start=1):
-        if not row or (number == 1 and row[0].strip() in _NAMES):
+        if not row or (number == 1 and row[0].strip() in fields):
             continue
         if len(row) != 2:
             raise InputError(
-                f"line {number} of {path} has {counted(len(row), 'column')}; a file of labels has two, the file name "
-                "and the label"
+                f"line {number} of {path} has {counted(len(row), 'column')}; a file of labels has two, "
+                f"{fields[0]} and label"
             )
         yield row[0].strip(), row[1].strip()
 
 
-def label_indices(found: ImageFolder, known: Mapping[str, int] | None, count: int) -> dict[str, int]:
+def label_indices(found: ImageFolder | LabelledTexts, known: Mapping[str, int] | None, count: int) -> dict[str, int]:
     """Return label → index of its logit; a label is one of the `known` names of the configuration, or a number.
 
     Raises:

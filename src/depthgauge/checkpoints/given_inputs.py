@@ -1,16 +1,16 @@
-"""Read what the user gave window by window, images, pairs or recordings, and prepare the model for it."""
+"""Read what the user gave one by one, images, texts with labels, pairs or recordings, and prepare the model for it."""
 
 from dataclasses import replace
 from typing import Any
 
 from depthgauge.checkpoints.audio_files import load_speech_reader, read_audio
-from depthgauge.checkpoints.found_inputs import AudioFolder, ImageFolder, find_given
+from depthgauge.checkpoints.found_inputs import AudioFolder, ImageFolder, LabelledTexts, find_given
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.image_files import load_processor, read_images
 from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT, read_kind, require_classifier
 from depthgauge.checkpoints.layers import with_stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
-from depthgauge.checkpoints.pair_files import LONGEST, read_pairs
+from depthgauge.checkpoints.pair_files import LONGEST, read_labelled, read_pairs
 from depthgauge.checkpoints.source import Source
 from depthgauge.errors import InputError, require_count
 from depthgauge.results.gauge_options import STACKS
@@ -37,7 +37,7 @@ def load_reader(source: Source | None, placement: Placement, options: Any, given
 def read_given(
     options: Any, reader: Any, config: Any, name: str, *, wanted: int, seed: int, least: int = 1, advice: str = ""
 ) -> GivenWindows:
-    """Read the images, pairs or recordings that the options name, through the `reader`, for the model called `name`."""
+    """Read the images, texts, pairs or recordings that the options name for the model `name` through its `reader`."""
     keywords: dict[str, Any] = {"wanted": wanted, "seed": seed, "least": least, "advice": advice}
     require_classifier((getattr(config, "architectures", None) or ["model without a head"])[0], name, options)
     found = find_given(options)
@@ -45,15 +45,17 @@ def read_given(
     if isinstance(found, ImageFolder):
         return read_images(found, reader, config, **keywords)
     longest = LONGEST if options.window is None else options.window
-    require_count("window", longest, "the most tokens of a source and of a target", least=2)
+    require_count("window", longest, "the most tokens of a text, or of a source and of a target", least=2)
     keywords["longest"] = min(longest, context_length(config) or longest)
     if isinstance(found, AudioFolder):
         return read_audio(found, reader, config, **keywords)
+    if isinstance(found, LabelledTexts):
+        return read_labelled(found, reader, config, **keywords)
     return read_pairs(found, reader, config, **keywords)
 
 
 def prepared(checkpoint: Checkpoint, windows: GivenWindows, options: Any) -> Checkpoint:
     """Return the checkpoint with what is measured on these windows."""
-    if windows.kind != "images":
+    if windows.kind in ("pairs", "recordings"):
         return with_stack(checkpoint, options.stack or STACKS[0])
     return checkpoint if options.labels is None else replace(checkpoint, objective="labels")

@@ -74,7 +74,7 @@ def read_images(
             f"{' and '.join(map(str, sorted(shapes)[:2]))}; give images of one size"
         )
     inputs = Samples({IMAGES: torch.stack(pixels)}, torch.tensor(targets) if targets else None)
-    total = hashlib.sha256("".join(seen).encode()).hexdigest()
+    total = hashlib.sha256("".join([*seen, *map(str, targets)]).encode()).hexdigest()
     return GivenWindows("images", inputs, str(found.path), total)
 
 

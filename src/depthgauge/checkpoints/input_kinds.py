@@ -16,8 +16,8 @@ from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.source import Source
 from depthgauge.errors import InputError
 
-TEXT, IMAGES, AUDIO, PAIRS = "input_ids", "pixel_values", "input_features", "pairs"
-"""What models read: their main input, or pairs of token ids."""
+TEXT, IMAGES, AUDIO, PAIRS, LABELLED = "input_ids", "pixel_values", "input_features", "pairs", "labelled texts"
+"""What models read: their main input, pairs of token ids, or token ids with labels."""
 _PROCESSORS = {
     IMAGES: ("image processor", ("preprocessor_config.json",)),
     AUDIO: ("feature extractor", ("preprocessor_config.json", "processor_config.json")),
@@ -26,8 +26,11 @@ _PROCESSORS = {
 
 
 def read_kind(options: Any) -> str:
-    """Return what the options of `gauge` or `shrink` give to the model: `TEXT`, `IMAGES`, `AUDIO` or `PAIRS`."""
-    given = {IMAGES: options.images, AUDIO: options.audio, PAIRS: options.pairs}
+    """Return what the options of `gauge` or `shrink` give to the model: `TEXT`, `IMAGES`, `AUDIO`, `PAIRS`, `LABELLED`.
+
+    A file of labels without images has the texts too.
+    """
+    given = {IMAGES: options.images, AUDIO: options.audio, PAIRS: options.pairs, LABELLED: options.labels}
     return next((kind for kind, value in given.items() if value is not None), TEXT)
 
 
@@ -101,7 +104,7 @@ def require_pairs(needed: str, has_two: bool, name: str, reads: str) -> None:
 
     `needed` is its main input. A model of speech is given recordings instead.
     """
-    if has_two and needed == TEXT and reads in (TEXT, AUDIO):
+    if has_two and needed == TEXT and reads in (TEXT, AUDIO, LABELLED):
         raise CheckpointError(
             f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
         )
@@ -111,7 +114,7 @@ def require_pairs(needed: str, has_two: bool, name: str, reads: str) -> None:
 
 def require_inputs(needed: str, kind: str, name: str, reads: str) -> None:
     """Raise unless a model called `name`, whose class `kind` has the main input `needed`, reads what it is given."""
-    if needed == (TEXT if reads == PAIRS else reads):
+    if needed == (TEXT if reads in (PAIRS, LABELLED) else reads):
         return
     advice = {
         TEXT: f"give it text with --text, and leave {'--audio' if reads == AUDIO else '--images'} out",
@@ -127,8 +130,9 @@ def is_classifier(architecture: str) -> bool:
 
 
 def require_classifier(architecture: str, name: str, options: Any) -> None:
-    """Raise if labels are given to a model called `name` whose class has no classification head."""
-    if options.labels is not None and not is_classifier(architecture):
+    """Raise if labels are given to a model called `name` whose class does not predict one label for each input."""
+    if options.labels is not None and (not is_classifier(architecture) or "ForToken" in architecture):
         raise InputError(
-            f"--labels needs a model with a classification head, and {name} is a {architecture}; leave --labels out"
+            f"--labels needs a model with a classification head for whole inputs, and {name} is a {architecture}; "
+            "leave --labels out"
         )

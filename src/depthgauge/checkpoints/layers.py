@@ -22,7 +22,7 @@ from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, repeated
+from depthgauge.checkpoints.samples import Inputs, Samples, repeated
 
 NOT_BY_WINDOW = "its states are not arranged by window and token"
 """Why a model such as XLNet, whose states have the tokens first, is not supported."""
@@ -226,7 +226,7 @@ class BlockRunner(Stack):
         self, layer: int, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None
     ) -> Float[Tensor, "batch n d"]:
         """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example."""
-        if self.checkpoint.stack is not None and inputs is not None:
+        if isinstance(inputs, Samples) and len(inputs.inputs) > 1:
             args, kwargs = self._calls_of(inputs)[layer]
         else:
             args, kwargs = self._calls[layer]

@@ -93,7 +93,7 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     title = label.title[:1].upper() + label.title[1:]
     yield from stacked(title, key, columns, width, caption=texts_caption(record))
     if record.accuracy is not None:
-        yield _line(accuracy_sentence(record.accuracy))
+        yield _line(accuracy_sentence(record))
 
 
 def tested_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:

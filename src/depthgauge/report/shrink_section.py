@@ -118,7 +118,7 @@ def text_part(record: ShrinkRecord) -> PagePart | None:
     words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
     caption = texts_caption(record)
     if record.accuracy is not None:
-        caption += f" {capital(accuracy_sentence(record.accuracy))}."
+        caption += f" {capital(accuracy_sentence(record))}."
     noun = record.plan.calibration.noun
     what = "text" if noun == "window" else noun
     table = Table(

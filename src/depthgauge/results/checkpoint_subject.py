@@ -218,7 +218,7 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
     """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal.
 
-    `baseline` is the loss of the intact model, and `accuracy` its accuracy where images have labels. `unobserved` is
+    `baseline` is the loss of the intact model, and `accuracy` its accuracy where inputs have labels. `unobserved` is
     why the attention weights of the model are not observable; None if they are, or were not asked for.
     """
 

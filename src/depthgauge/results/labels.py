@@ -115,7 +115,7 @@ def unit(objective: str) -> str:
     """Return the unit in which a checkpoint's what-ifs are measured."""
     return {
         "loss": "loss added, nats per token",
-        "labels": "loss added, nats per image",
+        "labels": "loss of the labels added, nats",
         "logits": "relative change of the logits",
         "embedding": "1 − cosine of the embeddings",
     }.get(objective, "relative change of the final states")

@@ -51,8 +51,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         images: Directory of images to calibrate a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
-            and label, or CSV with these two columns.
+        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
+            --images, with file_name and label; or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.

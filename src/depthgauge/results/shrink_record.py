@@ -19,6 +19,8 @@ SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
 LLAMA = "llama.cpp"
 """The program that checks GGUF files."""
+GIVEN = ("text", "texts", "images", "pairs", "recordings")
+"""Kinds of windows that the user gave: windows of a text, and what was given one by one."""
 MOST_LAYERS = 10_000
 """A document with more layers than this is damaged; pages and tables draw every layer."""
 
@@ -72,7 +74,7 @@ class RepairStage(Record, frozen=True, kw_only=True):
 class SourceRecord(Record, frozen=True, kw_only=True):
     """One source of calibration windows, and its windows in each part.
 
-    `kind` is `text`, `sampled`, `built-in`, `images`, `pairs` or `recordings`.
+    `kind` is one of `GIVEN`, `sampled` or `built-in`.
     """
 
     kind: str
@@ -94,8 +96,8 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """What one window is: a `window` of text, an `image`, a `pair` or a `recording`."""
-        kinds = [source.kind for source in self.sources if source.kind in ("images", "pairs", "recordings")]
+        """What one window is: a `window` of text, a whole `text`, an `image`, a `pair` or a `recording`."""
+        kinds = [source.kind for source in self.sources if source.kind in GIVEN[1:]]
         return kinds[0].removesuffix("s") if kinds else "window"
 
     @property
@@ -273,7 +275,7 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
-    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labelled images;
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labels;
       `logits`, the change of a classifier's output; `embedding`, that of an embedding; or `states` for other models
     - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
     - `loss`, `texts`, `accuracy`, `guarantee`: on certify windows, which nothing was fitted or selected on

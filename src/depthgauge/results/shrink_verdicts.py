@@ -10,12 +10,12 @@ from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
 from depthgauge.results.shrink_record import (
+    GIVEN,
     LLAMA,
     BeforeAfter,
     CalibrationRecord,
     GuaranteeRecord,
     HealRecord,
-    LabelAccuracy,
     ReloadRecord,
     RepairStage,
     ShrinkRecord,
@@ -55,7 +55,7 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
         "the final states change by # of their size", "its final states move",
     ),
     "labels": ObjectiveLabel(
-        "loss", "loss of the labels, nats per image", "loss added, nats per image", "the loss grows by # nats per image"
+        "loss", "loss of the labels, nats", "loss added, nats", "the loss of the labels grows by # nats"
     ),
     "logits": ObjectiveLabel(
         "change of the logits", "relative change of the logits", "relative change of logits",
@@ -68,36 +68,14 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
 }  # fmt: skip
 """Objective → label."""
 
-TEXTS = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "sampled from the model",
-    "built-in": "built-in text",
-}
+_YOURS = {kind: f"your {kind}" for kind in GIVEN}
+TEXTS = _YOURS | {"sampled": "sampled from the model", "built-in": "built-in text"}
 """Kind of text → label."""
-ABOUT = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "text that the model writes itself",
-    "built-in": "the built-in text",
-}
+ABOUT = _YOURS | {"sampled": "text that the model writes itself", "built-in": "the built-in text"}
 """Kind of text → what a guarantee about it says."""
-SHORT_TEXTS = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "sampled",
-    "built-in": "built-in",
-}
+SHORT_TEXTS = _YOURS | {"sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
 
-GIVEN = ("text", "images", "pairs", "recordings")
-"""Kinds that the user gave, by name."""
 BY_LOSS = ("loss", "labels")
 """Objectives that have a value before and after."""
 
@@ -327,10 +305,14 @@ def texts_caption(record: ShrinkRecord) -> str:
     )
 
 
-def accuracy_sentence(accuracy: LabelAccuracy) -> str:
-    """Return the accuracy of both models."""
-    dense, shrunk = (number(100 * value) for value in (accuracy.dense, accuracy.shrunk))
-    return f"accuracy on the {accuracy.windows} certify images: {dense} % before, {shrunk} % after"
+def accuracy_sentence(record: ShrinkRecord) -> str:
+    """Return the accuracy of both models; empty if there are no labels."""
+    found = record.accuracy
+    if found is None:
+        return ""
+    dense, shrunk = (number(100 * value) for value in (found.dense, found.shrunk))
+    what = f"{found.windows} certify {record.plan.calibration.noun}s"
+    return f"accuracy on the {what}: {dense} % before, {shrunk} % after"
 
 
 def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:

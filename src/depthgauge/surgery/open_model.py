@@ -12,7 +12,7 @@ from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.input_kinds import IMAGES, TEXT, read_kind
+from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, TEXT, read_kind
 from depthgauge.checkpoints.load import (
     Checkpoint,
     Placement,
@@ -243,7 +243,7 @@ def _read(
     Nothing here needs the weights.
     """
     settings.check_model(decoder, name)
-    if read_kind(settings) in (TEXT, IMAGES):  # otherwise the number of layers is that of a stack, found in the model
+    if read_kind(settings) not in (PAIRS, AUDIO):  # there, the number of layers is that of a stack, found in the model
         _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()

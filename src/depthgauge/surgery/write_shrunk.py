@@ -18,8 +18,8 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
-from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
-from depthgauge.results.shrink_verdicts import BY_LOSS, GIVEN, accuracy_sentence, guarantee_sentences, objective_label
+from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
+from depthgauge.results.shrink_verdicts import BY_LOSS, accuracy_sentence, guarantee_sentences, objective_label
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.verify import FreshProcess, verify_reload
@@ -176,7 +176,7 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
         yield f"{title}, {windows}: {number(loss.shrunk)}."
     if record.accuracy is not None:
         yield ""
-        yield f"The {accuracy_sentence(record.accuracy)}."
+        yield f"The {accuracy_sentence(record)}."
     if record.texts:
         yield ""
         what = "text" if noun == "window" else f"{noun}s"

@@ -38,7 +38,7 @@ from depthgauge.checkpoints.model_output import accuracy, require_output, window
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.samples import Inputs, as_samples
+from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
@@ -219,6 +219,8 @@ def measure_windows(
         stack = Stack(checkpoint, session)
         for index in range(count):
             window, known = inputs[index : index + 1], dict(journal.get(f"window {index}", {}))
+            if isinstance(window, Samples):
+                window = window.unpadded()  # padding is nothing to observe
             found.append(known)
             wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:

@@ -28,7 +28,7 @@ class GaugeRequest:
     - `target`, `given`: the checkpoint, and the options as they were given
     - `asked`: the options with their defaults
     - `kinds`: the what-ifs
-    - `text`: the text; None if images, pairs, recordings or the weights alone are gauged
+    - `text`: the text; None if other inputs or the weights alone are gauged
     - `source`: the files of the checkpoint; None for a model in memory
     """
 
@@ -51,7 +51,7 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     require_seed(asked.seed or 0)
     text = given = None
     if any(getattr(asked, name) is not None for name in ONE_BY_ONE):
-        require_count("samples", asked.samples or SAMPLES, "the number of images, pairs or recordings to use")
+        require_count("samples", asked.samples or SAMPLES, "the number of images, texts, pairs or recordings to use")
         given = find_given(asked)
     elif not asked.weights_only:
         text = find_text(asked.text, bool(asked.as_is))
