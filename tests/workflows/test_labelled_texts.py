@@ -131,16 +131,12 @@ def test_bad_files_are_refused(name: str, place: Path, tmp_path: Path) -> None:
 
 def test_models_that_predict_no_label_are_refused(place: Path, tmp_path: Path) -> None:
     save_classifier(tmp_path / "tokens", "bert", "BertForTokenClassification")
-    with pytest.raises(
-        InputError, match=r"for whole inputs, and .* is a BertForTokenClassification"
-    ):
+    with pytest.raises(InputError, match=r"for whole inputs, and .* is a BertForTokenClassification"):
         dg.gauge(tmp_path / "tokens", labels=place / "reviews.jsonl", **SMALL)
     save_classifier(tmp_path / "unpadded", "qwen3", pad=None)
     with pytest.raises(InputError, match="texts of different lengths need a padding token, and the model has none"):
         dg.gauge(tmp_path / "unpadded", labels=place / "reviews.jsonl", **SMALL)
     with pytest.raises(InputError, match="--text is about text, and --labels gives texts with labels; leave it out"):
         dg.gauge(place / "bert", labels=place / "reviews.jsonl", text=place / "reviews.jsonl", **SMALL)
-    with pytest.raises(
-        InputError, match="different texts, and 376 are needed; give more texts, or"
-    ):
+    with pytest.raises(InputError, match="different texts, and 376 are needed; give more texts, or"):
         dg.shrink(place / "bert", labels=place / "reviews.jsonl", remove=1, **SMALL)
