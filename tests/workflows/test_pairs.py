@@ -71,6 +71,8 @@ def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: P
     assert subject.baseline is not None
     assert subject.baseline.loss == pytest.approx(float(intact.mean()), rel=1e-4)
     assert len(subject.layers) == {"encoder": 4, "decoder": 3}[stack]
+    assert subject.model.stack == stack
+    assert subject.unobserved is None or "their calls are not told apart" in subject.unobserved
     assert subject.text is not None
     assert (subject.text.kind, subject.text.windows) == ("pairs", 4)
     for layer in range(1, len(subject.layers)):  # block 0 of T5 computes the biases of the others
@@ -111,10 +113,14 @@ def test_shrink_writes_one_stack_smaller(
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code in (0, None), capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert ended.value.code in (0, None), shown.err
+    kept = {"encoder": 3, "decoder": 2}[stack]
+    assert f"{name}: {kept + 1} → {kept} layers of the {stack}" in shown.out
+    assert f"# {name} with {kept} of {kept + 1} layers of the {stack}\n" in (out / "README.md").read_text()
     record = json.loads((out / "depthgauge.json").read_text())
     assert record["objective"] == "loss"
-    assert record["layers_after"] == {"encoder": 3, "decoder": 2}[stack]
+    assert record["layers_after"] == kept
     assert record["reload"]["generation"] == "equal with and without cache"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / name, out))
     changed = {key for key in before if before[key] != after.get(key)} - {"transformers_version"}

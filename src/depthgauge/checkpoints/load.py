@@ -178,6 +178,7 @@ class Checkpoint:
             device=str(parameter.device),
             context=context_length(self.config),
             hub=None if self.source is None else self.source.hub,
+            stack=self.stack,
         )
 
 

@@ -111,6 +111,15 @@ NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "c
 """Norm of the residual → label."""
 
 
+def of_stack(stack: str | None) -> str:
+    """Return whose layers are counted in an encoder–decoder model; empty for other models.
+
+    >>> of_stack("decoder"), of_stack(None)
+    (' of the decoder', '')
+    """
+    return "" if stack is None else f" of the {stack}"
+
+
 def unit(objective: str) -> str:
     """Return the unit in which a checkpoint's what-ifs are measured."""
     return {

@@ -12,6 +12,7 @@ from depthgauge._frames import frame
 from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
@@ -129,6 +130,12 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     settings: ShrinkOptions
     calibration: CalibrationRecord
     hub: HubModel | None = None
+
+    @property
+    def stack(self) -> str | None:
+        """The stack of an encoder–decoder model that has the layers; None for other models."""
+        settings = self.settings
+        return settings.stack or (STACKS[0] if settings.pairs or settings.audio else None)
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""

@@ -9,6 +9,7 @@ from itertools import groupby
 from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
+from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import (
     GIVEN,
     LLAMA,
@@ -106,7 +107,7 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     if guarantee is not None and limit_failed(guarantee):
         return limit_sentence(guarantee, record.objective)
     verb = "is" if record.layers_after == 1 else "are"
-    kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} {verb} kept"
+    kept = f"{layers_text(record)} {verb} kept"
     measured = objective_label(record.objective).by(measured_increase(record))
     compared = comparison(record)
     measured += f"; {compared}" if compared else ""
@@ -121,6 +122,11 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     )
 
 
+def layers_text(record: ShrinkRecord) -> str:
+    """Return how many layers are kept: `2 of 3 layers of the decoder`."""
+    return f"{record.layers_after} of {counted(record.layers_before, 'layer')}{of_stack(record.plan.stack)}"
+
+
 def comparison(record: ShrinkRecord) -> str:
     """Compare the result with all sets of blocks without repair, on the selection windows; empty if none is known."""
     chosen = next((one for one in record.plan.candidates if one.chosen and one.removed == record.removed), None)
@@ -129,6 +135,8 @@ def comparison(record: ShrinkRecord) -> str:
         return ""
     best = min(bare, key=lambda removed: bare[removed])
     gain = bare[best] - chosen.best
+    if gain == 0 and best == chosen.removed:  # it is this model
+        return ""
     if gain > 0:
         what = "the best of " + counted(len(bare), "choice") if len(bare) > 1 else "the same blocks"
         return f"on the selection windows {number(gain)} below {what} without repair"

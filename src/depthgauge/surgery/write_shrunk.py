@@ -18,8 +18,15 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
+from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
-from depthgauge.results.shrink_verdicts import BY_LOSS, accuracy_sentence, guarantee_sentences, objective_label
+from depthgauge.results.shrink_verdicts import (
+    BY_LOSS,
+    accuracy_sentence,
+    guarantee_sentences,
+    layers_text,
+    objective_label,
+)
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.verify import FreshProcess, verify_reload
@@ -144,11 +151,11 @@ def _without_directories(record: ShrinkRecord) -> ShrinkRecord:
 
 
 def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
-    yield f"# {name} with {record.layers_after} of {counted(record.layers_before, 'layer')}"
+    yield f"# {name} with {layers_text(record)}"
     yield ""
     yield (
-        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers of `{name}`: "
-        f"{ranges(record.removed)} (counted from 0)."
+        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers"
+        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0)."
     )
     if record.plan.hub is not None:
         yield f"The source is the commit {record.plan.hub.commit}."
