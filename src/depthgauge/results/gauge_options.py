@@ -63,7 +63,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
-        window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
+        window: Tokens per window of text  [default: for 8 windows, from 64 to 512], or the most tokens of a labelled
+            text, a source or a target  [default: 128].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
             expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the

@@ -58,7 +58,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
-        window: Tokens per window  [default: 512, with --effort quick 256].
+        window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
+            source or a target  [default: 128].
         bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
