@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from published_page import write_page
 from shrink_peers import CHOICES, Dense, observe
 from shrink_texts import divide_texts, windows_of_texts
 
 import depthgauge as dg
-from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.source import Source, find, weight_bytes
 from depthgauge.errors import DepthgaugeError, InputError
@@ -50,6 +51,8 @@ WINDOW, ITEMS, LETTERS = 512, 500, 200_000
 """Tokens per window of the perplexities, items of the cloze task, and letters that are used of each unseen text."""
 PROMPT, ANSWER = 512, 128
 """Tokens that llama.cpp reads and writes when it is timed."""
+TURNS = 21
+"""How often both models are timed in transformers, in turns: a pass of a small model takes milliseconds."""
 TIMED = """
 import json, sys, xllamacpp as llama
 params = llama.CommonParams()
@@ -87,7 +90,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     record = _evaluated(
         [options.model, *(row["folder"] for row in rows)], mixed, {**unseen, "built-in": builtin}, options
     )
-    speeds = [_speed(checkpoint, source, tokenizer, rows, count, options) for count in counts]
+    speeds = [_speed(checkpoint, tokenizer, count, options) for count in counts]
     return {
         "name": options.name or checkpoint.name, "layers": layers, "parameters": checkpoint.describe().parameters,
         "bytes": weight_bytes(source), "counts": counts, "speeds": speeds,
@@ -150,38 +153,29 @@ def _ours(
             yield {"method": method, "removed": count, "folder": str(folder)}
 
 
-def _speed(
-    checkpoint: Checkpoint,
-    source: Source,
-    tokenizer: Any,
-    rows: Sequence[dict[str, Any]],
-    count: int,
-    options: argparse.Namespace,
-) -> dict[str, Any]:
-    """Time one size; the speed does not depend on which blocks are gone."""
-    folder = next(row["folder"] for row in rows if row["removed"] == count)
-    other = find(folder)
-    placement = Placement(dtype="float32", device=options.device)
-    model = load_model(other, load_config(other, placement), placement).model
+def _speed(checkpoint: Checkpoint, tokenizer: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Time one size, without the last blocks but one: the speed does not depend on which blocks are gone."""
+    source = checkpoint.source
+    kept = [*range(checkpoint.layers - count - 1), checkpoint.layers - 1]
+    model = extract(checkpoint, kept)
     text = (options.work / "unseen.txt").read_text("utf-8")[: 20 * PROMPT]
     ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:PROMPT]])
-    found, _, what = compare_speed(checkpoint.model, model, ids, new_tokens=32)
+    found, _, what = compare_speed(checkpoint.model, model, ids, repeats=TURNS, new_tokens=32)
     parameters = sum(weight.numel() for weight in model.parameters())
     speed = {"removed": count, "parameters": parameters, "prefill": found.prefill, "decode": found.decode, "what": what}
     if source.gguf is not None:
         small = options.work / f"removed-{count}.gguf"
         if not small.exists():
-            _write_gguf(source, checkpoint, count, small)
+            _write_gguf(source, checkpoint, kept, small)
         dense, after = (_llama(path) for path in (source.path, small))
         speed |= {f"llama_{part}": dense[part] / after[part] for part in dense}
         speed["gguf_bytes"] = small.stat().st_size
     return speed
 
 
-def _write_gguf(source: Source, checkpoint: Checkpoint, count: int, path: Path) -> None:
-    """Write the GGUF file without the last blocks but one; which ones they are does not matter for the speed."""
+def _write_gguf(source: Source, checkpoint: Checkpoint, kept: Sequence[int], path: Path) -> None:
+    """Write the GGUF file of the kept blocks, which are copied as they are."""
     layout = read_layout(source, None, checkpoint.name)
-    kept = [*range(layout.layers - count - 1), layout.layers - 1]
     types = getattr(shrunk_config(checkpoint.config, kept), "layer_types", None)
     write_gguf(path, layout, kept, shrunk_fields(layout, kept, types), {}, silent)
 
@@ -208,85 +202,6 @@ def _without_paths(record: EvaluateRecord, names: Sequence[str]) -> dict[str, An
     return document
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def page(documents: Sequence[dict[str, Any]]) -> str:
-    """Return docs/results.md."""
-    return "\n".join([*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]) + "\n"
-
-
-INTRODUCTION = """\
-# Results
-
-Several methods remove 10, 25 and 40 % of the blocks of a model. All are calibrated on the same two thirds of three
-texts and measured on the rest, which none of them has read, and on the built-in text. This page is made by
-`benchmarks/published.py` from the results in `benchmarks/results/`; to add a model, run the command at the top of that
-file.
-
-- **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
-  repairs are compared in `benchmarks/shrink.py`.
-- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition.
-- **Loss** is in nats per token, in windows of 512 tokens that do not overlap. **Bits per byte** is the mean over the
-  four texts.
-- **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
-  items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
-  95 % interval.
-- **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
-  blocks alone.
-"""
-
-
-def _section(document: dict[str, Any]) -> Iterator[str]:
-    record = check_evaluate(document["evaluation"], document["name"])
-    texts = [text.name for text in record.texts]
-    yield from ("", f"## {document['name']}", "")
-    size = f"{document['layers']} blocks, {document['parameters'] / 1e6:.0f} million parameters"
-    yield f"{size}. {_measured_with(document)}"
-    yield from (
-        "",
-        f"| removed | method | {' | '.join(f'loss: {name}' for name in texts)} | bits per byte | cloze | difference |",
-    )
-    yield "| --- " * (len(texts) + 5) + "|"
-    (task,) = [task for task in record.tasks if task.metric == "acc"]
-    labels = [("0", "dense"), *((str(row["removed"]), row["method"]) for row in document["rows"])]
-    table = []
-    for k, (removed, method) in enumerate(labels):
-        losses = [f"{text.results[k].loss:.3f}" for text in record.texts]
-        bits = sum(text.results[k].bits_per_byte for text in record.texts) / len(texts)
-        one = task.results[k]
-        interval = "" if one.low is None else f"{one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
-        table.append(
-            (
-                int(removed),
-                f"| {removed} | {method} | {' | '.join(losses)} | {bits:.3f} | {one.accuracy:.3f} | {interval} |",
-            )
-        )
-    yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
-    yield ""
-    has_llama = "llama_prefill" in document["speeds"][0]
-    yield "| removed | parameters | prompt | generation |" + (
-        " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
-    )
-    yield "| --- " * (7 if has_llama else 4) + "|"
-    for speed in document["speeds"]:
-        cells = [
-            str(speed["removed"]),
-            f"{speed['parameters'] / 1e6:.0f} million",
-            f"{speed['prefill']:.2f} ×",
-            f"{speed['decode']:.2f} ×",
-        ]
-        if has_llama:
-            cells += [f"{speed['gguf_bytes'] / document['bytes']:.2f} of the size"]
-            cells += [f"{speed[f'llama_{part}']:.2f} ×" for part in ("prefill", "decode")]
-        yield f"| {' | '.join(cells)} |"
-
-
-def _measured_with(document: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
-    return f"Measured on {document['device']} in float32 (llama.cpp: on its CPU, the file's own types) with {versions}."
-
-
 def main() -> int:
     """Parse the command line; return 2 for bad input."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -301,7 +216,7 @@ def main() -> int:
     try:
         if options.page:
             documents = [json.loads(Path(path).read_text("utf-8")) for path in options.model]
-            options.page.write_text(page(documents), encoding="utf-8")
+            write_page(options.page, documents)
             return 0
         if len(options.model) != 1 or not options.text:
             raise InputError("give one model, and texts with --text")

@@ -37,8 +37,8 @@ from jaxtyping import Float, Int
 from scipy.linalg import hadamard
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.hooks import hidden_out
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
 from depthgauge.surgery.repair import is_linear

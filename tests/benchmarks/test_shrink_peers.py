@@ -13,7 +13,7 @@ from benchmark_files import benchmark
 from layered_models import LAYERS, layered_model
 from torch import Tensor
 
-from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.errors import InputError
 

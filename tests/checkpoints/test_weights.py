@@ -6,9 +6,10 @@ from tiny_models import MODELS, tiny_model, tokens
 
 import depthgauge as dg
 from depthgauge.certificates.printed import printed_bound
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.circuits import CircuitSizes, HeadWeights, circuit_sizes, head_weights
 from depthgauge.checkpoints.interface import AttentionCall, attending
-from depthgauge.checkpoints.layers import Stack, find_blocks
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.regime import TOLERANCE, corrected_bound, regime
 from depthgauge.linalg.norms import column_norm, composite_norm

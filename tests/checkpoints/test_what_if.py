@@ -10,9 +10,10 @@ import torch
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import Stack, find_blocks
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, what_if
 from depthgauge.checkpoints.what_if import passes as kind_passes

@@ -23,6 +23,7 @@ WINDOW, SAMPLES, NO = 16, 73, "–"
 # What a refusal or a note may say, and how the table says it.
 KNOWN = {
     r"which reads \w+; give a model of text": "reads neither text nor images",
+    r"which reads \w+; give it recordings": "reads recordings, which were not given",
     r"model with stages: its configuration": "a number of heads for each stage",
     r"without layers: its configuration has no": "no number of layers in its configuration",
     r"Unrecognized configuration class": "`AutoModelForCausalLM` does not know its text model",
@@ -49,6 +50,7 @@ KNOWN = {
     r"because the structure was not verified: ": "repair: its sublayers were not found",
     r"the repair leaves the matrices of the MLP unchanged": "repair: not of the MLP's last map",
     r"the repair leaves the matrices of the attention": "repair: not of the attention's last map",
+    r"the repair leaves the matrices of the": "repair: not of every last map",
     r"generates other text with the key–value cache": "generation differs with its cache",
     r"does not contain the tensors of its model|is not the one in memory": "the written model lacks weights",
     r"a fresh process cannot run .* LinearAttention": "cannot be built or run without some blocks",

@@ -8,8 +8,8 @@ import torch
 from layered_models import layered_model
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery.repair import output_maps
 

@@ -11,8 +11,8 @@ from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
 from tiny_models import MODELS, tiny_model, tokens
 
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.interface import attending
-from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap
 from depthgauge.checkpoints.source import find
@@ -228,7 +228,8 @@ def test_offloaded_weights_are_read_from_disk(tmp_path: Path) -> None:
 def test_blocks_stay_on_their_devices() -> None:
     devices = {"model.embed": 0, "model.layers.0": 0, "model.layers.1.mlp": 1, "model.layers.10": "disk", "lm_head": 1}
     expected = {"model.embed": 0, "model.layers.0.mlp": 1, "model.layers.1": "cpu", "lm_head": 1}
-    assert _places(devices, "model.layers", (1, 10)) == expected
+    kept = {"model.layers.1": "model.layers.0", "model.layers.10": "model.layers.1"}
+    assert _places(devices, ["model.layers"], kept) == expected
     assert _places({"": "cpu"}, "model.layers", (1, 10)) == {"": "cpu"}
     assert _places({"model": 0, "lm_head": 1}, "model.layers", (1, 10)) == {"model": 0, "lm_head": 1}
 

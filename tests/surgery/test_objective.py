@@ -9,7 +9,8 @@ from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import tokens
 
 from depthgauge.checkpoints import model_output
-from depthgauge.checkpoints.layers import BlockRunner, find_blocks
+from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.surgery.student import Objective

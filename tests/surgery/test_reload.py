@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import DECODERS, MODELS, tokens
 from written_models import write_model
 
-from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.source import find, weight_bytes

@@ -13,9 +13,9 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_vision import LABELS, VISION, image_processor, save_images, save_vision, vision_model
 
 import depthgauge as dg
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.found_inputs import find_images
 from depthgauge.checkpoints.image_files import read_images
-from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 

@@ -1,10 +1,11 @@
-"""Encoder–decoder models, gauged and shrunk on pairs, one stack at a time."""
+"""Encoder–decoder models, gauged and shrunk on pairs: one stack at a time, or both."""
 
 import copy
 import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +16,26 @@ from tiny_checkpoints import save_checkpoint
 from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 
 import depthgauge as dg
+from depthgauge.checkpoints.block_lists import with_stack
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.derive_family import derived
+from depthgauge.checkpoints.families import Family, Sublayer
 from depthgauge.checkpoints.found_inputs import find_pairs
-from depthgauge.checkpoints.layers import BlockRunner, with_stack
+from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
-from depthgauge.surgery.student import encoded
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery import repair
+from depthgauge.surgery.candidates import Candidates, put_weights
+from depthgauge.surgery.shrinker import Shrinker
+from depthgauge.surgery.shrunk_model import _heal
+from depthgauge.surgery.student import EFFORT, encoded
 
-BOTH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
+EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
+ALL = EACH + [(name, "both") for name in PAIRED]
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +56,10 @@ def samples_of(place: Path, name: str, count: int) -> Samples:
     return read_pairs(find_pairs(place / "pairs.jsonl"), tokenizer, config, wanted=count, longest=128, seed=0).inputs
 
 
+def keys_of(name: str, stack: str) -> tuple[str, ...]:
+    return tuple(KEYS[name, one] for one in (("encoder", "decoder") if stack == "both" else (stack,)))
+
+
 def plain_losses(model: Any, samples: Samples) -> torch.Tensor:
     """Return the loss that transformers computes, pair by pair, without padding."""
     found = []
@@ -62,7 +77,7 @@ def listed(model: Any, stack: str) -> torch.nn.ModuleList:
     return next(one for one in root.modules() if isinstance(one, torch.nn.ModuleList))
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
+@pytest.mark.parametrize(("name", "stack"), EACH)
 def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: Path) -> None:
     result = dg.gauge(place / name, pairs=place / "pairs.jsonl", stack=stack, samples=4, what_if="block", device="cpu")
     subject = result.subjects[0]
@@ -82,11 +97,11 @@ def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: P
         assert subject.layers[layer].what_if["block"].loss == pytest.approx(added, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
+@pytest.mark.parametrize(("name", "stack"), ALL)
 def test_blocks_one_by_one_are_the_model_on_every_pair(name: str, stack: str, place: Path) -> None:
     """Pairs have different sources and padding; each window gets its own encoder states and masks."""
     checkpoint = with_stack(wrap(paired_model(name)), stack)
-    assert checkpoint.layer_key == KEYS[name, stack]
+    assert checkpoint.layer_keys == keys_of(name, stack)
     samples = encoded(checkpoint, samples_of(place, name, 5))
     runner = BlockRunner(checkpoint, samples[:1])
     runner.batch = 2
@@ -97,8 +112,8 @@ def test_blocks_one_by_one_are_the_model_on_every_pair(name: str, stack: str, pl
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "stack"), BOTH)
-def test_shrink_writes_one_stack_smaller(
+@pytest.mark.parametrize(("name", "stack"), ALL)
+def test_shrink_writes_a_smaller_model(
     name: str,
     stack: str,
     place: Path,
@@ -108,27 +123,32 @@ def test_shrink_writes_one_stack_smaller(
 ) -> None:
     """By the command; a new process has the loss of the record and generates the same with and without a cache."""
     out = tmp_path / "out"
-    words = ["depthgauge", "shrink", place / name, "--pairs", place / "pairs.jsonl", "--remove", "1", "--out", out]
-    words += ["--effort", "quick", "--device", "cpu"] + (["--stack", stack] if stack == "encoder" else [])
+    words = ["depthgauge", "shrink", place / name, "--pairs", place / "pairs.jsonl", "--out", out]
+    words += ["--effort", "quick", "--device", "cpu"] + ([] if stack == "decoder" else ["--stack", stack])
+    words += ["--remove-layers", "1,6"] if stack == "both" else ["--remove", "1"]
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     with pytest.raises(SystemExit) as ended:
         main()
     shown = capsys.readouterr()
     assert ended.value.code in (0, None), shown.err
-    kept = {"encoder": 3, "decoder": 2}[stack]
-    assert f"{name}: {kept + 1} → {kept} layers of the {stack}" in shown.out
-    assert f"# {name} with {kept} of {kept + 1} layers of the {stack}\n" in (out / "README.md").read_text()
+    kept, all_of = {"encoder": 3, "decoder": 2, "both": 5}[stack], {"encoder": 4, "decoder": 3, "both": 7}[stack]
+    whose = "both stacks" if stack == "both" else f"the {stack}"
+    assert f"{name}: {all_of} → {kept} layers of {whose}" in shown.out
+    assert f"# {name} with {kept} of {all_of} layers of {whose}\n" in (out / "README.md").read_text()
     record = json.loads((out / "depthgauge.json").read_text())
     assert record["objective"] == "loss"
     assert record["layers_after"] == kept
     assert record["reload"]["generation"] == "equal with and without cache"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / name, out))
     changed = {key for key in before if before[key] != after.get(key)} - {"transformers_version"}
-    assert changed == {KEYS[name, stack]}
-    if stack == "decoder":
-        assert not record["repaired"]
-        assert any("blocks are removed without repair" in note for note in record["notes"])
-    if name == "t5":
+    assert changed == {*keys_of(name, stack)}
+    assert all(after[key] == before[key] - 1 for key in changed)
+    assert not any("repair" in note and "not verified" in note for note in record["notes"])
+    stages = ["least squares", "distillation"] if name == "t5" else ["distillation"]  # a norm follows each sublayer
+    assert [stage["name"] for stage in record["stages"]] == stages
+    if stack == "both":
+        assert "blocks 0 to 3 are those of the encoder and 4 to 6 are those of the decoder" in record["notes"]
+    elif name == "t5":
         assert 0 not in record["removed"]
         assert any("the search left out" in note and "block.0" in note for note in record["notes"])
     samples = samples_of(place, name, 132)[72:]
@@ -159,6 +179,150 @@ def test_targets_follow_the_token_after_which_the_model_generates(
     assert found.inputs.inputs["decoder_input_ids"][:, 0].tolist() == [start] * 3
 
 
+# Written by hand from the source of transformers.
+DECODERS = {
+    "t5": Family(
+        "layer.0.SelfAttention", "layer.2.DenseReluDense", "layer.0.SelfAttention.o", "layer.2.DenseReluDense.wo",
+        between=(Sublayer("layer.1.EncDecAttention", "layer.1.EncDecAttention.o"),),
+    ),
+    "bart": Family(
+        "self_attn", "fc2", "self_attn.out_proj", "fc2", order="post",
+        attention_norm="self_attn_layer_norm", mlp_norm="final_layer_norm",
+        between=(Sublayer("encoder_attn", "encoder_attn.out_proj", "encoder_attn_layer_norm"),),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_blocks_with_three_sublayers_are_derived(name: str, place: Path) -> None:
+    samples = samples_of(place, name, 2)
+    both = derived(with_stack(wrap(paired_model(name)), "both"), samples)
+    assert both.families[4:] == (DECODERS[name],) * 3
+    encoder = derived(with_stack(wrap(paired_model(name)), "encoder"), samples)
+    assert both.families[:4] == encoder.families
+    assert all(family is not None and family.between == () for family in encoder.families)
+
+
+def test_a_sublayer_that_is_multiplied_by_another_number_is_refused(place: Path) -> None:
+    model = paired_model("t5")
+    for block in model.decoder.block:
+        block.layer[1].EncDecAttention.register_forward_hook(lambda module, args, out: (2 * out[0], *out[1:]))
+        block.layer[1].dropout.register_forward_hook(lambda module, args, out: 0.5 * out)
+    found = derived(with_stack(wrap(model), "decoder"), samples_of(place, "t5", 2))
+    assert set(found.families) == {None}
+    assert "by different numbers" in found.underived
+
+
+@pytest.mark.parametrize("stack", ["decoder", "both"])
+def test_least_squares_changes_the_map_between_the_others(
+    stack: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target is what a block computes with another output map of its cross-attention."""
+    monkeypatch.setattr(repair, "RIDGE", 1e-6)
+    monkeypatch.setattr(repair, "RIDGE_PER_RATIO", 0.0)
+    samples = samples_of(place, "t5", 40)
+    checkpoint = derived(with_stack(wrap(paired_model("t5")), stack), samples)
+    runner, layer = BlockRunner(checkpoint, samples[:1]), checkpoint.layers - 1
+    states = runner.through(range(layer), runner.embed(samples), samples)
+    dense = runner.through([layer], states, samples)
+    parts, family = runner.blocks[layer].layer, checkpoint.families[layer]
+    maps = (parts[0].SelfAttention.o, parts[1].EncDecAttention.o, parts[2].DenseReluDense.wo)
+    assert repair.output_maps(runner.blocks[layer], family) == maps
+    with torch.no_grad():
+        maps[1].weight.add_(0.1 * torch.randn(maps[1].weight.shape, generator=torch.Generator().manual_seed(0)))
+    weights = [one.weight.detach().clone() for one in maps]
+
+    def left(known: Family) -> float:
+        """Return the error after the refit of the output maps of a family."""
+        put_weights([one.weight for one in maps], weights)
+        runner.checkpoint = replace(checkpoint, families=(known,) * checkpoint.layers)
+        repair.refit_block(runner, layer, states, dense, samples)
+        return float((runner.through([layer], states, samples) - dense).norm())
+
+    off = float((runner.through([layer], states, samples) - dense).norm())
+    assert left(family) < off / 5
+    assert left(family) < left(replace(family, between=())) / 2
+
+
+def test_the_training_repairs_all_output_maps(place: Path) -> None:
+    samples = samples_of(place, "bart", 6)
+    checkpoint = derived(with_stack(wrap(paired_model("bart")), "both"), samples)
+    shrinker = Shrinker(checkpoint, samples[:3], samples[3:], effort=EFFORT["quick"])
+    shrinker.keep_all_but((1, 5))
+    found = {id(weight) for weight in Candidates(shrinker, 0).repairable(0)}
+    model = checkpoint.model.model
+    for block in (model.decoder.layers[0], model.decoder.layers[2]):
+        assert {id(one.weight) for one in (block.self_attn.out_proj, block.encoder_attn.out_proj, block.fc2)} <= found
+    for block in (model.encoder.layers[0], model.encoder.layers[3]):
+        assert {id(block.self_attn.out_proj.weight), id(block.fc2.weight)} <= found
+    assert id(model.decoder.layers[1].fc2.weight) not in found
+
+
+@pytest.mark.parametrize(("stack", "removed"), [("decoder", (1,)), ("both", (1, 5))])
+def test_a_healed_t5_keeps_its_position_biases(stack: str, removed: tuple[int, ...], place: Path) -> None:
+    """They are weights of block 0 that all blocks read; what the other blocks were given would not follow them."""
+    model, samples = paired_model("t5"), samples_of(place, "t5", 12)
+    checkpoint = derived(with_stack(wrap(model), stack), samples)
+    shrinker = Shrinker(checkpoint, samples[:8], samples[8:], effort=EFFORT["quick"])
+    biases = [root.block[0].layer[0].SelfAttention.relative_attention_bias.weight for root in checkpoint.roots.values()]
+    assert shrinker.runner.shared == {*biases}
+    shrinker.keep_all_but(removed)
+    before = [weight.detach().clone() for weight in biases]
+    losses, healed = _heal(shrinker, removed, torch.full((4,), 100.0).double(), ShrinkOptions(heal="3"))
+    assert healed.kept
+    assert all(torch.equal(*pair) for pair in zip(biases, before, strict=True))
+    assert shrinker.objective.of_model(shrinker.model()) == pytest.approx(float(losses.mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", PAIRED)
+def test_gradients_reach_the_encoder_through_the_decoder(name: str, place: Path) -> None:
+    """The training of the repair applies the blocks one by one; its gradients are those of the model."""
+    checkpoint, samples = with_stack(wrap(paired_model(name)), "both"), samples_of(place, name, 3)
+    runner = BlockRunner(checkpoint, samples[:1])
+    weights = [next(weight for weight in runner.blocks[layer].parameters() if weight.dim() == 2) for layer in (1, 4)]
+    states = runner.embed(samples)
+    for layer in range(checkpoint.layers):
+        states = runner.block(layer, states, samples)
+    found = torch.autograd.grad(runner.output(states, samples).square().mean(), weights)
+    logits = checkpoint.model(**samples.keywords(torch.device("cpu"), torch.float32)).logits
+    for ours, expected in zip(found, torch.autograd.grad(logits.square().mean(), weights), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_search_in_both_stacks_of_t5_finds_what_generates(place: Path) -> None:
+    """transformers generates with a T5 only if the encoder has as many blocks as the decoder, or more."""
+    checkpoint, samples = with_stack(wrap(paired_model("t5")), "both"), samples_of(place, "t5", 6)
+    shrinker = Shrinker(checkpoint, samples[:1], samples[1:], effort=EFFORT["quick"], repair=False)
+    shrinker.remove_until(6)
+    removed = [step.layer for step in shrinker.steps]
+    assert {*removed} == {1, 2, 3, 5, 6}  # block 0 of each stack has the position biases of the others
+    for count in range(1, 6):
+        encoder = sum(layer < 4 for layer in removed[:count])
+        assert 4 - encoder >= 3 - (count - encoder)
+    said = "with 2 blocks in its encoder and 3 blocks in its decoder, model cannot generate in transformers"
+    assert said in str(shrinker.why_not((1, 2)))
+    assert "at least one of 3 layers of the decoder must be kept" in str(shrinker.why_not((4, 5, 6)))
+
+
+@pytest.mark.parametrize("stack", ["decoder", "encoder", "both"])
+def test_a_model_that_would_not_generate_is_refused_before_the_work(stack: str, place: Path) -> None:
+    """A T5 with equal numbers of blocks can lose blocks of the decoder first."""
+    from transformers import AutoTokenizer
+
+    model = paired_model("t5")
+    del model.encoder.block[3]
+    model.config.num_layers = 3
+    given = {"pairs": place / "pairs.jsonl", "tokenizer": AutoTokenizer.from_pretrained(place / "t5")}
+    options = {"stack": stack, "effort": "quick", "no_repair": True}
+    if stack == "encoder":
+        with pytest.raises(CheckpointError, match=r"with 2 blocks in its encoder, .* cannot generate in transformers"):
+            dg.shrink(model, remove=1, **given, **options)
+    else:
+        made = dg.shrink(model, remove=1, **given, **options)
+        assert (made.model.config.num_layers, made.model.config.num_decoder_layers) == (3, 2)
+
+
 def test_a_model_in_memory_takes_pairs(place: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -184,7 +348,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "no file": ("t5", lambda _: ["--pairs", "gone.jsonl"], "cannot read the pairs gone.jsonl: No such file"),
     "text": ("t5", lambda _: [], "is an encoder–decoder model; give it pairs .* with --pairs FILE.jsonl"),
     "decoder": ("llama", lambda f: _lines(f, _GOOD), "is no encoder–decoder model, so it reads no pairs"),
-    "stack": ("t5", lambda f: [*_lines(f, _GOOD), "--stack", "both"], "stack must be one of decoder, encoder"),
+    "stack": ("t5", lambda f: [*_lines(f, _GOOD), "--stack", "all"], "stack must be one of decoder, encoder"),
     "stack alone": ("t5", lambda _: ["--stack", "encoder"], "--stack is for encoder–decoder models"),
     "bos": ("t5", lambda f: [*_lines(f, _GOOD), "--bos", "no"], "--bos is about text, and --pairs gives pairs"),
     "images": ("t5", lambda f: [*_lines(f, _GOOD), "--images", "d"], "inputs of different models"),

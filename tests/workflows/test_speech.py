@@ -1,4 +1,4 @@
-"""Whisper, gauged and shrunk on recordings with transcripts, one stack at a time."""
+"""Whisper, gauged and shrunk on recordings with transcripts: one stack at a time, or both."""
 
 import copy
 import json
@@ -96,27 +96,33 @@ def test_gauge_measures_the_loss_without_a_block(stack: str, place: Path) -> Non
         assert subject.layers[layer].what_if["block"].loss == pytest.approx(added, rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("stack", ["decoder", "encoder"])
-def test_shrink_writes_one_stack_smaller(
+@pytest.mark.parametrize("stack", ["decoder", "encoder", "both"])
+def test_shrink_writes_a_smaller_model(
     stack: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the command; a new process with transformers alone has the loss of the record and the logits of the model."""
-    out, words = tmp_path / "out", ["--stack", stack] if stack == "encoder" else []
-    words += ["--remove", "1", "--effort", "quick", "--device", "cpu", "--out", out]
+    out, words = tmp_path / "out", [] if stack == "decoder" else ["--stack", stack]
+    words += ["--remove-layers", "2,5"] if stack == "both" else ["--remove", "1"]
+    words += ["--effort", "quick", "--device", "cpu", "--out", out]
     code = run(monkeypatch, "shrink", place / "whisper", "--audio", place / "recordings", *words)
     assert code in (0, None), capsys.readouterr().err
     record = json.loads((out / "depthgauge.json").read_text())
-    assert (record["objective"], record["layers_after"]) == ("loss", LAYERS[stack] - 1)
+    assert (record["objective"], record["layers_after"]) == (
+        "loss",
+        sum(LAYERS.values()) - 2 if stack == "both" else LAYERS[stack] - 1,
+    )
     assert record["reload"]["generation"] == "equal with and without cache"
     assert record["speed"]["what"] == "1 recording, on cpu"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / "whisper", out))
+    stacks = [*LAYERS] if stack == "both" else [stack]
     assert {key for key in before if before[key] != after.get(key)} - {"transformers_version"} <= {
-        f"{stack}_layers", *(["num_hidden_layers"] if stack == "encoder" else []),
+        *(f"{one}_layers" for one in stacks), *(["num_hidden_layers"] if "encoder" in stacks else []),
     }  # fmt: skip
-    assert after[f"{stack}_layers"] == LAYERS[stack] - 1
+    assert all(after[f"{one}_layers"] == LAYERS[one] - 1 for one in stacks)
     assert (out / "preprocessor_config.json").is_file()
     aligned = json.loads((out / "generation_config.json").read_text())["alignment_heads"]
-    kept = [layer for layer in range(3) if stack == "encoder" or layer not in record["removed"]]
+    first = LAYERS["encoder"] if stack == "both" else 0  # block 5 of both is block 1 of the decoder
+    kept = [layer for layer in range(3) if stack == "encoder" or first + layer not in record["removed"]]
     assert aligned == [[new, 3 - old] for new, old in enumerate(kept)]
     assert "95 % of recordings like those of" in (out / "README.md").read_text()
     samples = samples_of(place, 132)[72:]
@@ -136,9 +142,10 @@ def test_shrink_writes_one_stack_smaller(
     assert record["loss"]["dense"] == pytest.approx(float(plain_losses(speech_model(), samples).mean()), rel=1e-4)
     if not record["repaired"]:
         model = speech_model()
-        layers = (model.get_encoder() if stack == "encoder" else model.get_decoder()).layers
+        encoder, decoder = model.get_encoder().layers, model.get_decoder().layers
         for layer in record["removed"]:
-            del layers[layer]
+            own = encoder if stack == "encoder" or (stack == "both" and layer < 4) else decoder
+            del own[layer - (4 if stack == "both" and own is decoder else 0)]
         with torch.no_grad():
             torch.testing.assert_close(logits, model(**samples.inputs, use_cache=False).logits, rtol=1e-4, atol=1e-4)
 

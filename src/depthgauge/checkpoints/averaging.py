@@ -4,9 +4,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.first_layer import NotBoundedError, first_call, read_first_layer
 from depthgauge.checkpoints.interface import AttentionCall
-from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.checkpoints.score_bounds import PlacedScores, RotaryScores, Scores
 from depthgauge.linalg.rounding import add_down, div_up, exp_up, mul_up, tanh_up

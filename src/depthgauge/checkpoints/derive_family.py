@@ -4,10 +4,11 @@ One block is called with the arguments that the model passes to it, on a few tok
 
 - A *writer* is a submodule whose output is added to the residual stream: if δ is added to its output, the block's
   output changes by m·δ, with a number m (the residual multiplier of Granite; 1 in most families).
-- The sublayers are the two outermost writers without which the block is the identity, or the only one (Mamba). Where
-  the block ends with a norm (BERT), the inputs of its two norms take the place of the block's output.
-- The attention is the one whose output at the last token depends on other tokens; it may be a convolution or a state
-  space.
+- The sublayers are the fewest outermost writers without which the block is the identity: one (Mamba), two, or three in
+  a decoder that reads the states of an encoder (T5). Where the block ends with a norm (BERT), the inputs of the norms
+  after its sublayers take the place of the block's output.
+- The attention is the first whose output at the last token depends on other tokens; it may be a convolution or a state
+  space. Attention to the states of an encoder does not depend on them.
 - The last map of a sublayer is the linear map inside it that is a writer, or whose output the norm of the sublayer
   reads.
 
@@ -25,12 +26,15 @@ from torch import Tensor, nn
 
 from depthgauge._format import number
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.families import Family
+from depthgauge.checkpoints.block_lists import blocks_of, with_stack
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.families import Family, Sublayer
 from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out
-from depthgauge.checkpoints.layers import BlockRunner, find_blocks, unusual_states
+from depthgauge.checkpoints.layers import unusual_states
 from depthgauge.checkpoints.library import short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, few_windows
+from depthgauge.results.gauge_options import BOTH
 
 TOKENS = 12
 """Number of tokens on which a block is observed."""
@@ -38,6 +42,10 @@ TOKENS = 12
 
 LARGER = 8.0
 """Size of δ relative to the states of its token."""
+
+
+MOST = 3
+"""Largest number of sublayers of a block."""
 
 
 class NotDerivedError(Exception):
@@ -160,6 +168,9 @@ def derive_families(checkpoint: Checkpoint, inputs: Inputs) -> tuple[tuple[Famil
     Returns:
         The families, None where a check failed or could not be made, and the reasons why.
     """
+    if checkpoint.stack == BOTH:
+        each = [derive_families(with_stack(checkpoint, name), inputs) for name in checkpoint.roots]
+        return tuple(one for families, _ in each for one in families), [one for _, reasons in each for one in reasons]
     made: list[Family | None] = []
     found: dict[tuple[tuple[str, str], ...], Family] = {}
     reasons: list[str] = []
@@ -200,7 +211,7 @@ def _named_failures() -> Iterator[None]:
 @torch.no_grad()
 def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, tuple[Tensor, ...]]:
     """Return the blocks and their inputs X_0 … X_L; raise unless the blocks one by one give the model's output."""
-    if not find_blocks(checkpoint.root, checkpoint.layers):
+    if not blocks_of(checkpoint):
         raise NotDerivedError(f"it has no list of {checkpoint.layers} blocks")
     runner = BlockRunner(checkpoint, inputs[:1])
     base = runner.full(inputs)
@@ -219,57 +230,60 @@ def traced_runner(checkpoint: Checkpoint, inputs: Inputs) -> tuple[BlockRunner, 
 
 
 def derive_block(block: TracedBlock) -> Family:
-    """Derive the family of one block."""
+    """Derive the family of one block; its sublayers are as few as possible."""
     intact = block.trace()
     last = next((p for p, out in intact.outputs.items() if block.is_norm(p) and torch.equal(out, intact.output)), None)
-    for only in block.writers(None) if last is None else ():
-        if _is_identity(block, (only,), None):
-            mixes = _mixing(block, (only,))[only] > block.tolerance
-            return _family(block, only if mixes else None, None if mixes else only, None, None)
-    for mlp in block.writers(last):
-        first = None
-        if last is not None:
-            quiet = block.silent(mlp)
-            made = ((p, out) for p, out in quiet.outputs.items() if block.is_norm(p) and p != last)
-            first = next((p for p, out in made if torch.equal(out, quiet.inputs[last])), None)
-            if first is None:
-                continue
-        for attention in block.writers(first, (mlp,)):
-            if _nested(attention, mlp) or not _is_identity(block, (attention, mlp), first):
-                continue
-            mixing = [path for path, change in _mixing(block, (attention, mlp)).items() if change > block.tolerance]
-            if not mixing:
-                raise NotDerivedError(f"neither {attention} nor {mlp} of block {block.layer} mixes tokens")
-            if mixing == [mlp]:
-                attention, mlp = mlp, attention
-            return _family(block, attention, mlp, first, last)
+    for count in range(1 if last is None else 2, MOST + 1):
+        if (found := _find(block, count, (), (last,))) is not None:
+            return _family(block, *found)
     raise NotDerivedError(
-        f"block {block.layer} ({type(block.block).__name__}) is not the identity, or a norm, without one or two "
+        f"block {block.layer} ({type(block.block).__name__}) is not the identity, or a norm, without at most {MOST} "
         "submodules whose outputs it adds to its input"
     )
 
 
+def _find(
+    block: TracedBlock, count: int, later: tuple[str, ...], ends: tuple[str | None, ...]
+) -> tuple[tuple[str, ...], tuple[str | None, ...]] | None:
+    """Return `count` sublayers and those in `later`, which follow them, and the norms after all of them; None if none.
+
+    `ends` starts with the norm that reads the stream after the sublayer to be found; None is the block's output.
+    """
+    for path in block.writers(ends[0], later):
+        if any(_nested(path, other) for other in later):
+            continue
+        if count == 1:
+            if _is_identity(block, (path, *later), ends[0]):
+                return (path, *later), ends
+            continue
+        before = None
+        if ends[0] is not None:
+            quiet = block.silent(path, *later)
+            made = ((p, out) for p, out in quiet.outputs.items() if block.is_norm(p) and p not in ends)
+            before = next((p for p, out in made if torch.equal(out, quiet.inputs[ends[0]])), None)
+            if before is None:
+                continue
+        if (found := _find(block, count - 1, (path, *later), (before, *ends))) is not None:
+            return found
+    return None
+
+
 def verify_block(block: TracedBlock, family: Family) -> None:
     """Raise unless a block is the identity without its sublayers and affine in its last maps, as its family says."""
-    ends = (family.attention_norm, family.mlp_norm) if family.order == "post" else (None, None)
+    is_post = family.order == "post"
+    ends = [part.norm if is_post else None for part in family.parts]
     where, names = f"block {block.layer} ({type(block.block).__name__})", " and ".join(family.sublayers)
     if not _is_identity(block, family.sublayers, ends[0]):
         raise NotDerivedError(f"{where} without {names} is not the identity")
-    if family.order == "post":
-        silent = block.silent(*family.sublayers)
-        assert ends[0] is not None
-        assert ends[1] is not None
-        if not torch.equal(silent.outputs[ends[0]], silent.inputs[ends[1]]) or not torch.equal(
-            silent.outputs[ends[1]], silent.output
-        ):
-            raise NotDerivedError(f"{where} without {names} is not {ends[1]} of {ends[0]}")
-    written = ((family.attention, family.out, ends[0], family.sublayers[1:]), (family.mlp, family.down, ends[1], ()))
-    for sublayer, writer, end, silent_paths in written:
-        if sublayer is None:
-            continue
-        paths = [sublayer] if writer is None or block.is_norm(sublayer) else [sublayer, writer]
+    silent = block.silent(*family.sublayers)
+    for end, following in zip(ends, [*ends[1:], None], strict=True):
+        read = silent.output if following is None else silent.inputs[following]
+        if end is not None and not torch.equal(silent.outputs[end], read):
+            raise NotDerivedError(f"{where} without {names} is not {' of '.join(map(str, reversed(ends)))}")
+    for place, (part, end) in enumerate(zip(family.parts, ends, strict=True)):
+        paths = [part.path] if part.last is None or block.is_norm(part.path) else [part.path, part.last]
         for path in dict.fromkeys(paths):
-            m = block.multiplier(path, end, silent_paths)
+            m = block.multiplier(path, end, family.sublayers[place + 1 :])
             if m is None or abs(m - family.multiplier) > 10 * block.tolerance * abs(family.multiplier):
                 raise NotDerivedError(f"the output of {where} is not affine in the output of {path}")
 
@@ -294,29 +308,37 @@ def _mixing(block: TracedBlock, sublayers: Sequence[str]) -> dict[str, float]:
     return changes
 
 
-def _family(block: TracedBlock, attention: str | None, mlp: str | None, first: str | None, last: str | None) -> Family:
-    """Return the family of a block with these sublayers; `first` and `last` are the norms of a `post` block."""
-    others = () if mlp is None else (mlp,)
-    reads = attention is None or mlp is None
-    if attention is not None and mlp is not None:
-        intact, alone = block.trace().outputs, (block.silent(mlp).outputs, block.silent(attention).outputs)
-        if not torch.equal(intact[attention], alone[0][attention]):
-            raise NotDerivedError(f"in block {block.layer}, {mlp} comes before {attention}, which reads its output")
-        reads = not torch.equal(intact[mlp], alone[1][mlp])
-    found = [block.multiplier(*args) for args in ((attention, first, others), (mlp, last)) if args[0] is not None]
-    m = found[-1]
-    if m is None or found[0] is None or abs(found[0] - m) > 10 * block.tolerance * abs(m):
-        raise NotDerivedError(f"block {block.layer} multiplies {attention} and {mlp} by different numbers")
-    normed = first is not None
+def _family(block: TracedBlock, found: tuple[str, ...], ends: tuple[str | None, ...]) -> Family:
+    """Return the family of a block with these sublayers; `ends` are the norms after them in a `post` block."""
+    mixing = [path for path, change in _mixing(block, found).items() if change > block.tolerance]
+    if len(found) > 1 and not mixing:
+        raise NotDerivedError(f"none of {', '.join(found)} of block {block.layer} mixes tokens")
+    paths = sorted(found, key=lambda path: path not in mixing[:1])  # the attention first
+    intact, parts, multipliers, reads = block.trace().outputs, list[Sublayer](), list[float | None](), len(found) == 1
+    for place, (path, end) in enumerate(zip(paths, ends, strict=True)):
+        later = paths[place + 1 :]
+        if not torch.equal(intact[path], block.silent(*later).outputs[path]):
+            raise NotDerivedError(f"in block {block.layer}, {' or '.join(later)} comes before {path}, which reads it")
+        reads = reads or not torch.equal(intact[path], block.silent(*paths[:place]).outputs[path])
+        multipliers.append(block.multiplier(path, end, later))
+        norm = end if end is not None else path if block.is_norm(path) else None
+        parts.append(Sublayer(path, _last_map(block, path, end, later), norm))
+    m = multipliers[-1]
+    if m is None or any(one is None or abs(one - m) > 10 * block.tolerance * abs(m) for one in multipliers):
+        raise NotDerivedError(f"block {block.layer} multiplies {' and '.join(paths)} by different numbers")
+    none = Sublayer("", None)
+    first = parts[0] if mixing else none
+    final = none if mixing and len(parts) == 1 else parts[-1]
     return Family(
-        attention=attention,
-        mlp=mlp,
-        out=None if attention is None else _last_map(block, attention, first, others),
-        down=None if mlp is None else _last_map(block, mlp, last, ()),
-        order="post" if normed else "pre" if reads else "parallel",
+        attention=first.path or None,
+        mlp=final.path or None,
+        out=first.last,
+        down=final.last,
+        between=tuple(parts[1:-1]),
+        order="post" if ends[0] is not None else "pre" if reads else "parallel",
         multiplier=m,
-        attention_norm=first if normed else attention if attention and block.is_norm(attention) else None,
-        mlp_norm=last if normed else mlp if mlp and block.is_norm(mlp) else None,
+        attention_norm=first.norm,
+        mlp_norm=final.norm,
     )
 
 

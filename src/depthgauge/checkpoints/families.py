@@ -84,6 +84,20 @@ class Embeddings:
 
 
 @dataclass(frozen=True)
+class Sublayer:
+    """A part of a block that writes into the residual stream: paths relative to the block.
+
+    - `path`: the module whose output is added
+    - `last`: its last linear map, or None
+    - `norm`: the norm applied to the output of `last` before the next sublayer reads it, or None
+    """
+
+    path: str
+    last: str | None
+    norm: str | None = None
+
+
+@dataclass(frozen=True)
 class Family:
     """Paths of modules, relative to a block.
 
@@ -91,10 +105,11 @@ class Family:
       attention, a convolution or a state space, and the one that does not. None if the block has only the other
     - `out`, `down`: the last linear maps of attention and MLP; a norm may follow before the addition (Gemma 2). None
       where there is no such map, as in a mixture of experts
+    - `between`: the sublayers between `attention` and `mlp`, such as attention to the states of an encoder
     - `projections`: query, key and value projections, or None if they are not known
     - `order`: `pre` (norm before each sublayer), `parallel` (attention and MLP read the same x), `post` (norm after
       each sum)
-    - `multiplier`: the number by which the outputs of both sublayers are multiplied before they are added (Granite)
+    - `multiplier`: the number by which the outputs of all sublayers are multiplied before they are added (Granite)
     - `gain`: the norm before attention, or None; its weight plus `gain_offset` scales the input of the projections
     - `attention_norm`, `mlp_norm`: the norms applied to the outputs of `out` and of `down`, before (Gemma 2) or after
       (BERT) they are added to the residual stream; None if there are none
@@ -115,11 +130,19 @@ class Family:
     mlp_norm: str | None = None
     head_norms: tuple[str, str] | None = None
     embeddings: Embeddings = Embeddings()
+    between: tuple[Sublayer, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Sublayer, ...]:
+        """All sublayers that the block has, in order."""
+        attention = () if self.attention is None else (Sublayer(self.attention, self.out, self.attention_norm),)
+        mlp = () if self.mlp is None else (Sublayer(self.mlp, self.down, self.mlp_norm),)
+        return (*attention, *self.between, *mlp)
 
     @property
     def sublayers(self) -> tuple[str, ...]:
-        """The paths of `attention` and `mlp`, as far as the block has them."""
-        return tuple(path for path in (self.attention, self.mlp) if path is not None)
+        """The paths of all sublayers."""
+        return tuple(part.path for part in self.parts)
 
 
 _SELF_ATTN = Separate("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
+from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.circuits import projection_biases, projections
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.interface import AttentionCall, attending
-from depthgauge.checkpoints.layers import Stack, find_blocks
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint, context_length
 from depthgauge.linalg.rounding import UNIT, add_up, div_up, gamma, mul_down, mul_up, norm_up

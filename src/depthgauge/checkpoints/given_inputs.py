@@ -4,11 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from depthgauge.checkpoints.audio_files import load_speech_reader, read_audio
+from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.found_inputs import AudioFolder, ImageFolder, LabelledTexts, find_given
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.image_files import load_processor, read_images
 from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT, read_kind, require_classifier
-from depthgauge.checkpoints.layers import with_stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
 from depthgauge.checkpoints.pair_files import LONGEST, read_labelled, read_pairs
 from depthgauge.checkpoints.source import Source

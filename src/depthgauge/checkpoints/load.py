@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,9 @@ class Checkpoint:
       (`derive_family.derived`)
     - `source`: where it was loaded from, or None for a model from memory
     - `underived`: why a block has no family
-    - `stack`: of an encoder–decoder model, the stack that is gauged or shrunk: `encoder` or `decoder`
-    - `layer_key`: the key of the configuration that has the number of layers
+    - `stack`: of an encoder–decoder model, what is gauged or shrunk: `encoder`, `decoder`, or `both`, whose blocks are
+      numbered in this order
+    - `layer_keys`: the keys of the configuration that have the numbers of layers, one for each stack
     - `pooling`: how the states of the tokens become one embedding, where that is measured
     """
 
@@ -101,7 +103,7 @@ class Checkpoint:
     underived: str = ""
     pooling: tuple[str, ...] = ()
     stack: str | None = None
-    layer_key: str = "num_hidden_layers"
+    layer_keys: tuple[str, ...] = ("num_hidden_layers",)
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -134,14 +136,21 @@ class Checkpoint:
     @property
     def layers(self) -> int:
         """L, the number of layers."""
-        return int(getattr(self.config, self.layer_key))
+        return self.spans[-1].stop
 
     @property
-    def root(self) -> Any:
-        """The part of the model that contains the blocks: the model, or one of the two stacks."""
+    def spans(self) -> tuple[range, ...]:
+        """The layers of each stack, one after the other."""
+        ends = accumulate((int(getattr(self.config, key)) for key in self.layer_keys), initial=0)
+        return tuple(range(first, end) for first, end in pairwise(ends))
+
+    @property
+    def roots(self) -> dict[str, Any]:
+        """The parts of the model that contain the blocks, by name: the model, or one or both of its stacks."""
         if self.stack is None:
-            return self.model
-        return self.model.get_encoder() if self.stack == "encoder" else self.model.get_decoder()
+            return {"model": self.model}
+        found = {"encoder": self.model.get_encoder(), "decoder": self.model.get_decoder()}
+        return found if self.stack == "both" else {self.stack: found[self.stack]}
 
     @property
     def heads(self) -> int:

@@ -41,7 +41,8 @@ def _cosine(x: Float[Tensor, "batch n d"], y: Float[Tensor, "batch n d"]) -> Flo
 class SublayerScores:
     """A score of the attention and of the MLP of every block, recorded with hooks during a forward pass.
 
-    A block has NaN if its family is not known, or if it has one sublayer, whose scores are those of the block.
+    A block has NaN if its family is not known, if it has one sublayer, whose scores are those of the block, or more
+    than two.
 
     `measure` maps y, the stream that a sublayer reads, and f(y), what it adds, to the score. The default is LLM-Drop's.
     f(y) is the output of the sublayer times `Family.multiplier`.

@@ -45,10 +45,10 @@ def residual_by_depth(
 ) -> Float[Tensor, "samples states"]:
     """Compute ‖X_ℓ − 1x̄ᵀ‖/‖X_ℓ‖ for ℓ = 0 … L and every sample, in the composite norm, with x̄ the mean token."""
     checkpoint = derived(checkpoint, samples)
-    if not all(family and family.attention for family in checkpoint.families):
+    if not all(family and family.attention and not family.between for family in checkpoint.families):
         raise CheckpointError(
             f"parts of {checkpoint.name} cannot be switched off: "
-            + (checkpoint.underived or "some of its blocks do not mix tokens")
+            + (checkpoint.underived or "some of its blocks do not mix tokens, or have more than two sublayers")
         )
     with attending(checkpoint.model) as session:
         stack = Stack(checkpoint, session)

@@ -21,7 +21,7 @@ def layers_of(kind: str, families: Sequence[Family | None], observable: bool = T
     needs `observable` attention, and `parallel` excludes the last layer, which has no successor.
     """
     if kind in ("attention", "mlp"):
-        return [layer for layer, family in enumerate(families) if family and len(family.sublayers) == 2]
+        return [layer for layer, family in enumerate(families) if family and family.attention and family.mlp]
     if kind == "uniform" and not observable:
         return []
     return list(range(len(families) - (kind == "parallel")))

@@ -1,6 +1,6 @@
 """The options of `gauge`, each declared once: the command line, the Python interface and the result all use these."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -30,6 +30,8 @@ ONE_BY_ONE: Mapping[str, tuple[str, tuple[str, ...]]] = {
 if there are no images that they belong to."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
+BOTH = "both"
+"""Both stacks, which only `shrink` takes: the blocks of the encoder are counted first, then those of the decoder."""
 SAMPLES = 16
 """Images, texts with labels, pairs or recordings that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
@@ -131,11 +133,11 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
                 )
 
 
-def refuse_other_inputs(given: Mapping[str, Any]) -> None:
+def refuse_other_inputs(given: Mapping[str, Any], stacks: Sequence[str] = STACKS) -> None:
     """Raise if options are given that do not belong together.
 
     These are inputs of two kinds, options about text with other inputs, and a stack without inputs of an
-    encoder–decoder model.
+    encoder–decoder model, or none of those that are known.
     """
     kinds = [name for name in ONE_BY_ONE if name in given and not (name == "labels" and "images" in given)]
     if len(kinds) > 1:
@@ -151,8 +153,8 @@ def refuse_other_inputs(given: Mapping[str, Any]) -> None:
                 "--stack is for encoder–decoder models; give pairs with --pairs FILE.jsonl, or recordings with "
                 "--audio DIR"
             )
-        if given["stack"] not in STACKS:
-            raise unknown_name("stack", given["stack"], STACKS)
+        if given["stack"] not in stacks:
+            raise unknown_name("stack", given["stack"], stacks)
 
 
 class GaugeSettings(GaugeOptions, frozen=True, kw_only=True):

@@ -114,10 +114,12 @@ NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "c
 def of_stack(stack: str | None) -> str:
     """Return whose layers are counted in an encoder–decoder model; empty for other models.
 
-    >>> of_stack("decoder"), of_stack(None)
-    (' of the decoder', '')
+    >>> of_stack("decoder"), of_stack("both"), of_stack(None)
+    (' of the decoder', ' of both stacks', '')
     """
-    return "" if stack is None else f" of the {stack}"
+    if stack is None:
+        return ""
+    return " of both stacks" if stack == "both" else f" of the {stack}"
 
 
 def unit(objective: str) -> str:

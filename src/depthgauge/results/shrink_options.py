@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from depthgauge._format import counted
 from depthgauge.errors import InputError, require_positive, require_seed, unknown_name
-from depthgauge.results.gauge_options import check_choices, refuse_other_inputs
+from depthgauge.results.gauge_options import BOTH, STACKS, check_choices, refuse_other_inputs
 from depthgauge.results.record import Record, combine_options
 
 EFFORTS = ("quick", "default", "high")
@@ -55,7 +55,8 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
             --images, with file_name and label; or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
-        stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
+        stack: Stack of an encoder–decoder model: decoder  [default], encoder, or both. With both, all numbers count the
+            blocks of both stacks, those of the encoder first, and the search divides what is removed.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
         window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
@@ -113,7 +114,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise for options that contradict each other or are out of range."""
-        refuse_other_inputs(self.given())
+        refuse_other_inputs(self.given(), (*STACKS, BOTH))
         check_choices(self)
         if self.effort not in EFFORTS:
             raise unknown_name("effort", self.effort, EFFORTS)

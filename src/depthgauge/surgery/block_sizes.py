@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from depthgauge._format import size_text
-from depthgauge.checkpoints.layers import find_blocks
+from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
 from depthgauge.surgery.gguf_layout import GgufLayout
@@ -26,7 +26,7 @@ def blocks_over(
         total, blocks = stored.sizes(repairs)
     else:
         total = size(checkpoint.model.parameters())
-        blocks = sorted(size(block.parameters()) for block in find_blocks(checkpoint.root, checkpoint.layers))
+        blocks = sorted(size(block.parameters()) for block in blocks_of(checkpoint))
     for count in range(1, checkpoint.layers):
         if total - sum(blocks[:count]) <= limit:
             return count

@@ -129,7 +129,7 @@ class Candidates:
                 continue
             found |= dict.fromkeys(p for module in output_maps(block, family) for p in module.parameters())
             found |= dict.fromkeys(parameter for parameter in block.parameters() if parameter.dim() == 1)
-        return list(found)
+        return [weight for weight in found if weight not in self.shrinker.runner.shared]
 
     def _repaired(self, place: int, weights: list[nn.Parameter], losses: Losses) -> Repaired:
         """Try the stages of the repair, one after the other; `losses` are those before it."""

@@ -8,6 +8,7 @@ per layer, and rules that compute such a list from the index.
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.block_lists import blocks_of, find_blocks
 from depthgauge.checkpoints.interface import NAME as OBSERVED
-from depthgauge.checkpoints.layers import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
@@ -66,7 +67,7 @@ def require_supported(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{name} has adapters; merge them into the weights and save the model first")
     if getattr(config, "add_cross_attention", False) and not getattr(config, "is_encoder_decoder", False):
         raise CheckpointError(f"{name} has cross-attention; shrink supports models with self-attention only")
-    if not find_blocks(checkpoint.root, checkpoint.layers):
+    if not blocks_of(checkpoint):
         raise CheckpointError(f"the blocks of {name} cannot be found: no list has {checkpoint.layers} modules")
 
 
@@ -79,14 +80,20 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
 
     Raises:
         CheckpointError: the model is not supported; see `require_supported`.
-        InputError: `kept` is empty, not increasing, or names a block that does not exist.
+        InputError: `kept` is empty in a stack, not increasing, or names a block that does not exist.
     """
     require_supported(checkpoint)
-    model = checkpoint.model
+    model, spans = checkpoint.model, checkpoint.spans
     kept = require_layers(kept, checkpoint.layers)
+    by_stack = [
+        require_layers([layer - span.start for layer in kept if layer in span], len(span), f" of the {name}")
+        for name, span in zip(checkpoint.roots, spans, strict=True)
+    ]
     own = model.config._attn_implementation
     try:
-        config = shrunk_config(checkpoint.config, kept, checkpoint.layer_key)
+        config = checkpoint.config
+        for key, chosen in zip(checkpoint.layer_keys, by_stack, strict=True):
+            config = shrunk_config(config, chosen, key)
         config._attn_implementation = None if own == OBSERVED else own
         if hasattr(config, "tie_word_embeddings"):
             config.tie_word_embeddings = _is_tied(model)
@@ -98,22 +105,27 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
             f"{short(error)}; keep other blocks"
         ) from error
     fresh.eval()
-    if not find_blocks(fresh, len(kept)):
+    if len(blocks_of(replace(checkpoint, model=fresh, config=config))) != len(kept):
         raise CheckpointError(
             f"blocks cannot be removed from {checkpoint.name}: the number of blocks of a {type(model).__name__} does "
             "not follow num_hidden_layers of its configuration"
         )
     if hasattr(fresh, "pooler") and (model.pooler is None or _has_random_pooler(checkpoint)):
         fresh.pooler = None
-    first = find_blocks(checkpoint.root, checkpoint.layers)[0]
-    blocks = next(name for name, module in model.named_modules() if module is first).rpartition(".")[0]
-    _copy_tensors(model, fresh, {f"{blocks}.{new}.": f"{blocks}.{old}." for new, old in enumerate(kept)}, copies)
+    names = {module: name for name, module in model.named_modules()}
+    lists = [names[blocks_of(checkpoint)[span.start]].rpartition(".")[0] for span in spans]
+    places = {
+        f"{path}.{old}": f"{path}.{new}"
+        for path, chosen in zip(lists, by_stack, strict=True)
+        for new, old in enumerate(chosen)
+    }
+    _copy_tensors(model, fresh, {f"{new}.": f"{old}." for old, new in places.items()}, copies)
     _keep_scales(fresh, config, kept)
     if getattr(model, "generation_config", None) is not None:
         fresh.generation_config = copy.deepcopy(model.generation_config)
-        if checkpoint.stack == "decoder":
-            _renumber_aligned(fresh.generation_config, kept)
-    _distribute(model, fresh, blocks, kept)
+        if "decoder" in checkpoint.roots:
+            _renumber_aligned(fresh.generation_config, by_stack[-1])
+    _distribute(model, fresh, lists, places)
     return fresh
 
 
@@ -247,29 +259,29 @@ def _keep_scales(fresh: Any, config: Any, kept: Sequence[int]) -> None:
             one.data = torch.cat([factor * one[..., :width], one[..., width:]], dim=-1)
 
 
-def _distribute(model: Any, fresh: Any, blocks: str, kept: Sequence[int]) -> None:
+def _distribute(model: Any, fresh: Any, lists: Sequence[str], places: Mapping[str, str]) -> None:
     """Distribute `fresh` over the devices of `model`, if accelerate has distributed that over several."""
-    placed = _places(getattr(model, "hf_device_map", None) or {}, blocks, kept)
+    placed = _places(getattr(model, "hf_device_map", None) or {}, lists, places)
     if len(set(map(str, placed.values()))) > 1:
         from accelerate import dispatch_model
 
         dispatch_model(fresh, placed, skip_keys=fresh._skip_keys_device_placement)
 
 
-def _places(devices: Mapping[str, Any], blocks: str, kept: Sequence[int]) -> dict[str, Any]:
+def _places(devices: Mapping[str, Any], lists: Sequence[str], places: Mapping[str, str]) -> dict[str, Any]:
     """Return where the modules of the new model go, given where those of the old one are.
 
-    Modules that were offloaded to disk are offloaded to the CPU. `blocks` is the path of the list of blocks.
+    Modules that were offloaded to disk are offloaded to the CPU. `lists` are the paths of the lists of blocks, and
+    `places` the new paths of the blocks that are kept.
     """
-    new_index = {str(old): str(new) for new, old in enumerate(kept)}
     placed: dict[str, Any] = {}
     for path, device in devices.items():
-        inside = path.removeprefix(f"{blocks}.")
-        if inside != path:
-            old, _, rest = inside.partition(".")
-            if old not in new_index:
+        blocks = next((one for one in lists if path.startswith(f"{one}.")), None)
+        if blocks is not None:
+            index, _, rest = path.removeprefix(f"{blocks}.").partition(".")
+            if (old := f"{blocks}.{index}") not in places:
                 continue
-            path = ".".join([blocks, new_index[old], *([rest] if rest else [])])
+            path = ".".join([places[old], *([rest] if rest else [])])
         placed[path] = "cpu" if device == "disk" else device
     return placed
 
@@ -320,11 +332,11 @@ def has_layer_lists(config: Any) -> bool:
     return bool(values.get("per_layer_config")) or any(_is_per_layer(key, values[key], layers) for key in values)
 
 
-def require_layers(kept: Sequence[int], layers: int) -> tuple[int, ...]:
+def require_layers(kept: Sequence[int], layers: int, of: str = "") -> tuple[int, ...]:
     """Return `kept` as a tuple; raise unless it is a non-empty increasing sequence of layers from 0 to `layers` − 1."""
     chosen = tuple(int(layer) for layer in kept)
     if not chosen:
-        raise InputError(f"at least one of {counted(layers, 'layer')} must be kept, got none; remove fewer layers")
+        raise InputError(f"at least one of {counted(layers, 'layer')}{of} must be kept, got none; remove fewer layers")
     if any(after <= before for before, after in pairwise(chosen)):
         raise InputError(f"the layers to keep must be in increasing order without repetition, got {list(chosen)}")
     if chosen[0] < 0 or chosen[-1] >= layers:

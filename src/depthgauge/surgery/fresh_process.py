@@ -56,7 +56,7 @@ def main(exchange: Path, module: str, paths: list[str]) -> None:
     model.eval()
     device = model.device
     result: dict[str, Any] = {
-        "layers": getattr(model.config, request["layer_key"]),
+        "layers": [getattr(model.config, key) for key in request["layer_keys"]],
         "class": type(model).__name__,
         "missing": sorted(found["missing_keys"]),
         "unexpected": sorted(found["unexpected_keys"]),

@@ -34,6 +34,7 @@ from depthgauge.checkpoints.stored_weights import stored_dtype
 from depthgauge.checkpoints.text_files import find_text
 from depthgauge.checkpoints.windows import require_rows
 from depthgauge.errors import InputError
+from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
 from depthgauge.surgery.cut_texts import CalibrationRequest, CalibrationSizes, CutTexts, cut_texts
@@ -95,7 +96,7 @@ def open_model(
     if as_gguf:
         stored = read_layout(source, settings.gguf_type, "a model in memory" if source is None else str(source.path))
     if source is None:
-        checkpoint = _from_memory(model, settings, tokenizer, plan)
+        checkpoint = _from_memory(model, settings, tokenizer)
         read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
     else:
         placement = Placement.of(settings)
@@ -124,8 +125,12 @@ def open_model(
     else:
         require_rows(checkpoint, read.ids)
         example = read.measured[0][None, : read.window]
+    if source is None and plan is not None:
+        _require_plan_of(plan, checkpoint)
     require_output(checkpoint, example)
     fixed, notes = _fixed_blocks(checkpoint, example)
+    if checkpoint.stack == BOTH:
+        notes = (f"blocks {_numbered(checkpoint)}", *notes)
     if not settings.no_repair:
         checkpoint = derived(checkpoint, example)
         notes += _unrepaired(checkpoint)
@@ -159,6 +164,12 @@ def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[in
     return frozenset(range(first)), (f"{which} not removed: {reason}",) if first else ()
 
 
+def _numbered(checkpoint: Checkpoint) -> str:
+    """Say which numbers the blocks of each stack have."""
+    stacks = zip(checkpoint.roots, checkpoint.spans, strict=True)
+    return " and ".join(f"{span.start} to {span[-1]} are those of the {name}" for name, span in stacks)
+
+
 def _dequantized(source: Source | None) -> tuple[str, ...]:
     """Say that the weights of a directory were dequantized, if they were."""
     if source is None or source.gguf is not None:
@@ -179,17 +190,21 @@ def _unrepaired(checkpoint: Checkpoint) -> tuple[str, ...]:
             f"the repair leaves {_blocks(unknown, families)} unchanged, because the structure was not verified: "
             f"{checkpoint.underived}"
         )
-    for name, sublayer, last in (("attention", "attention", "out"), ("MLP", "mlp", "down")):
-        without = [
-            layer for layer, family in enumerate(families)
-            if family is not None and getattr(family, sublayer) is not None and getattr(family, last) is None
-        ]  # fmt: skip
-        if without:
-            notes.append(
-                f"the repair leaves the matrices of the {name} unchanged in {_blocks(without, families)}, because no "
-                "linear map there writes into the residual stream alone (as in a mixture of experts)"
-            )
-    return tuple(notes)
+    without: dict[str, list[int]] = {"attention": [], "MLP": []}
+    for layer, family in enumerate(families):
+        for part in () if family is None else family.parts:
+            if family is not None and part.last is None:
+                name = {family.attention: "attention", family.mlp: "MLP"}.get(part.path, part.path)
+                without.setdefault(name, []).append(layer)
+    return (
+        *notes,
+        *(
+            f"the repair leaves the matrices of the {name} unchanged in {_blocks(layers, families)}, because no linear "
+            "map there writes into the residual stream alone (as in a mixture of experts)"
+            for name, layers in without.items()
+            if layers
+        ),
+    )
 
 
 def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
@@ -198,25 +213,29 @@ def _blocks(layers: Sequence[int], families: Sequence[object]) -> str:
     return f"block {layers[0]}" if len(layers) == 1 else f"blocks {', '.join(map(str, layers))}"
 
 
-def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None) -> Checkpoint:
+def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any) -> Checkpoint:
     for name in settings.given():
         if name in ABOUT_FILES:
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     load_reader(None, Placement(), settings, tokenizer)
-    if plan is not None and plan.files:
-        raise InputError("the plan was made for a model on disk; give its path")
     name = getattr(model, "name_or_path", "") or type(model).__name__
     require_kind(type(model), model.config, name, read_kind(settings))
     checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
+    return checkpoint
+
+
+def _require_plan_of(plan: PlanRecord, checkpoint: Checkpoint) -> None:
+    """Raise unless a plan may have been made for this model in memory."""
+    if plan.files:
+        raise InputError("the plan was made for a model on disk; give its path")
     kind, layers = str(checkpoint.config.model_type), checkpoint.layers
-    if plan is not None and (plan.layers, plan.family) != (layers, kind):
+    if (plan.layers, plan.family) != (layers, kind):
         raise InputError(
             f"the plan was made for a {plan.family} model of {counted(plan.layers, 'layer')}, and this is a "
             f"{kind} model of {counted(layers, 'layer')}; make a new plan"
         )
-    return checkpoint
 
 
 def calibration_sizes(settings: ShrinkOptions) -> CalibrationSizes:

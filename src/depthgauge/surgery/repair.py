@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.samples import Inputs
 
 RIDGE = 0.05
@@ -30,15 +30,14 @@ RIDGE_PER_RATIO = 1.2
 
 def is_linear(family: Family | None) -> bool:
     """Return whether the last maps of a block's sublayers are known, and its output is affine in that of the last."""
-    if family is None or (family.mlp_norm if family.mlp else family.attention_norm) is not None:
+    if family is None or family.parts[-1].norm is not None:
         return False
-    pairs = ((family.attention, family.out), (family.mlp, family.down))
-    return all(last is not None for sublayer, last in pairs if sublayer is not None)
+    return all(part.last is not None for part in family.parts)
 
 
 def output_maps(block: nn.Module, family: Family) -> tuple[nn.Module, ...]:
-    """Return the last maps of attention and MLP, as far as they are known."""
-    return tuple(block.get_submodule(path) for path in (family.out, family.down) if path is not None)
+    """Return the last maps of the sublayers in order, as far as they are known."""
+    return tuple(block.get_submodule(part.last) for part in family.parts if part.last is not None)
 
 
 @torch.no_grad()
@@ -51,15 +50,15 @@ def refit_block(
 ) -> None:
     """Change the output maps of a block such that its outputs for `states` are close to `targets`.
 
-    Both maps are refitted together, as if the output projection of attention did not change the MLP's inputs. Where it
-    does (order `pre`), the last map of the MLP is then refitted to the inputs that result.
+    All maps are refitted together, as if the earlier did not change the inputs of the later ones. Where they do (order
+    `pre`), the later ones are then refitted to the inputs that result: all but the first, and so on.
     """
     family = runner.checkpoint.families[layer]
     assert family is not None
     maps = output_maps(runner.blocks[layer], family)
-    ridge = ridge_for(maps[-1], states)
-    for chosen in (maps,) if family.order == "parallel" or len(maps) == 1 else (maps, maps[1:]):
-        for parameter, delta in refit(runner, layer, chosen, states, targets, ridge, inputs):
+    ridge = ridge_for(maps[-1], runner.part(layer, states))
+    for first in range(1 if family.order == "parallel" else len(maps)):
+        for parameter, delta in refit(runner, layer, maps[first:], states, targets, ridge, inputs):
             parameter.copy_(parameter.double() + delta)
 
 
@@ -103,9 +102,10 @@ def refit(
             hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):
             output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
+            output = runner.part(layer, output)
             # The products of a batch in float32 take half the time; the penalty is far above their rounding.
             exact = torch.promote_types(output.dtype, torch.float32)
-            target = targets[start : start + len(part)].to(output.device, exact)
+            target = runner.part(layer, targets[start : start + len(part)]).to(output.device, exact)
             rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)

@@ -113,16 +113,18 @@ def _round(
 
 
 def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: ShrinkOptions) -> tuple[Losses, HealRecord]:
-    """Train all weights of the kept blocks; undo it unless its gain is larger than its standard error.
+    """Train the weights of the kept blocks, but not `BlockRunner.shared`; undo it if it gains less than its error.
 
     With `auto`, it is done in rounds, and the last round is undone that does not gain more than its standard error.
     """
-    weights = list(dict.fromkeys(p for layer in shrinker.kept for p in shrinker.runner.blocks[layer].parameters()))
+    runner = shrinker.runner
+    kept = dict.fromkeys(weight for layer in shrinker.kept for weight in runner.blocks[layer].parameters())
+    weights = [weight for weight in kept if weight not in runner.shared]
     shrinker.remember(weights)
     rounds = [ROUND] * MOST_ROUNDS if settings.heal == "auto" else [int(settings.heal or 0)]
     losses, done = before, 0
     for number, steps in enumerate(rounds):
-        kept = [weight.detach().clone() for weight in weights]
+        before_round = [weight.detach().clone() for weight in weights]
         saved = shrinker.journal.file("heal", (*removed, number))
         distill(
             shrinker, 0, weights, steps=steps, tokens=HEAL_TOKENS, seed=settings.seed + number, saved=saved,
@@ -131,7 +133,7 @@ def _heal(shrinker: Shrinker, removed: Removed, before: Losses, settings: Shrink
         after = shrinker.losses()
         gain, error = difference(losses, after)
         if not gain > error:
-            put_weights(weights, kept)
+            put_weights(weights, before_round)
             break
         losses, done = after, done + steps
     reached = after if done == 0 else losses

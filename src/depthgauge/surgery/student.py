@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from depthgauge._journal import Journal
-from depthgauge.checkpoints.layers import BlockRunner
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, require_output, window_losses

@@ -129,7 +129,7 @@ def verify_reload(
     model = as_dtype(model, compute or model.dtype)
     checkpoint = wrap(model)
     if like is not None:
-        checkpoint = replace(checkpoint, objective=like.objective, stack=like.stack, layer_key=like.layer_key)
+        checkpoint = replace(checkpoint, objective=like.objective, stack=like.stack, layer_keys=like.layer_keys)
     ours = [model_output(checkpoint, inputs[index : index + 1])[0] for index in range(min(compared, len(inputs)))]
     is_loss = checkpoint.objective == "loss"
     rows = ours[0].shape[0]
@@ -137,7 +137,7 @@ def verify_reload(
     lengths = _generation(checkpoint, rows, new_tokens)
     request = {
         "out": str(Path(out).resolve()), "device": device, "compared": compared,
-        "is_causal": is_loss and checkpoint.stack is None, "layer_key": checkpoint.layer_key,
+        "is_causal": is_loss and checkpoint.stack is None, "layer_keys": checkpoint.layer_keys,
         "is_loss": is_loss, "has_head": checkpoint.objective in OF_HEAD,
         "is_whole": checkpoint.measured is checkpoint.model,
         "positions": positions.tolist(), "threads": torch.get_num_threads(), "call": no_cache(checkpoint.measured),
@@ -166,7 +166,9 @@ def verify_reload(
         prompts = [prompt_of(samples[index:].inputs, length) for index in range(min(PROMPTS, len(samples)))]
         theirs = [generations(like.model, prompt, lengths["new_tokens"])["cache_difference"] for prompt in prompts]
         tolerance = max(tolerance, AS_SOURCE * max(theirs))
-    record = ReloadRecord(difference=difference, layers=found["layers"], generation=_check_cache(out, found, tolerance))
+    record = ReloadRecord(
+        difference=difference, layers=sum(found["layers"]), generation=_check_cache(out, found, tolerance)
+    )
     if is_loss:
         return record, torch.tensor(found["losses"], dtype=torch.float64)
     made = torch.stack([outputs[str(index)].float() for index in range(len(inputs))])
@@ -190,7 +192,7 @@ def _generation(checkpoint: Checkpoint, window: int, new_tokens: int) -> dict[st
 def _check_structure(out: str | Path, checkpoint: Checkpoint, found: dict[str, Any]) -> None:
     """Raise unless the reloaded model has the class, the layers and the tensors of the model in memory."""
     model = checkpoint.model
-    for what, here in {"class": type(model).__name__, "layers": checkpoint.layers}.items():
+    for what, here in {"class": type(model).__name__, "layers": list(map(len, checkpoint.spans))}.items():
         if found[what] != here:
             raise VerificationError(f"{out} has the wrong {what} after loading: {found[what]} instead of {here}")
 

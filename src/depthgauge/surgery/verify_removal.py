@@ -6,15 +6,17 @@ from typing import Any
 
 import torch
 
-from depthgauge._format import number
+from depthgauge._format import counted, number
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import NotDerivedError, kind_of, traced_runner
-from depthgauge.checkpoints.layers import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
 from depthgauge.checkpoints.probe import relative_difference, rounding_tolerance
-from depthgauge.checkpoints.samples import Inputs, as_samples, shortened
+from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
+from depthgauge.errors import InputError
 from depthgauge.surgery.extract import extract, require_supported
+from depthgauge.surgery.fresh_process import generations, prompt_of
 
 TRIED = 8
 """How many of the first blocks are tried until one can be removed; ModernBERT builds its first block differently."""
@@ -43,7 +45,7 @@ def first_removable(checkpoint: Checkpoint, inputs: Inputs) -> tuple[int, str]:
         if reason is None:
             return (0, "") if mixed else (layer, next(iter(reasons), ""))
         reasons.append(reason)
-    raise CheckpointError(reasons[0])
+    raise CheckpointError(reasons[-1 if mixed else 0])
 
 
 def is_mixed(runner: BlockRunner) -> bool:
@@ -55,19 +57,35 @@ def is_mixed(runner: BlockRunner) -> bool:
 def why_not_removed(runner: BlockRunner, removed: Collection[int], inputs: Inputs) -> str | None:
     """Return why no model can be built without these blocks that runs and computes what the others do, or None.
 
-    The model is also run as its users run it, with a cache: LFM2, for example, needs a layer of attention for that.
+    The model is also run as its users run it, with a cache: LFM2, for example, needs a layer of attention for that. An
+    encoder–decoder model generates two tokens: the cache of T5 needs as many blocks in the encoder as in the decoder.
     """
-    kept = [layer for layer in range(len(runner)) if layer not in removed]
+    checkpoint, kept = runner.checkpoint, [layer for layer in range(len(runner)) if layer not in removed]
+    samples = as_samples(shortened(inputs, 2), checkpoint.reads)
     try:
         with quiet():
-            made = extract(runner.checkpoint, kept, copies=False)
+            made = extract(checkpoint, kept, copies=False)
             require_same_output(made, runner, kept, inputs)
-            made(**as_samples(shortened(inputs, 2), runner.checkpoint.reads).keywords(runner.device, made.dtype))
-    except CheckpointError as error:
+            made(**samples.keywords(runner.device, made.dtype))
+            if checkpoint.stack is not None and checkpoint.objective == "loss" and checkpoint.reads in samples.inputs:
+                _require_generation(replace(checkpoint, model=made, config=made.config), samples)
+    except InputError as error:
         return str(error)
     except Exception as error:  # a library refuses a configuration or fails in a forward pass in many ways
-        return f"without the blocks {sorted(removed)}, {runner.checkpoint.name} cannot be built or run: {short(error)}"
+        return f"without the blocks {sorted(removed)}, {checkpoint.name} cannot be built or run: {short(error)}"
     return None
+
+
+def _require_generation(checkpoint: Checkpoint, samples: Samples) -> None:
+    """Raise unless an encoder–decoder model generates two tokens."""
+    try:
+        generations(checkpoint.model, prompt_of(samples.inputs, None), 2)
+    except Exception as error:  # a library fails in many ways
+        stacks = zip(checkpoint.roots, checkpoint.spans, strict=True)
+        numbers = " and ".join(f"{counted(len(span), 'block')} in its {name}" for name, span in stacks)
+        raise CheckpointError(
+            f"with {numbers}, {checkpoint.name} cannot generate in transformers: {short(error)}; keep other blocks"
+        ) from error
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
+from depthgauge.results.gauge_options import BOTH
 from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
@@ -151,11 +152,12 @@ def _without_directories(record: ShrinkRecord) -> ShrinkRecord:
 
 
 def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
+    order = ", those of the encoder first" if record.plan.stack == BOTH else ""
     yield f"# {name} with {layers_text(record)}"
     yield ""
     yield (
         f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers"
-        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0)."
+        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0{order})."
     )
     if record.plan.hub is not None:
         yield f"The source is the commit {record.plan.hub.commit}."

@@ -12,6 +12,7 @@ from torch import Tensor
 from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
+from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
@@ -21,7 +22,7 @@ from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack, tokens_of, unusual_states
+from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     BY_TARGETS,

@@ -14,10 +14,10 @@ import torch
 
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
+from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.input_kinds import TEXT
-from depthgauge.checkpoints.layers import tokens_of
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.samples import as_samples

@@ -1,0 +1,120 @@
+"""The page and the figure of published.py, from stored results."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from depthgauge.papers.figures.style import BLUE, DASHED, FAINT, FIVE, GREEN, INK, VERMILION, figure_style
+from depthgauge.results.evaluate_record import EvaluateRecord, check_evaluate
+
+COLOURS = (FAINT, INK, FIVE[1], BLUE, GREEN, VERMILION)
+"""Of the methods, in the order of the rows."""
+TOP = 2.2
+"""Bits per byte at the upper end of the figure; a model that needs more has lost the language."""
+
+
+def write_page(path: Path, documents: Sequence[dict[str, Any]]) -> None:
+    """Write docs/results.md, and its figure into the folder `figures` beside it."""
+    lines = [*INTRODUCTION.splitlines(), *(line for one in documents for line in _section(one))]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with figure_style():
+        _drawn(documents).savefig(path.parent / "figures" / "results.png", dpi=200, facecolor="white")
+
+
+def _drawn(documents: Sequence[dict[str, Any]]) -> Figure:
+    """Return the figure: bits per byte against removed blocks, a panel per model and a line per method."""
+    figure = Figure(figsize=(3.8 * len(documents), 3.3), layout="constrained")
+    panels = figure.subplots(1, len(documents), squeeze=False)[0]
+    for panel, document in zip(panels, documents, strict=True):
+        bits, rows = _bits(check_evaluate(document["evaluation"], document["name"])), document["rows"]
+        for method, colour in zip(dict.fromkeys(row["method"] for row in rows), COLOURS, strict=True):
+            line: dict[str, Any] = {"linestyle": "-" if "depthgauge" in method else DASHED, "color": colour}
+            points = [(0, bits[0])]
+            points += [(row["removed"], bits[k]) for k, row in enumerate(rows, 1) if row["method"] == method]
+            panel.plot(*zip(*points, strict=True), **line, marker="o", markersize=3.5, label=method)
+        panel.set(title=document["name"], xlabel=f"removed blocks of {document['layers']}", ylim=(bits[0] - 0.05, TOP))
+    panels[0].set_ylabel("bits per byte, mean over the texts")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(COLOURS))
+    return figure
+
+
+def _bits(record: EvaluateRecord) -> list[float]:
+    """Return the bits per byte of every model, the mean over the texts."""
+    by_model = zip(*([result.bits_per_byte for result in text.results] for text in record.texts), strict=True)
+    return [sum(values) / len(values) for values in by_model]
+
+
+INTRODUCTION = """\
+# Results
+
+Several methods remove 10, 25 and 40 % of the blocks of a model. All are calibrated on the same two thirds of three
+texts and measured on the rest, which none of them has read, and on the built-in text. This page is made by
+`benchmarks/published.py` from the results in `benchmarks/results/`; to add a model, run the command at the top of that
+file.
+
+- **ShortGPT, UIDL, SLEB** choose blocks and repair nothing, as published. SLEB is greedy removal by loss. Published
+  repairs are compared in `benchmarks/shrink.py`.
+- **depthgauge** is `shrink` with `--effort quick`, with the defaults, and with `--heal 200` in addition. Where healing
+  did not lower the loss on the windows that decide about it, the model before healing is kept, and both rows agree.
+- **Loss** is in nats per token, in windows of 512 tokens that do not overlap. **Bits per byte** is the mean over the
+  four texts.
+- **Cloze** is the accuracy on `depthgauge_cloze`, run by lm-eval: the true continuation of a passage among four, 500
+  items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
+  95 % interval.
+- **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
+  blocks alone.
+
+![Bits per byte against the number of removed blocks, by method](figures/results.png)
+"""
+
+
+def _section(document: dict[str, Any]) -> Iterator[str]:
+    record = check_evaluate(document["evaluation"], document["name"])
+    texts = [text.name for text in record.texts]
+    yield from ("", f"## {document['name']}", "")
+    size = f"{document['layers']} blocks, {document['parameters'] / 1e6:.0f} million parameters"
+    yield from textwrap.wrap(f"{size}. {_measured_with(document)}", 120)
+    yield from (
+        "",
+        f"| removed | method | {' | '.join(f'loss: {name}' for name in texts)} | bits per byte | cloze | difference |",
+    )
+    yield "| --- " * (len(texts) + 5) + "|"
+    (task,) = [task for task in record.tasks if task.metric == "acc"]
+    labels = [("0", "dense"), *((str(row["removed"]), row["method"]) for row in document["rows"])]
+    table, bits = [], _bits(record)
+    for k, (removed, method) in enumerate(labels):
+        losses = [f"{text.results[k].loss:.3f}" for text in record.texts]
+        one = task.results[k]
+        interval = "" if one.low is None else f"{one.difference:+.3f} ({one.low:+.3f} to {one.high:+.3f})"
+        table.append(
+            (
+                int(removed),
+                f"| {removed} | {method} | {' | '.join(losses)} | {bits[k]:.3f} | {one.accuracy:.3f} | {interval} |",
+            )
+        )
+    yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
+    yield ""
+    has_llama = "llama_prefill" in document["speeds"][0]
+    yield "| removed | parameters | prompt | generation |" + (
+        " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
+    )
+    yield "| --- " * (7 if has_llama else 4) + "|"
+    for speed in document["speeds"]:
+        cells = [
+            str(speed["removed"]),
+            f"{speed['parameters'] / 1e6:.0f} million",
+            f"{speed['prefill']:.2f} ×",
+            f"{speed['decode']:.2f} ×",
+        ]
+        if has_llama:
+            cells += [f"{speed['gguf_bytes'] / document['bytes']:.2f} of the size"]
+            cells += [f"{speed[f'llama_{part}']:.2f} ×" for part in ("prefill", "decode")]
+        yield f"| {' | '.join(cells)} |"
+
+
+def _measured_with(document: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"Measured on {document['device']} in float32 (llama.cpp: on its CPU, the file's own types) with {versions}."

@@ -1,0 +1,254 @@
+"""Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.hooks import hidden_in, hidden_out
+from depthgauge.checkpoints.interface import Session
+from depthgauge.checkpoints.layers import Stack, batch_size, joined
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.model_output import model_output
+from depthgauge.checkpoints.samples import Inputs, Samples, repeated
+
+
+class _Reached(Exception):  # noqa: N818
+    """Ends a forward pass at the first block, whose input is all that is needed."""
+
+
+class BlockRunner(Stack):
+    """The blocks of a checkpoint as functions of the residual stream.
+
+    A block is called with the arguments that the model itself passes to it: masks, rotary embeddings and positions are
+    recorded once, on one window. Those that have rows for each window, one (masks) or several (the position biases of
+    Bloom), are repeated for the other windows. All windows therefore have the same length.
+
+    - `blocks`: the blocks, in order
+    - `batch`: how many windows are computed together
+    - `shared`: weights of blocks that decide arguments of other blocks, such as the position biases of T5; the recorded
+      arguments would not follow if these weights changed
+    """
+
+    def __init__(self, checkpoint: Checkpoint, example: Inputs) -> None:
+        super().__init__(checkpoint, Session())
+        if not self.blocks:
+            raise CheckpointError(
+                f"{checkpoint.name} has no list of {checkpoint.layers} blocks; shrinking needs a model whose layers "
+                "are separate modules in one list"
+            )
+        self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._last: tuple[Inputs, Tensor | None, list[tuple[tuple[Any, ...], dict[str, Any]]]] | None = None
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(_recorder(self._calls), with_kwargs=True))
+            states = self.full(example).states
+        self._example, tokens = example, states[0].shape[1]
+        self.shared = self._shared_weights(states)
+        self._by_window = self._rows_by_window()
+        size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
+        self.batch = size if checkpoint.batched else 1
+
+    @property
+    def device(self) -> torch.device:
+        """The device that expects the inputs."""
+        return self.checkpoint.device
+
+    def _shared_weights(self, states: Sequence[Tensor]) -> frozenset[nn.Parameter]:
+        """Return the weights on which tensors depend that a block computes beside its states and other blocks read."""
+        read = {id(one) for args, named in self._calls for one in (*args, *named.values()) if isinstance(one, Tensor)}
+        found: set[nn.Parameter] = set()
+        for layer, block in enumerate(self.blocks):
+            args, named = self._calls[layer]
+            new = read - {id(one) for one in (*args, *named.values())}
+            if made := [place for place, one in enumerate(self._others.get(layer) or (), 1) if id(one) in new]:
+                weights = [weight for weight in block.parameters() if weight.requires_grad]
+                with torch.enable_grad():
+                    out = block(self.part(layer, states[layer]), *args, **named)
+                    total = torch.stack([out[place].sum() for place in made]).sum()
+                    slopes = torch.autograd.grad(total, weights, allow_unused=True) if total.requires_grad else ()
+                found |= {weight for weight, slope in zip(weights, slopes, strict=False) if slope is not None}
+        return frozenset(found)
+
+    @torch.no_grad()
+    def embed(self, inputs: Inputs) -> Float[Tensor, "windows n d"]:
+        """Return X_0, the input of the first block."""
+        *others, last = self.checkpoint.spans
+        found: dict[nn.Module, list[Tensor]] = {self.blocks[span.start]: [] for span in self.checkpoint.spans}
+
+        def stop(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found[module].append(hidden_in(args, kwargs))
+            if module is self.blocks[last.start]:
+                raise _Reached
+
+        with ExitStack() as hooks:
+            for layer in (layer for span in others for layer in span):
+                hooks.enter_context(self._passing(layer, None))
+            for block in found:
+                hooks.enter_context(block.register_forward_pre_hook(stop, with_kwargs=True))
+            for start in range(0, len(inputs), self.batch):
+                with suppress(_Reached):
+                    self._forward(inputs[start : start + self.batch])
+        return joined([torch.cat(one) for one in found.values()])
+
+    def part(self, layer: int, states: Float[Tensor, "windows n d"]) -> Float[Tensor, "windows _ d"]:
+        """Return the tokens of the stack that a layer belongs to."""
+        return self._parts(states)[self._stack_of(layer)]
+
+    def _stack_of(self, layer: int) -> int:
+        return next(index for index, span in enumerate(self.checkpoint.spans) if layer in span)
+
+    def block(
+        self, layer: int, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None
+    ) -> Float[Tensor, "batch n d"]:
+        """Return B_ℓ(X) for one batch; `inputs` are its windows, by default the example.
+
+        In the states of both stacks, B_ℓ changes the tokens of its own stack. A block of the decoder also reads those
+        of the encoder, after its final norm.
+        """
+        parts, place = [*self._parts(states)], self._stack_of(layer)
+        if isinstance(inputs, Samples) and len(inputs.inputs) > 1:
+            args, kwargs = self._calls_of(inputs, parts[0] if place else None)[layer]
+        else:
+            args, kwargs = self._calls[layer]
+            if len(states) > 1:
+                by_window = self._by_window[layer]
+                args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
+                kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
+        parts[place] = hidden_out(self.blocks[layer](parts[place], *args, **kwargs))
+        return joined(parts)
+
+    def _calls_of(self, inputs: Inputs, source: Tensor | None) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of every block on these windows: the states of the encoder, and masks of padding.
+
+        `source` are the states after the last block of the encoder, if its blocks are among these. The last call is
+        remembered, because all blocks are called with the same windows one after the other.
+        """
+        known = self._last
+        if known is None or known[0] is not inputs or not _equal(source, known[1]):
+            calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+            last = None if source is None else self.checkpoint.spans[0][-1]
+            with ExitStack() as patches:
+                for layer, block in enumerate(self.blocks):
+                    patches.enter_context(self._passing(layer, source if layer == last else None))
+                    patches.enter_context(block.register_forward_pre_hook(_recorder(calls), with_kwargs=True))
+                patches.enter_context(self.blocks[-1].register_forward_pre_hook(_stop))
+                patches.enter_context(suppress(_Reached))
+                self._forward(inputs)
+            known = self._last = inputs, source, calls
+        return known[2]
+
+    @torch.no_grad()
+    def _rows_by_window(self) -> list[dict[int | str, Any]]:
+        """Return which arguments of each block, by place or name, have rows for each window of a batch.
+
+        Blocks of one model may differ in this: only some have a mask, or the values of an earlier block.
+        """
+        found: list[dict[int | str, Any]] = []
+
+        def compare(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            placed, named = self._calls[len(found)]
+            pairs: list[tuple[int | str, tuple[Any, Any]]] = [*enumerate(zip(placed, args[1:], strict=False))]
+            pairs += [(name, (one, kwargs[name])) for name, one in named.items() if name in kwargs]
+            found.append({name: _has_rows_by_window(*pair) for name, pair in pairs})
+
+        if not self.checkpoint.batched:
+            return [{} for _ in self.blocks]
+        with ExitStack() as hooks:
+            for block in self.blocks:
+                hooks.enter_context(block.register_forward_pre_hook(compare, with_kwargs=True))
+            self._forward(repeated(self._example, 2))
+        return found
+
+    @torch.no_grad()
+    def through(
+        self, layers: Sequence[int], states: Float[Tensor, "windows n d"], inputs: Inputs | None = None
+    ) -> Float[Tensor, "windows n d"]:
+        """Return the states after the given layers, in batches; the result is stored where `states` is stored.
+
+        `inputs` are the windows of these states, and possibly more windows after them.
+        """
+        if not layers:
+            return states
+        made = torch.empty_like(states)
+        for index, part in self.batches(states):
+            these = None if inputs is None else inputs[index : index + len(part)]
+            for layer in layers:
+                part = self.block(layer, part, these)
+            made[index : index + len(part)] = part.to(made.device, made.dtype)
+        return made
+
+    def batches(self, states: Float[Tensor, "windows n d"]) -> Iterator[tuple[int, Float[Tensor, "batch n d"]]]:
+        """Yield batches of states on the model's device, each with the index of its first window."""
+        dtype = self.checkpoint.model.dtype
+        for start in range(0, len(states), self.batch):
+            yield start, states[start : start + self.batch].to(self.device, dtype)
+
+    def output(self, states: Float[Tensor, "batch n d"], inputs: Inputs | None = None) -> Tensor:
+        """Return the output of the model, such as its logits, for the states after the last block.
+
+        `inputs` are the windows of these states, by default the example. A head may read them: a classifier looks for
+        the last token that is not padding. Gradients with respect to the states are computed where they are enabled.
+        """
+        self.session.begin(first=len(self))
+        with ExitStack() as patches:
+            returned = self._returned(len(self), states)
+            for layer in range(len(self)):
+                patches.enter_context(self._passing(layer, returned.get(layer)))
+            return self._forward(repeated(self._example, len(states)) if inputs is None else inputs)
+
+
+def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
+    """Return how many tokens a window becomes; an image becomes one for each patch, and some more."""
+    found: list[int] = []
+
+    def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found.append(hidden_in(args, kwargs).shape[1])
+        raise _Reached
+
+    blocks = blocks_of(checkpoint)
+    if not blocks:
+        return 0
+    with blocks[0].register_forward_pre_hook(stop, with_kwargs=True), suppress(_Reached), torch.no_grad():
+        model_output(checkpoint, inputs[:1])
+    return found[0]
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:
+    raise _Reached
+
+
+def _recorder(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> Callable[..., None]:
+    """Return a hook that records the arguments of a block, without the hidden states."""
+
+    def record(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
+        calls.append((args[1:], others))
+
+    return record
+
+
+def _has_rows_by_window(one: Any, two: Any) -> Any:
+    """Return whether a tensor has twice as many rows for two windows as for one; a tuple of answers for a tuple."""
+    if isinstance(one, tuple):
+        return tuple(_has_rows_by_window(a, b) for a, b in zip(one, two, strict=True))
+    return isinstance(one, Tensor) and one.dim() > 0 and len(two) == 2 * len(one)
+
+
+def _for_windows(one: Any, by_window: Any, windows: int) -> Any:
+    """Return an argument of a block for several windows, given that for one."""
+    if isinstance(one, tuple) and isinstance(by_window, tuple):
+        return tuple(_for_windows(a, b, windows) for a, b in zip(one, by_window, strict=True))
+    if not by_window or not isinstance(one, Tensor):  # only some layers may have a mask
+        return one
+    rest = one.shape[1:]
+    return one.expand(windows, *rest) if len(one) == 1 else one.repeat(windows, *(1 for _ in rest))
