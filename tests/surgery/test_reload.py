@@ -211,7 +211,7 @@ def _unused(result: dict[str, Any], outputs: Any) -> None:
 
 
 def _layers(result: dict[str, Any], outputs: Any) -> None:
-    result["layers"] = 6
+    result["layers"] = [6]
 
 
 def _output(result: dict[str, Any], outputs: Any) -> None:
@@ -239,7 +239,7 @@ def _token(result: dict[str, Any], outputs: Any) -> None:
         (_add, "the tensor other.weight of .* is not the one in memory"),
         (_miss, "1 are missing and 0 are not used, such as model.norm.weight"),
         (_unused, "0 are missing and 1 are not used, such as model.layers.7.weight"),
-        (_layers, "has the wrong layers after loading: 6 instead of 3"),
+        (_layers, r"has the wrong layers after loading: \[6\] instead of \[3\]"),
         (_output, "the outputs differ by 0.1"),
         (_nan, "the outputs differ by nan"),
         (_cache, "generates other text with the key–value cache than without it: the logits differ by 0.1"),
