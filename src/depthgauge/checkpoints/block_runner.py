@@ -15,7 +15,7 @@ from depthgauge.checkpoints.layers import Stack, batch_size, joined
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, repeated
+from depthgauge.checkpoints.samples import Inputs, Samples, repeated
 
 
 class _Reached(Exception):  # noqa: N818
@@ -112,7 +112,7 @@ class BlockRunner(Stack):
         of the encoder, after its final norm.
         """
         parts, place = [*self._parts(states)], self._stack_of(layer)
-        if self.checkpoint.stack is not None and inputs is not None:
+        if isinstance(inputs, Samples) and len(inputs.inputs) > 1:
             args, kwargs = self._calls_of(inputs, parts[0] if place else None)[layer]
         else:
             args, kwargs = self._calls[layer]

@@ -14,6 +14,7 @@ import torch
 from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
+from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
@@ -29,8 +30,6 @@ BY_TARGETS = ("loss", "labels")
 """Objectives that compare the output with targets. The others compare it with the output of the dense model."""
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
-TEXT, IMAGES, AUDIO, PAIRS = "input_ids", "pixel_values", "input_features", "pairs"
-"""What models read: their main input, or pairs of token ids."""
 MANY_LAYERS = 200
 """From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
@@ -193,6 +192,7 @@ class Checkpoint:
             device=str(parameter.device),
             context=context_length(self.config),
             hub=None if self.source is None else self.source.hub,
+            stack=self.stack,
         )
 
 
@@ -223,20 +223,13 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
         loader = transformers().MODEL_MAPPING.get(type(config), loader)
-    require_pairs(loader, config, source.target, reads)
-    require_layers(config, source.target)
+    require_kind(loader, config, source.target, reads)
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
         config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
-    if reads == IMAGES and getattr(config, "vision_config", None) is not None:
-        raise CheckpointError(
-            f"{source.target} is a {config.model_type} model with a vision tower and other parts; save the tower "
-            "alone, for example with CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
-        )
-    require_inputs(loader, source.target, reads)
     return config
 
 
@@ -255,35 +248,17 @@ def require_layers(config: Any, name: str) -> None:
         )
 
 
-def require_pairs(kind: Any, config: Any, name: str, reads: str) -> None:
-    """Raise unless pairs are given to an encoder–decoder model of this class, called `name`, and to no other.
-
-    A model of speech is given recordings instead, and must write text.
-    """
+def require_kind(kind: Any, config: Any, name: str, reads: str) -> None:
+    """Raise unless a model of this class, called `name`, reads `reads`: its main input, or `PAIRS`."""
     has_two, needed = bool(getattr(config, "is_encoder_decoder", False)), getattr(kind, "main_input_name", TEXT)
     if needed == AUDIO and reads == AUDIO and not (has_two and objective_of(kind.__name__) == "loss"):
         raise CheckpointError(
             f"{name} is a {kind.__name__}, which writes no text; give a model of speech that does, such as Whisper"
         )
-    if has_two and needed == TEXT and reads in (TEXT, AUDIO):
-        raise CheckpointError(
-            f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
-        )
-    if not has_two and reads == PAIRS:
-        raise CheckpointError(f"{name} is no encoder–decoder model, so it reads no pairs; leave --pairs out")
-
-
-def require_inputs(kind: Any, name: str, reads: str) -> None:
-    """Raise unless a model of this class, called `name`, reads the inputs that it will be given."""
-    needed = getattr(kind, "main_input_name", TEXT)
-    if needed == (TEXT if reads == PAIRS else reads):
-        return
-    advice = {
-        TEXT: f"give it text with --text, and leave {'--audio' if reads == AUDIO else '--images'} out",
-        IMAGES: "give it images with --images DIR",
-        AUDIO: "give it recordings and their transcripts with --audio DIR",
-    }.get(needed, "give a model of text, images or speech")
-    raise CheckpointError(f"{name} is a {kind.__name__}, which reads {needed}; {advice}")
+    require_pairs(needed, has_two, name, reads)
+    require_layers(config, name)
+    require_one_tower(getattr(config, "vision_config", None), config.model_type, name, reads)
+    require_inputs(needed, kind.__name__, name, reads)
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:

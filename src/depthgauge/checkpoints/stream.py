@@ -134,7 +134,7 @@ class Stream:
         weights = [weight.data for weight in self._blocks[place].parameters()]
         if self.device.type != "cuda":
             return [weight.to(self.device, copy=True) for weight in weights]
-        side = torch.cuda.Stream(self.device)
+        side = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             found = [weight.to(self.device) for weight in weights]
         side.synchronize()

@@ -52,15 +52,16 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         images: Directory of images to calibrate a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
-            and label, or CSV with these two columns.
+        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
+            --images, with file_name and label; or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default], encoder, or both. With both, all numbers count the
             blocks of both stacks, those of the encoder first, and the search divides what is removed.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
-        window: Tokens per window  [default: 512, with --effort quick 256].
+        window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
+            source or a target  [default: 128].
         bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].

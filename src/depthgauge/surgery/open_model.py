@@ -11,11 +11,10 @@ import torch
 from depthgauge._format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, TEXT, read_kind
 from depthgauge.checkpoints.load import (
-    IMAGES,
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
@@ -23,6 +22,7 @@ from depthgauge.checkpoints.load import (
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_class import loader_of
@@ -236,7 +236,7 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any) -> Checkpo
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     load_reader(None, Placement(), settings, tokenizer)
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    require_kind(model, name, settings)
+    require_kind(type(model), model.config, name, read_kind(settings))
     checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
@@ -279,7 +279,7 @@ def _read(
     Nothing here needs the weights.
     """
     settings.check_model(decoder, name)
-    if read_kind(settings) in (TEXT, IMAGES):  # otherwise the number of layers is that of a stack, found in the model
+    if read_kind(settings) not in (PAIRS, AUDIO):  # there, the number of layers is that of a stack, found in the model
         _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()

@@ -207,13 +207,16 @@ def evaluation_record(
 
 
 def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:
-    """Return a note for each text of the evaluation that a shrunk model was also fitted or selected on."""
+    """Return a note for each text of the evaluation that a shrunk model was also fitted or selected on.
+
+    The note is part of the model card, so texts are named without their directories.
+    """
     texts = [(text.name, "", f"perplexity on {label}") for label, text in work.texts]
     if work.cloze is not None:
         texts.append((work.cloze.source, work.cloze.sha256, f"accuracy on {CLOZE}"))
     return [
-        f"{name} was calibrated on {source.name} (windows to fit: {source.fit}, to select: {source.select}), so its "
-        f"{what} is not independent of the calibration; use another text"
+        f"{name} was calibrated on {Path(source.name).name} (windows to fit: {source.fit}, to select: "
+        f"{source.select}), so its {what} is not independent of the calibration; use another text"
         for text, digest, what in texts
         for source in calibration.sources
         if source.fit + source.select and (source.name == text or source.sha256 == digest)

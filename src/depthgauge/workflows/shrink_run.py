@@ -17,8 +17,9 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import TEXT, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
