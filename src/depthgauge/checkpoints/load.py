@@ -304,8 +304,9 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
         keywords["use_safetensors"] = not source.pickled
     if placement.stream:
         _require_streamable(source, config, placement)
+        places = stream_map(skeleton, layers, device, source.target)
         folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that transformers converts
-        keywords |= {"device_map": stream_map(skeleton, layers, device, source.target), "offload_folder": folder.name}
+        keywords |= {"device_map": places, "offload_folder": folder.name}
     elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
     else:
@@ -316,7 +317,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
-    stream = Stream.of_offloaded(model, layers, device, folder) if placement.stream else None
+    stream = Stream.of_offloaded(model, layers, device, folder.cleanup) if placement.stream else None
     refuse_infinite(model, source.target)
     if isinstance(wanted, torch.dtype):
         for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
@@ -331,6 +332,7 @@ def _require_streamable(source: Source, config: Any, placement: Placement) -> No
     for given, reason in (
         (placement.device_map, "--device-map loads all weights; leave it out"),
         (placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
+        (source.gguf, "transformers unpacks GGUF files in memory; give the directory that the file was made from"),
         (source.pickled, "its weights are pickled; save them as safetensors first"),
         (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
     ):

@@ -6,6 +6,7 @@ mapped privately. Pages that are only read belong to the page cache of the syste
 of its own, and its file stays as it is.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -59,7 +60,6 @@ class Stream:
         self.device = device
         self._blocks = list(blocks)
         self._files: dict[nn.Parameter, Callable[[], Tensor]] = {}
-        self._folder: object = None
         self._held: int | None = None
         self._ahead: tuple[int, list[tuple[int, int]], Future[list[Tensor]]] | None = None
         self._worker = ThreadPoolExecutor(1)
@@ -68,8 +68,8 @@ class Stream:
                 block.forward = _Streamed(self, place, block.forward)
 
     @classmethod
-    def of_offloaded(cls, model: Any, layers: int, device: torch.device, folder: object) -> "Stream":
-        """Map the blocks of a model that transformers has loaded by `stream_map`; keeps its temporary folder alive."""
+    def of_offloaded(cls, model: Any, layers: int, device: torch.device, at_end: Callable[[], None]) -> "Stream":
+        """Map the blocks of a model that transformers has loaded by `stream_map`; `at_end` is called in the end."""
         from accelerate.hooks import remove_hook_from_submodules
 
         blocks, files = find_blocks(model, layers), dict[nn.Parameter, Callable[[], Tensor]]()
@@ -84,7 +84,8 @@ class Stream:
         remove_hook_from_submodules(model)
         del model.hf_device_map
         stream = cls(blocks, device)
-        stream._files, stream._folder = files, folder
+        stream._files = files
+        weakref.finalize(stream, at_end)
         return stream
 
     @property
