@@ -32,7 +32,7 @@ def test_more_models_than_colours_are_the_groups_of_the_bars() -> None:
     assert len(found) == len(record.tasks) + 1  # the mean
     for bars, results in zip(found, (*(task.results for task in record.tasks), record.mean), strict=True):
         assert bars["x"] == pytest.approx([100 * one.accuracy for one in results])
-    assert evaluate_page(record).sections[0].title == "a and 6 other models"
+    assert evaluate_page(record).sections[0].name == "a and 6 other models"
 
 
 def test_the_differences_have_their_intervals_and_bounds() -> None:
