@@ -227,10 +227,10 @@ def measure_windows(
                     seen = [observe_window(Stack(checkpoint, session), windows, plans=0 in group)]
                 else:
                     seen = observe_blocks(dense, plans=0 in group, progress=progress)
-                for known, one in zip(group.values(), seen, strict=True):
-                    known["observed"] = one.record
+                for known, observer in zip(group.values(), seen, strict=True):
+                    known["observed"] = observer.record
                 _keep(journal, group)
-                planning = sum(one.planning for one in seen)
+                planning = sum(observer.planning for observer in seen)
                 observing = (time.perf_counter() - started - planning) / len(group)
             if start == 0:
                 tokens = as_samples(windows, TEXT).main.shape[1] if dense is None else dense.final.shape[1]
@@ -239,8 +239,8 @@ def measure_windows(
             for kind, on in measured.items():
                 if dense is None or all(kind in known for known in group.values()):
                     continue
-                for known, one in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
-                    known[kind] = one
+                for known, losses in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
+                    known[kind] = losses
                 _keep(journal, group)
     return found
 
