@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_page import write_page
 from shrink_peers import CHOICES, Dense, observe
 from shrink_texts import divide_texts, windows_of_texts
 
@@ -162,7 +161,14 @@ def _speed(checkpoint: Checkpoint, tokenizer: Any, count: int, options: argparse
     ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:PROMPT]])
     found, _, what = compare_speed(checkpoint.model, model, ids, repeats=TURNS, new_tokens=32)
     parameters = sum(weight.numel() for weight in model.parameters())
-    speed = {"removed": count, "parameters": parameters, "prefill": found.prefill, "decode": found.decode, "what": what}
+    speed = {
+        "removed": count,
+        "turns": TURNS,
+        "parameters": parameters,
+        "prefill": found.prefill,
+        "decode": found.decode,
+        "what": what,
+    }
     if source.gguf is not None:
         small = options.work / f"removed-{count}.gguf"
         if not small.exists():
@@ -215,6 +221,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.page:
+            from published_page import write_page  # draws with matplotlib, which measuring does not need
+
             documents = [json.loads(Path(path).read_text("utf-8")) for path in options.model]
             write_page(options.page, documents)
             return 0

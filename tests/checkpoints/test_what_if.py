@@ -11,10 +11,10 @@ from edited_outputs import edited_outputs
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.families import FAMILIES
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap

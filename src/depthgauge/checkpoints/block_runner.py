@@ -1,7 +1,7 @@
 """Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from depthgauge.checkpoints.layers import Stack, batch_size, joined
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, few_windows, repeated
+from depthgauge.checkpoints.samples import Inputs, Samples, few_windows, repeated
 
 
 class _Reached(Exception):  # noqa: N818
@@ -54,7 +54,8 @@ class BlockRunner(Stack):
         self._example, tokens = example, states[0].shape[1]
         self.shared = self._shared_weights(states)
         self._by_window = self._rows_by_window()
-        self.needs_inputs = checkpoint.stack is not None or self._depend_on_window(tokens)
+        reads_several = isinstance(example, Samples) and len(example.inputs) > 1  # masks of padding, or two stacks
+        self.needs_inputs = reads_several or self._depend_on_window(tokens)
         size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
         self.batch = size if checkpoint.batched else 1
 
@@ -187,12 +188,19 @@ class BlockRunner(Stack):
         if not layers:
             return states
         made = torch.empty_like(states)
-        for index, part in self.batches(states):
-            these = None if inputs is None else inputs[index : index + len(part)]
-            for layer in layers:
-                part = self.block(layer, part, these)
-            made[index : index + len(part)] = part.to(made.device, made.dtype)
+        for layer in layers:
+            with self.resident(layer):
+                for index, part in self.batches(states):
+                    these = None if inputs is None else inputs[index : index + len(part)]
+                    part = self.block(layer, part, these)
+                    made[index : index + len(part)] = part.to(made.device, made.dtype)
+            states = made
         return made
+
+    def resident(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block on the device, where they would be brought for every call."""
+        stream = self.checkpoint.stream
+        return nullcontext() if stream is None else stream.resident(layer)
 
     def batches(self, states: Float[Tensor, "windows n d"]) -> Iterator[tuple[int, Float[Tensor, "batch n d"]]]:
         """Yield batches of states on the model's device, each with the index of its first window."""

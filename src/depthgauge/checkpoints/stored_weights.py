@@ -24,23 +24,20 @@ def count_parameters(source: Source) -> tuple[int, int]:
     return sum(count for _, count, _ in tensors), stored
 
 
-def described_parameters(source: Source, config: Any, chosen: Any, trust_remote_code: bool) -> int:
-    """Return how many parameters a model of the class `chosen` with this configuration has; allocates no memory.
+def described_model(source: Source, config: Any, chosen: Any, trust_remote_code: bool) -> Any:
+    """Return a model of the class `chosen` with this configuration, on the device `meta`, which takes no memory.
 
     A damaged configuration may describe a model that is larger than its files, and that would be allocated.
     """
 
-    def build() -> int:
+    def build() -> Any:
         is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
         with torch.device("meta"):
             if is_auto:
-                built = chosen.from_config(copied, trust_remote_code=trust_remote_code)
-            else:
-                built = chosen._from_config(copied)
-        return sum(parameter.numel() for parameter in built.parameters())
+                return chosen.from_config(copied, trust_remote_code=trust_remote_code)
+            return chosen._from_config(copied)
 
-    found: int = attempt(source.target, "configuration", build)
-    return found
+    return attempt(source.target, "configuration", build)
 
 
 def tensor_count(source: Source) -> int:

@@ -117,12 +117,13 @@ def edited_states(
         until = {edits: tuple(edit for edit in edits if edit.layer <= layer) for edits in models}
         reached = {now for now in until.values() if now}
         kept = sorted(now for now in reached if now[-1].layer < layer)
-        after = dict(zip(kept, _advanced(runner, layer, [states[now] for now in kept], inputs), strict=True))
+        with runner.resident(layer):
+            after = dict(zip(kept, _advanced(runner, layer, [states[now] for now in kept], inputs), strict=True))
+            for now in sorted(reached.difference(kept)):
+                after[now] = _applied(runner, now[-1], states[now[:-1]], inputs, experts)
         for now in kept:
             if now[-1] == (layer - 1, "parallel", 0):
                 after[now] += (states[()] - dense.at(layer - 1)[windows]).to(after[now].device)
-        for now in sorted(reached.difference(kept)):
-            after[now] = _applied(runner, now[-1], states[now[:-1]], inputs, experts)
         states = after
     states[()] = dense.final[windows]
     return {edits: states[edits] for edits in models}

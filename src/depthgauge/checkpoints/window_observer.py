@@ -84,10 +84,11 @@ def observe_blocks(dense: DenseStates, *, plans: bool, progress: Step) -> list[W
     observers = [WindowObserver(runner, plans and not place) for place in range(len(windows))]
     for layer in range(len(runner)):
         progress(layer, len(runner), f"heads, layer {layer}")
-        for place, observer in enumerate(observers):
-            runner.session.begin(watch=observer.watch)
-            with observer.sublayers.listening([layer]):
-                runner.through([layer], dense.at(layer)[place : place + 1], windows[place])
+        with runner.resident(layer):
+            for place, observer in enumerate(observers):
+                runner.session.begin(watch=observer.watch)
+                with observer.sublayers.listening([layer]):
+                    runner.through([layer], dense.at(layer)[place : place + 1], windows[place])
     for place, observer in enumerate(observers):
         states = tuple(dense.at(k)[place : place + 1] for k in range(len(runner) + 1))
         ((_, final),) = runner.batches(states[-1])

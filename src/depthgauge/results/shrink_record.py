@@ -12,6 +12,7 @@ from depthgauge._frames import frame
 from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
@@ -19,6 +20,8 @@ SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
 LLAMA = "llama.cpp"
 """The program that checks GGUF files."""
+GIVEN = ("text", "texts", "images", "pairs", "recordings")
+"""Kinds of windows that the user gave: windows of a text, and what was given one by one."""
 MOST_LAYERS = 10_000
 """A document with more layers than this is damaged; pages and tables draw every layer."""
 
@@ -72,7 +75,7 @@ class RepairStage(Record, frozen=True, kw_only=True):
 class SourceRecord(Record, frozen=True, kw_only=True):
     """One source of calibration windows, and its windows in each part.
 
-    `kind` is `text`, `sampled`, `built-in`, `images`, `pairs` or `recordings`.
+    `kind` is one of `GIVEN`, `sampled` or `built-in`.
     """
 
     kind: str
@@ -94,8 +97,8 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """What one window is: a `window` of text, an `image`, a `pair` or a `recording`."""
-        kinds = [source.kind for source in self.sources if source.kind in ("images", "pairs", "recordings")]
+        """What one window is: a `window` of text, a whole `text`, an `image`, a `pair` or a `recording`."""
+        kinds = [source.kind for source in self.sources if source.kind in GIVEN[1:]]
         return kinds[0].removesuffix("s") if kinds else "window"
 
     @property
@@ -127,6 +130,12 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     settings: ShrinkOptions
     calibration: CalibrationRecord
     hub: HubModel | None = None
+
+    @property
+    def stack(self) -> str | None:
+        """The stack of an encoder–decoder model that has the layers; None for other models."""
+        settings = self.settings
+        return settings.stack or (STACKS[0] if settings.pairs or settings.audio else None)
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""
@@ -273,7 +282,7 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
-    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labelled images;
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labels;
       `logits`, the change of a classifier's output; `embedding`, that of an embedding; or `states` for other models
     - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
     - `loss`, `texts`, `accuracy`, `guarantee`: on certify windows, which nothing was fitted or selected on

@@ -17,25 +17,27 @@ from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded,
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
+    fitted,
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_output import require_output
 from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.reads_text import started_windows
-from depthgauge.checkpoints.samples import Inputs, as_samples
+from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import plan_start
@@ -77,7 +79,7 @@ def gauge_checkpoint(
     windows: Windows | GivenWindows | None = None
     if source is None:
         config = target.model.config
-        require_kind(target.model, str(target.name), asked)
+        require_kind(type(target.model), config, str(target.name), reads)
     else:
         config = load_config(source, placement, reads)
     if reads != TEXT or text_file is not None:
@@ -123,7 +125,7 @@ def gauge_checkpoint(
             refuse_infinite(target.model, checkpoint.name)
         else:
             message(f"loading {source.target}")
-            checkpoint = load_model(source, config, placement)
+            checkpoint = load_model(source, config, fitted(source, config, placement, message))
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)
@@ -216,9 +218,12 @@ def measure_windows(
             runner = BlockRunner(checkpoint, inputs[:1], session)
             most = max(map(len, measured.values()), default=len(runner))
             size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
-        for start in range(0, len(left), size):
-            group = {index: found[index] for index in left[start : start + size]}
-            windows, started = inputs[torch.tensor([*group])], time.perf_counter()
+        groups = _groups(inputs, left, size)
+        for together in groups:
+            group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together)]
+            if isinstance(windows, Samples):
+                windows = windows.unpadded()  # padding is nothing to observe
+            started = time.perf_counter()
             dense = None if runner is None else DenseStates(runner, windows, progress=progress)
             seconds, observing = (time.perf_counter() - started) / len(group), 0.0
             if any("observed" not in known for known in group.values()):
@@ -232,7 +237,7 @@ def measure_windows(
                 _keep(journal, group)
                 planning = sum(observer.planning for observer in seen)
                 observing = (time.perf_counter() - started - planning) / len(group)
-            if start == 0:
+            if together is groups[0]:
                 tokens = as_samples(windows, TEXT).main.shape[1] if dense is None else dense.final.shape[1]
                 others = observing * (len(left) - len(group))
                 message(expected_duration(checkpoint.layers, measured, seconds, others, len(left), tokens))
@@ -243,6 +248,15 @@ def measure_windows(
                     known[kind] = losses
                 _keep(journal, group)
     return found
+
+
+def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
+    """Divide windows into groups of at most `size`, in which all have the same number of tokens without padding."""
+    by_length: dict[int, list[int]] = {}
+    for index in left:
+        window = as_samples(inputs[index : index + 1], TEXT).unpadded()
+        by_length.setdefault(window.main.shape[1], []).append(index)
+    return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
 
 
 def _keep(journal: Journal, group: Mapping[int, dict[str, Any]]) -> None:

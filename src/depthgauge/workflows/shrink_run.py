@@ -17,8 +17,9 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import TEXT, Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
@@ -413,14 +414,12 @@ class ShrinkRun:
         )
         if shrunk is None:
             return record
+        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals)
+        if checkpoint.stream is not None:
+            return msgspec.structs.replace(record, notes=notes)
         self.progress(0, 1, "speed of both models")
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes = (
-            *shrink_notes(record, self.opened, shrunk),
-            *self.shrinker.refusals,
-            *self._heal_advice(),
-            f"memory: {kind}",
-        )
+        notes += (*self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)
