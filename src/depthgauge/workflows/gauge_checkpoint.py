@@ -212,7 +212,7 @@ def measure_windows(
     found = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
     left = [index for index, known in enumerate(found) if {"observed", *measured} - known.keys()]
     with attending(checkpoint.model) if probed.attention is None else nullcontext(Session()) as session:
-        runner, size = None, 1
+        runner, size, length = None, 1, as_samples(inputs, TEXT).main.shape[1]
         if probed.blocks is None:
             inputs = encoded(checkpoint, inputs)
             runner = BlockRunner(checkpoint, inputs[:1], session)
@@ -223,6 +223,9 @@ def measure_windows(
             group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together)]
             if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
+            if runner is not None and as_samples(windows, TEXT).main.shape[1] != length:
+                length = as_samples(windows, TEXT).main.shape[1]
+                runner = BlockRunner(checkpoint, windows[:1], session)  # the position biases of T5 have a length
             started = time.perf_counter()
             dense = None if runner is None else DenseStates(runner, windows, progress=progress)
             seconds, observing = (time.perf_counter() - started) / len(group), 0.0
