@@ -38,11 +38,11 @@ from scipy.linalg import hadamard
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import Objective
 from depthgauge.checkpoints.hooks import hidden_out
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
 from depthgauge.surgery.repair import is_linear
-from depthgauge.surgery.student import Objective
 
 GREEDY_WINDOWS = 16
 """How many calibration windows SLEB measures the loss on."""

@@ -1,9 +1,9 @@
-"""Claim: a what-if on all L layers costs at most L/2 + 3 forward passes, and little memory beyond the cached states.
+"""Claim: a what-if on all L layers costs at most L/2 + 3 forward passes, and little memory beyond the states.
 
-The benchmark measures the what-ifs `block`, `attention` and `mlp` on every layer, with cached prefix states. For a few
-layers it also times the naive method, a complete pass per layer, and checks that both methods agree. Peak memory above
-the loaded model must be at most 1.5 times that of a plain forward pass, plus the cached states; each is measured in a
-separate process.
+The benchmark measures the what-ifs `block`, `attention` and `mlp` on every layer, in one pass over the blocks. For a
+few layers it also times the naive method, a complete pass per layer, and checks that both methods agree. Peak memory
+above the loaded model must be at most 1.5 times that of a plain forward pass, plus the states of the dense model and
+three times those of L edited models; each is measured in a separate process.
 """
 
 import argparse
@@ -20,13 +20,18 @@ from typing import Any
 
 import torch
 
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.hooks import changed
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, wrap
+from depthgauge.checkpoints.model_output import window_losses
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, passes, what_if
+from depthgauge.checkpoints.what_if import cross_entropy, layers_of, passes
+from depthgauge.progress import silent
 from depthgauge.results.labels import DEFAULT_WHAT_IFS
+from depthgauge.workflows.gauge_checkpoint import what_if_losses
 
 MEMORY = 1.5
 AGREE = 1e-4
@@ -70,7 +75,7 @@ def naive(stack: Stack, ids: torch.Tensor, kind: str, layer: int) -> torch.Tenso
     assert family is not None
     with ExitStack() as patches:
         if kind == "block":
-            patches.enter_context(stack._passing(stack.blocks[layer], None))
+            patches.enter_context(stack._passing(layer, None))
         else:
             path = family.attention if kind == "attention" else family.mlp
             patches.enter_context(changed(stack.blocks[layer].get_submodule(path), torch.zeros_like))
@@ -82,7 +87,7 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
     ids, L = tokens_of(checkpoint, count), checkpoint.layers
     rows, agree = [], True
     with attending(checkpoint.model) as session:
-        stack = Stack(checkpoint, session)
+        stack = BlockRunner(checkpoint, ids, session)
         stack.run(ids)
         for kind in DEFAULT_WHAT_IFS:
             before = stack.evaluations
@@ -92,12 +97,13 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
             plain, seconds = (statistics.median(column) for column in zip(*rounds, strict=True))
             ratio = statistics.median(kind_seconds / pass_seconds for pass_seconds, kind_seconds in rounds)
             checked = sorted({0, L // 2, L - 1})
-            lost = objective(checkpoint.objective, ids, stack.run(ids))
-            slow = 0.0
+            intact, slow = stack.run(ids), 0.0
+            own = window_losses(checkpoint.objective, intact, ids, intact)
             for layer in checked:
                 took, output = _seconds(lambda kind=kind, layer=layer: naive(stack, ids, kind, layer))
                 slow += took
-                agree &= abs(lost(output) - losses[layer]) < AGREE * max(1.0, abs(losses[layer]))
+                lost = float(window_losses(checkpoint.objective, output, ids, intact) - own)
+                agree &= abs(lost - losses[layer]) < AGREE * max(1.0, abs(losses[layer]))
             rows.append(
                 {"kind": kind, "seconds": seconds, "passes": ratio, "block_passes": evaluations,
                  "expected_block_passes": passes(kind, range(L), L) + 1,
@@ -106,7 +112,7 @@ def timed(checkpoint: Checkpoint, count: int) -> dict[str, Any]:
     return {"plain_seconds": plain, "rows": rows, "agree": agree, "layers": L}
 
 
-def timed_round(stack: Stack, ids: torch.Tensor, kind: str) -> tuple[float, float]:
+def timed_round(stack: BlockRunner, ids: torch.Tensor, kind: str) -> tuple[float, float]:
     """Return the mean seconds of the plain passes around the what-ifs of a kind, and the seconds of the what-ifs."""
     several = [_seconds(lambda: measured_pass(stack, ids))[0] for _ in range(PLAIN_PASSES)]
     seconds, _ = _seconds(lambda: whole_kind(stack, ids, kind))
@@ -120,20 +126,17 @@ def measured_pass(stack: Stack, ids: torch.Tensor) -> float:
     return cross_entropy(output, ids) if stack.checkpoint.objective == "loss" else 0.0
 
 
-def whole_kind(stack: Stack, ids: torch.Tensor, kind: str) -> list[float]:
+def whole_kind(runner: BlockRunner, ids: torch.Tensor, kind: str) -> list[float]:
     """Run the intact pass that keeps the states, then the what-if on every layer."""
-    base = stack.full(ids)
-    lost, states = objective(stack.checkpoint.objective, ids, base.output), base.states
-    del base
-    return [lost(what_if(stack, ids, states, kind, layer)) for layer in layers_of(kind, stack.checkpoint.families)]
+    dense = DenseStates(runner, ids)
+    return what_if_losses(dense, kind, layers_of(kind, runner.checkpoint.families), silent)[0]
 
 
 def memory(mode: str, checkpoint: Checkpoint, count: int) -> dict[str, int]:
     """Return the peak bytes above the loaded model, for a plain pass or one what-if, and the bytes of the states."""
     ids = tokens_of(checkpoint, count)
     with attending(checkpoint.model) as session:
-        stack = Stack(checkpoint, session)
-        stack.run(ids[:, :8])
+        stack = BlockRunner(checkpoint, ids, session)
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         before, states = _status("VmRSS"), 0
         if mode == "plain":
@@ -141,7 +144,7 @@ def memory(mode: str, checkpoint: Checkpoint, count: int) -> dict[str, int]:
         else:
             whole_kind(stack, ids, "attention")
             width = next(checkpoint.model.parameters()).element_size()
-            states = (len(stack) + 1) * count * int(checkpoint.config.hidden_size) * width
+            states = (4 * len(stack) + 1) * count * int(checkpoint.config.hidden_size) * width
     return {"peak": _status("VmHWM") - before, "states": states}
 
 
@@ -173,7 +176,7 @@ def main() -> int:
         return 0
     found = timed(checkpoint, options.tokens)
     if not found["agree"]:
-        print("error: suffix passes and complete passes disagree; no timings are reported")
+        print("error: one pass over the blocks and complete passes disagree; no timings are reported")
         return 1
     L, most = found["layers"], found["layers"] / 2 + 3
     share = head_share(checkpoint)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -114,7 +114,11 @@ class Journal:
 
     def put(self, name: str, value: Any) -> None:
         """Set an entry and save the journal."""
-        self.entries[name] = value
+        self.update({name: value})
+
+    def update(self, entries: Mapping[str, Any]) -> None:
+        """Set several entries and save the journal."""
+        self.entries |= entries
         self._save()
 
     def file(self, kind: str, numbers: Iterable[int]) -> Path | None:

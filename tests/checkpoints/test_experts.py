@@ -7,11 +7,14 @@ import torch
 from tiny_models import tiny_model, tokens
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers, expert_weights, without_expert
 from depthgauge.checkpoints.interface import Session
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
+from depthgauge.checkpoints.what_if import Edit, edited_states
 
 # name → path of the router in a block, and the layers with experts, written by hand
 ROUTERS = {
@@ -43,20 +46,24 @@ def routed_elsewhere(model: Any, router: nn.Module, expert: int, ids: Tensor) ->
 def test_an_expert_without_weights_is_an_expert_that_gets_no_token(name: str) -> None:
     model, ids = tiny_model(name), tokens(24, batch=1)
     path, layers = ROUTERS[name]
-    stack = Stack(derived(wrap(model), ids), Session())
+    runner = BlockRunner(derived(wrap(model), ids), ids)
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
-    base = stack.full(ids)
-    experts, scale = ExpertWhatIfs(stack, ids), base.output.abs().max()
-    assert expert_layers(stack.blocks, stack.checkpoint.families) == [layer for layer in layers for _ in range(4)]
+    intact, experts = runner.run(ids), ExpertWhatIfs(runner)
+    on, scale = [layer for layer in layers for _ in range(4)], intact.abs().max()
+    assert expert_layers(runner.blocks, runner.checkpoint.families) == on
+    models = [(Edit(layer, "expert", place % 4),) for place, layer in enumerate(on)]
+    states = edited_states(DenseStates(runner, ids), models, experts=experts)
     for layer in layers:
-        found = [experts.without(base.states[layer], layer, expert) for expert in range(4)]
-        for expert, (output, share) in enumerate(found):
-            router = stack.blocks[layer].get_submodule(path)
+        shares = [experts.shares[layer, expert] for expert in range(4)]
+        for expert, (share,) in enumerate(shares):
+            with torch.no_grad():
+                output = runner.output(states[(Edit(layer, "expert", expert),)], ids)
+            router = runner.blocks[layer].get_submodule(path)
             expected, expected_share = routed_elsewhere(model, router, expert, ids)
             assert share == pytest.approx(expected_share)
             assert (output - expected).abs().max() < 1e-4 * scale
-            assert share == 0 or (output - base.output).abs().max() > 1e-4 * scale
-        assert sum(share for _, share in found) == pytest.approx(2)  # every token has two experts
+            assert share == 0 or (output - intact).abs().max() > 1e-4 * scale
+        assert sum(share for (share,) in shares) == pytest.approx(2)  # every token has two experts
     assert all(torch.equal(weight, before[key]) for key, weight in model.state_dict().items())
 
 

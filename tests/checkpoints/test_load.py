@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from edited_outputs import edited_outputs
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_gguf import write_gguf
 from tiny_models import tiny_model, tokens
@@ -32,7 +33,6 @@ from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.source import find
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import count_parameters
-from depthgauge.checkpoints.what_if import what_if
 from depthgauge.checkpoints.windows import read_windows, special_tokens
 from depthgauge.errors import InputError
 from depthgauge.results.labels import WHAT_IFS
@@ -112,9 +112,7 @@ def test_a_model_offloaded_by_accelerate_gives_the_same_what_ifs() -> None:
             cpu_offload(model, execution_device=torch.device("cpu"))
             assert "forward" in model.model.layers[0].self_attn.q_proj.__dict__
         with attending(model) as session:
-            stack = Stack(wrap(model), session)
-            base = stack.full(ids)
-            outputs.append([what_if(stack, ids, base.states, kind, 1) for kind in WHAT_IFS])
+            outputs.append([edited_outputs(wrap(model), ids, kind, [1], session)[0] for kind in WHAT_IFS])
     assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 

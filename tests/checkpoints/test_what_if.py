@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from edited_outputs import edited_outputs
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.families import FAMILIES
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.what_if import cross_entropy, layers_of, objective, what_if
+from depthgauge.checkpoints.model_output import window_losses
+from depthgauge.checkpoints.what_if import Edit, cross_entropy, edited_states, layers_of
 from depthgauge.checkpoints.what_if import passes as kind_passes
 from depthgauge.errors import InputError
 from depthgauge.results.gauge_options import chosen_kinds
@@ -78,29 +82,26 @@ def plainly(name: str, model: Any, ids: Tensor, kind: str, layer: int) -> Tensor
 @pytest.mark.parametrize("kind", ["block", "attention", "mlp", "parallel"])
 @pytest.mark.parametrize("name", MODELS)
 def test_what_ifs_equal_hooks_on_whole_passes(name: str, kind: str) -> None:
-    model, ids = tiny_model(name), tokens(batch=1)
+    model, ids = tiny_model(name), tokens(batch=3)
     checkpoint = wrap(model)
     assert checkpoint.objective == ("loss" if name in DECODERS else "states")
     with attending(model) as session:
-        stack = Stack(checkpoint, session)
-        base = stack.full(ids)
-        found = [what_if(stack, ids, base.states, kind, layer) for layer in layers_of(kind, stack.checkpoint.families)]
-        assert torch.equal(final(model, ids), base.output)  # every patch was removed
+        intact = final(model, ids)
+        found = edited_outputs(checkpoint, ids, kind, layers_of(kind, checkpoint.families), session)
+        assert torch.equal(final(model, ids), intact)  # every patch was removed
     for layer, output in enumerate(found):
         expected = plainly(name, model, ids, kind, layer)
-        scale = base.output.abs().max()
+        scale = intact.abs().max()
         assert (output - expected).abs().max() < 3e-5 * scale
-        assert (expected - base.output).abs().max() > 1e-3 * scale  # the what-if changes the output
+        assert (expected - intact).abs().amax(dim=(1, 2)).min() > 1e-3 * scale  # the what-if changes every output
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "bert"])
 def test_uniform_attention_equals_zeroed_scores(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare with stock eager attention in which the scores of one layer are replaced by zeros."""
-    model, ids = tiny_model(name), tokens(batch=1)
+    model, ids = tiny_model(name), tokens(batch=3)
     with attending(model) as session:
-        stack = Stack(wrap(model), session)
-        base = stack.full(ids)
-        found = [what_if(stack, ids, base.states, "uniform", layer) for layer in range(3)]
+        found = edited_outputs(wrap(model), ids, "uniform", range(3), session)
     model.set_attn_implementation("eager")
     softmax = torch.nn.functional.softmax
     for layer in range(3):
@@ -156,13 +157,16 @@ def test_skipped_layers_in_the_middle() -> None:
 def test_a_silent_sublayer_is_not_computed_twice(name: str) -> None:
     """The first run of a module type shows the form of its output; later ones are not computed."""
     model, ids = tiny_model(name), tokens(batch=1)
+    families = [family for family in wrap(model).families if family is not None]
     with attending(model) as session:
-        stack = Stack(wrap(model), session)
-        states = stack.full(ids).states
-        for kind, calls in (("attention", [3, 3 - 1 - 1, 3 - 2 - 1]), ("mlp", [3, 2, 1])):
+        dense = DenseStates(BlockRunner(wrap(model), ids, session), ids)
+        for kind, path in (("attention", families[0].attention), ("mlp", families[0].mlp)):
             for layer in range(3):
-                what_if(stack, ids, states, kind, layer)
-                assert session.calls - layer == calls[layer]
+                sublayer, computed = dense.runner.blocks[layer].get_submodule(str(path)), list[bool]()
+                inner = next(module for module in sublayer.modules() if not [*module.children()])
+                with inner.register_forward_hook(lambda *_, seen=computed: seen.append(True)):
+                    edited_states(dense, [(Edit(layer, kind),)])
+                assert bool(computed) is (layer == 0)
 
 
 def test_patches_are_removed_after_errors_and_keep_a_forward_set_by_others() -> None:
@@ -193,12 +197,10 @@ def test_the_loss_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_objectives() -> None:
     ids = tokens(5, batch=1)
     logits = torch.randn(1, 5, 40, generator=torch.Generator().manual_seed(1))
-    lost = objective("loss", ids, logits)
-    assert lost(logits) == 0.0
-    assert lost(0 * logits) == pytest.approx(math.log(40) - cross_entropy(logits, ids))
-    moved = objective("states", ids, logits)
-    assert moved(logits) == 0.0
-    assert moved(1.5 * logits) == pytest.approx(0.5)
+    assert float(window_losses("loss", logits, ids, logits)) == pytest.approx(cross_entropy(logits, ids))
+    assert float(window_losses("loss", 0 * logits, ids, logits)) == pytest.approx(math.log(40))
+    assert float(window_losses("states", logits, ids, logits)) == 0.0
+    assert float(window_losses("states", 1.5 * logits, ids, logits)) == pytest.approx(0.5)
 
 
 def test_kinds_are_chosen_by_name() -> None:
@@ -219,16 +221,14 @@ def test_every_default_and_every_score_names_a_what_if() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_a_kind_costs_at_most_half_the_layers(name: str) -> None:
-    model, ids = tiny_model(name), tokens(batch=1)
+    model, ids = tiny_model(name), tokens(batch=2)
     with attending(model) as session:
-        stack = Stack(wrap(model), session)
-        base = stack.full(ids)
+        runner = BlockRunner(wrap(model), ids[:1], session)
+        dense = DenseStates(runner, ids)
         for kind in WHAT_IFS:
-            before = stack.evaluations
-            layers = layers_of(kind, stack.checkpoint.families)
-            for layer in layers:
-                what_if(stack, ids, base.states, kind, layer)
-            assert (stack.evaluations - before) / 3 == pytest.approx(kind_passes(kind, layers, 3))
+            before, layers = runner.evaluations, layers_of(kind, runner.checkpoint.families)
+            edited_states(dense, [(Edit(layer, kind),) for layer in layers])
+            assert (runner.evaluations - before) / (2 * 3) == pytest.approx(kind_passes(kind, layers, 3))
             assert kind_passes(kind, range(30), 30) <= 30 / 2 + 0.5
 
 

@@ -71,7 +71,7 @@ def test_tables(run: Run) -> None:
 
 
 def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, real = [], gauge_checkpoint.what_if
+    calls, real = [], gauge_checkpoint.what_if_losses
 
     def interrupted(*given: Any) -> Any:
         calls.append(given)
@@ -79,7 +79,7 @@ def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(gauge_checkpoint, "what_if", interrupted)
+    monkeypatch.setattr(gauge_checkpoint, "what_if_losses", interrupted)
     command = ("gauge", "llama", "--text", "corpus.txt", *SMALL)
     code, _, err = run(*command, "--out", "stopped.json")
     assert code == 130

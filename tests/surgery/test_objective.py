@@ -10,10 +10,10 @@ from tiny_models import tokens
 
 from depthgauge.checkpoints import model_output
 from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import Objective
 from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import token_losses
-from depthgauge.surgery.student import Objective
 
 IDS = tokens(count=9, batch=5)
 KEPT = [0, 1, 4, 5]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from edited_outputs import edited_outputs
 from real_models import package_file, smollm2
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
@@ -14,11 +15,12 @@ from tiny_models import tiny_model
 import depthgauge as dg
 from depthgauge._format import duration
 from depthgauge._journal import journal_folder
+from depthgauge.checkpoints import dense_states
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import Placement, load_tokenizer, wrap
 from depthgauge.checkpoints.source import find
-from depthgauge.checkpoints.what_if import objective, passes, what_if
+from depthgauge.checkpoints.what_if import cross_entropy, passes
 from depthgauge.checkpoints.windows import read_windows
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import LEAST_WINDOWS
@@ -83,15 +85,14 @@ def test_numbers_are_those_of_the_parts(folders: dict[str, Path], corpus: Path) 
     checkpoint = wrap(model)
     with attending(model) as session:
         stack = Stack(checkpoint, session)
+        intact = [cross_entropy(stack.run(ids[None]), ids[None]) for ids in windows.ids]
         for kind in DEFAULT_WHAT_IFS:
+            by_window = [edited_outputs(checkpoint, ids[None], kind, range(3), session) for ids in windows.ids]
             for layer in range(3):
-                losses = []
-                for ids in windows.ids:
-                    base = stack.full(ids[None])
-                    lost = objective("loss", ids[None], base.output)
-                    losses.append(lost(what_if(stack, ids[None], base.states, kind, layer)))
+                outputs = [outputs[layer] for outputs in by_window]
+                losses = [cross_entropy(output, ids[None]) for output, ids in zip(outputs, windows.ids, strict=True)]
                 found = subject["layers"][layer]["what_if"][kind]["loss"]
-                assert found == pytest.approx(sum(losses) / 3, abs=1e-6)
+                assert found == pytest.approx((sum(losses) - sum(intact)) / 3, abs=1e-6)
         states = [stack.full(ids[None]).states for ids in windows.ids]
     with torch.no_grad():
         losses = [float(model(input_ids=ids[None], labels=ids[None]).loss) for ids in windows.ids]
@@ -213,28 +214,37 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.parametrize(("free", "last", "finished"), [(2**40, 3, [3, 3, 3]), (0, 7, [6, 2])])
 def test_an_interrupted_gauging_goes_on(
-    folders: dict[str, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free: int,
+    last: int,
+    finished: list[int],
+    folders: dict[str, Path],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """All windows are measured together, or one by one where memory is short."""
+    monkeypatch.setattr(dense_states, "free_memory", lambda _: free)
     options = {"what_if": "all"}
     whole = subject_of(folders["llama"], corpus, **options)
     out, calls = tmp_path / "r.json", []
-    real = gauge_checkpoint.what_if
+    real = gauge_checkpoint.what_if_losses
 
     def counted(*args: Any) -> Any:
-        calls.append(args[3:])
-        if len(calls) == 20:
+        calls.append(args[1])
+        if len(calls) == last:
             raise StoppedError
         return real(*args)
 
-    monkeypatch.setattr(gauge_checkpoint, "what_if", counted)
+    monkeypatch.setattr(gauge_checkpoint, "what_if_losses", counted)
     with pytest.raises(StoppedError):
         subject_of(folders["llama"], corpus, out=out, **options)
     kept = [len(kinds) for kinds in json.loads((journal_folder(out) / "journal.json").read_text())["entries"].values()]
-    assert kept == [6, 2]  # the first window, and of the second what was whole
+    assert kept == finished
     again = subject_of(folders["llama"], corpus, out=out, resume=True, **options)
     assert again == whole
-    assert len(calls) == 20 + 2 * 14 - 3
+    assert len(calls) == last + (3 if free else 1 + 3 + 5)  # what was finished is not measured again
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
     assert json.loads(out.read_text())["subjects"][0] == whole
 
@@ -326,9 +336,9 @@ def test_smollm2_for_real() -> None:
 
 
 def test_the_expected_duration_counts_passes_and_observations() -> None:
-    told = {"seconds": 2.0, "observing": 10.0, "windows": 3, "tokens": 16}
+    told = {"seconds": 2.0, "observing": 20.0, "windows": 3, "tokens": 16}
     count = 1 + passes("block", range(4), 4)
-    expected = f"about {duration(3 * 2 * count + 2 * 10)}: {round(count)} forward passes of 48 tokens"
+    expected = f"about {duration(3 * 2 * count + 20)}: {round(count)} forward passes of 48 tokens"
     assert gauge_checkpoint.expected_duration(4, {}, **told) == "about 26 seconds: 1 forward pass of 48 tokens"
     assert gauge_checkpoint.expected_duration(4, {"block": range(4)}, **told) == expected
 

@@ -18,6 +18,7 @@ from tiny_pairs import KEYS, PAIRED, paired_model, save_paired, save_pairs
 import depthgauge as dg
 from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import encoded
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family, Sublayer
 from depthgauge.checkpoints.found_inputs import find_pairs
@@ -32,7 +33,7 @@ from depthgauge.surgery import repair
 from depthgauge.surgery.candidates import Candidates, put_weights
 from depthgauge.surgery.shrinker import Shrinker
 from depthgauge.surgery.shrunk_model import _heal
-from depthgauge.surgery.student import EFFORT, encoded
+from depthgauge.surgery.student import EFFORT
 
 EACH = [(name, stack) for name in PAIRED for stack in ("decoder", "encoder")]
 ALL = EACH + [(name, "both") for name in PAIRED]

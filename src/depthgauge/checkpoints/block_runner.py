@@ -1,6 +1,6 @@
 """Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from depthgauge.checkpoints.layers import Stack, batch_size, joined
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, Samples, repeated
+from depthgauge.checkpoints.samples import Inputs, Samples, few_windows, repeated
 
 
 class _Reached(Exception):  # noqa: N818
@@ -27,16 +27,19 @@ class BlockRunner(Stack):
 
     A block is called with the arguments that the model itself passes to it: masks, rotary embeddings and positions are
     recorded once, on one window. Those that have rows for each window, one (masks) or several (the position biases of
-    Bloom), are repeated for the other windows. All windows therefore have the same length.
+    Bloom), are repeated for the other windows. All windows therefore have the same length. Where other arguments depend
+    on the window, such as the states of an encoder, the model is asked for those of every batch.
 
     - `blocks`: the blocks, in order
     - `batch`: how many windows are computed together
+    - `needs_inputs`: whether arguments of the blocks depend on the window
     - `shared`: weights of blocks that decide arguments of other blocks, such as the position biases of T5; the recorded
       arguments would not follow if these weights changed
     """
 
-    def __init__(self, checkpoint: Checkpoint, example: Inputs) -> None:
-        super().__init__(checkpoint, Session())
+    def __init__(self, checkpoint: Checkpoint, example: Inputs, session: Session | None = None) -> None:
+        """Run the model on one window, `example`; `session` receives its attention calls."""
+        super().__init__(checkpoint, session or Session())
         if not self.blocks:
             raise CheckpointError(
                 f"{checkpoint.name} has no list of {checkpoint.layers} blocks; shrinking needs a model whose layers "
@@ -51,6 +54,8 @@ class BlockRunner(Stack):
         self._example, tokens = example, states[0].shape[1]
         self.shared = self._shared_weights(states)
         self._by_window = self._rows_by_window()
+        reads_several = isinstance(example, Samples) and len(example.inputs) > 1  # masks of padding, or two stacks
+        self.needs_inputs = reads_several or self._depend_on_window(tokens)
         size = batch_size(checkpoint.model, tokens, checkpoint.objective == "loss")
         self.batch = size if checkpoint.batched else 1
 
@@ -112,7 +117,8 @@ class BlockRunner(Stack):
         of the encoder, after its final norm.
         """
         parts, place = [*self._parts(states)], self._stack_of(layer)
-        if isinstance(inputs, Samples) and len(inputs.inputs) > 1:
+        self.evaluations += len(states)
+        if self.needs_inputs and inputs is not None:
             args, kwargs = self._calls_of(inputs, parts[0] if place else None)[layer]
         else:
             args, kwargs = self._calls[layer]
@@ -120,6 +126,7 @@ class BlockRunner(Stack):
                 by_window = self._by_window[layer]
                 args = tuple(_for_windows(one, by_window.get(i), len(states)) for i, one in enumerate(args))
                 kwargs = {key: _for_windows(one, by_window.get(key), len(states)) for key, one in kwargs.items()}
+        self.session.calls = layer
         parts[place] = hidden_out(self.blocks[layer](parts[place], *args, **kwargs))
         return joined(parts)
 
@@ -164,6 +171,11 @@ class BlockRunner(Stack):
                 hooks.enter_context(block.register_forward_pre_hook(compare, with_kwargs=True))
             self._forward(repeated(self._example, 2))
         return found
+
+    @torch.no_grad()
+    def _depend_on_window(self, tokens: int) -> bool:
+        """Return whether blocks get other arguments for another window."""
+        return _differ(self._calls, self._calls_of(few_windows(self._example, tokens)[1:], None))
 
     @torch.no_grad()
     def through(
@@ -228,6 +240,16 @@ def tokens_of(checkpoint: Checkpoint, inputs: Inputs) -> int:
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _differ(one: Any, two: Any) -> bool:
+    """Return whether two arguments of a block, or collections of them, have different values."""
+    if isinstance(one, Tensor) and isinstance(two, Tensor):
+        return not torch.equal(one, two)
+    if isinstance(one, Mapping) and isinstance(two, Mapping):
+        return any(_differ(one[name], two[name]) for name in one.keys() & two.keys())
+    is_pair = isinstance(one, tuple | list) and isinstance(two, tuple | list)
+    return is_pair and any(_differ(a, b) for a, b in zip(one, two, strict=False))
 
 
 def _stop(module: nn.Module, args: tuple[Any, ...]) -> None:

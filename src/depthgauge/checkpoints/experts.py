@@ -5,14 +5,15 @@ The router and its weights stay as they are, so that the other experts add what 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.families import Family
 from depthgauge.checkpoints.hooks import changed
-from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.samples import Inputs
 
 
@@ -56,48 +57,43 @@ def without_expert(weights: Sequence[nn.Parameter], expert: int) -> Iterator[Non
 
 
 class ExpertWhatIfs:
-    """One window without single experts.
+    """Windows without single experts; `shares` has, for every layer and expert, the share of tokens in each window.
 
     A token is routed to an expert if the output of the MLP at the token changes without it. Where two passes of the
-    intact model differ, because the device adds in another order, only larger changes count.
+    intact block differ, because the device adds in another order, only larger changes count.
     """
 
-    def __init__(self, stack: Stack, inputs: Inputs) -> None:
-        """Run the intact model on the inputs twice."""
-        self.stack, self.inputs = stack, inputs
-        families = stack.checkpoint.families
-        self._mlps = {
-            layer: stack.blocks[layer].get_submodule(str(family.mlp))
-            for layer in dict.fromkeys(expert_layers(stack.blocks, families))
-            if (family := families[layer]) is not None
-        }
-        self._outputs: dict[int, Tensor] = {}
-        with ExitStack() as hooks:
-            for layer in self._mlps:
-                hooks.enter_context(self._listening(layer))
-            stack.run(inputs)
-            again = dict(self._outputs)
-            stack.run(inputs)
-        self._intact = dict(self._outputs)
-        self._noise = {layer: 4 * (self._intact[layer] - again[layer]).abs().max() for layer in self._mlps}
+    def __init__(self, runner: BlockRunner) -> None:
+        self.runner, self.shares = runner, dict[tuple[int, int], list[float]]()
+        self._intact: tuple[int, Tensor, Tensor] | None = None  # the last layer, its output, and what is rounding
 
-    @contextmanager
-    def _listening(self, layer: int) -> Iterator[None]:
-        """Keep the outputs of the MLP of a layer, one row per token."""
+    def without(
+        self, layer: int, expert: int, states: Float[Tensor, "windows n d"], inputs: Inputs
+    ) -> Float[Tensor, "windows n d"]:
+        """Return the states after a layer without an expert; `states` are X_ℓ of the dense model on the windows."""
+        family = self.runner.checkpoint.families[layer]
+        assert family is not None
+        mlp = self.runner.blocks[layer].get_submodule(str(family.mlp))
+        if self._intact is None or self._intact[0] != layer:
+            (_, again), (_, intact) = (self._applied(layer, mlp, states, inputs) for _ in range(2))
+            self._intact = layer, intact, 4 * (intact - again).abs().max()
+        with without_expert(expert_weights(mlp), expert):
+            made, output = self._applied(layer, mlp, states, inputs)
+        _, intact, rounding = self._intact
+        change = (output - intact).abs().amax(dim=-1) > rounding
+        self.shares[layer, expert] = change.reshape(len(states), -1).double().mean(dim=1).tolist()
+        return made
+
+    def _applied(
+        self, layer: int, mlp: nn.Module, states: Float[Tensor, "windows n d"], inputs: Inputs
+    ) -> tuple[Float[Tensor, "windows n d"], Float[Tensor, "tokens d"]]:
+        """Return the states after a layer, and the output of its MLP, one row per token."""
+        outputs: list[Tensor] = []
 
         def keep(output: Tensor) -> Tensor:
-            self._outputs[layer] = output.reshape(-1, output.shape[-1]).clone()
+            outputs.append(output.reshape(-1, output.shape[-1]).clone())
             return output
 
-        with changed(self._mlps[layer], keep):
-            yield
-
-    def without(self, state: Float[Tensor, "1 n d"], layer: int, expert: int) -> tuple[Tensor, float]:
-        """Return the model's output without an expert, and the share of tokens that are routed to it.
-
-        `state` is X_ℓ, the input of the layer ℓ in the intact pass.
-        """
-        with self._listening(layer), without_expert(expert_weights(self._mlps[layer]), expert):
-            output = self.stack.run(self.inputs, start=layer, state=state)
-        change = (self._outputs[layer] - self._intact[layer]).abs().amax(dim=-1)
-        return output, float((change > self._noise[layer]).double().mean())
+        with changed(mlp, keep):
+            made = self.runner.through([layer], states, inputs)
+        return made, torch.cat(outputs)

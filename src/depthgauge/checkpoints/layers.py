@@ -1,11 +1,11 @@
-"""Run a checkpoint from any layer on, with blocks skipped or changed.
+"""Run a checkpoint from any layer on, with blocks skipped.
 
 `Stack` always uses the model's own forward pass. To start at layer k, the blocks before it are replaced by functions
 that return their input, except block k − 1, which returns the given state. Embeddings and masks are recomputed, at
 negligible cost, and the final norm and the output head are the model's own.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
 from depthgauge.checkpoints.block_lists import blocks_of
-from depthgauge.checkpoints.hooks import Change, changed, hidden_in, hidden_out, replaced, with_hidden
+from depthgauge.checkpoints.hooks import hidden_in, hidden_out, replaced, with_hidden
 from depthgauge.checkpoints.interface import Session, Watch
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
@@ -43,7 +43,10 @@ class Pass(ArrayRecord):
 
 
 class Stack:
-    """The blocks of a checkpoint, observed through a session; `evaluations` counts the blocks computed so far."""
+    """The blocks of a checkpoint, observed through a session; `evaluations` counts the blocks computed so far.
+
+    A block that is applied to several windows counts once for each.
+    """
 
     def __init__(self, checkpoint: Checkpoint, session: Session) -> None:
         self.checkpoint, self.session = checkpoint, session
@@ -63,10 +66,7 @@ class Stack:
         *,
         start: int = 0,
         state: Float[Tensor, "batch n d"] | None = None,
-        changes: Mapping[nn.Module, Change] | None = None,
         skipped: frozenset[int] = frozenset(),
-        silent: nn.Module | None = None,
-        uniform: int | None = None,
         watch: Watch | None = None,
     ) -> Tensor:
         """Return the model's output when the input of layer `start` is `state`; layers before it are not computed.
@@ -75,22 +75,15 @@ class Stack:
             inputs: token ids, images, or samples.
             start: the first layer to run.
             state: X_start, the input of layer `start`; not used if `start` is 0.
-            changes: functions applied to the outputs of modules.
             skipped: layers that return their input.
-            silent: a module that returns zeros.
-            uniform: the layer whose attention is made uniform.
             watch: observes the attention of the layers that run.
         """
-        self.session.begin(first=start, uniform=uniform, watch=watch)
-        self.evaluations += sum(layer not in skipped for layer in range(start, len(self)))
+        self.session.begin(first=start, watch=watch)
+        self.evaluations += len(inputs) * sum(layer not in skipped for layer in range(start, len(self)))
         with ExitStack() as patches:
             returned = {} if state is None else self._returned(start, state)
             for layer in sorted({*range(start), *skipped}):
                 patches.enter_context(self._passing(layer, returned.get(layer)))
-            for module, change in (changes or {}).items():
-                patches.enter_context(changed(module, change))
-            if silent is not None:
-                patches.enter_context(self._silenced(silent))
             return self._forward(inputs)
 
     @torch.no_grad()
@@ -98,7 +91,7 @@ class Stack:
         """Run all layers except the `skipped` ones and keep the states X_0 … X_L; `watch` observes the attention."""
         read, made = dict[int, Tensor](), dict[int, Tensor]()
         self.session.begin(watch=watch)
-        self.evaluations += len(self) - len(skipped)
+        self.evaluations += len(inputs) * (len(self) - len(skipped))
         with ExitStack() as patches:
             for layer in skipped:
                 patches.enter_context(self._passing(layer, None))
@@ -164,7 +157,7 @@ class Stack:
             yield
 
     @contextmanager
-    def _silenced(self, module: nn.Module) -> Iterator[None]:
+    def silenced(self, module: nn.Module) -> Iterator[None]:
         """Make a module return zeros.
 
         The first module of a type, with weights of the same shapes, is computed, to learn the form of its output: a

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from depthgauge._format import counted, number
+from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.hooks import Change, changed
 from depthgauge.checkpoints.interface import Session, attending
 from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import require_output
-from depthgauge.checkpoints.samples import Inputs, shortened
+from depthgauge.checkpoints.samples import Inputs, few_windows, shortened
 
 TOKENS = 32
 """Number of tokens used."""
@@ -89,6 +90,7 @@ def _unobserved(stack: Stack, inputs: Inputs, stock: Tensor) -> str | None:
     return None
 
 
+@torch.no_grad()
 def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
     """Return why blocks cannot be rerun from a state in the middle, or None."""
     if not len(stack):
@@ -108,7 +110,10 @@ def _not_rerun(stack: Stack, inputs: Inputs) -> str | None:
         for layer, state in enumerate(intact.states[1:-1]):  # RWKV halves the states after some blocks
             if relative_difference(state, outputs[layer].to(state.device)) > rounding_tolerance(state.dtype):
                 return f"the model changes the states between the blocks {layer} and {layer + 1}"
-        again = stack.run(inputs, start=middle, state=intact.states[middle])
+        runner = BlockRunner(stack.checkpoint, inputs, stack.session)
+        others = few_windows(inputs, intact.states[0].shape[1])[0 if stack.checkpoint.batched else 1 :]
+        intact = runner.full(others)
+        again = runner.output(runner.through(range(middle, len(stack)), intact.states[middle], others), others)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:  # as with Reformer
         return f"its blocks do not return hidden states alone: {short(error)}"
     if relative_difference(again, intact.output) > rounding_tolerance(again.dtype):

@@ -6,7 +6,7 @@ before the final norm, the input of layer 0 included. Their names and the what-i
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -59,12 +59,13 @@ class SublayerScores:
         self.mlp: list[Any] = [math.nan] * len(blocks)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Score every forward pass within this context; the scores of the last pass are kept."""
+    def listening(self, layers: Iterable[int] | None = None) -> Iterator[None]:
+        """Score every forward pass of some layers within this context; the scores of the last pass are kept."""
         with ExitStack() as hooks:
-            for layer, (block, family) in enumerate(zip(self.blocks, self.families, strict=True)):
+            for layer in range(len(self.blocks)) if layers is None else layers:
+                family = self.families[layer]
                 if family is not None and len(family.sublayers) == 2:
-                    self._listen(hooks, layer, block, family)
+                    self._listen(hooks, layer, self.blocks[layer], family)
             yield
 
     def _listen(self, hooks: ExitStack, layer: int, block: nn.Module, family: Family) -> None:

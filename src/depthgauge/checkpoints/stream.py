@@ -76,7 +76,8 @@ class Stream:
         for module in (module for block in blocks for module in block.modules()):
             for leaf, weight in module._parameters.items():
                 if weight is not None and weight.is_meta:
-                    read = reader(module._hf_hook.weights_map, leaf)
+                    hook: Any = module._hf_hook
+                    read = reader(hook.weights_map, leaf)
                     mapped = module._parameters[leaf] = nn.Parameter(read(), requires_grad=weight.requires_grad)
                     files[mapped] = read
         remove_hook_from_submodules(model)

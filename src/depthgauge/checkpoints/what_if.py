@@ -1,17 +1,48 @@
-"""What-ifs: remove or simplify one layer, or one part of it, and measure what the model loses.
+"""What-ifs: remove or simplify layers, or parts of them, and measure what the model loses.
 
-Their names are the keys of `results.labels.WHAT_IFS`.
+All edited models advance together, block by block, so that the weights are read once, however many models there are.
+
+The names of the what-ifs are the keys of `results.labels.WHAT_IFS`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import DenseStates, Objective, states_in_memory
+from depthgauge.checkpoints.experts import ExpertWhatIfs
 from depthgauge.checkpoints.families import Family
-from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.model_output import token_losses, window_losses
+from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.checkpoints.samples import Inputs
+from depthgauge.progress import Step, silent
+from depthgauge.results.labels import EXPERT
+
+
+class Edit(NamedTuple):
+    """A change of one layer ℓ.
+
+    - `layer`: ℓ
+    - `kind`: the what-if:
+        - `block`: X_{ℓ+1} = X_ℓ
+        - `attention`, `mlp`: the sublayer adds nothing to the residual stream
+        - `uniform`: every score of the layer's attention is 0
+        - `expert`: an expert of the MLP adds nothing
+        - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), where B_ℓ is block ℓ; it is not combined
+          with other edits
+    - `expert`: the index of the expert
+    """
+
+    layer: int
+    kind: str
+    expert: int = 0
+
+
+Edits = tuple[Edit, ...]
+"""The edits of one model, at most one for a layer, in the order of the layers."""
 
 
 def layers_of(kind: str, families: Sequence[Family | None], observable: bool = True) -> list[int]:
@@ -33,38 +64,103 @@ def passes(kind: str, on: Sequence[int], layers: int) -> float:
     return sum(layers - layer - first_run for layer in on) / layers
 
 
-def what_if(
-    stack: Stack, inputs: Inputs, states: Sequence[Float[Tensor, "batch n d"]], kind: str, layer: int
-) -> Tensor:
-    """Return the model's output in one what-if.
+def edited_losses(
+    objective: Objective,
+    dense: DenseStates,
+    models: Sequence[Edits],
+    windows: slice = slice(None),
+    *,
+    experts: ExpertWhatIfs | None = None,
+    progress: Step = silent,
+    label: str = "",
+) -> Iterator[dict[Edits, Float[Tensor, " windows"]]]:
+    """Yield the objective of edited models on some windows, for as many models at a time as fit into memory.
 
-    - `block`: X_{ℓ+1} = X_ℓ
-    - `attention`, `mlp`: the sublayer adds nothing to the residual stream
-    - `uniform`: every score of the layer's attention is 0
-    - `parallel`: X_{ℓ+2} = X_ℓ + (B_ℓ(X_ℓ) − X_ℓ) + (B_{ℓ+1}(X_ℓ) − X_ℓ), where B_ℓ is block ℓ
-
-    Here ℓ is `layer`, and `states` are X_0 … X_L of the intact pass.
+    Args:
+        objective: the objective.
+        dense: the windows, the blocks of the model, and the states of the dense model.
+        models: the edits of each model.
+        windows: the windows on which they are measured.
+        experts: needed for the what-if `expert`.
+        progress: called at every block, with `label` and the block.
+        label: what is measured.
     """
-    state = states[layer]
-    if kind == "block":
-        return stack.run(inputs, start=layer + 1, state=state)
-    if kind == "uniform":
-        return stack.run(inputs, start=layer, state=state, uniform=layer)
-    if kind == "parallel":
-        gained = states[layer + 1] - state.to(states[layer + 1].device)
-        add_gained = {stack.blocks[layer + 1]: lambda out: out + gained.to(out.device)}
-        return stack.run(inputs, start=layer + 1, state=state, changes=add_gained)
-    sublayer = stack.blocks[layer].get_submodule(getattr(stack.checkpoint.families[layer], kind))
-    return stack.run(inputs, start=layer, state=state, silent=sublayer)
+    ordered, count = sorted(models), states_in_memory(dense.final[windows])
+    for start in range(0, len(ordered), count):
+        some = ordered[start : start + count]
+        states = edited_states(dense, some, windows, experts=experts, progress=progress, label=label)
+        yield dict(zip(some, objective.each([states[edits] for edits in some], windows), strict=True))
 
 
-def objective(kind: str, inputs: Inputs, intact: Tensor) -> Callable[[Tensor], float]:
-    """Return a function that measures how much worse an output is than the output of the intact model.
+@torch.no_grad()
+def edited_states(
+    dense: DenseStates,
+    models: Sequence[Edits],
+    windows: slice = slice(None),
+    *,
+    experts: ExpertWhatIfs | None = None,
+    progress: Step = silent,
+    label: str = "",
+) -> dict[Edits, Float[Tensor, "windows n d"]]:
+    """Return the states after the last block of edited models; see `edited_losses`.
 
-    It is the difference of `window_losses`. That of the intact model is 0 where outputs are compared with it.
+    Every block is applied once, to the states of all models that do not change it, and then with the changes of the
+    others. Models that agree on the edits so far share their states; before the first edit these are the dense states.
     """
-    before = window_losses(kind, intact, inputs, intact)
-    return lambda output: float((window_losses(kind, output, inputs, intact) - before).mean())
+    runner, layers, inputs = dense.runner, dense.layers, dense.inputs[windows]
+    states: dict[Edits, Tensor] = {}
+    runner.session.begin()
+    first = min((edits[0].layer for edits in models if edits), default=layers)
+    for layer in range(first, layers):
+        progress(layer - first, layers - first, f"{label}, block {layer}")
+        states[()] = dense.at(layer)[windows]
+        until = {edits: tuple(edit for edit in edits if edit.layer <= layer) for edits in models}
+        reached = {now for now in until.values() if now}
+        kept = sorted(now for now in reached if now[-1].layer < layer)
+        with runner.resident(layer):
+            after = dict(zip(kept, _advanced(runner, layer, [states[now] for now in kept], inputs), strict=True))
+            for now in sorted(reached.difference(kept)):
+                after[now] = _applied(runner, now[-1], states[now[:-1]], inputs, experts)
+        for now in kept:
+            if now[-1] == (layer - 1, "parallel", 0):
+                after[now] += (states[()] - dense.at(layer - 1)[windows]).to(after[now].device)
+        states = after
+    states[()] = dense.final[windows]
+    return {edits: states[edits] for edits in models}
+
+
+def _advanced(
+    runner: BlockRunner, layer: int, several: Sequence[Float[Tensor, "windows n d"]], inputs: Inputs
+) -> Sequence[Float[Tensor, "windows n d"]]:
+    """Apply a block to several states on the same windows."""
+    if not several:
+        return []
+    together = torch.cat([*several])
+    rows = inputs[torch.arange(len(inputs)).repeat(len(several))] if runner.needs_inputs else None
+    return torch.chunk(runner.through([layer], together, rows), len(several))
+
+
+def _applied(
+    runner: BlockRunner,
+    edit: Edit,
+    states: Float[Tensor, "windows n d"],
+    inputs: Inputs,
+    experts: ExpertWhatIfs | None,
+) -> Float[Tensor, "windows n d"]:
+    """Return the states after the layer that an edit changes."""
+    if edit.kind in ("block", "parallel"):
+        return states
+    if edit.kind == EXPERT:
+        assert experts is not None
+        return experts.without(edit.layer, edit.expert, states, inputs)
+    if edit.kind == "uniform":
+        runner.session.begin(uniform=edit.layer)
+        found = runner.through([edit.layer], states, inputs)
+        runner.session.begin()
+        return found
+    sublayer = runner.blocks[edit.layer].get_submodule(getattr(runner.checkpoint.families[edit.layer], edit.kind))
+    with runner.silenced(sublayer):
+        return runner.through([edit.layer], states, inputs)
 
 
 def cross_entropy(logits: Float[Tensor, "1 n vocabulary"], ids: Int[Tensor, "1 n"]) -> float:

@@ -21,7 +21,6 @@ from depthgauge.checkpoints.model_output import no_cache, relative_distance
 from depthgauge.checkpoints.probe import relative_difference
 from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores
-from depthgauge.checkpoints.what_if import what_if
 from depthgauge.errors import InputError
 from depthgauge.monitor.measurement import Measurement, layers_left, state_measures, token_sizes, update_shares
 from depthgauge.monitor.processes import Processes, ranks
@@ -307,7 +306,7 @@ class ModelProbe:
     ) -> Measurement:
         """Add the cost of skipping each block and, if requested, the measured effective depth."""
         ids, layers = self.batch.ids, range(len(stack))
-        skip = tuple(lost(what_if(stack, ids, base.states, "block", layer)) for layer in layers)
+        skip = tuple(lost(stack.run(ids, start=layer + 1, state=base.states[layer])) for layer in layers)
 
         def costs(gone: frozenset[int]) -> dict[int, float]:
             states = stack.full(ids, skipped=gone).states

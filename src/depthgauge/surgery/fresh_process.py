@@ -100,7 +100,9 @@ def digests(model: Any, folder: Path | None = None) -> dict[str, list[str | None
     import torch
     from safetensors import safe_open
 
-    files = [safe_open(path, framework="pt") for path in folder.glob("*.safetensors")] if folder is not None else []
+    files: list[Any] = (
+        [safe_open(path, framework="pt") for path in folder.glob("*.safetensors")] if folder is not None else []
+    )
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
     found: dict[str, list[str | None]] = {}
     known: dict[tuple[int, str], str] = {}  # tied tensors are read once

@@ -15,13 +15,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import free_memory
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, shortened
+from depthgauge.checkpoints.samples import shortened
 from depthgauge.checkpoints.scores import angular_distance, block_influence
+from depthgauge.checkpoints.what_if import Edit, edited_losses
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
-from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
+from depthgauge.surgery.student import Student
 from depthgauge.surgery.verify_removal import is_mixed, why_not_removed
 
 OURS, GREEDY, EXCHANGED, RUN = (
@@ -209,45 +210,12 @@ class Shrinker(Student):
         keys = {removed: ",".join(map(str, removed)) + on for removed in sets}
         known: dict[str, list[float]] = self.journal.get("sets", {})
         new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
-        for start in range(0, len(new), count := self._sets_per_pass(part)):
-            states = self._states_without(new[start : start + count], part, label)
-            known = known | {keys[removed]: self.objective(state, part).tolist() for removed, state in states.items()}
+        models = {tuple(Edit(layer, "block") for layer in removed): keys[removed] for removed in new}
+        self.restore()
+        for found in edited_losses(self.objective, self.select, [*models], part, progress=self.progress, label=label):
+            known = known | {models[edits]: losses.tolist() for edits, losses in found.items()}
             self.journal.put("sets", known)
         return {removed: torch.tensor(known[key], dtype=torch.float64) for removed, key in keys.items()}
-
-    def _sets_per_pass(self, part: slice) -> int:
-        """Return for how many sets the states fit into memory, before and after a block."""
-        state = self.select.final[part]
-        return max(1, int(STATES_SHARE * free_memory(state.device)) // (2 * state.numel() * state.itemsize))
-
-    def _states_without(
-        self, sets: Sequence[Removed], part: slice, label: str
-    ) -> dict[Removed, Float[Tensor, "windows n d"]]:
-        """Return the states after the last block without each set of blocks, with the original weights.
-
-        Every block is applied once, to the states of all sets that keep it. Sets that agree on the blocks so far share
-        their states; the first blocks, which all sets keep, are not applied at all.
-        """
-        self.restore()
-        first, layers = min(removed[0] if removed else len(self.runner) for removed in sets), len(self.runner)
-        states: dict[Removed, Tensor] = {(): self.select.at(first)[part]}
-        for layer in range(first, layers):
-            self.progress(layer - first, layers - first, f"{label}, block {layer}")
-            before = {removed: tuple(k for k in removed if k < layer) for removed in sets}
-            kept = list(dict.fromkeys(before[removed] for removed in sets if layer not in removed))
-            after = {(*before[removed], layer): states[before[removed]] for removed in sets if layer in removed}
-            if kept:
-                together = torch.cat([states[one] for one in kept])
-                applied = self.runner.through([layer], together, self._windows(len(together), len(kept)))
-                after |= zip(kept, torch.chunk(applied, len(kept)), strict=True)
-            states = after
-        return states
-
-    def _windows(self, rows: int, sets: int) -> Inputs | None:
-        """Return the windows of several sets, one after the other; None for models whose blocks do not need them."""
-        if self.checkpoint.stack is None:
-            return None
-        return self.select.inputs[torch.arange(rows // sets).repeat(sets)]
 
     def means_without(
         self, sets: Iterable[Removed], windows: int | None = None, label: str = "sets of blocks"

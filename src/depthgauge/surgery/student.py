@@ -1,12 +1,7 @@
-"""The shrunk model while it is being made: the dense model with some blocks left out and some weights changed.
+"""The shrunk model while it is being made: the dense model with some blocks left out and some weights changed."""
 
-The dense model's states on the calibration windows are kept on the GPU, in memory or on disk, whichever has room.
-"""
-
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +10,14 @@ from torch import Tensor, nn
 
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.block_runner import BlockRunner
-from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
-from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
-from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
+from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.progress import Durations, Step, silent
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.certify import windows_needed
 from depthgauge.surgery.extract import extract, require_supported
 from depthgauge.surgery.verify_removal import require_same_output
-
-STATES_SHARE = 0.35
-"""The share of free memory that states may take, of one set of windows or of all sets of blocks in a pass."""
 
 
 @dataclass(frozen=True)
@@ -65,107 +56,6 @@ def effort_of(settings: ShrinkOptions) -> Effort:
     """Return the effort, with enough certify windows for the requested confidence."""
     effort = EFFORT[settings.effort]
     return replace(effort, certify=max(effort.certify, windows_needed(confidence=settings.confidence)))
-
-
-@torch.no_grad()
-def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
-    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk.
-
-    A model that needs more than the states, such as those of its router, keeps its inputs.
-    """
-    if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
-        return inputs
-    sources = Samples(inputs.sources)
-    given = {name: value for name, value in inputs.inputs.items() if name != checkpoint.reads}
-    states = [
-        checkpoint.model.get_encoder()(
-            **sources[row : row + 1].keywords(checkpoint.device, checkpoint.model.dtype)
-        ).last_hidden_state.cpu()
-        for row in range(len(sources))
-    ]
-    found = Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
-    try:
-        require_output(checkpoint, found)
-    except CheckpointError:
-        return inputs
-    return found
-
-
-class DenseStates:
-    """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
-
-    With `all_layers=False`, only the first and the last are kept.
-    """
-
-    def __init__(
-        self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
-    ) -> None:
-        self.inputs, self.layers = inputs, len(runner)
-        first = runner.embed(inputs)
-        self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
-        self._room = self._memory(first, len(self._kept), runner.device)
-        self._room[0].copy_(first)
-        current = self._room[0]
-        for layer in range(self.layers):
-            progress(layer, self.layers, f"dense model, layer {layer}")
-            place = self._room[layer + 1 if all_layers else 1]
-            place.copy_(runner.through([layer], current, inputs))
-            current = place
-
-    def at(self, layer: int) -> Float[Tensor, "windows n d"]:
-        """Return X_ℓ."""
-        return self._room[self._kept.index(layer)]
-
-    @property
-    def final(self) -> Float[Tensor, "windows n d"]:
-        """X_L, the states after the last block."""
-        return self._room[-1]
-
-    def _memory(self, state: Tensor, count: int, device: torch.device) -> Tensor:
-        """Return memory for `count` states: on the GPU, in main memory, or in a temporary file."""
-        shape, needed = (count, *state.shape), count * state.numel() * state.itemsize
-        for place in (*([device] if device.type == "cuda" else []), torch.device("cpu")):
-            if needed < STATES_SHARE * free_memory(place):
-                return torch.empty(shape, dtype=state.dtype, device=place)
-        self._folder = tempfile.TemporaryDirectory(prefix="depthgauge-")
-        path = Path(self._folder.name) / "states"
-        flat = torch.from_file(str(path), shared=True, size=count * state.numel(), dtype=state.dtype)
-        return flat.reshape(shape)
-
-
-class Objective:
-    """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
-
-    `dense` has X_L, the states of the dense model after its last block.
-    """
-
-    def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
-        self.runner, self.inputs, self.dense = runner, inputs, dense
-
-    @torch.no_grad()
-    def __call__(self, states: Float[Tensor, "windows n d"], windows: slice = slice(None)) -> Float[Tensor, " windows"]:
-        """Return the objective of every window, given the states after the last block on these windows."""
-        inputs, dense, found = self.inputs[windows], self.dense[windows], []
-        for start, part in self.runner.batches(states):
-            these = slice(start, start + len(part))
-            found.append(self._measure(self.runner.output(part, inputs[these]), inputs[these], dense[these]))
-        return torch.cat(found)
-
-    @torch.no_grad()
-    def of_model(self, model: Any) -> float:
-        """Return the mean objective of a complete transformers model on the same windows."""
-        checkpoint, found = replace(self.runner.checkpoint, model=model), []
-        for start in range(0, len(self.inputs), self.runner.batch):
-            these = slice(start, start + self.runner.batch)
-            inputs = self.inputs[these]
-            found.append(self._measure(model_output(checkpoint, inputs), inputs, self.dense[these]))
-        return float(torch.cat(found).mean())
-
-    def _measure(self, output: Tensor, inputs: Inputs, dense: Tensor) -> Float[Tensor, " batch"]:
-        objective, reference = self.runner.checkpoint.objective, output
-        if objective not in BY_TARGETS:
-            reference = self.runner.output(dense.to(self.runner.device, output.dtype), inputs)
-        return window_losses(objective, output, inputs, reference).cpu()
 
 
 class Student:

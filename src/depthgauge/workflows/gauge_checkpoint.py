@@ -1,31 +1,29 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
-from depthgauge.checkpoints.block_runner import tokens_of
+from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
 from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_weights
+from depthgauge.checkpoints.dense_states import DenseStates, Objective, encoded, states_in_memory
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
 from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.head_statistics import head_statistics
 from depthgauge.checkpoints.input_kinds import TEXT, read_kind
-from depthgauge.checkpoints.interface import AttentionCall, Session, attending
-from depthgauge.checkpoints.layers import Stack, unusual_states
+from depthgauge.checkpoints.interface import Session, attending
+from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
-    BY_TARGETS,
     Checkpoint,
     Placement,
     context_length,
@@ -36,24 +34,17 @@ from depthgauge.checkpoints.load import (
     require_kind,
     wrap,
 )
-from depthgauge.checkpoints.model_output import accuracy, require_output, window_losses
-from depthgauge.checkpoints.probe import probe
+from depthgauge.checkpoints.model_output import require_output
+from depthgauge.checkpoints.probe import Probed, probe
 from depthgauge.checkpoints.reads_text import started_windows
-from depthgauge.checkpoints.registered_attention import layer_plan
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples
-from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import weights_digest
-from depthgauge.checkpoints.what_if import (
-    layers_of,
-    objective,
-    passes,
-    what_if,
-)
+from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of, passes
+from depthgauge.checkpoints.window_observer import observe_blocks, observe_window
 from depthgauge.checkpoints.windows import Windows, read_windows
-from depthgauge.measures.residuals import residual_sizes
 from depthgauge.monitor.undisturbed import undisturbed
 from depthgauge.progress import Step
 from depthgauge.results.checkpoint_subject import (
@@ -160,7 +151,7 @@ def gauge_checkpoint(
         measured = {kind: layers for kind, layers in measured.items() if layers}
         if checkpoint.objective == "embedding" and source is not None:
             notes += pooling_notes(source.folder)
-        found = measure_windows(checkpoint, inputs, measured, observable, journal, progress, message)
+        found = measure_windows(checkpoint, inputs, measured, probed, journal, progress, message)
         return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
 
 
@@ -203,109 +194,90 @@ def measure_windows(
     checkpoint: Checkpoint,
     inputs: Inputs,
     measured: Mapping[str, Sequence[int]],
-    observable: bool,
+    probed: Probed,
     journal: Journal,
     progress: Step,
     message: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
 
-    `measured` has the layers of each what-if. If the attention is not `observable`, the model computes its own.
+    Where blocks can be rerun, as many windows as memory allows are measured together: a block is applied to all of them
+    before the next one. `measured` has the layers of each what-if. If the attention cannot be observed, the model
+    computes its own.
 
     Returns:
         What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
         expert, the loss and the share of tokens.
     """
-    count, estimated, found = len(inputs), False, []
-    with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
-        stack = Stack(checkpoint, session)
-        for index in range(count):
-            window, known = inputs[index : index + 1], dict(journal.get(f"window {index}", {}))
-            if isinstance(window, Samples):
-                window = window.unpadded()  # padding is nothing to observe
-            found.append(known)
-            wanted = [kind for kind in measured if kind not in known]
-            if "observed" in known and not wanted:
-                continue
-            started, observing = time.perf_counter(), 0.0
-            base = stack.full(window)
-            seconds = time.perf_counter() - started
-            lost = objective(checkpoint.objective, window, base.output)
-            states = () if unusual_states(base.states, window) else base.states
-            own: dict[str, float | None] = {"loss": None}
-            if checkpoint.objective in BY_TARGETS:
-                own["loss"] = float(window_losses(checkpoint.objective, base.output, window, base.output).mean())
-            if checkpoint.objective == "labels":
-                own["accuracy"] = accuracy(base.output, window)
-            del base  # frees the logits, the largest tensor
-            if "observed" not in known:
-                progress(0, 1, f"heads, window {index}")
+    found = [dict(journal.get(f"window {index}", {})) for index in range(len(inputs))]
+    left = [index for index, known in enumerate(found) if {"observed", *measured} - known.keys()]
+    with attending(checkpoint.model) if probed.attention is None else nullcontext(Session()) as session:
+        runner, size, length = None, 1, as_samples(inputs, TEXT).main.shape[1]
+        if probed.blocks is None:
+            inputs = encoded(checkpoint, inputs)
+            runner = BlockRunner(checkpoint, inputs[:1], session)
+            most = max(map(len, measured.values()), default=len(runner))
+            size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
+        groups = _groups(inputs, left, size)
+        for together in groups:
+            group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together)]
+            if isinstance(windows, Samples):
+                windows = windows.unpadded()  # padding is nothing to observe
+            if runner is not None and as_samples(windows, TEXT).main.shape[1] != length:
+                length = as_samples(windows, TEXT).main.shape[1]
+                runner = BlockRunner(checkpoint, windows[:1], session)  # the position biases of T5 have a length
+            started = time.perf_counter()
+            dense = None if runner is None else DenseStates(runner, windows, progress=progress)
+            seconds, observing = (time.perf_counter() - started) / len(group), 0.0
+            if any("observed" not in known for known in group.values()):
                 started = time.perf_counter()
-                seen, planning = observe(stack, window, states, plans=index == 0)
-                known["observed"] = {**own, **seen}
-                journal.put(f"window {index}", known)
-                observing = time.perf_counter() - started - planning
-            if not estimated:
-                tokens = states[0].shape[1] if states else as_samples(window, TEXT).main.shape[1]
-                message(expected_duration(len(stack), measured, seconds, observing, count - index, tokens))
-                estimated = True
-            total, done = sum(len(measured[kind]) for kind in wanted), 0
-            for kind in wanted:
-                losses: list[Any] = []
-                experts = ExpertWhatIfs(stack, window) if kind == EXPERT else None
-                for place, layer in enumerate(measured[kind]):
-                    progress(done, total, f"what if, window {index}, {kind} {layer}")
-                    if experts is None:
-                        losses.append(lost(what_if(stack, window, states, kind, layer)))
-                    else:
-                        output, share = experts.without(states[layer], layer, place - measured[kind].index(layer))
-                        losses.append([lost(output), share])
-                    done += 1
-                known[kind] = losses
-                journal.put(f"window {index}", known)
+                if dense is None:
+                    seen = [observe_window(Stack(checkpoint, session), windows, plans=0 in group)]
+                else:
+                    seen = observe_blocks(dense, plans=0 in group, progress=progress)
+                for known, observer in zip(group.values(), seen, strict=True):
+                    known["observed"] = observer.record
+                _keep(journal, group)
+                planning = sum(observer.planning for observer in seen)
+                observing = (time.perf_counter() - started - planning) / len(group)
+            if together is groups[0]:
+                tokens = as_samples(windows, TEXT).main.shape[1] if dense is None else dense.final.shape[1]
+                others = observing * (len(left) - len(group))
+                message(expected_duration(checkpoint.layers, measured, seconds, others, len(left), tokens))
+            for kind, on in measured.items():
+                if dense is None or all(kind in known for known in group.values()):
+                    continue
+                for known, losses in zip(group.values(), what_if_losses(dense, kind, on, progress), strict=True):
+                    known[kind] = losses
+                _keep(journal, group)
     return found
 
 
-def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: bool) -> tuple[dict[str, Any], float]:
-    """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON.
+def _groups(inputs: Inputs, left: Sequence[int], size: int) -> list[list[int]]:
+    """Divide windows into groups of at most `size`, in which all have the same number of tokens without padding."""
+    by_length: dict[int, list[int]] = {}
+    for index in left:
+        window = as_samples(inputs[index : index + 1], TEXT).unpadded()
+        by_length.setdefault(window.main.shape[1], []).append(index)
+    return [one[start : start + size] for one in by_length.values() for start in range(0, len(one), size)]
 
-    The second value is the time spent on attention plans, in seconds; only the first window has them.
-    """
-    heads, fast, planning = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
 
-    def watch(call: AttentionCall) -> Tensor:
-        nonlocal planning
-        if plans:
-            started = time.perf_counter()
-            fast.append(layer_plan(call).to_json())
-            planning += time.perf_counter() - started
-        output, statistics = head_statistics(call)
-        heads.append(statistics.to_json())
-        return output
+def _keep(journal: Journal, group: Mapping[int, dict[str, Any]]) -> None:
+    journal.update({f"window {index}": known for index, known in group.items()})
 
-    families = stack.checkpoint.families
-    sublayers = SublayerScores(stack.blocks, families) if any(families) and len(stack) else None
-    with nullcontext() if sublayers is None else sublayers.listening():
-        stack.run(inputs, watch=watch)
-    steps = list(pairwise(states))
-    scores = {
-        "block_influence": [block_influence(x, y) for x, y in steps],
-        "angular_distance": [angular_distance(x, y) for x, y in steps],
-    }
-    if sublayers is not None:
-        scores |= {
-            name: found
-            for name, found in (("attention_cosine", sublayers.attention), ("mlp_cosine", sublayers.mlp))
-            if not all(map(math.isnan, found))
-        }
-    residuals = [
-        {
-            center: {norm: [float(size.value), float(size.ratio)] for norm, size in sizes.items()}
-            for center, sizes in residual_sizes(state.float()).items()
-        }
-        for state in states
-    ]
-    return {"residuals": residuals, "heads": heads, "fast": fast, "scores": scores}, planning
+
+def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: Step) -> list[list[Any]]:
+    """Return, for every window, the loss of each layer in `on` in a what-if; for every expert, also its share."""
+    objective, experts = Objective(dense.runner, dense.inputs, dense.final), ExpertWhatIfs(dense.runner)
+    models = [(Edit(layer, kind, place - on.index(layer)),) for place, layer in enumerate(on)]
+    found: dict[Edits, Tensor] = {}
+    for some in edited_losses(objective, dense, models, experts=experts, progress=progress, label=f"what if, {kind}"):
+        found |= some
+    losses = (torch.stack([found[edits] for edits in models], dim=1) - objective(dense.final)[:, None]).tolist()
+    if kind != EXPERT:
+        return losses
+    shares = [experts.shares[edit.layer, edit.expert] for (edit,) in models]
+    return [[[*pair] for pair in zip(row, share, strict=True)] for row, *share in zip(losses, *shares, strict=True)]
 
 
 def expected_duration(
@@ -314,10 +286,9 @@ def expected_duration(
     """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
 
     `measured` has the layers of each what-if.
-    A forward pass takes `seconds`, and the observation of a window takes `observing` seconds; one of the `windows` that
-    are left was observed already.
+    A forward pass of one window takes `seconds`, and the observation of all windows that are left takes `observing`.
     """
     count = 1 + sum(passes(kind, on, layers) for kind, on in measured.items())
-    left = duration(count * seconds * windows + observing * (windows - 1))
+    left = duration(count * seconds * windows + observing)
     noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
     return f"about {left}: {noun} of {windows * tokens:,} tokens"

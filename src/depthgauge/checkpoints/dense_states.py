@@ -1,0 +1,147 @@
+"""The states of the dense model on many windows, and the objective of models that differ from it.
+
+States are kept on the GPU, in memory or on disk, whichever has room.
+"""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
+from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
+from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
+from depthgauge.progress import Step, silent
+
+STATES_SHARE = 0.35
+"""The share of free memory that states may take, of the dense model, or of all edited models in a pass."""
+
+
+def states_in_memory(state: Tensor) -> int:
+    """Return how many states like this one fit into memory, while a block is applied to all of them.
+
+    They are kept three times: before the block, as one tensor that it reads, and after it.
+    """
+    return max(1, int(STATES_SHARE * free_memory(state.device)) // (3 * state.numel() * state.itemsize))
+
+
+@torch.no_grad()
+def encoded(checkpoint: Checkpoint, inputs: Inputs) -> Inputs:
+    """Return the inputs of an encoder–decoder model with the states of its encoder, if that is not what is shrunk.
+
+    A model that needs more than the states, such as those of its router, keeps its inputs.
+    """
+    if checkpoint.stack != "decoder" or not isinstance(inputs, Samples):
+        return inputs
+    sources = Samples(inputs.sources)
+    given = {name: value for name, value in inputs.inputs.items() if name != checkpoint.reads}
+    states = [
+        checkpoint.model.get_encoder()(
+            **sources[row : row + 1].keywords(checkpoint.device, checkpoint.model.dtype)
+        ).last_hidden_state.cpu()
+        for row in range(len(sources))
+    ]
+    found = Samples({**given, ENCODED: torch.cat(states)}, inputs.targets)
+    try:
+        require_output(checkpoint, found)
+    except CheckpointError:
+        return inputs
+    return found
+
+
+class DenseStates:
+    """Windows `inputs`, and the dense model's states X_0 … X_L on them; `at` returns one of them.
+
+    With `all_layers=False`, only the first and the last are kept. `runner` has the blocks of the model.
+    """
+
+    def __init__(
+        self, runner: BlockRunner, inputs: Inputs, *, all_layers: bool = True, progress: Step = silent
+    ) -> None:
+        self.runner, self.inputs, self.layers = runner, inputs, len(runner)
+        first = runner.embed(inputs)
+        self._kept = list(range(self.layers + 1)) if all_layers else [0, self.layers]
+        self._room = self._memory(first, len(self._kept), runner.device)
+        self._room[0].copy_(first)
+        current = self._room[0]
+        for layer in range(self.layers):
+            progress(layer, self.layers, f"dense model, layer {layer}")
+            place = self._room[layer + 1 if all_layers else 1]
+            place.copy_(runner.through([layer], current, inputs))
+            current = place
+
+    def at(self, layer: int) -> Float[Tensor, "windows n d"]:
+        """Return X_ℓ."""
+        return self._room[self._kept.index(layer)]
+
+    @property
+    def final(self) -> Float[Tensor, "windows n d"]:
+        """X_L, the states after the last block."""
+        return self._room[-1]
+
+    def _memory(self, state: Tensor, count: int, device: torch.device) -> Tensor:
+        """Return memory for `count` states: on the GPU, in main memory, or in a temporary file."""
+        shape, needed = (count, *state.shape), count * state.numel() * state.itemsize
+        for place in (*([device] if device.type == "cuda" else []), torch.device("cpu")):
+            if needed < STATES_SHARE * free_memory(place):
+                return torch.empty(shape, dtype=state.dtype, device=place)
+        # The mapped file has no name any more when the folder is deleted; its space is freed with the tensor.
+        with tempfile.TemporaryDirectory(prefix="depthgauge-", ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "states"
+            flat = torch.from_file(str(path), shared=True, size=count * state.numel(), dtype=state.dtype)
+        return flat.reshape(shape)
+
+
+class Objective:
+    """The objective on fixed windows, one number per window; smaller is better. See `window_losses`.
+
+    `dense` has X_L, the states of the dense model after its last block.
+    """
+
+    def __init__(self, runner: BlockRunner, inputs: Inputs, dense: Float[Tensor, "windows n d"]) -> None:
+        self.runner, self.inputs, self.dense = runner, inputs, dense
+
+    @torch.no_grad()
+    def __call__(self, states: Float[Tensor, "windows n d"], windows: slice = slice(None)) -> Float[Tensor, " windows"]:
+        """Return the objective of every window, given the states after the last block on these windows."""
+        return self.each([states], windows)[0]
+
+    @torch.no_grad()
+    def each(
+        self, several: Sequence[Float[Tensor, "windows n d"]], windows: slice = slice(None)
+    ) -> Float[Tensor, "several windows"]:
+        """Return the objective of every window for each of several states after the last block."""
+        inputs, found = self.inputs[windows], []
+        for start, dense in self.runner.batches(self.dense[windows]):
+            these = slice(start, start + len(dense))
+            reference = self._reference(dense, inputs[these])
+            parts = (states[these].to(dense.device, dense.dtype) for states in several)
+            outputs = (self.runner.output(part, inputs[these]) for part in parts)
+            found.append(torch.stack([self._measure(output, inputs[these], reference) for output in outputs]))
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def of_model(self, model: Any) -> float:
+        """Return the mean objective of a complete transformers model on the same windows."""
+        checkpoint, found = replace(self.runner.checkpoint, model=model), []
+        for start in range(0, len(self.inputs), self.runner.batch):
+            these = slice(start, start + self.runner.batch)
+            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, checkpoint.model.dtype)
+            output = model_output(checkpoint, inputs)
+            found.append(self._measure(output, inputs, self._reference(dense, inputs)))
+        return float(torch.cat(found).mean())
+
+    def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
+        """Return the output of the dense model, or None if the objective does not compare outputs with it."""
+        return None if self.runner.checkpoint.objective in BY_TARGETS else self.runner.output(dense, inputs)
+
+    def _measure(self, output: Tensor, inputs: Inputs, reference: Tensor | None) -> Float[Tensor, " batch"]:
+        compared = output if reference is None else reference
+        return window_losses(self.runner.checkpoint.objective, output, inputs, compared).cpu()

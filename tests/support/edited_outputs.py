@@ -1,0 +1,23 @@
+"""The outputs of models in what-ifs, computed in one pass over the blocks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.dense_states import DenseStates
+from depthgauge.checkpoints.interface import Session
+from depthgauge.checkpoints.load import Checkpoint
+from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.what_if import Edit, edited_states
+
+
+@torch.no_grad()
+def edited_outputs(
+    checkpoint: Checkpoint, inputs: Inputs, kind: str, layers: Sequence[int], session: Session | None = None
+) -> list[Tensor]:
+    """Return the output of the model in the what-if `kind` on each of the layers."""
+    runner = BlockRunner(checkpoint, inputs[:1], session)
+    states = edited_states(DenseStates(runner, inputs), [(Edit(layer, kind),) for layer in layers])
+    return [runner.output(states[(Edit(layer, kind),)], inputs) for layer in layers]
