@@ -17,7 +17,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters, described_parameters, tensor_count
+from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -317,7 +317,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
         )
-    described = described_parameters(source, config, chosen, placement.trust_remote_code)
+    described = parameter_count(built_model(source.target, config, chosen, placement.trust_remote_code))
     if placement.device_map is None:
         check_memory(source, placement, described)
     keywords: dict[str, Any] = {"config": config}
@@ -379,7 +379,7 @@ def refuse_infinite(model: Any, name: str) -> None:
 def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
     """Raise if the weights, in the requested dtype, do not fit into free memory.
 
-    `described` is the number of parameters according to the configuration; see `described_parameters`.
+    `described` is the number of parameters according to the configuration; see `built_model`.
     """
     parameters, stored = count_parameters(source)
     chosen, parameters = placement.torch_dtype(), max(parameters, described)

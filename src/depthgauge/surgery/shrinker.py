@@ -17,8 +17,7 @@ from torch import Tensor
 from depthgauge._format import counted
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import free_memory
-from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, shortened
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
 from depthgauge.surgery.student import STATES_SHARE, DenseStates, Student
@@ -78,16 +77,6 @@ class Shrinker(Student):
         self.steps: tuple[SearchStep, ...] = ()
         self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
-
-    def token_seconds(self) -> float:
-        """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
-        if self.checkpoint.objective != "loss":
-            return 0.0
-        first = shortened(self.select.inputs, 1)
-        started = time.perf_counter()
-        with torch.no_grad():
-            model_output(self.checkpoint, first).cpu()
-        return time.perf_counter() - started
 
     @property
     def allowed(self) -> list[int]:

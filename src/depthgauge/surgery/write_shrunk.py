@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,9 @@ def write_shrunk(
     device = "auto" if record.plan.settings.device_map else str(checkpoint.device)
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
-    with written_model(model, source, tokenizer, out, overwrite=overwrite) as folder:
+    with ExitStack() as files:
+        with durations("writing"):
+            folder = files.enter_context(written_model(model, source, tokenizer, out, overwrite=overwrite))
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, found = verify_reload(

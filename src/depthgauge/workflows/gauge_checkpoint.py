@@ -1,15 +1,13 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
-from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.block_runner import tokens_of
@@ -38,7 +36,7 @@ from depthgauge.checkpoints.model_output import accuracy, require_output, window
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.samples import Inputs, as_samples
+from depthgauge.checkpoints.samples import Inputs
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
@@ -47,7 +45,6 @@ from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.checkpoints.what_if import (
     layers_of,
     objective,
-    passes,
     what_if,
 )
 from depthgauge.checkpoints.windows import Windows, read_windows
@@ -61,6 +58,7 @@ from depthgauge.results.gauge_options import SAMPLES, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.workflows.checkpoint_record import subject_record
+from depthgauge.workflows.gauge_estimate import estimate_gauge
 from depthgauge.workflows.gauge_request import GaugeRequest
 
 
@@ -126,6 +124,7 @@ def gauge_checkpoint(
         weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
     )
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
+    _say_estimate(request, config, windows, message)
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
@@ -160,6 +159,15 @@ def gauge_checkpoint(
             notes += pooling_notes(source.folder)
         found = measure_windows(checkpoint, inputs, measured, observable, journal, progress, message)
         return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+
+
+def _say_estimate(
+    request: GaugeRequest, config: Any, windows: Windows | GivenWindows | None, message: Callable[[str], None]
+) -> None:
+    """Say what the run will take, if a few blocks of this model can be timed; otherwise loading says more."""
+    with suppress(CheckpointError):
+        given = windows if isinstance(windows, GivenWindows) else None
+        message(estimate_gauge(request, config, given).sentence)
 
 
 def _unmeasured(
@@ -214,7 +222,7 @@ def measure_windows(
         What was found on each window: `observed`, and for each what-if the loss of every measured layer; for every
         expert, the loss and the share of tokens.
     """
-    count, estimated, found = len(inputs), False, []
+    count, found = len(inputs), list[dict[str, Any]]()
     with attending(checkpoint.model) if observable else nullcontext(Session()) as session:
         stack = Stack(checkpoint, session)
         for index in range(count):
@@ -223,9 +231,7 @@ def measure_windows(
             wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:
                 continue
-            started, observing = time.perf_counter(), 0.0
             base = stack.full(window)
-            seconds = time.perf_counter() - started
             lost = objective(checkpoint.objective, window, base.output)
             states = () if unusual_states(base.states, window) else base.states
             own: dict[str, float | None] = {"loss": None}
@@ -236,15 +242,8 @@ def measure_windows(
             del base  # frees the logits, the largest tensor
             if "observed" not in known:
                 progress(0, 1, f"heads, window {index}")
-                started = time.perf_counter()
-                seen, planning = observe(stack, window, states, plans=index == 0)
-                known["observed"] = {**own, **seen}
+                known["observed"] = {**own, **observe(stack, window, states, plans=index == 0)}
                 journal.put(f"window {index}", known)
-                observing = time.perf_counter() - started - planning
-            if not estimated:
-                tokens = states[0].shape[1] if states else as_samples(window, TEXT).main.shape[1]
-                message(expected_duration(len(stack), measured, seconds, observing, count - index, tokens))
-                estimated = True
             total, done = sum(len(measured[kind]) for kind in wanted), 0
             for kind in wanted:
                 losses: list[Any] = []
@@ -262,19 +261,13 @@ def measure_windows(
     return found
 
 
-def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: bool) -> tuple[dict[str, Any], float]:
-    """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON.
-
-    The second value is the time spent on attention plans, in seconds; only the first window has them.
-    """
-    heads, fast, planning = list[dict[str, Any]](), list[dict[str, Any]](), 0.0
+def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: bool) -> dict[str, Any]:
+    """Return residuals, head statistics, layer scores and, if `plans`, attention plans of one window, as JSON."""
+    heads, fast = list[dict[str, Any]](), list[dict[str, Any]]()
 
     def watch(call: AttentionCall) -> Tensor:
-        nonlocal planning
         if plans:
-            started = time.perf_counter()
             fast.append(layer_plan(call).to_json())
-            planning += time.perf_counter() - started
         output, statistics = head_statistics(call)
         heads.append(statistics.to_json())
         return output
@@ -301,19 +294,4 @@ def observe(stack: Stack, inputs: Inputs, states: tuple[Tensor, ...], plans: boo
         }
         for state in states
     ]
-    return {"residuals": residuals, "heads": heads, "fast": fast, "scores": scores}, planning
-
-
-def expected_duration(
-    layers: int, measured: Mapping[str, Sequence[int]], seconds: float, observing: float, windows: int, tokens: int
-) -> str:
-    """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
-
-    `measured` has the layers of each what-if.
-    A forward pass takes `seconds`, and the observation of a window takes `observing` seconds; one of the `windows` that
-    are left was observed already.
-    """
-    count = 1 + sum(passes(kind, on, layers) for kind, on in measured.items())
-    left = duration(count * seconds * windows + observing * (windows - 1))
-    noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
-    return f"about {left}: {noun} of {windows * tokens:,} tokens"
+    return {"residuals": residuals, "heads": heads, "fast": fast, "scores": scores}
