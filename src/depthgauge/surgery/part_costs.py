@@ -5,6 +5,7 @@ of the run. In its forward passes the time inside a block counts for all blocks 
 """
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -42,6 +43,8 @@ _TOGETHER = 8
 """The most windows that are timed together on a CPU."""
 _CONVERTED = 1e-9
 """Seconds in which a parameter is converted to its dtype and checked."""
+_OPENED = 3.0
+"""Seconds that the configuration, the tokenizer and the texts take."""
 _SPEED_BYTES = 2**26
 """Bytes of the weight files that are read to measure the speed of reading."""
 
@@ -65,12 +68,12 @@ class FewBlocks:
         `run` is such a pass of the small model; the first one is not counted, unless it is long. Others on the machine
         slow down the run as they slow down the passes, so the result is the mean of several.
         """
-        first = self._timed(run)
-        if sum(first) > _LONG:
-            return first
-        found, begun = list[tuple[float, float]](), time.perf_counter()
-        while len(found) < _REPEATS and time.perf_counter() - begun < _LONG / 2:
-            found.append(self._timed(run))
+        found = [attempt(self.whole.name, "output", lambda: self._timed(run), "compute")]
+        if sum(found[0]) < _LONG:
+            begun = time.perf_counter()
+            found = [self._timed(run)]
+            while len(found) < _REPEATS and time.perf_counter() - begun < _LONG / 2:
+                found.append(self._timed(run))
         blocks, rest = (sum(one) / len(found) for one in zip(*found, strict=True))
         return blocks, rest
 
@@ -93,7 +96,7 @@ class FewBlocks:
         return sum(count * inside[block] for block, count in self.counts.items()), total - sum(inside.values())
 
 
-def few_blocks(whole: Checkpoint, placement: Placement, trust_remote_code: bool = False) -> FewBlocks:
+def few_blocks(whole: Checkpoint, placement: Placement) -> FewBlocks:
     """Build the few blocks of a model that is on the device `meta`.
 
     Raises:
@@ -130,12 +133,16 @@ def few_blocks(whole: Checkpoint, placement: Placement, trust_remote_code: bool 
             f"{size_text(needed)}, and {size_text(free)} are free on {device}; use --dtype bfloat16 or a larger machine"
         )
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model = built_model(whole.name, config, type(whole.model), trust_remote_code, device=device, dtype=chosen)
+        trusted, kind = placement.trust_remote_code, type(whole.model)
+        model = built_model(whole.name, config, kind, trusted, device=device, dtype=chosen)
     families = tuple(whole.families[layer] for layer in kept)
     few = replace(whole, model=model.eval(), config=model.config.get_text_config(), families=families)
+    if len(built := blocks_of(few)) != len(kept):
+        raise CheckpointError(
+            f"the time of {whole.name} cannot be estimated: the number of its blocks does not follow its configuration"
+        )
     numbers = {layers[0]: len(layers) for layers in alike.values()}
-    counts = dict(zip(blocks_of(few), (numbers[layer] for layer in kept), strict=True))
-    return FewBlocks(whole, few, counts)
+    return FewBlocks(whole, few, {block: numbers[layer] for layer, block in zip(kept, built, strict=True)})
 
 
 @dataclass(frozen=True)
@@ -214,7 +221,7 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
             output = model_output(few, inputs)
             window_losses(few.objective, output, inputs, output)
 
-        blocks, head = attempt(whole.name, "output", lambda: parts.seconds(run), "compute")
+        blocks, head = parts.seconds(run)
         return blocks / len(inputs), head / len(inputs)
 
     tokens = attempt(whole.name, "output", lambda: tokens_of(few, example), "compute")
@@ -240,7 +247,7 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
         token=token,
         step=step,
         rows=rows,
-        load=0.0 if speed is None else 2 * files / speed + _CONVERTED * parameters,
+        load=0.0 if source is None else 2 * files / (speed or math.inf) + _CONVERTED * parameters + _OPENED,
         files=files,
         read_speed=speed,
         layers=whole.layers,

@@ -39,6 +39,8 @@ _REFIT = 5.0
 """Least squares of a block, in forward passes: three of them, and the products of the features."""
 _REPAIRED = 0.35
 """Share of the weights of a block that the repair changes: the last maps of its sublayers."""
+_WRITTEN = 1e9
+"""Bytes that are written per second."""
 ADVISED_STEPS = 200
 """Steps of healing that a result without healing tells the cost of."""
 
@@ -140,7 +142,7 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
         if job.makes == GGUF:
             parts["reading the file back"] = _times(sizes, Work(4, 4, load, kept))
         elif job.makes == DIRECTORY:
-            parts["writing"] = _times(sizes, Work(seconds=load))
+            parts["writing"] = _times(sizes, Work(seconds=kept * job.stored * costs.parameters / _WRITTEN))
             parts["check in a new process"] = _times(sizes, made + Work(4, 4, load + spoken))
     return {name: work for name, work in parts.items() if work != Work()}
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import torch
+
 from depthgauge.checkpoints.given_inputs import load_reader, read_given, read_kind
 from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.load import TEXT, Placement, load_config, load_tokenizer
@@ -12,7 +14,7 @@ from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord
-from depthgauge.surgery.gguf_layout import read_layout
+from depthgauge.surgery.gguf_layout import GgufLayout, read_layout
 from depthgauge.surgery.open_model import calibration_sizes
 from depthgauge.surgery.part_costs import describe_model
 from depthgauge.workflows.evaluate_models import prepare_evaluation
@@ -35,7 +37,7 @@ def expected_of(
     if settings.evaluate is not None:
         work = prepare_evaluation(EvaluateOptions(tasks=settings.evaluate), message)
         tasks = task_tokens(work.tasks, load_tokenizer(source, placement), work.settings.limit)
-    stored = None
+    stored: torch.dtype | GgufLayout | None = None
     if makes == GGUF:
         stored = read_layout(source, settings.gguf_type, source.target)
     elif settings.dtype == "auto" and source.gguf is None and weight_files(source):
