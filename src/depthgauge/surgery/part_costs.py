@@ -33,7 +33,7 @@ LIBRARIES = {"cpu": 0.6e9, "cuda": 3e9}
 """Bytes of memory that Python with torch and transformers takes, by type of device."""
 _LONG = 1.0
 """Seconds from which on a part is timed once, and windows are not timed in batches."""
-_REPEATS = 5
+_REPEATS = 3
 """How often a part is timed at most."""
 _ROWS = 32
 """Samples that are drawn together to time this on a CPU, where the time is proportional to their number."""

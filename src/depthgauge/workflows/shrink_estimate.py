@@ -31,10 +31,12 @@ from depthgauge.surgery.student import Effort, effort_of
 
 _SPEED_RUNS = 2 * (REPEATS + 1)
 """Runs of the two models when their speed is compared."""
-_BACKWARD = 1.5
+_BACKWARD = 1.8
 """The backward pass of a block in forward passes, where the repair trains a part of its weights."""
-_HEALED = 2.0
+_HEALED = 2.5
 """The same where all of its weights are trained."""
+_AFTER = 0.6
+"""Share of the kept blocks after the first gap, which the repair changes: 0.5 for SmolLM2, nearly all for MiniLM."""
 _REFIT = 5.0
 """Least squares of a block, in forward passes: three of them, and the products of the features."""
 _REPAIRED = 0.35
@@ -171,7 +173,7 @@ def _search(job: ShrinkJob) -> Work:
 
 def _compared(job: ShrinkJob) -> Work:
     """The sets of blocks without repair, and the repair of the best ones, from their first gap on."""
-    effort, after = job.effort, 0.7 * job.kept
+    effort, after = job.effort, _AFTER * job.kept
     bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
     steps = effort.steps * (1 if job.has_head else HEADLESS)
     trained = steps * windows_per_step(effort.tokens, effort.fit, job.window)
