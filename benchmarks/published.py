@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from published_page import write_page
 from shrink_peers import CHOICES, Dense, observe
 from shrink_texts import divide_texts, windows_of_texts
 
@@ -215,6 +214,8 @@ def main() -> int:
     options = parser.parse_args()
     try:
         if options.page:
+            from published_page import write_page  # draws with matplotlib, which measuring does not need
+
             documents = [json.loads(Path(path).read_text("utf-8")) for path in options.model]
             write_page(options.page, documents)
             return 0

@@ -4,7 +4,7 @@
 
 The models have random weights and the shapes of published ones, so these rows show time and memory, not quality. The
 checkpoint is made once in `--work`. Every row is a command in a process of its own, as a user types it; its peak of GPU
-memory is what torch reserved, its peak of RAM what the process held apart from files that it only mapped.
+memory is what torch reserved, its peak of RAM what the process held apart from files that it mapped.
 """
 
 import argparse
@@ -29,34 +29,37 @@ SHAPES = {
     "70b": {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
             "num_key_value_heads": 8, "vocab_size": 32000},
 }  # fmt: skip
-ROWS = {
-    "resident": [
-        "shrink",
-        "MODEL",
-        "--remove",
-        "25%",
-        "--effort",
-        "quick",
-        "--force",
-        "--text",
-        "TEXT",
-        "--out",
-        "OUT",
-    ],
-    "gauge": ["gauge", "MODEL", "--force", "--text", "TEXT", "--out", "OUT"],
-}
+TEXT = ("--force", "--text", "TEXT", "--out", "OUT")
+QUICK = ("shrink", "MODEL", "--remove", "25%", "--effort", "quick", *TEXT)
+ROWS = {"resident": QUICK, "stream": (*QUICK, "--stream"), "gauge": ("gauge", "MODEL", *TEXT)}
+LIMITS = {"stream": 24 * 10**9}
+"""Rows in which only so many bytes of GPU memory are left to the command; the rest is taken before it starts."""
 WATCHED = """
-import json, sys, time, torch
+import json, sys, threading, time, torch
 from depthgauge.cli.main import main
+
+def anonymous():
+    lines = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+def watch():
+    while True:
+        peak[0] = max(peak[0], anonymous())
+        time.sleep(0.1)
+
+limit, taken, peak = int(sys.argv[1]), 0, [0]
+if limit and torch.cuda.is_available():
+    taken = max(0, torch.cuda.mem_get_info()[0] - limit)
+    rest = torch.empty(taken, dtype=torch.uint8, device="cuda")
+threading.Thread(target=watch, daemon=True).start()
 began = time.perf_counter()
 try:
     sys.argv = ["depthgauge", *sys.argv[2:]]
     code = main()
 except SystemExit as ended:
     code = ended.code
-status = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
-found = {"code": code or 0, "seconds": time.perf_counter() - began, "ram": int(status["VmHWM"].split()[0]) * 1024}
-found["gpu"] = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0
+found = {"code": code or 0, "seconds": time.perf_counter() - began, "ram": peak[0]}
+found["gpu"] = torch.cuda.max_memory_reserved() - taken if torch.cuda.is_available() else 0
 open("SEEN", "w").write(json.dumps(found))
 """
 
@@ -86,12 +89,12 @@ def measure(row: str, model: Path, text: Path, work: Path) -> dict[str, Any]:
     command = [str(places.get(part, part)) for part in ROWS[row]]
     began = time.perf_counter()
     program = WATCHED.replace("SEEN", str(seen))
-    code = subprocess.run([sys.executable, "-c", program, row, *command]).returncode
-    if code or not seen.exists():
-        raise RuntimeError(f"{row} ended with exit code {code}")
-    found = json.loads(seen.read_text("utf-8")) | {"row": row, "whole": time.perf_counter() - began}
-    seen.unlink()
-    return found
+    code = subprocess.run([sys.executable, "-c", program, str(LIMITS.get(row, 0)), *command]).returncode
+    found = json.loads(seen.read_text("utf-8")) if seen.exists() else {"code": code}
+    seen.unlink(missing_ok=True)
+    if code or found["code"]:
+        raise RuntimeError(f"{row} ended with exit code {code or found['code']}")
+    return found | {"row": row, "whole": time.perf_counter() - began}
 
 
 def main() -> int:

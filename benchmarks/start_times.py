@@ -23,6 +23,9 @@ COMMANDS = {
     "gauge unknown-type": 2,
     "gauge cut-weights": 2,
     "gauge cut.gguf": 2,
+    "gauge cut-weights --images nowhere": 2,
+    "gauge cut-weights --pairs cut.gguf": 2,
+    "gauge whisper": 2,
     "shrink unknown-type --remove 1 --out smaller": 2,
     "evaluate unknown-type": 2,
     "evaluate cut-weights --tasks no_such_task": 2,
@@ -39,6 +42,10 @@ def make_inputs(folder: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(config.replace("{}", '{"model_type": "llama"}'))
         (folder / name / "model.safetensors").write_bytes(b"cut")
+    (folder / "whisper").mkdir()
+    config = '{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}'
+    (folder / "whisper" / "config.json").write_text(config)
+    (folder / "whisper" / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     tokens = b"".join(struct.pack("<Q", 5) + b"token" for _ in range(262_144))  # as many as Gemma has
     key = b"tokenizer.ggml.tokens"
     header = struct.pack("<4sIQQQ", b"GGUF", 3, 1, 1, len(key)) + key + struct.pack("<IIQ", 9, 8, 262_144) + tokens

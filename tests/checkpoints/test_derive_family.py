@@ -10,10 +10,10 @@ import torch
 from tiny_models import DERIVED, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import derive_families, derived
 from depthgauge.checkpoints.families import Family
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import Session
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap

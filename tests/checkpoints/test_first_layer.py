@@ -10,8 +10,8 @@ from tiny_models import MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
 from depthgauge.checkpoints.averaging import capped_range, first_layer_bound, largest_weight
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.families import Separate, family_of
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.first_layer import Projection, Rows, first_call, read_first_layer
 from depthgauge.checkpoints.load import context_length, wrap
 from depthgauge.results.checkpoint_subject import FirstLayerBound, FirstLayerHead

@@ -6,8 +6,8 @@ from tiny_models import MODELS, tiny_model, tokens
 
 import depthgauge as dg
 from depthgauge.certificates.printed import printed_bound
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.circuits import CircuitSizes, HeadWeights, circuit_sizes, head_weights
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap

@@ -10,8 +10,8 @@ import torch
 from tiny_models import DECODERS, ENCODERS, MODELS, tiny_model, tokens
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.families import FAMILIES
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.load import wrap

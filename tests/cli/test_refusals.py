@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
+from tiny_speech import save_wave
 
 from depthgauge.checkpoints.config_file import check_config, is_known
 from depthgauge.checkpoints.gguf_header import check_gguf
+from depthgauge.checkpoints.input_kinds import main_input
 from depthgauge.checkpoints.library import CheckpointError
 
 # Runs each command of a JSON list and prints for each: its exit code, its error, and the slow modules that it imported.
@@ -55,6 +57,30 @@ REFUSED = {
     "shrink good --remove 1 --out new --evaluate no_such_task": "there is no task 'no_such_task'",
     "shrink good --remove 1 --text nowhere.txt --out new": "cannot read text nowhere.txt",
     "shrink unknown --remove 1 --out new": "unknown is a 'fantasy' model",
+    "gauge vit --images nowhere": "--images must be a directory of images, and nowhere is none",
+    "gauge vit --images empty": "empty contains no images",
+    "gauge vit --images photos --labels nowhere.csv": "cannot read the labels nowhere.csv",
+    "gauge vit --images photos --labels short.csv": "short.csv has no label for 1 image of photos, such as b.png",
+    "gauge vit --images photos --labels other.csv": "the label 'dog' of a.png is none of the 2 labels of the model",
+    "gauge vit --images photos --labels other.csv --text empty": "--text is about text",
+    "gauge bare-vit --images photos --labels other.csv": "bare-vit is a ViTModel; leave --labels out",
+    "gauge vit": "vit is a ViTForImageClassification, which reads pixel_values; give it images with --images DIR",
+    "gauge no-processor --images photos": "contains no image processor, expected preprocessor_config.json",
+    "gauge good --images photos": "good is a LlamaForCausalLM, which reads input_ids; give it text with --text",
+    "gauge clip --images photos": "clip is a clip model with a vision tower and other parts",
+    "gauge good --pairs nowhere.jsonl": "cannot read the pairs nowhere.jsonl",
+    "gauge good --pairs no.jsonl": "line 2 of no.jsonl is not JSON: Expecting property name",
+    "gauge good --pairs half.jsonl": "line 1 of half.jsonl has no text in the field 'target'",
+    "gauge good --pairs pairs.jsonl": "good is no encoder–decoder model",
+    "gauge bart": "bart is an encoder–decoder model; give it pairs",
+    "gauge bart --audio recordings": "bart is an encoder–decoder model; give it pairs",
+    "gauge whisper --audio empty": "empty contains no WAV files",
+    "gauge whisper --audio recordings": "whisper contains no feature extractor",
+    "shrink whisper --remove 1 --out new --audio photos": "photos contains no WAV files",
+    "shrink whisper --remove 1 --out new": "give it recordings and their transcripts with --audio DIR",
+    "shrink vit --remove 1 --out new --images nowhere": "nowhere is none",
+    "shrink vit --remove 1 --out new --images photos --labels other.csv": "the label 'dog' of a.png is none of the 2",
+    "shrink good --remove 1 --out new --pairs pairs.jsonl": "good is no encoder–decoder model",
     "evaluate unknown": "unknown is a 'fantasy' model",
     "evaluate good --tasks no_such_task": "there is no task 'no_such_task'",
     "evaluate good --perplexity nowhere.txt": "cannot read text nowhere.txt",
@@ -84,6 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name / file).write_bytes(weights[:-1] if name == "cut" else weights)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (folder / "no-shard" / "model.safetensors.index.json").write_text(json.dumps(index))
+    _save_other_inputs(folder, weights)
     write_gguf(folder / "whole.gguf", add_bos=True)
     (folder / "cut.gguf").write_bytes((folder / "whole.gguf").read_bytes()[:-1000])
     (folder / "foreign.gguf").write_bytes(b"something else")
@@ -91,6 +118,53 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "taken.json").touch()
     (folder / "empty").mkdir()
     return folder
+
+
+def _save_other_inputs(folder: Path, weights: bytes) -> None:
+    """Save models of images, of speech and of pairs as far as refusals read them, and inputs for them."""
+    names = {"label2id": {"cat": 0, "tabby": 1}}
+    models = {
+        "vit": {"model_type": "vit", "architectures": ["ViTForImageClassification"], **names},
+        "no-processor": {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+        "bare-vit": {"model_type": "vit", "architectures": ["ViTModel"]},
+        "clip": {"model_type": "clip", "architectures": ["CLIPModel"], "vision_config": {}},
+        "bart": {"model_type": "bart", "architectures": ["BartForConditionalGeneration"], "is_encoder_decoder": True},
+        "whisper": {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
+    }
+    for name, config in models.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        (folder / name / "model.safetensors").write_bytes(weights)
+        if name not in ("no-processor", "whisper"):
+            (folder / name / "preprocessor_config.json").write_text("{}")
+    files = {
+        "photos/a.png": "", "photos/b.png": "", "short.csv": "a.png,cat\n", "other.csv": "a.png,dog\nb.png,cat\n",
+        "pairs.jsonl": '{"source": "a", "target": "b"}\n', "half.jsonl": '{"source": "a"}\n',
+        "no.jsonl": '{"source": "a", "target": "b"}\n{\n', "recordings/a.txt": "text",
+    }  # fmt: skip
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    save_wave(folder / "recordings" / "a.wav", [0] * 100)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ViTForImageClassification", "WhisperForConditionalGeneration", "BertModel", "LlamaForSequenceClassification",
+        "CLIPVisionModel", "CLIPModel", "T5ForConditionalGeneration", "Dinov2Model", "Wav2Vec2ForCTC", "ASTModel",
+    ],
+)  # fmt: skip
+def test_the_source_of_transformers_names_the_main_input(name: str) -> None:
+    import transformers
+
+    found = main_input(name)
+    assert found is not None
+    assert found[0] == getattr(transformers, name).main_input_name
+
+
+def test_the_main_input_of_other_classes_is_not_known() -> None:
+    assert main_input("FantasyModel") is None
 
 
 def test_refusals_import_neither_torch_nor_transformers(folder: Path) -> None:

@@ -90,6 +90,22 @@ def test_the_increases_by_text_have_error_bars() -> None:
 table_keys = ("dense", "shrunk", "increase", "low", "high")
 
 
+def test_recordings_are_not_called_texts_or_windows() -> None:
+    document = copy.deepcopy(DOCUMENT) | {"repaired": False}
+    document["texts"] = [document["texts"][0] | {"kind": "recordings", "name": "spoken"}]
+    document["plan"]["calibration"]["sources"] = [
+        document["plan"]["calibration"]["sources"][0] | {"kind": "recordings", "name": "spoken"}
+    ]
+    document["plan"]["settings"] |= {"text": [], "audio": "spoken"}
+    parts, record = parts_of(document), check_shrink(document)
+    assert parts["texts"].title == "What it costs on your recordings"
+    assert "by kind" not in parts["texts"].table.title
+    assert parts["curve"].caption.startswith("Measured on the selection recordings; nothing was repaired. ")
+    assert f"{record.layers_before} layers of the decoder before" in parts["stack"].caption
+    assert dict(shrink_facts(record))["layers"].endswith(" of the decoder")
+    assert f"of {record.layers_before} layers of the decoder are kept" in shrink_verdict(record)
+
+
 def test_the_curve_compares_ours_with_the_others() -> None:
     lines = {line["name"]: line for line in traces(parts_of(DOCUMENT)["curve"])}
     assert list(lines) == ["depthgauge", "greedy search", "block influence (ShortGPT)", "angular distance (UIDL)"]

@@ -338,6 +338,8 @@ def test_a_result_that_is_no_better_than_a_simple_one_says_so() -> None:
     document["plan"]["candidates"] = document["plan"]["candidates"][:1]
     document["plan"]["candidates"][0] |= {"repaired": 0.75}
     assert shrink_verdict(check_shrink(document)).endswith("0.2 below the same blocks without repair")
+    document["plan"]["candidates"][0] |= {"repaired": None}
+    assert "without repair" not in shrink_verdict(check_shrink(document))  # it is this model
 
 
 def test_a_damaged_model_is_called_damaged() -> None:

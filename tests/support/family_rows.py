@@ -34,7 +34,9 @@ KNOWN = {
     r"not kept in one list|the blocks of .* cannot be found|no list of \d+ blocks": "no list of blocks",
     r"its states are not arranged by window and token": "its states are not arranged by window and token",
     r"its blocks are not called as modules": "its blocks are not called as modules",
-    r"bypasses transformers' attention interface|uses another form of attention": "heads: attention not observable",
+    r"bypasses transformers' attention interface|uses another form of attention|their calls are not told apart": (
+        "heads: attention not observable"
+    ),
     r"has no attention heads": "heads: it has none",
     r"the search left out .* of blocks": "the search left out blocks that cannot be removed",
     r"contains a text model; shrink needs the text model alone": "contains a text model",

@@ -11,7 +11,7 @@ from tiny_checkpoints import save_checkpoint
 from tiny_gguf import write_gguf
 from tiny_models import MODELS, tiny_model, tokens
 
-from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import attending
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Placement, load_config, load_model, wrap

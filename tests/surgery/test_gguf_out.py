@@ -24,7 +24,7 @@ from depthgauge.surgery.gguf_layout import Arrangement, GgufLayout, decode, enco
 from depthgauge.surgery.gguf_rounding import round_changed, round_map
 from depthgauge.surgery.output_names import WRITTEN
 from depthgauge.surgery.student import EFFORT, Student
-from depthgauge.surgery.verify_gguf import LlamaComparison, compare_with_llama, require_same
+from depthgauge.surgery.verify_gguf import LlamaComparison, _reason, compare_with_llama, require_same
 from depthgauge.surgery.write_gguf import check_written, shrunk_fields
 from depthgauge.surgery.write_gguf import write_gguf as write_file
 
@@ -205,6 +205,15 @@ def test_lists_with_an_entry_per_block_are_shortened(tmp_path: Path) -> None:
     write_file(wrong, layout, [0, 3], uncut, {}, silent)
     with pytest.raises(VerificationError, match=r"llama\.cpp cannot run .*c\.gguf: .*wrong array length"):
         compare_with_llama(wrong, model, ids)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_reason_is_that_of_llama_whenever_its_log_is_written(late: bool) -> None:
+    log = ["0.01 E llama_model_load: error loading model: wrong array length", "0.02 E srv: exiting due to an error"]
+    raised = ["Traceback (most recent call last):", "RuntimeError: Failed to init server."]
+    assert _reason("\n".join(raised + log if late else log + raised), 1) == log[0]
+    assert _reason("\n".join(raised), 1) == raised[1]
+    assert _reason("", 9) == "exit code 9"
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import tokens
 
 from depthgauge.checkpoints import model_output
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import token_losses
 from depthgauge.surgery.student import Objective

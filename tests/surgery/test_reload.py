@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import DECODERS, MODELS, tokens
 from written_models import write_model
 
-from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.load import wrap
 from depthgauge.checkpoints.model_output import relative_distance
 from depthgauge.checkpoints.source import find, weight_bytes
@@ -164,13 +164,15 @@ def replied(tmp_path_factory: pytest.TempPathFactory) -> Reply:
 Alter = Callable[[dict[str, Any], dict[str, torch.Tensor]], object]
 
 
-def altered(monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter) -> tuple[ReloadRecord, torch.Tensor]:
+def altered(
+    monkeypatch: pytest.MonkeyPatch, replied: Reply, alter: Alter, **keywords: Any
+) -> tuple[ReloadRecord, torch.Tensor]:
     result = json.loads(json.dumps(replied.result))
     outputs = {name: value.clone() for name, value in replied.outputs.items()}
     alter(result, outputs)
     process = SimpleNamespace(check=lambda *_: (result, outputs))
     monkeypatch.setattr(verify, "FreshProcess", lambda _: nullcontext(process))
-    return verify_reload(replied.out, replied.ids, replied.model)
+    return verify_reload(replied.out, replied.ids, replied.model, **keywords)
 
 
 def test_a_decoder_is_verified_with_its_losses(monkeypatch: pytest.MonkeyPatch, replied: Reply) -> None:
@@ -209,7 +211,7 @@ def _unused(result: dict[str, Any], outputs: Any) -> None:
 
 
 def _layers(result: dict[str, Any], outputs: Any) -> None:
-    result["layers"] = 6
+    result["layers"] = [6]
 
 
 def _output(result: dict[str, Any], outputs: Any) -> None:
@@ -237,7 +239,7 @@ def _token(result: dict[str, Any], outputs: Any) -> None:
         (_add, "the tensor other.weight of .* is not the one in memory"),
         (_miss, "1 are missing and 0 are not used, such as model.norm.weight"),
         (_unused, "0 are missing and 1 are not used, such as model.layers.7.weight"),
-        (_layers, "has the wrong layers after loading: 6 instead of 3"),
+        (_layers, r"has the wrong layers after loading: \[6\] instead of \[3\]"),
         (_output, "the outputs differ by 0.1"),
         (_nan, "the outputs differ by nan"),
         (_cache, "generates other text with the key–value cache than without it: the logits differ by 0.1"),
@@ -249,6 +251,23 @@ def test_every_difference_is_an_error(
 ) -> None:
     with pytest.raises(VerificationError, match=complaint):
         altered(monkeypatch, replied, alter)
+
+
+@pytest.mark.parametrize(("largest", "is_accepted"), [(0.06, True), (0.04, False)])
+def test_the_source_model_is_measured_on_several_prompts(
+    largest: float, is_accepted: bool, monkeypatch: pytest.MonkeyPatch, replied: Reply
+) -> None:
+    """A difference of 0.1 is accepted if the source has more than half of it on any of its prompts."""
+    seen: list[list[int]] = []
+
+    def measured(model: Any, prompt: dict[str, torch.Tensor], new_tokens: int) -> dict[str, float]:
+        seen.append(prompt["input_ids"][0].tolist())
+        return {"cache_difference": largest if len(seen) == 2 else 1e-3}
+
+    monkeypatch.setattr(verify, "generations", measured)
+    with nullcontext() if is_accepted else pytest.raises(VerificationError, match=r"differ by 0\.1"):
+        altered(monkeypatch, replied, _cache, like=wrap(replied.model))
+    assert seen == replied.ids.tolist()
 
 
 def test_two_tokens_with_equal_logits_are_accepted_and_said(monkeypatch: pytest.MonkeyPatch, replied: Reply) -> None:

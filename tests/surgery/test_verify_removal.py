@@ -5,8 +5,8 @@ import torch
 from layered_models import LAYERS, layered_model, output_of, skipping
 from tiny_models import DERIVED, tiny_model, tokens
 
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.block_runner import BlockRunner
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
 from depthgauge.surgery.extract import extract, shrunk_config

@@ -13,8 +13,9 @@ from tiny_checkpoints import save_checkpoint, text_of
 from tiny_vision import LABELS, VISION, image_processor, save_images, save_vision, vision_model
 
 import depthgauge as dg
-from depthgauge.checkpoints.block_lists import find_blocks
-from depthgauge.checkpoints.image_files import find_images, read_images
+from depthgauge.checkpoints.find_blocks import find_blocks
+from depthgauge.checkpoints.found_inputs import find_images
+from depthgauge.checkpoints.image_files import read_images
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
 
@@ -213,7 +214,7 @@ BAD: dict[str, tuple[str, Any, str]] = {
     "no head": ("dinov2", lambda f: _labels(f, "000.png,0\n001.png,0\n"), "--labels needs a model with a classif"),
     "no file": ("vit", lambda f: [*_labels(f, "")[:-1], "gone.csv"], "cannot read the labels gone.csv"),
     "no images": ("vit", lambda _: [], "reads pixel_values; give it images with --images DIR"),
-    "labels alone": ("vit", lambda _: ["--labels", "l.csv"], "give the images with --images DIR"),
+    "labels alone": ("vit", lambda f: _labels(f, "w1,0\n")[2:], "give it images with --images DIR"),
     "text model": (
         "bert", lambda f: ["--images", str(save_images(f / "images", 2))], "is a BertModel, which reads input_ids"
     ),
@@ -267,7 +268,7 @@ def test_options_about_text_are_refused_with_images(option: str, place: Path) ->
 
 
 def test_samples_are_for_networks_and_images(place: Path) -> None:
-    with pytest.raises(InputError, match="--samples applies to network files, --images, --pairs and --audio"):
+    with pytest.raises(InputError, match="--samples applies to network files, --images, --labels, --pairs and --audio"):
         dg.gauge(place / "bert", text=place / "corpus.txt", samples=3)
 
 

@@ -20,9 +20,10 @@ from depthgauge.checkpoints.block_lists import with_stack
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.families import Family, Sublayer
+from depthgauge.checkpoints.found_inputs import find_pairs
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import wrap
-from depthgauge.checkpoints.pair_files import find_pairs, read_pairs
+from depthgauge.checkpoints.pair_files import read_pairs
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
 from depthgauge.errors import InputError
@@ -85,6 +86,8 @@ def test_gauge_measures_the_loss_without_a_block(name: str, stack: str, place: P
     assert subject.baseline is not None
     assert subject.baseline.loss == pytest.approx(float(intact.mean()), rel=1e-4)
     assert len(subject.layers) == {"encoder": 4, "decoder": 3}[stack]
+    assert subject.model.stack == stack
+    assert subject.unobserved is None or "their calls are not told apart" in subject.unobserved
     assert subject.text is not None
     assert (subject.text.kind, subject.text.windows) == ("pairs", 4)
     for layer in range(1, len(subject.layers)):  # block 0 of T5 computes the biases of the others
@@ -126,10 +129,15 @@ def test_shrink_writes_a_smaller_model(
     monkeypatch.setattr(sys, "argv", list(map(str, words)))
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code in (0, None), capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert ended.value.code in (0, None), shown.err
+    kept, all_of = {"encoder": 3, "decoder": 2, "both": 5}[stack], {"encoder": 4, "decoder": 3, "both": 7}[stack]
+    whose = "both stacks" if stack == "both" else f"the {stack}"
+    assert f"{name}: {all_of} → {kept} layers of {whose}" in shown.out
+    assert f"# {name} with {kept} of {all_of} layers of {whose}\n" in (out / "README.md").read_text()
     record = json.loads((out / "depthgauge.json").read_text())
     assert record["objective"] == "loss"
-    assert record["layers_after"] == {"encoder": 3, "decoder": 2, "both": 5}[stack]
+    assert record["layers_after"] == kept
     assert record["reload"]["generation"] == "equal with and without cache"
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (place / name, out))
     changed = {key for key in before if before[key] != after.get(key)} - {"transformers_version"}

@@ -141,6 +141,20 @@ def test_files_of_the_model_are_not_replaced(shared: Path, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
+def test_written_files_have_no_path_that_was_not_given(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared.name
+    monkeypatch.chdir(shared.parent)
+    out = tmp_path / "smaller"
+    dg.shrink(f"{folder}/model", text=f"{folder}/corpus.txt", **QUICK, out=out)
+    documents = {path.name: path.read_text() for path in out.glob("*.[jmy]*") if path.suffix != ".safetensors"}
+    assert {"README.md", "depthgauge.json", "plan.mergekit.yaml", "config.json"} <= set(documents)
+    found = [name for name, content in documents.items() if str(shared.parent) in content.replace(str(out), "")]
+    assert not found
+    assert folder not in documents["README.md"]
+
+
 def test_a_missing_extra_is_noticed_before_the_work(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

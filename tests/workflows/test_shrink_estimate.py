@@ -21,7 +21,7 @@ from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_wi
 
 JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, samples=10, sample_tokens=128)
 COSTS = PartCosts(
-    blocks=1.0, head=0.0, token=0.0, step=0.0, rows=10, load=0.0, files=100, read_speed=50.0, layers=12,
+    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, files=100, read_speed=50.0, layers=12,
     parameters=1000, block_parameters=900, itemsize=4, tokens=256, width=8, output=64,
 )  # fmt: skip
 """A second for all blocks, nothing for the other parts."""
@@ -37,7 +37,7 @@ def test_each_kind_of_run_has_its_parts() -> None:
     assert found[DIRECTORY] - found[MEMORY] == {"writing", "check in a new process"}
     assert found[GGUF] - found[MEMORY] == {"reading the file back"}
     assert "search" not in parts_of(replace(JOB, is_given=True))
-    assert "calibration windows" not in parts_of(replace(JOB, samples=0))
+    assert "calibration windows" not in parts_of(replace(JOB, samples=0), replace(COSTS, step=1.0))
 
 
 def test_repairs_are_those_of_the_finalists() -> None:
@@ -66,8 +66,9 @@ def test_samples_are_drawn_together() -> None:
 
 
 def test_a_streamed_run_reads_the_weights_in_every_pass_and_trains_nothing() -> None:
-    work = work_of(replace(JOB, healed=10), COSTS)
-    assert {name for name, one in work.items() if one.passes is None} == {"calibration windows", "healing", "speed"}
+    resident, work = (work_of(replace(JOB, healed=10, streams=streams), COSTS) for streams in (False, True))
+    assert {*resident} - {*work} == {"calibration windows", "healing", "speed"}
+    assert work["repair and comparison"].heads < resident["repair and comparison"].heads
     dense = work["dense model"]
     assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(100 / 50)  # one pass over 100 bytes
 

@@ -16,7 +16,8 @@ from tiny_pairs import save_paired, save_pairs
 from tiny_speech import LAYERS, RATE, feature_extractor, save_recordings, save_speech_model, save_wave, speech_model
 
 import depthgauge as dg
-from depthgauge.checkpoints.audio_files import SpeechReader, find_audio, read_audio
+from depthgauge.checkpoints.audio_files import SpeechReader, read_audio
+from depthgauge.checkpoints.found_inputs import find_audio
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import Samples
 from depthgauge.cli.main import main
@@ -233,5 +234,6 @@ def test_too_few_recordings_and_a_model_that_writes_no_text(place: Path, tmp_pat
         dg.shrink(place / "whisper", audio=few, remove=1, device="cpu")
     with quiet():
         WhisperForAudioClassification(speech_model().config).save_pretrained(tmp_path / "classifier")
+        feature_extractor().save_pretrained(tmp_path / "classifier")
     with pytest.raises(InputError, match="is a WhisperForAudioClassification, which writes no text"):
         dg.gauge(tmp_path / "classifier", audio=few, device="cpu")

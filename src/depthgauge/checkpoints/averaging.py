@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.first_layer import NotBoundedError, first_call, read_first_layer
 from depthgauge.checkpoints.interface import AttentionCall
 from depthgauge.checkpoints.load import Checkpoint, context_length

@@ -1,7 +1,7 @@
 """Run the blocks of a checkpoint one at a time, with the arguments that the model passes to them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from depthgauge.checkpoints.layers import Stack, batch_size, joined
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import Inputs, repeated
+from depthgauge.checkpoints.samples import Inputs, Samples, repeated
 
 
 class _Reached(Exception):  # noqa: N818
@@ -112,7 +112,7 @@ class BlockRunner(Stack):
         of the encoder, after its final norm.
         """
         parts, place = [*self._parts(states)], self._stack_of(layer)
-        if self.checkpoint.stack is not None and inputs is not None:
+        if isinstance(inputs, Samples) and len(inputs.inputs) > 1:
             args, kwargs = self._calls_of(inputs, parts[0] if place else None)[layer]
         else:
             args, kwargs = self._calls[layer]
@@ -176,12 +176,19 @@ class BlockRunner(Stack):
         if not layers:
             return states
         made = torch.empty_like(states)
-        for index, part in self.batches(states):
-            these = None if inputs is None else inputs[index : index + len(part)]
-            for layer in layers:
-                part = self.block(layer, part, these)
-            made[index : index + len(part)] = part.to(made.device, made.dtype)
+        for layer in layers:
+            with self.resident(layer):
+                for index, part in self.batches(states):
+                    these = None if inputs is None else inputs[index : index + len(part)]
+                    part = self.block(layer, part, these)
+                    made[index : index + len(part)] = part.to(made.device, made.dtype)
+            states = made
         return made
+
+    def resident(self, layer: int) -> AbstractContextManager[None]:
+        """Keep the weights of a block on the device, where they would be brought for every call."""
+        stream = self.checkpoint.stream
+        return nullcontext() if stream is None else stream.resident(layer)
 
     def batches(self, states: Float[Tensor, "windows n d"]) -> Iterator[tuple[int, Float[Tensor, "batch n d"]]]:
         """Yield batches of states on the model's device, each with the index of its first window."""

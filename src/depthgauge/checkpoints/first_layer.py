@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.block_lists import find_blocks
 from depthgauge.checkpoints.circuits import projection_biases, projections
 from depthgauge.checkpoints.families import Family
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
 from depthgauge.checkpoints.library import CheckpointError

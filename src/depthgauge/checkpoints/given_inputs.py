@@ -1,58 +1,19 @@
-"""Read what the user gave window by window, images, pairs or recordings, and prepare the model for it."""
+"""Read what the user gave one by one, images, texts with labels, pairs or recordings, and prepare the model for it."""
 
 from dataclasses import replace
 from typing import Any
 
-from depthgauge.checkpoints.audio_files import find_audio, load_speech_reader, read_audio
+from depthgauge.checkpoints.audio_files import load_speech_reader, read_audio
 from depthgauge.checkpoints.block_lists import with_stack
+from depthgauge.checkpoints.found_inputs import AudioFolder, ImageFolder, LabelledTexts, find_given
 from depthgauge.checkpoints.given_windows import GivenWindows
-from depthgauge.checkpoints.image_files import (
-    find_images,
-    load_processor,
-    read_images,
-    require_labelled,
-)
-from depthgauge.checkpoints.load import (
-    AUDIO,
-    IMAGES,
-    PAIRS,
-    TEXT,
-    Checkpoint,
-    Placement,
-    context_length,
-    load_tokenizer,
-    require_inputs,
-    require_layers,
-    require_pairs,
-)
-from depthgauge.checkpoints.pair_files import LONGEST, find_pairs, read_pairs
+from depthgauge.checkpoints.image_files import load_processor, read_images
+from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT, read_kind, require_classifier
+from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_tokenizer
+from depthgauge.checkpoints.pair_files import LONGEST, read_labelled, read_pairs
 from depthgauge.checkpoints.source import Source
 from depthgauge.errors import InputError, require_count
 from depthgauge.results.gauge_options import STACKS
-
-
-def read_kind(options: Any) -> str:
-    """Return what the options of `gauge` or `shrink` give to the model: `TEXT`, `IMAGES`, `AUDIO` or `PAIRS`."""
-    given = {IMAGES: options.images, AUDIO: options.audio, PAIRS: options.pairs}
-    return next((kind for kind, value in given.items() if value is not None), TEXT)
-
-
-def find_given(options: Any) -> None:
-    """Raise if the images, pairs or recordings that the options name cannot be used, before a download."""
-    if options.images is not None:
-        find_images(options.images, options.labels)
-    if options.pairs is not None:
-        find_pairs(options.pairs)
-    if options.audio is not None:
-        find_audio(options.audio)
-
-
-def require_kind(model: Any, name: str, options: Any) -> None:
-    """Raise unless a model in memory, called `name`, reads what the options give."""
-    kind = read_kind(options)
-    require_pairs(type(model), model.config, name, kind)
-    require_layers(model.config, name)
-    require_inputs(type(model), name, kind)
 
 
 def load_reader(source: Source | None, placement: Placement, options: Any, given: Any) -> Any:
@@ -76,22 +37,25 @@ def load_reader(source: Source | None, placement: Placement, options: Any, given
 def read_given(
     options: Any, reader: Any, config: Any, name: str, *, wanted: int, seed: int, least: int = 1, advice: str = ""
 ) -> GivenWindows:
-    """Read the images, pairs or recordings that the options name, through the `reader`, for the model called `name`."""
+    """Read the images, texts, pairs or recordings that the options name for the model `name` through its `reader`."""
     keywords: dict[str, Any] = {"wanted": wanted, "seed": seed, "least": least, "advice": advice}
-    if options.images is not None:
-        folder = find_images(options.images, options.labels)
-        require_labelled(folder, config, name)
-        return read_images(folder, reader, config, **keywords)
+    require_classifier((getattr(config, "architectures", None) or ["model without a head"])[0], name, options)
+    found = find_given(options)
+    assert found is not None
+    if isinstance(found, ImageFolder):
+        return read_images(found, reader, config, **keywords)
     longest = LONGEST if options.window is None else options.window
-    require_count("window", longest, "the most tokens of a source and of a target", least=2)
-    longest = min(longest, context_length(config) or longest)
-    if options.audio is not None:
-        return read_audio(find_audio(options.audio), reader, config, longest=longest, **keywords)
-    return read_pairs(find_pairs(options.pairs), reader, config, longest=longest, **keywords)
+    require_count("window", longest, "the most tokens of a text, or of a source and of a target", least=2)
+    keywords["longest"] = min(longest, context_length(config) or longest)
+    if isinstance(found, AudioFolder):
+        return read_audio(found, reader, config, **keywords)
+    if isinstance(found, LabelledTexts):
+        return read_labelled(found, reader, config, **keywords)
+    return read_pairs(found, reader, config, **keywords)
 
 
 def prepared(checkpoint: Checkpoint, windows: GivenWindows, options: Any) -> Checkpoint:
     """Return the checkpoint with what is measured on these windows."""
-    if windows.kind != "images":
+    if windows.kind in ("pairs", "recordings"):
         return with_stack(checkpoint, options.stack or STACKS[0])
     return checkpoint if options.labels is None else replace(checkpoint, objective="labels")

@@ -1,4 +1,4 @@
-"""Windows that the user gave one by one: images, pairs of a source and a target, or recordings."""
+"""Windows that the user gave one by one: images, texts with labels, pairs, or recordings."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,9 @@ from depthgauge.results.checkpoint_subject import TextWindows
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GivenWindows(ArrayRecord):
-    """Images, pairs or recordings as a model reads them.
+    """Images, texts, pairs or recordings as a model reads them.
 
-    - `kind`: `images`, `pairs` or `recordings`
+    - `kind`: `images`, `texts`, `pairs` or `recordings`
     - `inputs`: what the model reads, with labels or targets where they are given
     - `source`: the directory or the file
     - `digest`: SHA-256 of what was read

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
+from logging import getLogger
 from typing import Any
 
 from depthgauge._format import one_line
@@ -29,10 +30,11 @@ def transformers() -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress the progress bars, log messages and warnings of transformers; errors are still raised."""
-    logging = transformers().utils.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Suppress the progress bars, log messages and warnings of transformers and accelerate; errors are still raised."""
+    logging, other = transformers().utils.logging, getLogger("accelerate")
+    verbosity, bars, level = logging.get_verbosity(), logging.is_progress_bar_enabled(), other.level
     logging.set_verbosity(logging.CRITICAL)
+    other.setLevel(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         with warnings.catch_warnings(), _without_gguf_progress_bar():
@@ -40,6 +42,7 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(verbosity)
+        other.setLevel(level)
         if bars:
             logging.enable_progress_bar()
 

@@ -2,8 +2,9 @@
 
 import inspect
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import torch
 from depthgauge._format import counted, size_text
 from depthgauge.checkpoints.config_file import quantization_method
 from depthgauge.checkpoints.families import Family, family_of
+from depthgauge.checkpoints.input_kinds import AUDIO, TEXT, require_inputs, require_one_tower, require_pairs
 from depthgauge.checkpoints.library import CheckpointError, attempt, short, transformers
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
+from depthgauge.checkpoints.stream import Stream, stream_map
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -27,8 +30,6 @@ BY_TARGETS = ("loss", "labels")
 """Objectives that compare the output with targets. The others compare it with the output of the dense model."""
 HEADROOM = 1.2
 """Memory required, as a multiple of the size of the weights; a forward pass needs more than the weights."""
-TEXT, IMAGES, AUDIO, PAIRS = "input_ids", "pixel_values", "input_features", "pairs"
-"""What models read: their main input, or pairs of token ids."""
 MANY_LAYERS = 200
 """From so many layers on, the number is compared with the weights before a model is built, which takes a minute."""
 _COMPUTED = ("inv_freq", "position_ids")
@@ -43,12 +44,13 @@ class Placement:
     """How to load a checkpoint.
 
     The fields are those of `GaugeOptions`. The dtype `auto` means float32 on a CPU, where half precision is slow, and
-    the stored dtype on a GPU. `device_map` replaces `device`.
+    the stored dtype on a GPU, or where weights are streamed. `device_map` replaces `device`.
     """
 
     dtype: str = "auto"
     device: str | None = None
     device_map: str | None = None
+    stream: bool = False
     trust_remote_code: bool = False
     ignore_unused: bool = False
 
@@ -62,7 +64,7 @@ class Placement:
         """Return the torch dtype, or `"auto"` for the dtype the checkpoint is stored in."""
         if self.dtype != "auto":
             return getattr(torch, self.dtype)
-        return torch.float32 if self.torch_device().type == "cpu" else "auto"
+        return torch.float32 if self.torch_device().type == "cpu" and not self.stream else "auto"
 
     def torch_device(self) -> torch.device:
         """Return the requested device, or by default a GPU if there is one, else the CPU."""
@@ -93,6 +95,7 @@ class Checkpoint:
       numbered in this order
     - `layer_keys`: the keys of the configuration that have the numbers of layers, one for each stack
     - `pooling`: how the states of the tokens become one embedding, where that is measured
+    - `stream`: brings the blocks to the device, if their weights are not there
     """
 
     name: str
@@ -105,6 +108,7 @@ class Checkpoint:
     pooling: tuple[str, ...] = ()
     stack: str | None = None
     layer_keys: tuple[str, ...] = ("num_hidden_layers",)
+    stream: Stream | None = None
 
     def __repr__(self) -> str:
         layers = counted(self.layers, "layer")
@@ -188,6 +192,7 @@ class Checkpoint:
             device=str(parameter.device),
             context=context_length(self.config),
             hub=None if self.source is None else self.source.hub,
+            stack=self.stack,
         )
 
 
@@ -218,20 +223,13 @@ def load_config(source: Source, placement: Placement, reads: str = TEXT) -> Any:
     loader, _ = loader_of(config)
     if not hasattr(loader, "main_input_name"):
         loader = transformers().MODEL_MAPPING.get(type(config), loader)
-    require_pairs(loader, config, source.target, reads)
-    require_layers(config, source.target)
+    require_kind(loader, config, source.target, reads)
     if source.gguf is None and quantization_method(vars(config)) is not None:
         config.quantization_config = {**config.quantization_config, "dequantize": True}
     slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if slides and source.gguf is not None and (sliding := gguf_sliding_blocks(source)) is not None:
         # transformers ignores the list, and assumes a rule that holds in files without one.
         config.layer_types = ["sliding_attention" if one else "full_attention" for one in sliding]
-    if reads == IMAGES and getattr(config, "vision_config", None) is not None:
-        raise CheckpointError(
-            f"{source.target} is a {config.model_type} model with a vision tower and other parts; save the tower "
-            "alone, for example with CLIPVisionModel.from_pretrained(…).save_pretrained(…), and give its directory"
-        )
-    require_inputs(loader, source.target, reads)
     return config
 
 
@@ -250,35 +248,17 @@ def require_layers(config: Any, name: str) -> None:
         )
 
 
-def require_pairs(kind: Any, config: Any, name: str, reads: str) -> None:
-    """Raise unless pairs are given to an encoder–decoder model of this class, called `name`, and to no other.
-
-    A model of speech is given recordings instead, and must write text.
-    """
+def require_kind(kind: Any, config: Any, name: str, reads: str) -> None:
+    """Raise unless a model of this class, called `name`, reads `reads`: its main input, or `PAIRS`."""
     has_two, needed = bool(getattr(config, "is_encoder_decoder", False)), getattr(kind, "main_input_name", TEXT)
     if needed == AUDIO and reads == AUDIO and not (has_two and objective_of(kind.__name__) == "loss"):
         raise CheckpointError(
             f"{name} is a {kind.__name__}, which writes no text; give a model of speech that does, such as Whisper"
         )
-    if has_two and needed == TEXT and reads in (TEXT, AUDIO):
-        raise CheckpointError(
-            f"{name} is an encoder–decoder model; give it pairs of a source and a target with --pairs FILE.jsonl"
-        )
-    if not has_two and reads == PAIRS:
-        raise CheckpointError(f"{name} is no encoder–decoder model, so it reads no pairs; leave --pairs out")
-
-
-def require_inputs(kind: Any, name: str, reads: str) -> None:
-    """Raise unless a model of this class, called `name`, reads the inputs that it will be given."""
-    needed = getattr(kind, "main_input_name", TEXT)
-    if needed == (TEXT if reads == PAIRS else reads):
-        return
-    advice = {
-        TEXT: f"give it text with --text, and leave {'--audio' if reads == AUDIO else '--images'} out",
-        IMAGES: "give it images with --images DIR",
-        AUDIO: "give it recordings and their transcripts with --audio DIR",
-    }.get(needed, "give a model of text, images or speech")
-    raise CheckpointError(f"{name} is a {kind.__name__}, which reads {needed}; {advice}")
+    require_pairs(needed, has_two, name, reads)
+    require_layers(config, name)
+    require_one_tower(getattr(config, "vision_config", None), config.model_type, name, reads)
+    require_inputs(needed, kind.__name__, name, reads)
 
 
 def load_tokenizer(source: Source, placement: Placement, given: Any = None) -> Any:
@@ -317,27 +297,70 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
         )
-    described = parameter_count(built_model(source.target, config, chosen, placement.trust_remote_code))
-    if placement.device_map is None:
-        check_memory(source, placement, described)
+    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
+    device = placement.torch_device()
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
-    if placement.device_map is not None:
+    if placement.stream:
+        _require_streamable(source, config, placement)
+        places = stream_map(skeleton, layers, device, source.target)
+        folder = tempfile.TemporaryDirectory(prefix="depthgauge-")  # of weights that transformers converts
+        keywords |= {"device_map": places, "offload_folder": folder.name}
+    elif placement.device_map is not None:
         keywords["device_map"] = placement.device_map
+    else:
+        check_memory(source, placement, parameter_count(skeleton))
     wanted = placement.torch_dtype()
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
     model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
     source.close()
     _refuse_misfits(source, config, model, found, placement.ignore_unused)
+    stream = Stream.of_offloaded(model, layers, device, folder.cleanup) if placement.stream else None
     refuse_infinite(model, source.target)
     if isinstance(wanted, torch.dtype):
         for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
             weight.data = weight.data.to(wanted) if weight.dtype == torch.bfloat16 else weight.data
-    if placement.device_map is None:
-        model.to(placement.torch_device())
-    return wrap(model, source.name, source, objective)
+    if placement.device_map is None and stream is None:
+        model.to(device)
+    return replace(wrap(model, source.name, source, objective), stream=stream)
+
+
+def _require_streamable(source: Source, config: Any, placement: Placement) -> None:
+    """Raise unless the weights of a checkpoint can be left on the disk."""
+    for given, reason in (
+        (placement.device_map, "--device-map loads all weights; leave it out"),
+        (placement.dtype != "auto", "it computes in the dtype of the files; leave --dtype out"),
+        (source.gguf, "transformers unpacks GGUF files in memory; give the directory that the file was made from"),
+        (source.pickled, "its weights are pickled; save them as safetensors first"),
+        (getattr(config, "is_encoder_decoder", False), "it has two stacks of blocks; use --device-map auto"),
+    ):
+        if given:
+            raise CheckpointError(f"{source.target} cannot be streamed: {reason}")
+
+
+def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None]) -> Placement:
+    """Return the placement, with streamed weights if they would not fit otherwise, and say so.
+
+    Weights that cannot be streamed are left to `load_model`, which refuses them.
+    """
+    if placement.stream or placement.device_map is not None:
+        return placement
+    chosen, _ = loader_of(config, source)
+    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
+    try:
+        check_memory(source, placement, parameter_count(skeleton))
+    except CheckpointError as error:
+        streamed = replace(placement, stream=True)
+        try:
+            _require_streamable(source, config, streamed)
+        except CheckpointError:
+            raise error from None
+        device = placement.torch_device()
+        message(f"the weights do not fit into the free memory of {device}: they are streamed, one block at a time")
+        return streamed
+    return placement
 
 
 def _refuse_misfits(source: Source, config: Any, model: Any, found: Mapping[str, Any], ignore_unused: bool) -> None:

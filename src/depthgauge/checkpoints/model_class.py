@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from depthgauge.checkpoints.input_kinds import is_classifier
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source
@@ -20,7 +21,7 @@ def objective_of(architecture: str) -> str:
         auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
     )
     is_writer = any(architecture in names.values() for names in writers)
-    return "loss" if is_writer else "logits" if "Classification" in architecture else "states"
+    return "loss" if is_writer else "logits" if is_classifier(architecture) else "states"
 
 
 def loader_of(config: Any, source: Source | None = None) -> tuple[Any, str]:

@@ -1,62 +1,21 @@
-"""Read pairs of a source and a target, as an encoder–decoder model reads them."""
+"""Read texts one by one as token ids: texts with labels, and pairs of a source and a target."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from depthgauge._format import counted
+from depthgauge.checkpoints.found_inputs import LabelledTexts, PairFile, label_indices
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.library import quiet
 from depthgauge.checkpoints.samples import IGNORED, Samples
-from depthgauge.checkpoints.text_files import parse_line
-from depthgauge.errors import InputError, require_path
+from depthgauge.errors import InputError
 
 LONGEST = 128
-"""The most tokens of a source and of a target by default; longer ones are cut."""
-_FIELDS = ("source", "target")
-
-
-@dataclass(frozen=True)
-class PairFile:
-    """The pairs of a JSON lines file, each once."""
-
-    path: Path
-    pairs: tuple[tuple[str, str], ...]
-
-
-def find_pairs(path: str | Path) -> PairFile:
-    """Return the pairs of a file of JSON lines with the fields `source` and `target`.
-
-    Raises:
-        InputError: the file cannot be read, has no pairs, or a line lacks a field.
-    """
-    file = require_path("pairs", path)
-    pairs = tuple(dict.fromkeys(_read(file)))
-    if not pairs:
-        raise InputError(f"{file} contains no pairs; give JSON lines with the fields source and target")
-    return PairFile(file, pairs)
-
-
-def _read(path: Path) -> Iterator[tuple[str, str]]:
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise InputError(f"cannot read the pairs {path}: {error.strerror or error}") from error
-    for number, line in enumerate(lines, start=1):
-        record = parse_line(line, f"line {number} of {path}")
-        if record is None:
-            continue
-        for field in _FIELDS:
-            if not isinstance(record.get(field), str) or not record[field].strip():
-                raise InputError(
-                    f"line {number} of {path} has no text in the field {field!r}; every line needs a source and a "
-                    "target"
-                )
-        yield record["source"], record["target"]
+"""The most tokens of a text, of a source and of a target by default; longer ones are cut."""
 
 
 def read_pairs(
@@ -70,22 +29,53 @@ def read_pairs(
     Raises:
         InputError: there are fewer than `least` pairs; `advice` says what else to do.
     """
-    if len(found.pairs) < least:
-        raise InputError(
-            f"{found.path} has {counted(len(found.pairs), 'different pair')}, and {least} are needed; give more pairs"
-            f"{advice}"
-        )
-    order = torch.randperm(len(found.pairs), generator=torch.Generator().manual_seed(seed))[:wanted].tolist()
+    order = _drawn(len(found.pairs), "pair", found.path, wanted, seed, least, advice)
     chosen = [found.pairs[index] for index in order]
-    with quiet():
-        sources = [tokenizer(source)["input_ids"][:longest] for source, _ in chosen]
-    inputs = {
-        "input_ids": _padded(sources, config.pad_token_id or 0),
-        "attention_mask": _padded([[1] * len(source) for source in sources], 0),
-    }
+    inputs = _token_ids([source for source, _ in chosen], tokenizer, config, longest)
     samples = target_samples(inputs, [target for _, target in chosen], tokenizer, config, longest)
     digest = hashlib.sha256("\0".join(text for pair in chosen for text in pair).encode()).hexdigest()
     return GivenWindows("pairs", samples, str(found.path), digest)
+
+
+def read_labelled(
+    found: LabelledTexts, tokenizer: Any, config: Any, *, wanted: int, longest: int, seed: int, least: int = 1,
+    advice: str = "",
+) -> GivenWindows:  # fmt: skip
+    """Draw up to `wanted` texts by the seed, and convert them to token ids of at most `longest` tokens each.
+
+    Raises:
+        InputError: there are fewer than `least` texts, the model has no padding token, or it does not have a label.
+    """
+    if config.pad_token_id is None:
+        raise InputError(
+            "texts of different lengths need a padding token, and the model has none; set pad_token_id in its "
+            "config.json to the id of a token that texts do not contain"
+        )
+    order = _drawn(len(found.texts), "text", found.path, wanted, seed, least, advice)
+    indices = label_indices(found, config.label2id, config.num_labels)
+    texts, labels = ([given[index] for index in order] for given in (found.texts, found.labels))
+    inputs = _token_ids(texts, tokenizer, config, longest)
+    samples = Samples(inputs, torch.tensor([indices[label] for label in labels]))
+    digest = hashlib.sha256("\0".join([*texts, *labels]).encode()).hexdigest()
+    return GivenWindows("texts", samples, str(found.path), digest)
+
+
+def _drawn(count: int, noun: str, path: Path, wanted: int, seed: int, least: int, advice: str) -> list[int]:
+    """Return up to `wanted` indices below `count`, drawn by the seed; raise if there are fewer than `least`."""
+    if count < least:
+        raise InputError(
+            f"{path} has {counted(count, f'different {noun}')}, and {least} are needed; give more {noun}s{advice}"
+        )
+    drawn: list[int] = torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:wanted].tolist()
+    return drawn
+
+
+def _token_ids(texts: Sequence[str], tokenizer: Any, config: Any, longest: int) -> dict[str, torch.Tensor]:
+    """Return texts as token ids, with the special tokens of the tokenizer, padded at the end, and their mask."""
+    with quiet():
+        rows = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
+    mask = _padded([[1] * len(row) for row in rows], 0)
+    return {"input_ids": _padded(rows, config.pad_token_id or 0), "attention_mask": mask}
 
 
 def target_samples(

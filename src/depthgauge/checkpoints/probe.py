@@ -74,6 +74,8 @@ def _unobserved(stack: Stack, inputs: Inputs, stock: Tensor) -> str | None:
     checkpoint, session = stack.checkpoint, stack.session
     name, layers = type(checkpoint.model).__name__, checkpoint.layers
     off = relative_difference(stack.run(inputs), stock)
+    if checkpoint.stack is not None and session.calls != layers:
+        return f"both stacks of a {name} call the attention interface, and their calls are not told apart"
     if session.calls < layers:
         return (
             f"{name} bypasses transformers' attention interface: {session.calls} of its {counted(layers, 'layer')} "

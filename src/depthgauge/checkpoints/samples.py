@@ -17,6 +17,8 @@ from depthgauge._records import ArrayRecord
 
 ENCODED = "encoder_outputs"
 """The argument for states of the encoder, which are then not computed again."""
+MASK = "attention_mask"
+"""The argument that is 1 at tokens and 0 at padding."""
 IGNORED = -100
 """A target that does not count, because the place is padding."""
 
@@ -50,6 +52,15 @@ class Samples(ArrayRecord):
         """Return some of the windows: `rows` is a slice or a tensor of indices."""
         chosen = {name: value[rows] for name, value in self.inputs.items()}
         return Samples(chosen, None if self.targets is None else self.targets[rows])
+
+    def unpadded(self) -> "Samples":
+        """Return the windows without the tokens at the end that are padding in all of them."""
+        mask = self.inputs.get(MASK)
+        if mask is None:
+            return self
+        length = int(mask.sum(dim=1).max())
+        cut = {name: value[:, :length] for name, value in self.sources.items()}
+        return Samples({**self.inputs, **cut}, self.targets)
 
     def keywords(self, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         """Return the arguments of the model on its device; images get the dtype of its weights.

@@ -259,7 +259,9 @@ def lines_between(handle: BinaryIO, first: int, last: int) -> Iterator[tuple[int
         yield offset, line
 
 
-def parse_line(line: bytes, where: str) -> dict[str, Any] | None:
+def parse_line(
+    line: bytes, where: str, advice: str = "; use --as-is to read the file as plain text"
+) -> dict[str, Any] | None:
     """Return the object on a line, or None if the line is empty; `where` names the line in errors."""
     try:
         text = line.decode("utf-8-sig").strip()
@@ -267,10 +269,7 @@ def parse_line(line: bytes, where: str) -> dict[str, Any] | None:
             return None
         record = json.loads(text)
     except (ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError too
-        raise InputError(
-            f"{where} is not JSON: {error}; a JSONL file has one JSON object per line; use --as-is to read the file as "
-            "plain text"
-        ) from error
+        raise InputError(f"{where} is not JSON: {error}; a JSONL file has one JSON object per line{advice}") from error
     if not isinstance(record, dict):
         raise InputError(f"{where} is not a JSON object; a JSONL file has one object per line, such as {{'text': …}}")
     return record

@@ -200,8 +200,9 @@ def heads_tables(subject: CheckpointSubject, width: int) -> Iterator[RenderableT
     model = subject.model
     heads = f" × {counted(model.heads, 'head')}" if model.heads else ""
     groups = "" if model.kv_heads == model.heads else f" ({model.kv_heads} key–value)"
+    stack = "" if model.stack is None else f", {model.stack}"
     title = (
-        f"{escape(printable(subject.name))}: {counted(model.layers, 'layer')}{heads}{groups}, "
+        f"{escape(printable(subject.name))}{stack}: {counted(model.layers, 'layer')}{heads}{groups}, "
         f"dim {model.dim}, {parameters(model.parameters)}"
     )
     on_text = subject.text is not None

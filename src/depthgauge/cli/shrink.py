@@ -88,7 +88,8 @@ def command(
     itself, and the guarantee is about such text.
 
     `depthgauge shrink ./vit --images photos --remove 3 --out ./smaller` shrinks a model of images; `--labels FILE` also
-    measures the accuracy of its classification head.
+    measures the accuracy of its classification head. `--labels reviews.jsonl` alone has texts and labels, for a
+    classifier of text.
 
     `depthgauge shrink ./model --text corpus.txt --sizes 2,4,6,8 --out ./smaller --report sizes.html` searches once and
     writes `./smaller-2`, `./smaller-4` and so on, and one page with the loss, size and speed of each.

@@ -9,6 +9,7 @@ from depthgauge._format import counted, number, ranges
 from depthgauge.cli.evaluate_tables import evaluate_tables
 from depthgauge.cli.gauge_tables import printable
 from depthgauge.cli.stacking import Column, stacked
+from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import (
     BY_LOSS,
@@ -29,10 +30,14 @@ from depthgauge.results.shrink_verdicts import (
 )
 
 
+def _title(name: str, plan: PlanRecord) -> str:
+    kept = counted(plan.layers - len(plan.removed), "layer")
+    return f"[bold]{escape(printable(name))}: {plan.layers} → {kept}{of_stack(plan.stack)}[/bold]"
+
+
 def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     """Yield the tables and lines of one result."""
-    name = escape(printable(record.name))
-    yield f"[bold]{name}: {record.layers_before} → {counted(record.layers_after, 'layer')}[/bold]"
+    yield _title(record.name, record.plan)
     yield from stack_lines(record.layers_before, record.removed, width)
     yield from text_tables(record, width)
     if record.guarantee is not None and record.guarantee.tested:
@@ -57,8 +62,7 @@ def shrink_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
 
 def plan_tables(plan: PlanRecord, width: int) -> Iterator[RenderableType]:
     """Yield the tables and lines of a plan."""
-    kept = plan.layers - len(plan.removed)
-    yield f"[bold]{escape(printable(plan.model))}: {plan.layers} → {counted(kept, 'layer')}[/bold]"
+    yield _title(plan.model, plan)
     yield from stack_lines(plan.layers, plan.removed, width)
     if plan.search:
         yield from search_tables(plan, width)
@@ -93,7 +97,7 @@ def text_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:
     title = label.title[:1].upper() + label.title[1:]
     yield from stacked(title, key, columns, width, caption=texts_caption(record))
     if record.accuracy is not None:
-        yield _line(accuracy_sentence(record.accuracy))
+        yield _line(accuracy_sentence(record))
 
 
 def tested_tables(record: ShrinkRecord, width: int) -> Iterator[RenderableType]:

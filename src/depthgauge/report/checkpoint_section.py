@@ -8,7 +8,7 @@ from depthgauge.report.charts import MEASURED, Chart, Figure, View, figure, hove
 from depthgauge.report.markup import Table, capital, percent
 from depthgauge.report.page_parts import Measure, PagePart, head_part, heat_map, present, residual_part
 from depthgauge.results.checkpoint_subject import CheckpointLayer, CheckpointSubject, Interval, ScoreTrust
-from depthgauge.results.labels import EXPERT_MEASURES, SCORES, WHAT_IFS, unit
+from depthgauge.results.labels import EXPERT_MEASURES, SCORES, WHAT_IFS, of_stack, unit
 from depthgauge.results.verdicts import (
     FIRST_LAYER_CAPTION,
     first_layer_sentences,
@@ -26,7 +26,7 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
     facts = [] if model.hub is None else [("source", model.hub.target)]
     facts += [
         ("architecture", model.architecture),
-        ("layers", str(model.layers)),
+        ("layers", f"{model.layers}{of_stack(model.stack)}"),
         ("heads per layer", f"{model.heads}{shared}"),
         ("token width", str(model.dim)),
         ("parameters", f"{model.parameters:,}"),
@@ -37,8 +37,8 @@ def checkpoint_facts(subject: CheckpointSubject) -> tuple[tuple[str, str], ...]:
         if text.bos is not None:
             facts.append(("BOS token", f"{'added' if text.bos else 'not added'}: {text.bos_reason}"))
     if subject.baseline is not None:
-        unit = "image" if model.objective == "labels" else "token"
-        facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats per {unit}"))
+        per = " per token" if model.objective == "loss" else ""
+        facts.append(("loss, intact", f"{number(subject.baseline.loss)} nats{per}"))
     if subject.accuracy is not None:
         facts.append(("accuracy, intact", f"{number(100 * subject.accuracy)} %"))
     if (regime := subject.regime) is not None:

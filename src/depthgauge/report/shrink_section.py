@@ -8,6 +8,7 @@ from depthgauge.report.charts import MEASURED, PROVED, Figure, figure, hovering,
 from depthgauge.report.evaluate_section import evaluate_parts
 from depthgauge.report.markup import Table, capital, command_line, settings_table
 from depthgauge.report.page_parts import Page, PagePart, Section, present
+from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import CurvePoint, ShrinkRecord, TextRecord
 from depthgauge.results.shrink_verdicts import (
     SHORT_TEXTS,
@@ -65,7 +66,7 @@ def stack_part(record: ShrinkRecord) -> PagePart | None:
     legend = [_legend(*_STATES[state]) for state in sorted(shown)]
     y = {"type": "category", "showgrid": False, "autorange": "reversed"}
     drawn = figure(trace, *legend, x=names_axis("layer", names), y=y, left=56, right=16, top=40)
-    sizes = f"{counted(record.layers_before, 'layer')} before, {record.layers_after} after"
+    sizes = f"{counted(record.layers_before, 'layer')}{of_stack(record.plan.stack)} before, {record.layers_after} after"
     words = f"{sizes}; removed: {ranges(sorted(record.removed))}."
     rows = tuple(
         (layer, _STATES[state][0], kept.index(layer) if layer not in gone else None)
@@ -118,17 +119,20 @@ def text_part(record: ShrinkRecord) -> PagePart | None:
     words = "; ".join(f"{text_label(text)}: {increase_text(text.increase, text.low, text.high)}" for text in known)
     caption = texts_caption(record)
     if record.accuracy is not None:
-        caption += f" {capital(accuracy_sentence(record.accuracy))}."
+        caption += f" {capital(accuracy_sentence(record))}."
     noun = record.plan.calibration.noun
     what = "text" if noun == "window" else noun
+    by_kind = f" by kind of {what}" if len(texts) > 1 else ""
     table = Table(
-        f"{capital(objective_label(record.objective).title)}, by kind of {what}",
+        capital(objective_label(record.objective).title) + by_kind.replace(" by", ", by"),
         (what, f"{noun}s", "before", "after", "increase", "low", "high"),
         tuple((text_label(t), t.windows, t.dense, t.shrunk, t.increase, t.low, t.high) for t in texts),
     )
-    alt = f"Bar chart of {objective_label(record.objective).added} by kind of {what}. {words}."
+    alt = f"Bar chart of {objective_label(record.objective).added}{by_kind}. {words}."
     chart = single(alt, 96 + 56 * len(known), drawn) if known else None
-    return PagePart("texts", f"What it costs on each {what}", caption, chart, table, half=True)
+    return PagePart(
+        "texts", f"What it costs on {f'each {what}' if by_kind else f'your {what}s'}", caption, chart, table, half=True
+    )
 
 
 def _short_name(text: TextRecord, texts: Sequence[TextRecord]) -> str:
@@ -170,9 +174,10 @@ def curve_part(record: ShrinkRecord) -> PagePart | None:
         ("method", "layers removed", "increase"),
         tuple((point.method, point.removed, point.increase) for point in record.curve),
     )
+    noun, repaired = record.plan.calibration.noun, "only the result" if record.repaired else "nothing"
     caption = (
-        f"Measured on the selection windows; only the result was repaired. {words} The increases by text were measured "
-        "on other windows."
+        f"Measured on the selection {noun}s; {repaired} was repaired. {words} The cost itself was measured on other "
+        f"{noun}s."
     )
     chart = single(alt, 380, figure(*traces, x=x, y={"title": added}, right=12, top=76))
     return PagePart("curve", "Other ways to choose the layers", caption, chart, table, half=True)
@@ -328,7 +333,7 @@ def shrink_facts(record: ShrinkRecord) -> tuple[tuple[str, str], ...]:
     facts = [
         ("source", plan.model),
         ("family", plan.family),
-        ("layers", f"{record.layers_before} → {record.layers_after}"),
+        ("layers", f"{record.layers_before} → {record.layers_after}{of_stack(plan.stack)}"),
         ("removed layers", ranges(sorted(record.removed))),
         ("weights", "repaired" if record.repaired else "unchanged"),
     ]

@@ -34,7 +34,8 @@ class HubModel(Record, frozen=True, kw_only=True):
 class CheckpointDescription(Record, frozen=True, kw_only=True):
     """The shape of a checkpoint. `objective` is `loss` for decoders with a head and `states` for other models.
 
-    `hub` is what the checkpoint is on the hub; None if it was given as a path.
+    `hub` is what the checkpoint is on the hub; None if it was given as a path. Of an encoder–decoder model, `stack` is
+    the one that was gauged, whose layers are counted.
     """
 
     family: str = ""
@@ -49,14 +50,15 @@ class CheckpointDescription(Record, frozen=True, kw_only=True):
     device: str = ""
     context: Count | None = None
     hub: HubModel | None = None
+    stack: str | None = None
 
 
 class TextWindows(Record, frozen=True, kw_only=True):
     """What a checkpoint was gauged on: `windows` windows of `window` tokens of a text, or as many images.
 
-    `kind` is `text`, `images`, `pairs` or `recordings`; an image, or the padded side of a pair or of a recording with
-    its transcript, becomes `window` tokens. `bos` says whether every window starts with the BOS token
-    (None: the model has none), `bos_reason` says why.
+    `kind` is `text`, `texts`, `images`, `pairs` or `recordings`; an image, a padded text with a label, or the padded
+    side of a pair or of a recording with its transcript, becomes `window` tokens. `bos` says whether every window
+    starts with the BOS token (None: the model has none), `bos_reason` says why.
     """
 
     kind: str = "text"
@@ -218,7 +220,7 @@ class ScoreTrust(Record, frozen=True, kw_only=True):
 class CheckpointSubject(GaugedSubject, frozen=True, kw_only=True, tag_field="kind", tag="model"):
     """One gauged checkpoint. `depth` is empty; in results of release 0.1 it may have the outcome of greedy removal.
 
-    `baseline` is the loss of the intact model, and `accuracy` its accuracy where images have labels. `unobserved` is
+    `baseline` is the loss of the intact model, and `accuracy` its accuracy where inputs have labels. `unobserved` is
     why the attention weights of the model are not observable; None if they are, or were not asked for.
     """
 

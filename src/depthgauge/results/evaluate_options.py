@@ -34,6 +34,8 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
+            fit].
         tokenizer: Directory of a tokenizer that replaces those of the checkpoints.
         trust_remote_code: Run Python code that comes with the checkpoint.
         allow_pickle: Read pickled weights (pytorch_model*.bin), without running code in them.
@@ -51,6 +53,7 @@ class EvaluateOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
+    stream: Annotated[bool, _MODEL] = False
     tokenizer: Annotated[str | None, _MODEL] = None
     trust_remote_code: Annotated[bool, _MODEL] = False
     allow_pickle: Annotated[bool, _MODEL] = False

@@ -24,14 +24,16 @@ ONE_BY_ONE: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "images": ("images", ()),
     "pairs": ("pairs", ("window", "tokenizer")),
     "audio": ("recordings", ("window", "tokenizer")),
+    "labels": ("texts with labels", ("window", "tokenizer")),
 }
-"""Options that give inputs one by one → what they are, and the options about text that apply to them."""
+"""Options that give inputs one by one → what they are, and the options about text that apply to them. Labels are inputs
+if there are no images that they belong to."""
 STACKS = ("decoder", "encoder")
 """The stacks of an encoder–decoder model, the default first."""
 BOTH = "both"
 """Both stacks, which only `shrink` takes: the blocks of the encoder are counted first, then those of the decoder."""
 SAMPLES = 16
-"""Images, pairs or recordings that a checkpoint is gauged on by default."""
+"""Images, texts with labels, pairs or recordings that a checkpoint is gauged on by default."""
 DEFAULTS = {NETWORKS: NETWORK_DEFAULTS, CHECKPOINTS: CHECKPOINT_DEFAULTS}
 """Kind of target → default of each option that has one."""
 PATHS = ("input", "text", "images", "labels", "pairs", "audio", "tokenizer")
@@ -48,7 +50,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     """What `gauge` is asked to do. None means the default. `depthgauge gauge --help` shows the same text.
 
     Attributes:
-        samples: Number of random inputs of a network  [default: 4], or of images, pairs or
+        samples: Number of random inputs of a network  [default: 4], or of images, labelled texts, pairs or
             recordings  [default: 16].
         tokens: Tokens per input of a network  [default: 128], or of text in total for a checkpoint  [default: 2048].
         radius: φ, the largest |entry| of the random inputs, which are uniform in this box  [default: 1].
@@ -57,13 +59,14 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         text: Text file to gauge on, or FILE.jsonl:FIELD, where FIELD is `text` or `messages` by default  [default: a
             built-in text].
         images: Directory of images to gauge a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
-            and label, or CSV with these two columns.
+        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
+            --images, with file_name and label; or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default] or encoder.
         as_is: Read the text file as plain text, even if it is JSONL, JSON, CSV or HTML.
-        window: Tokens per window of text  [default: for 8 windows, from 64 to 512].
+        window: Tokens per window of text  [default: for 8 windows, from 64 to 512], or the most tokens of a labelled
+            text, a source or a target  [default: 128].
         what_if: What to remove from each layer: block,attention,mlp  [default], uniform, parallel, all or none; or
             expert, each expert of a mixture, which costs a pass per expert.
         bos: Start every window with the BOS token: yes, no, or auto  [default], which does what the tokenizer or the
@@ -72,6 +75,8 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device  [default: if they do not
+            fit].
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint.
         force: Go on if the model cannot read its text.
         trust_remote_code: Run Python code that comes with the checkpoint.
@@ -98,6 +103,7 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str | None, _CHECKPOINTS] = None
     device: Annotated[str | None, _CHECKPOINTS] = None
     device_map: Annotated[str | None, _CHECKPOINTS] = None
+    stream: Annotated[bool | None, _CHECKPOINTS] = None
     tokenizer: Annotated[str | None, _CHECKPOINTS] = None
     force: Annotated[bool | None, _CHECKPOINTS] = None
     trust_remote_code: Annotated[bool | None, _CHECKPOINTS] = None
@@ -125,18 +131,18 @@ class GaugeOptions(Record, frozen=True, kw_only=True):
             refuse_other_inputs(self.given())
             if self.samples is not None and not any(getattr(self, name) is not None for name in ONE_BY_ONE):
                 raise InputError(
-                    f"--samples applies to network files, --images, --pairs and --audio; {target} is {noun}. Leave it "
-                    "out"
+                    f"--samples applies to network files, --images, --labels, --pairs and --audio; {target} is "
+                    f"{noun}. Leave it out"
                 )
 
 
 def refuse_other_inputs(given: Mapping[str, Any], stacks: Sequence[str] = STACKS) -> None:
     """Raise if options are given that do not belong together.
 
-    These are inputs of two kinds, options about text with other inputs, labels without images, and a stack without
-    inputs of an encoder–decoder model, or none of those that are known.
+    These are inputs of two kinds, options about text with other inputs, and a stack without inputs of an
+    encoder–decoder model, or none of those that are known.
     """
-    kinds = [name for name in ONE_BY_ONE if name in given]
+    kinds = [name for name in ONE_BY_ONE if name in given and not (name == "labels" and "images" in given)]
     if len(kinds) > 1:
         raise InputError(f"--{kinds[0]} and --{kinds[1]} are inputs of different models; leave one of them out")
     for kind in kinds:
@@ -144,8 +150,6 @@ def refuse_other_inputs(given: Mapping[str, Any], stacks: Sequence[str] = STACKS
         for name in given:
             if name in ABOUT_TEXT and name not in allowed:
                 raise InputError(f"--{name.replace('_', '-')} is about text, and --{kind} gives {noun}; leave it out")
-    if "labels" in given and "images" not in given:
-        raise InputError("--labels gives the labels of images; give the images with --images DIR")
     if "stack" in given:
         if "pairs" not in given and "audio" not in given:
             raise InputError(

@@ -111,11 +111,22 @@ NORMS: Mapping[str, str] = {"max": "largest entry", "frobenius": "Frobenius", "c
 """Norm of the residual → label."""
 
 
+def of_stack(stack: str | None) -> str:
+    """Return whose layers are counted in an encoder–decoder model; empty for other models.
+
+    >>> of_stack("decoder"), of_stack("both"), of_stack(None)
+    (' of the decoder', ' of both stacks', '')
+    """
+    if stack is None:
+        return ""
+    return " of both stacks" if stack == "both" else f" of the {stack}"
+
+
 def unit(objective: str) -> str:
     """Return the unit in which a checkpoint's what-ifs are measured."""
     return {
         "loss": "loss added, nats per token",
-        "labels": "loss added, nats per image",
+        "labels": "loss of the labels added, nats",
         "logits": "relative change of the logits",
         "embedding": "1 − cosine of the embeddings",
     }.get(objective, "relative change of the final states")

@@ -17,7 +17,8 @@ from depthgauge.results.record import Record, combine_options
 EFFORTS = ("quick", "default", "high")
 SIZE, TEXT, MODEL = "size", "text", "model"
 ABOUT_FILES = (
-    "dtype", "device", "device_map", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle", "ignore_unused",
+    "dtype", "device", "device_map", "stream", "tokenizer", "gguf_type", "trust_remote_code", "allow_pickle",
+    "ignore_unused",
 )  # fmt: skip
 """Options about how a model is loaded; they may differ from those of a plan, and do not apply to a model in memory."""
 
@@ -51,20 +52,23 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
         text: Text file, or FILE.jsonl:FIELD, to calibrate on; repeat it for several  [default: text sampled from the
             model].
         images: Directory of images to calibrate a model of images on, such as ViT, DINOv2 or the vision tower of CLIP.
-        labels: File with the label of every image, for a model with a classification head: JSON lines with file_name
-            and label, or CSV with these two columns.
+        labels: Labels for a model with a classification head: JSON lines with text and label, or, together with
+            --images, with file_name and label; or CSV with these two columns.
         pairs: JSON lines with `source` and `target`, for an encoder–decoder model such as T5 or BART.
         audio: Directory of WAV files with transcripts, a.wav and a.txt, for a model of speech such as Whisper.
         stack: Stack of an encoder–decoder model: decoder  [default], encoder, or both. With both, all numbers count the
             blocks of both stacks, those of the encoder first, and the search divides what is removed.
         as_is: Read --text as plain text, even if it is JSON, CSV or HTML.
         sampled: Share of calibration windows sampled from the model  [default: a third].
-        window: Tokens per window  [default: 512, with --effort quick 256].
+        window: Tokens per window  [default: 512, with --effort quick 256], or the most tokens of a labelled text, a
+            source or a target  [default: 128].
         bos: Start every window with the BOS token: yes, no, or auto  [default].
         seed: Seed of everything random  [default: 0].
         dtype: Number type  [default: float32 on a CPU, the checkpoint's own on a GPU].
         device: Device  [default: a GPU if there is one].
         device_map: Spread the model over devices, as transformers does: auto.
+        stream: Leave the weights on the disk and bring one block at a time to the device; needs --text, and repairs by
+            least squares alone  [default: if the weights do not fit].
         tokenizer: Directory of a tokenizer that replaces the one of the checkpoint; the result gets it too.
         gguf_type: In a GGUF file, the type of changed weights whose own type cannot be written, such as Q4_K: Q8_0
             [default], Q5_1, F16, ….
@@ -99,6 +103,7 @@ class ShrinkOptions(Record, frozen=True, kw_only=True):
     dtype: Annotated[str, _MODEL] = "auto"
     device: Annotated[str | None, _MODEL] = None
     device_map: Annotated[str | None, _MODEL] = None
+    stream: Annotated[bool, _MODEL] = False
     tokenizer: Annotated[str | None, _MODEL] = None
     gguf_type: Annotated[str | None, _MODEL] = None
     force: Annotated[bool, _MODEL] = False

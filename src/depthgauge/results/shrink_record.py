@@ -13,6 +13,7 @@ from depthgauge.errors import unknown_name
 from depthgauge.results.checkpoint_subject import HubModel
 from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.evaluate_record import EvaluateRecord
+from depthgauge.results.gauge_options import STACKS
 from depthgauge.results.record import Count, Measured, Number, Record, ResultError, check_schema, load_document, read
 from depthgauge.results.shrink_options import ShrinkOptions
 
@@ -20,6 +21,8 @@ SHRINK_SCHEMA = "depthgauge.shrink/1"
 PLAN_SCHEMA = "depthgauge.plan/1"
 LLAMA = "llama.cpp"
 """The program that checks GGUF files."""
+GIVEN = ("text", "texts", "images", "pairs", "recordings")
+"""Kinds of windows that the user gave: windows of a text, and what was given one by one."""
 MOST_LAYERS = 10_000
 """A document with more layers than this is damaged; pages and tables draw every layer."""
 
@@ -73,7 +76,7 @@ class RepairStage(Record, frozen=True, kw_only=True):
 class SourceRecord(Record, frozen=True, kw_only=True):
     """One source of calibration windows, and its windows in each part.
 
-    `kind` is `text`, `sampled`, `built-in`, `images`, `pairs` or `recordings`.
+    `kind` is one of `GIVEN`, `sampled` or `built-in`.
     """
 
     kind: str
@@ -95,8 +98,8 @@ class CalibrationRecord(Record, frozen=True, kw_only=True):
 
     @property
     def noun(self) -> str:
-        """What one window is: a `window` of text, an `image`, a `pair` or a `recording`."""
-        kinds = [source.kind for source in self.sources if source.kind in ("images", "pairs", "recordings")]
+        """What one window is: a `window` of text, a whole `text`, an `image`, a `pair` or a `recording`."""
+        kinds = [source.kind for source in self.sources if source.kind in GIVEN[1:]]
         return kinds[0].removesuffix("s") if kinds else "window"
 
     @property
@@ -128,6 +131,12 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     settings: ShrinkOptions
     calibration: CalibrationRecord
     hub: HubModel | None = None
+
+    @property
+    def stack(self) -> str | None:
+        """The stack of an encoder–decoder model that has the layers; None for other models."""
+        settings = self.settings
+        return settings.stack or (STACKS[0] if settings.pairs or settings.audio else None)
 
     def summary(self) -> Mapping[str, str]:
         """Return the model, its depth, and the blocks that the plan removes."""
@@ -274,7 +283,7 @@ class ReloadRecord(Record, frozen=True, kw_only=True):
 class ShrinkRecord(Record, frozen=True, kw_only=True):
     """The result of `shrink`. Layers are counted from 0 in the source model.
 
-    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labelled images;
+    - `objective`: what `loss`, `texts` and the guarantee measure: `loss`; `labels`, the loss of labels;
       `logits`, the change of a classifier's output; `embedding`, that of an embedding; or `states` for other models
     - `removed`: the removed blocks; empty if no size stayed within the limit of `--max-increase`
     - `loss`, `texts`, `accuracy`, `guarantee`: on certify windows, which nothing was fitted or selected on
@@ -282,8 +291,7 @@ class ShrinkRecord(Record, frozen=True, kw_only=True):
     - `curve`: loss against number of removed blocks, for this and for other ways to choose them
     - `stages`: the stages of the repair
     - `durations`, `seconds`: the seconds of each part of the run, in order, and since its start; with `--sizes`, both
-      include the sizes before this one
-    - `estimate`: what was expected before the weights were loaded, of all sizes together; None if it was not known
+      include the sizes before this one; `estimate`: what was expected of all sizes, None if that was not known
     - `evaluation`: both models on tasks, the dense one first; None if no tasks were asked for
     - `out`: the directory or the GGUF file of the shrunk model; None if nothing was written
     """

@@ -9,13 +9,14 @@ from itertools import groupby
 from statistics import mean
 
 from depthgauge._format import DASH, counted, duration, number, ranges, size_text
+from depthgauge.results.labels import of_stack
 from depthgauge.results.shrink_record import (
+    GIVEN,
     LLAMA,
     BeforeAfter,
     CalibrationRecord,
     GuaranteeRecord,
     HealRecord,
-    LabelAccuracy,
     ReloadRecord,
     RepairStage,
     ShrinkRecord,
@@ -55,7 +56,7 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
         "the final states change by # of their size", "its final states move",
     ),
     "labels": ObjectiveLabel(
-        "loss", "loss of the labels, nats per image", "loss added, nats per image", "the loss grows by # nats per image"
+        "loss", "loss of the labels, nats", "loss added, nats", "the loss of the labels grows by # nats"
     ),
     "logits": ObjectiveLabel(
         "change of the logits", "relative change of the logits", "relative change of logits",
@@ -68,36 +69,14 @@ OBJECTIVE_LABELS: Mapping[str, ObjectiveLabel] = {
 }  # fmt: skip
 """Objective → label."""
 
-TEXTS = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "sampled from the model",
-    "built-in": "built-in text",
-}
+_YOURS = {kind: f"your {kind}" for kind in GIVEN}
+TEXTS = _YOURS | {"sampled": "sampled from the model", "built-in": "built-in text"}
 """Kind of text → label."""
-ABOUT = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "text that the model writes itself",
-    "built-in": "the built-in text",
-}
+ABOUT = _YOURS | {"sampled": "text that the model writes itself", "built-in": "the built-in text"}
 """Kind of text → what a guarantee about it says."""
-SHORT_TEXTS = {
-    "text": "your text",
-    "images": "your images",
-    "pairs": "your pairs",
-    "recordings": "your recordings",
-    "sampled": "sampled",
-    "built-in": "built-in",
-}
+SHORT_TEXTS = _YOURS | {"sampled": "sampled", "built-in": "built-in"}
 """Kind of text → label next to a chart."""
 
-GIVEN = ("text", "images", "pairs", "recordings")
-"""Kinds that the user gave, by name."""
 BY_LOSS = ("loss", "labels")
 """Objectives that have a value before and after."""
 
@@ -128,7 +107,7 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     if guarantee is not None and limit_failed(guarantee):
         return limit_sentence(guarantee, record.objective)
     verb = "is" if record.layers_after == 1 else "are"
-    kept = f"{record.layers_after} of {counted(record.layers_before, 'layer')} {verb} kept"
+    kept = f"{layers_text(record)} {verb} kept"
     measured = objective_label(record.objective).by(measured_increase(record))
     compared = comparison(record)
     measured += f"; {compared}" if compared else ""
@@ -143,6 +122,11 @@ def shrink_verdict(record: ShrinkRecord) -> str:
     )
 
 
+def layers_text(record: ShrinkRecord) -> str:
+    """Return how many layers are kept: `2 of 3 layers of the decoder`."""
+    return f"{record.layers_after} of {counted(record.layers_before, 'layer')}{of_stack(record.plan.stack)}"
+
+
 def comparison(record: ShrinkRecord) -> str:
     """Compare the result with all sets of blocks without repair, on the selection windows; empty if none is known."""
     chosen = next((one for one in record.plan.candidates if one.chosen and one.removed == record.removed), None)
@@ -151,6 +135,8 @@ def comparison(record: ShrinkRecord) -> str:
         return ""
     best = min(bare, key=lambda removed: bare[removed])
     gain = bare[best] - chosen.best
+    if gain == 0 and best == chosen.removed:  # it is this model
+        return ""
     if gain > 0:
         what = "the best of " + counted(len(bare), "choice") if len(bare) > 1 else "the same blocks"
         return f"on the selection windows {number(gain)} below {what} without repair"
@@ -330,10 +316,14 @@ def texts_caption(record: ShrinkRecord) -> str:
     )
 
 
-def accuracy_sentence(accuracy: LabelAccuracy) -> str:
-    """Return the accuracy of both models."""
-    dense, shrunk = (number(100 * value) for value in (accuracy.dense, accuracy.shrunk))
-    return f"accuracy on the {accuracy.windows} certify images: {dense} % before, {shrunk} % after"
+def accuracy_sentence(record: ShrinkRecord) -> str:
+    """Return the accuracy of both models; empty if there are no labels."""
+    found = record.accuracy
+    if found is None:
+        return ""
+    dense, shrunk = (number(100 * value) for value in (found.dense, found.shrunk))
+    what = f"{found.windows} certify {record.plan.calibration.noun}s"
+    return f"accuracy on the {what}: {dense} % before, {shrunk} % after"
 
 
 def stack_picture(layers: int, removed: tuple[int, ...], width: int) -> str:

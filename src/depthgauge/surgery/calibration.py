@@ -18,17 +18,18 @@ from jaxtyping import Int
 from torch import Tensor
 
 from depthgauge._records import ArrayRecord
-from depthgauge.checkpoints.load import TEXT, Checkpoint
+from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.samples import Inputs, as_samples
 from depthgauge.checkpoints.start_token import Start
 from depthgauge.checkpoints.windows import surround
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, silent
-from depthgauge.results.shrink_record import CalibrationRecord, SourceRecord
+from depthgauge.results.shrink_record import GIVEN, CalibrationRecord, SourceRecord
 from depthgauge.surgery.cut_texts import PARTS, CutSource, CutTexts, drop_repeated
 from depthgauge.surgery.model_samples import ordinary_tokens, sample_windows
 
-KINDS = ("text", "images", "pairs", "recordings", "sampled", "built-in")
+KINDS = (*GIVEN, "sampled", "built-in")
 BUILT_IN_WINDOWS = 32
 """The most windows of the built-in text in the certify part."""
 SAMPLE_TOKENS = 128

@@ -137,9 +137,10 @@ class Candidates:
         refitted = [layer for layer in shrinker.kept[place:] if is_linear(shrinker.checkpoint.families[layer])]
         trials = {"least squares": partial(self._refit, place)} if refitted else {}
         steps = effort.steps * (1 if shrinker.checkpoint.objective == "loss" else HEADLESS)
-        trials["distillation"] = partial(
-            distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
-        )
+        if shrinker.checkpoint.stream is None:  # training needs all weights in memory
+            trials["distillation"] = partial(
+                distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
+            )
         stages = []
         for name, run in trials.items():
             before = [weight.detach().clone() for weight in weights]

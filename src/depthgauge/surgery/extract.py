@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.block_lists import blocks_of, find_blocks
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.interface import NAME as OBSERVED
 from depthgauge.checkpoints.library import CheckpointError, quiet, short
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.stored_weights import stored_tensors
+from depthgauge.checkpoints.stream import Stream
 from depthgauge.errors import InputError
 from depthgauge.surgery.write_model import ALIGNED
 
@@ -125,6 +127,8 @@ def extract(checkpoint: Checkpoint, kept: Sequence[int], copies: bool = True) ->
         fresh.generation_config = copy.deepcopy(model.generation_config)
         if "decoder" in checkpoint.roots:
             _renumber_aligned(fresh.generation_config, by_stack[-1])
+    if checkpoint.stream is not None:
+        Stream(blocks_of(replace(checkpoint, model=fresh, config=config)), checkpoint.stream.device)
     _distribute(model, fresh, lists, places)
     return fresh
 

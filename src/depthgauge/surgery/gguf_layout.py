@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.block_lists import find_blocks
+from depthgauge.checkpoints.find_blocks import find_blocks
 from depthgauge.checkpoints.library import CheckpointError, attempt
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source

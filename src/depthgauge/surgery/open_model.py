@@ -4,22 +4,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 from depthgauge._format import counted
 from depthgauge.checkpoints.config_file import quantization_method, read_json
 from depthgauge.checkpoints.derive_family import derived
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.input_kinds import AUDIO, PAIRS, TEXT, read_kind
 from depthgauge.checkpoints.load import (
-    IMAGES,
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
+    fitted,
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_class import loader_of
@@ -79,6 +81,7 @@ class ReadModel:
     - `source`: its files; None for a model from memory, which is `checkpoint`
     - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
     - `files`, `stored`, `read`: see `OpenedModel`
+    - `placement`: how it is loaded; the weights are streamed if they do not fit
     """
 
     source: Source | None
@@ -88,16 +91,23 @@ class ReadModel:
     files: dict[str, str]
     stored: torch.dtype | GgufLayout | None
     read: CutTexts | GivenWindows
+    placement: Placement
 
 
 def read_model(
-    model: Any, source: Source | None, settings: ShrinkOptions, tokenizer: Any, plan: PlanRecord | None, as_gguf: bool
+    model: Any,
+    source: Source | None,
+    settings: ShrinkOptions,
+    tokenizer: Any,
+    plan: PlanRecord | None,
+    as_gguf: bool,
+    message: Callable[[str], None],
 ) -> ReadModel:
     """Check everything that can be checked without the weights of a model.
 
     Without a `source`, which is a checkpoint on disk, `model` is in memory, and `tokenizer` belongs to it. The digests
-    of a plan that will be followed must match. With `as_gguf`, a model that cannot be written as a GGUF file is
-    refused.
+    of a plan that will be followed must match. `message` is told if the weights must be streamed. With `as_gguf`, a
+    model that cannot be written as a GGUF file is refused.
     """
     files: dict[str, str] = {}
     stored: torch.dtype | GgufLayout | None = None
@@ -106,17 +116,21 @@ def read_model(
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer)
         read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
-        return ReadModel(None, checkpoint, model.config, tokenizer, files, stored, read)
+        return ReadModel(None, checkpoint, model.config, tokenizer, files, stored, read, Placement())
     placement = Placement.of(settings)
     config = load_config(source, placement, read_kind(settings))
     tokenizer = load_reader(source, placement, settings, tokenizer)
+    placement = fitted(source, config, placement, message)
+    if placement.stream:
+        _require_streamed(settings)
+        settings = msgspec.structs.replace(settings, sampled=0.0)
     read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
     files = file_digests(source)
     if plan is not None and plan.files != files:
         raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
-    if settings.dtype == "auto" and source.gguf is None:
+    if settings.dtype == "auto" and source.gguf is None and not placement.stream:
         stored = stored_dtype(config, source)
-    return ReadModel(source, None, config, tokenizer, files, stored, read)
+    return ReadModel(source, None, config, tokenizer, files, stored, read, placement)
 
 
 def open_model(
@@ -131,7 +145,7 @@ def open_model(
     if checkpoint is None:
         assert source is not None
         message(f"loading {source.target}")
-        checkpoint = load_model(source, found.config, Placement.of(settings))
+        checkpoint = load_model(source, found.config, found.placement)
     require_supported(checkpoint)
     if isinstance(stored, GgufLayout):
         stored = match_weights(stored, checkpoint)
@@ -169,6 +183,17 @@ def open_model(
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
     return OpenedModel(checkpoint, tokenizer, files, stored, start, read, fixed, notes)
+
+
+def _require_streamed(settings: ShrinkOptions) -> None:
+    """Raise for what streamed weights are too slow for, or cannot do."""
+    for is_given, reason in (
+        (not settings.text, "does not sample text from the model; give --text"),
+        (settings.sampled, "does not sample text from the model; leave --sampled out"),
+        (settings.heal, "does not train weights, which would have to be in memory; leave --heal out"),
+    ):
+        if is_given:
+            raise InputError(f"a model whose weights are streamed {reason}, or use a machine with more memory")
 
 
 def _fixed_blocks(checkpoint: Checkpoint, example: Inputs) -> tuple[frozenset[int], tuple[str, ...]]:
@@ -239,7 +264,7 @@ def _from_memory(model: Any, settings: ShrinkOptions, tokenizer: Any) -> Checkpo
             raise InputError(f"{name} applies to models that are loaded from disk; the model is in memory already")
     load_reader(None, Placement(), settings, tokenizer)
     name = getattr(model, "name_or_path", "") or type(model).__name__
-    require_kind(model, name, settings)
+    require_kind(type(model), model.config, name, read_kind(settings))
     checkpoint = wrap(model, name)
     require_supported(checkpoint)
     refuse_infinite(model, checkpoint.name)
@@ -282,7 +307,7 @@ def _read(
     Nothing here needs the weights.
     """
     settings.check_model(decoder, name)
-    if read_kind(settings) in (TEXT, IMAGES):  # otherwise the number of layers is that of a stack, found in the model
+    if read_kind(settings) not in (PAIRS, AUDIO):  # there, the number of layers is that of a stack, found in the model
         _check_layers(settings, int(config.get_text_config().num_hidden_layers), name)
     if settings.max_bytes is not None:
         settings.byte_limit()

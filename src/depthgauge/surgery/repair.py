@@ -59,7 +59,7 @@ def refit_block(
     ridge = ridge_for(maps[-1], runner.part(layer, states))
     for first in range(1 if family.order == "parallel" else len(maps)):
         for parameter, delta in refit(runner, layer, maps[first:], states, targets, ridge, inputs):
-            parameter.copy_(parameter.double() + delta)
+            parameter.copy_(parameter.double() + delta.to(parameter.device))
 
 
 def ridge_for(module: nn.Module, states: Float[Tensor, "windows n d"]) -> float:
@@ -97,7 +97,7 @@ def refit(
     def keep(module: nn.Module, args: tuple[Any, ...]) -> None:
         read[module] = args[0]
 
-    with torch.no_grad(), ExitStack() as hooks:
+    with torch.no_grad(), runner.resident(layer), ExitStack() as hooks:
         for module in maps:
             hooks.enter_context(module.register_forward_pre_hook(keep))
         for start, part in runner.batches(states):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from depthgauge._format import counted
-from depthgauge.checkpoints.load import AUDIO, IMAGES, TEXT, Checkpoint, context_length, wrap
+from depthgauge.checkpoints.input_kinds import AUDIO, IMAGES, TEXT
+from depthgauge.checkpoints.load import Checkpoint, context_length, wrap
 from depthgauge.checkpoints.model_output import cached_tensors, decoded, no_cache
 from depthgauge.checkpoints.samples import Inputs, Samples, as_samples, shortened
 from depthgauge.results.shrink_record import BeforeAfter, SpeedRecord
@@ -44,7 +45,8 @@ def compare_speed(
     decode = [statistics.median(times) for _, times, _ in runs] if new_tokens else [None, None]
     memory = [_weights(one.model) + max(found[2]) for one, found in zip(checkpoints, runs, strict=True)]
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    nouns = {TEXT: "pair", IMAGES: "image", AUDIO: "recording"}
+    has_two = getattr(checkpoints[0].config, "is_encoder_decoder", False)
+    nouns = {TEXT: "pair" if has_two else "text", IMAGES: "image", AUDIO: "recording"}
     what = f"1 {nouns[checkpoints[0].reads]}, on {place}"
     if not isinstance(inputs, Samples):
         window = as_samples(inputs, TEXT).main.shape[1]

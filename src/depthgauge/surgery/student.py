@@ -236,21 +236,22 @@ class Student:
         return next((other for other in self.kept if other > layer), len(self.runner))
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Keep the original values of weights that are about to change, so that `restore` can undo it."""
+        """Give weights that are about to change their own memory, so that `restore` can put the original ones back."""
+        stream = self.checkpoint.stream
         for parameter in parameters:
             if parameter not in self._originals:
-                self._originals[parameter] = parameter.detach().clone()
+                self._originals[parameter] = parameter.data
+                parameter.data = parameter.data.clone() if stream is None else stream.original(parameter)
 
     def changed(self, layer: int) -> list[str]:
         """Return the names of the weights of a block that differ from the original ones."""
         weights, known = self.runner.blocks[layer].named_parameters(), self._originals
         return [name for name, weight in weights if weight in known and not torch.equal(weight, known[weight])]
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Put the original weights back."""
+        """Put the original weights back. A model that was made before keeps the changed ones."""
         for parameter, value in self._originals.items():
-            parameter.copy_(value)
+            parameter.data = value
         self._originals.clear()
 
     @property
@@ -265,6 +266,6 @@ class Student:
 
     def model(self) -> Any:
         """Return the present state of the shrunk model as a new transformers model, after checking its output."""
-        made = extract(self.checkpoint, self.kept)
+        made = extract(self.checkpoint, self.kept, copies=self.checkpoint.source is None)
         require_same_output(made, self.runner, self.kept, self.select.inputs[:1])
         return made

@@ -186,7 +186,11 @@ def _run(request: dict[str, Any], limit: float) -> list[dict[str, Any]]:
 
 
 def _reason(said: str, code: int) -> str:
-    """Return the first line in which llama.cpp reports an error, or the last line of all."""
+    """Return the first line in which llama.cpp reports an error, or the last line of all.
+
+    A thread of llama.cpp writes its log, so the exception of Python, which does not say why, may come before it.
+    """
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "error" in line.lower() or "GGML_ASSERT" in line]
+    errors.sort(key=lambda line: line.startswith("RuntimeError"))
     return one_line((errors or lines[-1:] or [f"exit code {code}"])[0])

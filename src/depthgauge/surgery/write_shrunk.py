@@ -1,6 +1,7 @@
 """Write a shrunk model, after a fresh process has verified it, with its record, model card and plan for mergekit."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -12,18 +13,29 @@ import torch
 
 from depthgauge._format import contiguous, counted, number, ranges
 from depthgauge._journal import RECORD, Journal
-from depthgauge.checkpoints.load import TEXT, Checkpoint
+from depthgauge.checkpoints.input_kinds import TEXT
+from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.progress import Durations
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import accuracy_rows, difference_text, percent_text, task_guarantees
 from depthgauge.results.gauge_options import BOTH
-from depthgauge.results.shrink_record import BeforeAfter, ShrinkRecord
-from depthgauge.results.shrink_verdicts import BY_LOSS, accuracy_sentence, guarantee_sentences, objective_label
+from depthgauge.results.labels import of_stack
+from depthgauge.results.shrink_record import GIVEN, BeforeAfter, ShrinkRecord
+from depthgauge.results.shrink_verdicts import (
+    BY_LOSS,
+    accuracy_sentence,
+    guarantee_sentences,
+    layers_text,
+    objective_label,
+)
 from depthgauge.surgery.certify import Certifier
 from depthgauge.surgery.extract import has_layer_lists
 from depthgauge.surgery.verify import FreshProcess, verify_reload
 from depthgauge.surgery.write_model import written_model
+
+_DIGITS = 16
+"""How many digits of a SHA-256 the model card shows."""
 
 
 def write_shrunk(
@@ -50,17 +62,22 @@ def write_shrunk(
         VerificationError: the written model is not the model in memory; nothing is left at `out`.
     """
     source, durations = checkpoint.source, durations or Durations()
-    device = "auto" if record.plan.settings.device_map else str(checkpoint.device)
+    is_streamed = checkpoint.stream is not None
+    device = "auto" if record.plan.settings.device_map or is_streamed else str(checkpoint.device)
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
+    shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
     with ExitStack() as files:
         with durations("writing"):
-            folder = files.enter_context(written_model(model, source, tokenizer, out, overwrite=overwrite))
+            folder = files.enter_context(written_model(model, source, tokenizer, out, overwrite=overwrite, **shards))
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, found = verify_reload(
-                folder, certifier.inputs, model, device=device, like=checkpoint, compute=compute, process=process
-            )
+                folder, certifier.inputs[:1] if is_streamed else certifier.inputs, model,
+                device=device, like=checkpoint, new_tokens=2 if is_streamed else 16, compute=compute, process=process,
+            )  # fmt: skip
+        if is_streamed:  # in batches, so that every block is read a few times and not once for every window
+            found = certifier.run(model)
         record = msgspec.structs.replace(
             certifier.certified(record, found),
             bytes=BeforeAfter(before=record.bytes.before, after=weight_bytes(Source(folder))),
@@ -109,9 +126,10 @@ def hub_name(config: Any, source: Source | None) -> str | None:
 def model_card(record: ShrinkRecord, base_model: str | None) -> str:
     """Return the model card in Markdown, with the metadata that model hubs read.
 
-    The card is published with the model, so the source model is named without its directory. Texts, images and
-    recordings are named as they were given. `base_model` is the `hub_name` of the source model.
+    The card is published with the model, so the source model, texts, images, pairs and recordings are named without
+    their directories. `base_model` is the `hub_name` of the source model.
     """
+    record = _without_directories(record)
     plan = record.plan
     name = Path(plan.model).name if plan.hub is None else plan.hub.name
     model = name if plan.hub is None else plan.hub.target
@@ -128,13 +146,26 @@ def model_card(record: ShrinkRecord, base_model: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _without_directories(record: ShrinkRecord) -> ShrinkRecord:
+    """Return a record that names files and directories of the user by the last part of their paths."""
+
+    def bare(one: Any) -> Any:
+        last = os.path.basename(os.path.abspath(one.name))  # of `.`, the name of the directory
+        return msgspec.structs.replace(one, name=last) if one.kind in GIVEN else one
+
+    calibration = record.plan.calibration
+    calibration = msgspec.structs.replace(calibration, sources=tuple(map(bare, calibration.sources)))
+    plan = msgspec.structs.replace(record.plan, calibration=calibration)
+    return msgspec.structs.replace(record, texts=tuple(map(bare, record.texts)), plan=plan)
+
+
 def _summary(record: ShrinkRecord, name: str) -> Iterator[str]:
-    is_both = record.plan.settings.stack == BOTH
-    yield f"# {name} with {record.layers_after} of {counted(record.layers_before, 'layer')}"
+    order = ", those of the encoder first" if record.plan.stack == BOTH else ""
+    yield f"# {name} with {layers_text(record)}"
     yield ""
     yield (
-        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers of `{name}`: "
-        f"{ranges(record.removed)} (counted from 0{', those of the encoder first' if is_both else ''})."
+        f"depthgauge {record.version} removed {len(record.removed)} of the {record.layers_before} layers"
+        f"{of_stack(record.plan.stack)} of `{name}`: {ranges(record.removed)} (counted from 0{order})."
     )
     if record.plan.hub is not None:
         yield f"The source is the commit {record.plan.hub.commit}."
@@ -162,14 +193,17 @@ def _measured(record: ShrinkRecord) -> Iterator[str]:
         yield f"{title}, {windows}: {number(loss.shrunk)}."
     if record.accuracy is not None:
         yield ""
-        yield f"The {accuracy_sentence(record.accuracy)}."
+        yield f"The {accuracy_sentence(record)}."
     if record.texts:
         yield ""
         what = "text" if noun == "window" else f"{noun}s"
-        yield f"| {what} | {'increase of the loss' if record.objective in BY_LOSS else 'change'} |"
-        yield "| --- | --- |"
-        for text in record.texts:
-            yield f"| {text.name.replace('|', '&#124;')} | {number(text.increase)} |"
+        yield f"| {what} | SHA-256 | {'increase of the loss' if record.objective in BY_LOSS else 'change'} |"
+        yield "| --- | --- | --- |"
+        # Each text is a source that has certify windows, in the same order.
+        sources = [source for source in record.plan.calibration.sources if source.certify]
+        for text, source in zip(record.texts, sources, strict=True):
+            cells = (text.name.replace("|", "&#124;"), f"{source.sha256[:_DIGITS]}…", number(text.increase))
+            yield f"| {' | '.join(cells)} |"
     if record.speed is not None:
         decode = record.speed.decode
         yield ""

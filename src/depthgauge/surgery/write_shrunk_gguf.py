@@ -9,7 +9,7 @@ import msgspec
 from depthgauge._format import counted
 from depthgauge._io import atomic_file
 from depthgauge._journal import Journal
-from depthgauge.checkpoints.load import TEXT
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.progress import Durations
 from depthgauge.results.shrink_record import LLAMA, BeforeAfter, ReloadRecord, ShrinkRecord

@@ -15,7 +15,7 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.cloze import ClozeText, cloze_items
 from depthgauge.checkpoints.harness import METRICS, ItemAnswers, answer_tasks, load_tasks
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import Checkpoint, Placement, load_config, load_model, load_tokenizer
+from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.paired_accuracy import accuracy_record, mean_record
 from depthgauge.checkpoints.source import Source
@@ -64,7 +64,7 @@ def evaluate_models(
     found: list[ModelAnswers] = []
     for (path, source), config, tokenizer, plan in zip(sources.items(), configs, tokenizers, planned, strict=True):
         message(f"loading {path}")
-        checkpoint = load_model(source, config, placement)
+        checkpoint = load_model(source, config, fitted(source, config, placement, message))
         start = _decided_start(plan, checkpoint, tokenizer, found[0].start if found else None)
         if start.reason.startswith("measured"):
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
@@ -207,13 +207,16 @@ def evaluation_record(
 
 
 def calibration_notes(name: str, calibration: CalibrationRecord, work: PreparedEvaluation) -> list[str]:
-    """Return a note for each text of the evaluation that a shrunk model was also fitted or selected on."""
+    """Return a note for each text of the evaluation that a shrunk model was also fitted or selected on.
+
+    The note is part of the model card, so texts are named without their directories.
+    """
     texts = [(text.name, "", f"perplexity on {label}") for label, text in work.texts]
     if work.cloze is not None:
         texts.append((work.cloze.source, work.cloze.sha256, f"accuracy on {CLOZE}"))
     return [
-        f"{name} was calibrated on {source.name} (windows to fit: {source.fit}, to select: {source.select}), so its "
-        f"{what} is not independent of the calibration; use another text"
+        f"{name} was calibrated on {Path(source.name).name} (windows to fit: {source.fit}, to select: "
+        f"{source.select}), so its {what} is not independent of the calibration; use another text"
         for text, digest, what in texts
         for source in calibration.sources
         if source.fit + source.select and (source.name == text or source.sha256 == digest)

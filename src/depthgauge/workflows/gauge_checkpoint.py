@@ -15,28 +15,30 @@ from depthgauge.checkpoints.circuits import CircuitSizes, circuit_sizes, head_we
 from depthgauge.checkpoints.derive_family import derived
 from depthgauge.checkpoints.experts import ExpertWhatIfs, expert_layers
 from depthgauge.checkpoints.families import family_of
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind, require_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.interface import AttentionCall, Session, attending
 from depthgauge.checkpoints.layers import Stack, unusual_states
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import (
     BY_TARGETS,
-    TEXT,
     Checkpoint,
     Placement,
     context_length,
+    fitted,
     load_config,
     load_model,
     refuse_infinite,
+    require_kind,
     wrap,
 )
 from depthgauge.checkpoints.model_output import accuracy, require_output, window_losses
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.reads_text import started_windows
 from depthgauge.checkpoints.registered_attention import layer_plan
-from depthgauge.checkpoints.samples import Inputs
+from depthgauge.checkpoints.samples import Inputs, Samples
 from depthgauge.checkpoints.scores import SublayerScores, angular_distance, block_influence
 from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_notes
 from depthgauge.checkpoints.source import weight_files
@@ -84,7 +86,7 @@ def gauge_checkpoint(
     windows: Windows | GivenWindows | None = None
     if source is None:
         config = target.model.config
-        require_kind(target.model, str(target.name), asked)
+        require_kind(type(target.model), config, str(target.name), reads)
     else:
         config = load_config(source, placement, reads)
     if reads != TEXT or text_file is not None:
@@ -124,7 +126,10 @@ def gauge_checkpoint(
         weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
     )
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
-    _say_estimate(request, config, windows, message)
+    if source is not None:
+        placement = fitted(source, config, placement, message)
+    if not placement.stream:
+        _say_estimate(request, config, windows, message)
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
@@ -227,6 +232,8 @@ def measure_windows(
         stack = Stack(checkpoint, session)
         for index in range(count):
             window, known = inputs[index : index + 1], dict(journal.get(f"window {index}", {}))
+            if isinstance(window, Samples):
+                window = window.unpadded()  # padding is nothing to observe
             found.append(known)
             wanted = [kind for kind in measured if kind not in known]
             if "observed" in known and not wanted:

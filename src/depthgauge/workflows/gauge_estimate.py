@@ -8,12 +8,13 @@ from torch import Tensor
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.circuits import circuit_sizes, head_weights
 from depthgauge.checkpoints.experts import expert_layers
-from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given, read_kind
+from depthgauge.checkpoints.given_inputs import load_reader, prepared, read_given
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.head_statistics import head_statistics
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
 from depthgauge.checkpoints.interface import AttentionCall, attending
 from depthgauge.checkpoints.layers import Stack
-from depthgauge.checkpoints.load import TEXT, Checkpoint, Placement, context_length, load_config
+from depthgauge.checkpoints.load import Checkpoint, Placement, context_length, load_config
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.probe import probe
 from depthgauge.checkpoints.samples import Inputs

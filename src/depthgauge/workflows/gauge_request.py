@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import resolve
+from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source
 from depthgauge.checkpoints.text_files import TextFile, find_text
 from depthgauge.errors import InputError, require_count, require_seed
@@ -26,7 +28,7 @@ class GaugeRequest:
     - `target`, `given`: the checkpoint, and the options as they were given
     - `asked`: the options with their defaults
     - `kinds`: the what-ifs
-    - `text`: the text; None if images, pairs, recordings or the weights alone are gauged
+    - `text`: the text; None if other inputs or the weights alone are gauged
     - `source`: the files of the checkpoint; None for a model in memory
     """
 
@@ -52,12 +54,10 @@ def check_gauge(
     kinds = chosen_kinds(asked.what_if)
     require_count("tokens", asked.tokens, "the number of text tokens to use in total", least=2)
     require_seed(asked.seed or 0)
-    text = None
+    text = given = None
     if any(getattr(asked, name) is not None for name in ONE_BY_ONE):
-        from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
-
-        require_count("samples", asked.samples or SAMPLES, "the number of images, pairs or recordings to use")
-        find_given(asked)
+        require_count("samples", asked.samples or SAMPLES, "the number of images, texts, pairs or recordings to use")
+        given = find_given(asked)
     elif not asked.weights_only:
         text = find_text(asked.text, bool(asked.as_is))
     source = None
@@ -66,6 +66,7 @@ def check_gauge(
         path = target.path or target.name
         trusted = bool(asked.trust_remote_code)
         source = resolve(path, bool(asked.allow_pickle), asked.tokenizer, message, trusted, weights)
+        check_reads(source, asked, given)
     else:
         for name in ABOUT_FILES:
             if name in options.given():

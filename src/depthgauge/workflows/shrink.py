@@ -10,7 +10,9 @@ import msgspec
 from depthgauge._format import counted
 from depthgauge._io import check_outputs
 from depthgauge._journal import Journal
+from depthgauge.checkpoints.found_inputs import find_given
 from depthgauge.checkpoints.hub import parse_hub_name, resolve
+from depthgauge.checkpoints.input_kinds import check_reads
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.task_names import task_folders
 from depthgauge.checkpoints.text_files import find_text, split_field
@@ -19,7 +21,7 @@ from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import plotly_code, sizes_page_text, write_report
 from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.evaluate_options import split_tasks
-from depthgauge.results.gauge_options import CHECKPOINTS, ONE_BY_ONE
+from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
 from depthgauge.results.shrink_options import ABOUT_FILES, ShrinkOptions, make_shrink_options
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord, read_plan
@@ -302,11 +304,10 @@ def _find_source(
         )
     for text in settings.text:
         find_text(text, settings.as_is)  # raises before a download
-    if any(getattr(settings, name) is not None for name in ONE_BY_ONE):
-        from depthgauge.checkpoints.given_inputs import find_given  # torch takes seconds
-
-        find_given(settings)
+    given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
     trusted = settings.trust_remote_code
-    return resolve(model, settings.allow_pickle, settings.tokenizer, message, trusted, weights=weights)
+    source = resolve(model, settings.allow_pickle, settings.tokenizer, message, trusted, weights)
+    check_reads(source, settings, given)
+    return source

@@ -6,7 +6,7 @@ that pass the head; `PartCosts` has the seconds of both.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -62,6 +62,8 @@ class ShrinkJob:
     - `makes`: what the run ends with: `PLAN`, `MEMORY`, `DIRECTORY` or `GGUF`
     - `stored`: bytes of a parameter in what is written
     - `task_tokens`: tokens that a model reads to answer the tasks, if there are any
+    - `streams`: whether the weights are read in every pass over the blocks; nothing is then sampled or trained, and no
+      speed is measured
     """
 
     effort: Effort
@@ -78,6 +80,7 @@ class ShrinkJob:
     makes: str = DIRECTORY
     stored: float = 4.0
     task_tokens: int = 0
+    streams: bool = False
 
     @property
     def finalists(self) -> int:
@@ -96,17 +99,17 @@ class Work:
 
     - `blocks`, `heads`: windows that pass all blocks, and the head, in forward passes
     - `seconds`: what does not depend on the number of windows
-    - `passes`: how often a streamed run reads all weights; None for a part that it does not have
+    - `passes`: how often a streamed run reads all weights
     """
 
     blocks: float = 0.0
     heads: float = 0.0
     seconds: float = 0.0
-    passes: float | None = 0.0
+    passes: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        passes = None if self.passes is None or other.passes is None else self.passes + other.passes
-        return Work(self.blocks + other.blocks, self.heads + other.heads, self.seconds + other.seconds, passes)
+        added = (self.blocks + other.blocks, self.heads + other.heads, self.seconds + other.seconds)
+        return Work(*added, self.passes + other.passes)
 
     def resident(self, costs: PartCosts) -> float:
         """Return the seconds of a run that keeps the weights in memory."""
@@ -114,7 +117,7 @@ class Work:
 
     def streamed(self, costs: PartCosts) -> float:
         """Return the seconds of a run that reads the weights in every pass over the blocks."""
-        return self.resident(costs) + (self.passes or 0.0) * costs.files / (costs.read_speed or math.inf)
+        return self.resident(costs) + self.passes * costs.files / (costs.read_speed or math.inf)
 
 
 def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
@@ -122,7 +125,7 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
     effort, sizes = job.effort, len(job.counts)
     parts = {
         "loading": Work(8, 8, costs.load, 1),
-        "calibration windows": Work(seconds=_sampling(job, costs), passes=None) if job.samples else Work(),
+        "calibration windows": Work() if job.streams else Work(seconds=_sampling(job, costs)),
         "dense model": Work(effort.fit + effort.select + 4, effort.select + 4, passes=1),
         "search": Work() if job.is_given else _search(job),
         "repair and comparison": _compared(job),
@@ -132,12 +135,13 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
         everything = Work(job.certify, job.certify, passes=1)
         tasks = job.task_tokens / job.window
         made = Work(kept * job.certify, job.certify, passes=kept)
-        if job.healed:
+        if job.healed and not job.streams:
             windows = heal_windows(job.healed, effort, job.window)
-            parts["healing"] = _times(sizes, Work(kept * windows, windows, passes=None))
+            parts["healing"] = _times(sizes, Work(kept * windows, windows))
         parts["certification"] = everything if job.makes == DIRECTORY else everything + _times(sizes, made)
         spoken = _SPEED_RUNS * NEW_TOKENS * costs.token
-        parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2, None))
+        if not job.streams:
+            parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2))
         if tasks:
             parts["tasks"] = Work(tasks * (1 + sizes * kept), tasks * (1 + sizes))
         load, spoken = kept * costs.load, 4 * NEW_TOKENS * kept * costs.token
@@ -150,8 +154,7 @@ def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
 
 
 def _times(count: int, work: Work) -> Work:
-    passes = None if work.passes is None else count * work.passes
-    return Work(count * work.blocks, count * work.heads, count * work.seconds, passes)
+    return Work(count * work.blocks, count * work.heads, count * work.seconds, count * work.passes)
 
 
 def _sampling(job: ShrinkJob, costs: PartCosts) -> float:
@@ -176,7 +179,7 @@ def _compared(job: ShrinkJob) -> Work:
     effort, after = job.effort, _AFTER * job.kept
     bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
     steps = effort.steps * (1 if job.has_head else HEADLESS)
-    trained = steps * windows_per_step(effort.tokens, effort.fit, job.window)
+    trained = 0 if job.streams else steps * windows_per_step(effort.tokens, effort.fit, job.window)
     repair = Work(
         after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
         3 * trained + 2 * effort.select,
@@ -194,6 +197,7 @@ def estimate_shrink(
     whole: Checkpoint,
     given: GivenWindows | None,
     settings: ShrinkOptions,
+    placement: Placement,
     plan: PlanRecord | None,
     stored: torch.dtype | GgufLayout | None,
     makes: str,
@@ -205,6 +209,7 @@ def estimate_shrink(
         whole: the model, described by its configuration; see `describe_model`.
         given: the images, pairs or recordings that it reads; None for text.
         settings: the options.
+        placement: how the weights would be loaded, or streamed.
         plan: the plan that the run follows, if there is one.
         stored: in which dtype, or in the types of which GGUF file, the result is written.
         makes: what the run ends with.
@@ -213,7 +218,7 @@ def estimate_shrink(
     Raises:
         CheckpointError: no small model can be built from the configuration, or it cannot be run.
     """
-    source, placement, effort = whole.source, Placement.of(settings), effort_of(settings)
+    source, effort = whole.source, effort_of(settings)
     certify, samples, length = effort.certify, 0, 0
     example: Inputs
     if given is not None:
@@ -252,13 +257,15 @@ def estimate_shrink(
         stored=written,
         task_tokens=task_tokens,
     )
-    work, speed = work_of(job, costs), costs.read_speed
-    streamed = {name: one for name, one in work.items() if one.passes is not None and speed is not None}
-    gpu, ram, disk = _bytes(job, costs, parts.few.device.type)
+    streamed = {}
+    if costs.read_speed is not None:
+        streamed = {name: one.streamed(costs) for name, one in work_of(replace(job, streams=True), costs).items()}
+    resident = {name: one.resident(costs) for name, one in work_of(job, costs).items()}
+    gpu, ram, disk = _bytes(replace(job, streams=placement.stream), costs, parts.few.device.type)
     return EstimateRecord(
         **costs.described(parts),
-        parts={name: one.resident(costs) for name, one in work.items()},
-        streamed={name: one.streamed(costs) for name, one in streamed.items()},
+        parts=streamed if placement.stream else resident,
+        streamed=streamed,
         at_most=settings.heal == "auto",
         gpu=round(gpu),
         ram=round(ram),
@@ -271,15 +278,18 @@ def _bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, float,
     effort, size = job.effort, costs.itemsize
     weights, blocks = costs.parameters * size, costs.block_parameters
     smaller = weights - (1 - job.kept) * blocks * size
+    if job.streams:  # one block is in memory, and the next one
+        weights = smaller = weights - (1 - 2 / job.layers) * blocks * size
     states = (job.layers + 1) * (effort.select + (effort.fit if job.repairs else 0)) * costs.tokens * costs.width * size
-    changed = job.kept * blocks * (1 if job.healed else _REPAIRED if job.repairs else 0)
+    changed = 0 if job.streams else job.kept * blocks * (1 if job.healed else _REPAIRED if job.repairs else 0)
     # Original and former weights, gradients, and the float32 copies with their gradients and two means of AdamW.
     training = changed * (3 * size + 4 * 4) + 3 * costs.output
     fresh = smaller if job.makes == DIRECTORY else 0
     model = weights + states + max(training, smaller, 2 * costs.output)
     # The journal has the weights of every repair, and the state of AdamW.
     kept = job.finalists * _REPAIRED * job.kept * blocks * size + (12 * changed if job.healed else 0)
-    disk = len(job.counts) * job.stored * smaller / size + kept if job.makes in (DIRECTORY, GGUF) else 0
+    written = len(job.counts) * job.stored * (costs.parameters - (1 - job.kept) * blocks)
+    disk = written + kept if job.makes in (DIRECTORY, GGUF) else 0
     libraries = LIBRARIES["cpu" if device == "cpu" else "cuda"] * (2 if fresh else 1)
     if device == "cpu":
         return 0, model + fresh + libraries, disk

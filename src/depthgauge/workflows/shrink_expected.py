@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import torch
 
-from depthgauge.checkpoints.given_inputs import load_reader, read_given, read_kind
+from depthgauge.checkpoints.given_inputs import load_reader, read_given
 from depthgauge.checkpoints.harness import task_tokens
-from depthgauge.checkpoints.load import TEXT, Placement, load_config, load_tokenizer
+from depthgauge.checkpoints.input_kinds import TEXT, read_kind
+from depthgauge.checkpoints.load import Placement, load_config, load_tokenizer
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.source import Source, weight_files
 from depthgauge.checkpoints.stored_weights import stored_dtype
@@ -43,4 +44,4 @@ def expected_of(
     elif settings.dtype == "auto" and source.gguf is None and weight_files(source):
         stored = stored_dtype(config, source)
     whole = describe_model(source, config, kind, objective, placement)
-    return estimate_shrink(whole, given, settings, plan, stored, makes, tasks)
+    return estimate_shrink(whole, given, settings, placement, plan, stored, makes, tasks)

@@ -17,8 +17,9 @@ from depthgauge._version import __version__
 from depthgauge.checkpoints.block_runner import tokens_of
 from depthgauge.checkpoints.given_windows import GivenWindows
 from depthgauge.checkpoints.harness import task_tokens
+from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
-from depthgauge.checkpoints.load import TEXT, Checkpoint, Placement, parameter_count, wrap
+from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
 from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
@@ -110,7 +111,7 @@ class ShrinkRun:
         asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
         self.evaluation = None if settings.evaluate is None else prepare_evaluation(asked, message)
         with self.durations("loading"):
-            found = read_model(model, source, settings, tokenizer, followed, makes == GGUF)
+            found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
         with self.durations("estimate"):
             self.estimate = self._estimate(found, makes)
         with self.durations("loading"):
@@ -261,8 +262,8 @@ class ShrinkRun:
         kind: tuple[Any, str]
         kind = loader_of(found.config, found.source) if known is None else (type(known.model), known.objective)
         try:
-            whole = describe_model(found.source, found.config, *kind, Placement.of(settings))
-            made = estimate_shrink(whole, given, settings, self.followed, found.stored, makes, tasks)
+            whole = describe_model(found.source, found.config, *kind, found.placement)
+            made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
         except CheckpointError:  # such as a structure that cannot be built with a few blocks; loading says more
             return None
         self.message(made.sentence)
@@ -404,14 +405,12 @@ class ShrinkRun:
         )
         if shrunk is None:
             return record
+        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals)
+        if checkpoint.stream is not None:
+            return msgspec.structs.replace(record, notes=notes)
         self.progress(0, 1, "speed of both models")
         dense = checkpoint.model
         with self.durations("speed"):
             speed, memory, kind = compare_speed(dense, as_dtype(shrunk.model, dense.dtype), certifier.inputs[:1])
-        notes = (
-            *shrink_notes(record, self.opened, shrunk),
-            *self.shrinker.refusals,
-            *self._heal_advice(),
-            f"memory: {kind}",
-        )
+        notes += (*self._heal_advice(), f"memory: {kind}")
         return msgspec.structs.replace(record, speed=speed, memory=memory, notes=notes)

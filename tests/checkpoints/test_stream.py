@@ -1,0 +1,189 @@
+"""Models whose weights stay on the disk compute what they compute in memory."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import save_checkpoint, text_of
+from tiny_gguf import write_gguf
+from tiny_models import tokens
+from torch import nn
+
+import depthgauge as dg
+from depthgauge.checkpoints import load
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.library import CheckpointError
+from depthgauge.checkpoints.load import Checkpoint, Placement, fitted, load_config, load_model
+from depthgauge.checkpoints.source import find
+from depthgauge.checkpoints.stream import Stream
+from depthgauge.errors import InputError
+
+STREAMED = Placement(device="cpu", stream=True)
+
+
+def loaded(folder: Path, placement: Placement = STREAMED) -> Checkpoint:
+    source = find(folder)
+    return load_model(source, load_config(source, placement), placement)
+
+
+def saved(folder: Path, name: str) -> Path:
+    save_checkpoint(folder, name)
+    return folder
+
+
+@torch.no_grad()
+def output(checkpoint: Checkpoint) -> torch.Tensor:
+    found: Any = checkpoint.model(tokens(batch=2))
+    return found.logits if hasattr(found, "logits") else found.last_hidden_state
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "bert", "mixtral"])
+def test_a_streamed_model_computes_what_it_computes_in_memory(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, name)
+    streamed, resident = loaded(folder), loaded(folder, Placement(device="cpu"))
+    assert streamed.stream is not None
+    assert not any(weight.is_meta for weight in streamed.model.parameters())
+    assert torch.equal(output(streamed), output(resident))
+
+
+def test_a_gguf_file_is_not_streamed(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", add_bos=False)
+    with pytest.raises(CheckpointError, match="unpacks GGUF files in memory; give the directory"):
+        loaded(tmp_path / "model.gguf")
+
+
+def anonymous() -> int:
+    """Return the bytes of this process that are not files."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux says what memory is made of")
+def test_mapped_weights_take_no_memory_until_they_change(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, vocab_size=64
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    blocks = sum(weight.nbytes for weight in LlamaForCausalLM(config).model.layers.parameters())
+    gc.collect()
+    before = anonymous()
+    checkpoint = loaded(tmp_path)
+    output(checkpoint)
+    assert anonymous() - before < 0.2 * blocks
+    weights = list(checkpoint.model.model.layers.parameters())
+    with torch.no_grad():
+        for weight in weights:
+            weight.mul_(2.0)
+    assert anonymous() - before > 0.9 * blocks
+    assert checkpoint.stream is not None
+    changed = weights[0]
+    assert torch.equal(2 * checkpoint.stream.original(changed), changed)
+
+
+class Moving(Stream):
+    """A stream that copies the weights of a block although the device is the CPU."""
+
+    _moves = True
+
+
+def test_one_block_at_a_time_is_on_the_device(tmp_path: Path) -> None:
+    checkpoint = loaded(saved(tmp_path, "llama"))
+    expected, blocks = output(checkpoint), blocks_of(checkpoint)
+    stored = {weight: weight.data_ptr() for block in blocks for weight in block.parameters()}
+    elsewhere: list[set[int]] = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        moved = {k for k, block in enumerate(blocks) for w in block.parameters() if w.data_ptr() != stored[w]}
+        elsewhere.append(moved)
+
+    Moving(blocks, torch.device("cpu"))
+    for block in blocks:
+        block.get_submodule("mlp").register_forward_pre_hook(look)
+    assert torch.equal(output(checkpoint), expected)
+    assert elsewhere == [{layer} for layer in range(len(blocks))]
+    assert all(weight.data_ptr() == place for weight, place in stored.items())
+
+
+def test_a_copy_made_in_advance_is_not_used_after_a_change(tmp_path: Path) -> None:
+    checkpoint = loaded(saved(tmp_path, "llama"))
+    blocks = blocks_of(checkpoint)
+    stream = Moving(blocks, torch.device("cpu"))
+    weight = next(blocks[1].parameters())
+    for change in (lambda: weight.mul_(2.0), lambda: setattr(weight, "data", 3 * weight.data)):
+        with stream.resident(0):  # begins to copy block 1
+            pass
+        with torch.no_grad():
+            change()
+        expected = weight.detach().clone()
+        with stream.resident(1):
+            assert torch.equal(weight, expected)
+
+
+def test_weights_that_do_not_fit_are_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, said = find(saved(tmp_path, "llama")), list[str]()
+    here = Placement(device="cpu")
+    config = load_config(source, here)
+    assert fitted(source, config, here, said.append) == here
+    assert said == []
+    monkeypatch.setattr(load, "free_memory", lambda device=None: 1000)
+    assert fitted(source, config, here, said.append).stream
+    assert said == ["the weights do not fit into the free memory of cpu: they are streamed, one block at a time"]
+    with pytest.raises(CheckpointError, match="too large"):
+        fitted(source, config, Placement(device="cpu", dtype="float32"), said.append)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtype": "float32"}, "it computes in the dtype of the files; leave --dtype out"),
+        ({"device_map": "auto"}, "--device-map loads all weights; leave it out"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused(given: dict[str, str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        loaded(saved(tmp_path, "llama"), Placement(stream=True, **given))  # type: ignore[arg-type]
+
+
+def test_shrink_finds_the_same_model_with_streamed_weights(tmp_path: Path) -> None:
+    folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
+    text.write_text(text_of(30_000), encoding="utf-8")
+    asked = {"text": text, "remove": 2, "effort": "quick", "window": 16, "force": True, "device": "cpu"}
+    streamed = dg.shrink(folder, **asked, stream=True, out=tmp_path / "streamed").record
+    resident = dg.shrink(folder, **asked, sampled=0.0).record
+    assert streamed.removed == resident.removed
+    assert [step.objective for step in streamed.plan.search] == [step.objective for step in resident.plan.search]
+    assert [stage.name for stage in streamed.stages] == ["least squares"]
+    assert streamed.stages[0] == resident.stages[0]
+    assert streamed.speed is None
+    assert streamed.reload is not None
+    assert any("streamed" in note for note in streamed.notes)
+    bare = dg.shrink(folder, **asked, sampled=0.0, no_repair=True, out=tmp_path / "resident").record
+    assert bare.removed == streamed.removed
+
+
+def test_gauge_measures_the_same_with_streamed_weights(tmp_path: Path) -> None:
+    folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
+    text.write_text(text_of(3000), encoding="utf-8")
+    asked = {"text": text, "tokens": 128, "window": 16, "force": True, "device": "cpu"}
+    streamed, resident = (dg.gauge(folder, **asked, stream=one) for one in (True, None))
+    assert streamed.subjects == resident.subjects
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "does not sample text from the model; give --text"),
+        ({"text": "TEXT", "sampled": 0.5}, "leave --sampled out"),
+        ({"text": "TEXT", "heal": 5}, "leave --heal out"),
+    ],
+)
+def test_shrink_refuses_what_streamed_weights_cannot_do(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder, text = saved(tmp_path / "model", "llama"), tmp_path / "text.txt"
+    text.write_text(text_of(30_000), encoding="utf-8")
+    asked = given | ({"text": text} if "text" in given else {})
+    with pytest.raises(InputError, match=message):
+        dg.shrink(folder, remove=1, stream=True, effort="quick", force=True, device="cpu", **asked)
