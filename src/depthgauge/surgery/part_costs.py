@@ -43,6 +43,8 @@ _TOGETHER = 8
 """The most windows that are timed together on a CPU."""
 _CONVERTED = 1e-9
 """Seconds in which a parameter is converted to its dtype and checked."""
+_UNPACKED = 1.2e-7
+"""Seconds in which a parameter of a GGUF file is unpacked."""
 _OPENED = 3.0
 """Seconds that the configuration, the tokenizer and the texts take."""
 _SPEED_BYTES = 2**26
@@ -241,13 +243,14 @@ def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, s
     parameters, source, width = parameter_count(whole.model), whole.source, int(config.hidden_size)
     files = 0 if source is None or not weight_files(source) else weight_bytes(source)
     speed = None if source is None or not files else read_speed(source)
+    unpacked = _CONVERTED if source is None or source.gguf is None else _UNPACKED
     return PartCosts(
         blocks=blocks,
         head=head,
         token=token,
         step=step,
         rows=rows,
-        load=0.0 if source is None else 2 * files / (speed or math.inf) + _CONVERTED * parameters + _OPENED,
+        load=0.0 if source is None else 2 * files / (speed or math.inf) + unpacked * parameters + _OPENED,
         files=files,
         read_speed=speed,
         layers=whole.layers,

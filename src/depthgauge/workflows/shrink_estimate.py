@@ -36,7 +36,7 @@ _BACKWARD = 1.8
 _HEALED = 2.5
 """The same where all of its weights are trained."""
 _AFTER = 0.6
-"""Share of the kept blocks after the first gap, which the repair changes: 0.5 for SmolLM2, nearly all for MiniLM."""
+"""Share of the kept blocks after the first gap, which the repair changes: half for SmolLM2, nearly all for MiniLM."""
 _REFIT = 5.0
 """Least squares of a block, in forward passes: three of them, and the products of the features."""
 _REPAIRED = 0.35
@@ -276,7 +276,7 @@ def estimate_shrink(
 def _bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, float, float]:
     """Return the largest number of bytes on a GPU, in memory and on disk at a time."""
     effort, size = job.effort, costs.itemsize
-    weights, blocks = costs.parameters * size, costs.block_parameters
+    weights, blocks = float(costs.parameters * size), costs.block_parameters
     smaller = weights - (1 - job.kept) * blocks * size
     if job.streams:  # one block is in memory, and the next one
         weights = smaller = weights - (1 - 2 / job.layers) * blocks * size
