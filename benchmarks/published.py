@@ -161,7 +161,14 @@ def _speed(checkpoint: Checkpoint, tokenizer: Any, count: int, options: argparse
     ids = torch.tensor([tokenizer(text, verbose=False)["input_ids"][:PROMPT]])
     found, _, what = compare_speed(checkpoint.model, model, ids, repeats=TURNS, new_tokens=32)
     parameters = sum(weight.numel() for weight in model.parameters())
-    speed = {"removed": count, "parameters": parameters, "prefill": found.prefill, "decode": found.decode, "what": what}
+    speed = {
+        "removed": count,
+        "turns": TURNS,
+        "parameters": parameters,
+        "prefill": found.prefill,
+        "decode": found.decode,
+        "what": what,
+    }
     if source.gguf is not None:
         small = options.work / f"removed-{count}.gguf"
         if not small.exists():

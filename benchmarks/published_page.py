@@ -65,7 +65,8 @@ file.
   items of unseen text; guessing gives 0.25. **Difference** is to the dense model on the same items, with its paired
   95 % interval.
 - **Speed** is relative to the dense model, for a prompt of 512 tokens and for generation. It depends on the number of
-  blocks alone.
+  blocks alone. It is the median of so many turns as the table says (of 3 in llama.cpp); a pass takes milliseconds, so
+  that the median of 3 can be off by a third.
 
 ![Bits per byte against the number of removed blocks, by method](figures/results.png)
 """
@@ -98,14 +99,15 @@ def _section(document: dict[str, Any]) -> Iterator[str]:
     yield from (line for _, line in sorted(table, key=lambda pair: pair[0]))
     yield ""
     has_llama = "llama_prefill" in document["speeds"][0]
-    yield "| removed | parameters | prompt | generation |" + (
+    yield "| removed | parameters | turns | prompt | generation |" + (
         " GGUF | prompt, llama.cpp | generation, llama.cpp |" if has_llama else ""
     )
-    yield "| --- " * (7 if has_llama else 4) + "|"
+    yield "| --- " * (8 if has_llama else 5) + "|"
     for speed in document["speeds"]:
         cells = [
             str(speed["removed"]),
             f"{speed['parameters'] / 1e6:.0f} million",
+            str(speed["turns"]),
             f"{speed['prefill']:.2f} ×",
             f"{speed['decode']:.2f} ×",
         ]

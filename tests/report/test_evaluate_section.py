@@ -26,6 +26,15 @@ def test_the_bars_are_the_accuracies() -> None:
         assert bars["x"] == pytest.approx([100 * one for one in wanted])
 
 
+def test_more_models_than_colours_are_the_groups_of_the_bars() -> None:
+    record = evaluation(*"abcdefg")
+    found = traces(record, "accuracy")
+    assert len(found) == len(record.tasks) + 1  # the mean
+    for bars, results in zip(found, (*(task.results for task in record.tasks), record.mean), strict=True):
+        assert bars["x"] == pytest.approx([100 * one.accuracy for one in results])
+    assert evaluate_page(record).sections[0].name == "a and 6 other models"
+
+
 def test_the_differences_have_their_intervals_and_bounds() -> None:
     record = evaluation("a", "b", "c")
     found = traces(record, "difference")

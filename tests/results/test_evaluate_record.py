@@ -69,3 +69,10 @@ def test_the_sentences_have_the_numbers() -> None:
     assert difference_text(piqa).startswith(f"{percent_text(piqa.difference, signed=True)} [")
     assert evaluate_verdict(record).startswith(f"./model answers {percent_text(record.mean[0].accuracy)} % right; ")
     assert task_guarantees(evaluation("./alone")) == ()
+
+
+def test_of_many_models_the_best_and_the_worst_are_named() -> None:
+    record = evaluation(*"abcdefg")  # later ones answer fewer items right
+    told = evaluate_verdict(record)
+    assert [part[0] for part in told.split("; ")[:3]] == ["a", "b", "g"]
+    assert told.endswith("; 4 more models are between the last two")

@@ -10,7 +10,8 @@ _SETTINGS = {
     "confidence": 0.95, "effort": "default", "no_repair": False, "heal": "200", "evaluate": None,
     "text": ["corpus.txt", "more text.txt"], "images": None, "labels": None, "pairs": None, "audio": None,
     "stack": None, "as_is": False, "sampled": 0.5, "window": 512, "bos": "auto", "seed": 0,
-    "dtype": "float32", "device": "cpu", "device_map": None, "tokenizer": None, "gguf_type": None, "force": False,
+    "dtype": "float32", "device": "cpu", "device_map": None, "stream": False, "tokenizer": None,
+    "gguf_type": None, "force": False,
     "trust_remote_code": False, "allow_pickle": False, "ignore_unused": False,
 }  # fmt: skip
 _REMOVED = [10, 12, 13, 14, 16, 21, 25]

@@ -64,6 +64,15 @@ def test_the_repair_helps_where_it_can() -> None:
     assert not {("gemma3", "least squares"), ("bert", "least squares")} & kept
 
 
+def test_weights_are_not_trained_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "free_memory", lambda device: 1000)
+    with shrinker_of(tiny_model("llama", layers=4)) as shrinker:
+        candidates = Candidates(shrinker, 0)
+        assert [stage.name for stage in candidates.repair((2,)).stages] == ["least squares"]
+    (note,) = candidates.notes
+    assert "did not train weights: this needs" in note
+
+
 @pytest.mark.parametrize("damage", [0.5, -0.5])
 def test_a_stage_that_does_not_help_is_undone(damage: float, monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(shrinker: Shrinker, place: int, weights: list[Any], **keywords: Any) -> None:

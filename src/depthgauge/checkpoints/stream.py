@@ -7,7 +7,7 @@ of its own, and its file stays as it is.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -74,13 +74,11 @@ class Stream:
 
         blocks, files = find_blocks(model, layers), dict[nn.Parameter, Callable[[], Tensor]]()
         for module in (module for block in blocks for module in block.modules()):
-            stored: Mapping[str, Tensor] | None = getattr(getattr(module, "_hf_hook", None), "weights_map", None)
             for leaf, weight in module._parameters.items():
                 if weight is not None and weight.is_meta:
-                    assert stored is not None
-                    mapped = nn.Parameter(stored[leaf], requires_grad=weight.requires_grad)
-                    module._parameters[leaf] = mapped
-                    files[mapped] = _reader(stored, leaf)
+                    read = reader(module._hf_hook.weights_map, leaf)
+                    mapped = module._parameters[leaf] = nn.Parameter(read(), requires_grad=weight.requires_grad)
+                    files[mapped] = read
         remove_hook_from_submodules(model)
         del model.hf_device_map
         stream = cls(blocks, device)
@@ -153,5 +151,15 @@ class _Streamed:
             return self.forward(*args, **kwargs)
 
 
-def _reader(stored: Mapping[str, Tensor], leaf: str) -> Callable[[], Tensor]:
-    return lambda: stored[leaf]
+def reader(stored: Any, leaf: str) -> Callable[[], Tensor]:
+    """Return a function that maps a weight which accelerate has offloaded; accelerate would bring it to the device."""
+
+    def read() -> Tensor:
+        loader = stored
+        while hasattr(loader, "dataset"):  # the names of a module, in those of the model
+            loader = loader.dataset
+        loader.device = None
+        found: Tensor = stored[leaf]
+        return found
+
+    return read

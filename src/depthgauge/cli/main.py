@@ -91,6 +91,9 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("DEPTHGAUGE_DEBUG"):
             raise
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):  # torch, which may not be imported, and Python
+            sentence = "memory ran out: use --stream, which loads one block at a time, or --device-map auto"
+            sys.exit(_fail(f"{sentence}; --resume continues what was interrupted ({error})", 2))
         code = _fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
     sys.exit(code)
 

@@ -6,6 +6,8 @@ from depthgauge.report.markup import Table, capital, command_line, settings_tabl
 from depthgauge.report.page_parts import Page, PagePart, Section, present
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.evaluate_verdicts import (
+    AS_FIRST,
+    MANY,
     PROTOCOL,
     accuracy_rows,
     difference_text,
@@ -21,7 +23,8 @@ _COLORS = ("@faint", MEASURED, "@blue", "@purple", "@green")
 def evaluate_page(record: EvaluateRecord) -> Page:
     """Return the page of a result of `evaluate`."""
     names = [model.name for model in record.models]
-    section = Section(", ".join(names), f"{evaluate_verdict(record)}.", evaluate_facts(record), evaluate_parts(record))
+    title = ", ".join(names) if len(names) <= MANY else f"{names[0]} and {len(names) - 1} other models"
+    section = Section(title, f"{evaluate_verdict(record)}.", evaluate_facts(record), evaluate_parts(record))
     return Page(
         version=record.version,
         heading="What can it still do?",
@@ -38,10 +41,9 @@ def evaluate_facts(record: EvaluateRecord) -> tuple[tuple[str, str], ...]:
     for index, model in enumerate(record.models, start=1):
         start = "no BOS token" if model.bos is None else f"BOS token {'added' if model.bos else 'not added'}"
         sizes = f"{model.family}, {counted(model.layers, 'layer')}, {model.parameters:,} parameters, {model.dtype}"
-        facts += [
-            (f"model {index}", f"{model.name}: {sizes}"),
-            (f"start of model {index}", f"{start}: {model.bos_reason}"),
-        ]
+        facts.append((f"model {index}", f"{model.name}: {sizes}"))
+        if (model.bos, model.bos_reason) != (record.models[0].bos, AS_FIRST):
+            facts.append((f"start of model {index}", f"{start}: {model.bos_reason}"))
     versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
     return (*facts, ("versions", versions), ("duration", duration(record.seconds)))
 
@@ -56,18 +58,23 @@ def accuracy_part(record: EvaluateRecord) -> PagePart | None:
     if not record.tasks:
         return None
     found = [list(accuracy_rows(record, index)) for index in range(len(record.models))]
-    names = [label(short(name, 36)) for name, _, _ in found[0]]
+    tasks, models = [name for name, _, _ in found[0]], [model.name for model in record.models]
+    shares = [[100 * one.accuracy for _, _, one in rows] for rows in found]
+    # One colour per model; where these do not suffice, the models are the groups.
+    groups, series = (tasks, models) if len(models) <= len(_COLORS) else (models, tasks)
+    lengths = shares if series is models else list(map(list, zip(*shares, strict=True)))
+    names = [label(short(name, 36)) for name in groups]
     places = list(range(len(names)))
     traces = [
         {
-            "type": "bar", "orientation": "h", "name": label(short(model.name, 32)), "y": places, "showlegend": True,
-            "x": [100 * one.accuracy for _, _, one in rows], "marker": {"color": _COLORS[index % len(_COLORS)]},
+            "type": "bar", "orientation": "h", "name": label(short(one, 32)), "y": places, "showlegend": True, "x": row,
+            "marker": {"color": _COLORS[(index + (series is tasks)) % len(_COLORS)]},
             **hovering([
-                f"{label(name)}<br>{label(model.name)}<br><b>{percent_text(one.accuracy)} %</b>"
-                for name, _, one in rows
+                f"{label(group)}<br>{label(one)}<br><b>{number(share, 3)} %</b>"
+                for group, share in zip(groups, row, strict=True)
             ]),
         }
-        for index, (model, rows) in enumerate(zip(record.models, found, strict=True))
+        for index, (one, row) in enumerate(zip(series, lengths, strict=True))
     ]  # fmt: skip
     x = {"title": "accuracy, %", "range": [0, 100]}
     y = {"tickvals": places, "ticktext": names, "autorange": "reversed", "showgrid": False, "automargin": True}
@@ -87,13 +94,13 @@ def accuracy_part(record: EvaluateRecord) -> PagePart | None:
                 name, model.name, items, one.accuracy, one.difference, one.low, one.high, one.lost, one.gained, one.p,
                 one.falls_at_most,
             )
-            for k in places
+            for k in range(len(tasks))
             for model, (name, items, one) in zip(record.models, (rows[k] for rows in found), strict=True)
         ),
     )  # fmt: skip
     caption = "All models answered the same items. acc_norm divides the log-likelihood of an answer by its length."
-    alt = f"Bar chart of the accuracy by task, one bar per model. {words}."
-    height = 110 + 28 * len(names) * (1 + len(record.models))
+    alt = f"Bar chart of the accuracy by task and model. {words}."
+    height = 110 + 28 * len(names) * (1 + len(series))
     return PagePart("accuracy", "Accuracy on each task", caption, single(alt, height, drawn), table, table_open=True)
 
 

@@ -74,10 +74,19 @@ def _at_most(record: EvaluateRecord, name: str, one: AccuracyRecord, what: str, 
     )
 
 
+MANY = 4
+"""Of more models than this, a sentence names some."""
+AS_FIRST = "as for the first model"
+"""Why a model is given a BOS token or not, if the first one decides."""
+
+
 def evaluate_verdict(record: EvaluateRecord) -> str:
-    """State the accuracy of the first model, and what the others lose."""
-    parts = []
-    for index, model in enumerate(record.models):
+    """State the accuracy of the first model, and what the others lose; of more than `MANY`, the best and the worst."""
+    parts, shown = [], list(range(len(record.models)))
+    if len(shown) > MANY:
+        shown = [0, *sorted(sorted(shown[1:], key=lambda index: _quality(record, index))[:: len(shown) - 2])]
+    for index in shown:
+        model = record.models[index]
         rows = [record.mean[index]] if record.mean else [t.results[index] for t in record.tasks if t.is_main]
         for one in rows:
             found = f"{model.name} answers {percent_text(one.accuracy)} % right"
@@ -87,4 +96,13 @@ def evaluate_verdict(record: EvaluateRecord) -> str:
         if not rows:
             known = (f"{text.name} {number(text.results[index].perplexity, 4)}" for text in record.texts)
             parts.append(f"perplexity of {model.name}: {', '.join(known)}")
-    return "; ".join(parts)
+    others = len(record.models) - len(shown)
+    return "; ".join([*parts, *([f"{others} more models are between the last two"] if others else [])])
+
+
+def _quality(record: EvaluateRecord, index: int) -> float:
+    """Return a number by which models are ordered: the accuracy, or without tasks the mean log-likelihood."""
+    if record.mean:
+        return record.mean[index].accuracy
+    main = [task.results[index].accuracy for task in record.tasks if task.is_main]
+    return sum(main) / len(main) if main else -sum(text.results[index].loss for text in record.texts)

@@ -14,7 +14,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from depthgauge._format import size_text
 from depthgauge._io import write_atomically
+from depthgauge.checkpoints.load import free_memory
 from depthgauge.results.record import finite
 from depthgauge.results.shrink_record import CandidateRecord, RepairStage
 from depthgauge.surgery.distill import distill
@@ -24,6 +26,8 @@ from depthgauge.surgery.shrinker import Removed, Shrinker
 HEADLESS = 4
 """How many times as many steps a model without a head is trained: it costs a fraction per token. On MiniLM, more steps
 lowered the distance on other windows."""
+TRAINING = 16
+"""Bytes that training takes per weight: a copy in float32, its gradient, and the two moments of AdamW."""
 Losses = Float[Tensor, " select"]
 """One number per selection window."""
 
@@ -49,10 +53,12 @@ class Candidates:
 
     - `shrinker`: the model, which `repair` changes in place
     - `seed`: the order of the windows in the repair
+    - `notes`: what was left out
     """
 
     def __init__(self, shrinker: Shrinker, seed: int) -> None:
         self.shrinker, self.seed = shrinker, seed
+        self.notes: tuple[str, ...] = ()
         self._best: tuple[Removed, Repaired] | None = None
 
     def choose(
@@ -137,7 +143,7 @@ class Candidates:
         refitted = [layer for layer in shrinker.kept[place:] if is_linear(shrinker.checkpoint.families[layer])]
         trials = {"least squares": partial(self._refit, place)} if refitted else {}
         steps = effort.steps * (1 if shrinker.checkpoint.objective == "loss" else HEADLESS)
-        if shrinker.checkpoint.stream is None:  # training needs all weights in memory
+        if self._has_room(weights):
             trials["distillation"] = partial(
                 distill, shrinker, place, weights, steps=steps, tokens=effort.tokens, seed=self.seed, label="repair"
             )
@@ -158,6 +164,16 @@ class Candidates:
             else:
                 put_weights(weights, before)
         return Repaired(tuple(stages), losses, [weight.detach().clone() for weight in weights])
+
+    def _has_room(self, weights: list[nn.Parameter]) -> bool:
+        """Return whether weights can be trained: all of the model must be in memory, with `TRAINING` bytes for each."""
+        if self.shrinker.checkpoint.stream is not None:
+            return False
+        needed, device = TRAINING * sum(weight.numel() for weight in weights), self.shrinker.runner.device
+        if needed <= free_memory(device):
+            return True
+        self.notes = (f"the repair did not train weights: this needs {size_text(needed)} more memory on {device}",)
+        return False
 
     def _refit(self, place: int) -> None:
         """Refit the output maps of kept[place:] in order, where they are known, each on the outputs of those before."""

@@ -27,6 +27,7 @@ from depthgauge.checkpoints.windows import require_rows, tokenize_text
 from depthgauge.progress import Step
 from depthgauge.results.evaluate_options import CLOZE, EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluatedModel, EvaluatedTask, EvaluatedText, EvaluateRecord
+from depthgauge.results.evaluate_verdicts import AS_FIRST
 from depthgauge.results.record import ResultError, load_document
 from depthgauge.results.shrink_record import SHRINK_ADVICE, CalibrationRecord, check_shrink
 
@@ -248,7 +249,7 @@ def _decided_start(start: Start, checkpoint: Checkpoint, tokenizer: Any, first: 
     if start.candidate is None:
         return start
     if first is not None and first.bos is not None:
-        return start.decided(start.candidate, first.bos, "as for the first model")
+        return start.decided(start.candidate, first.bos, AS_FIRST)
     text = tokenize_text(tokenizer, None, wanted=1, length=_MEASURED_LENGTH, seed=0).pieces[0]
     require_rows(checkpoint, [text, torch.tensor([start.candidate])])
     bodies = torch.split(text[: MEASURED_WINDOWS * _MEASURED_LENGTH], _MEASURED_LENGTH)

@@ -407,7 +407,7 @@ class ShrinkRun:
         )
         if shrunk is None:
             return record
-        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals)
+        notes = (*shrink_notes(record, self.opened, shrunk), *self.shrinker.refusals, *self.candidates.notes)
         if checkpoint.stream is not None:
             return msgspec.structs.replace(record, notes=notes)
         self.progress(0, 1, "speed of both models")
