@@ -65,9 +65,8 @@ def test_tables(run: Run) -> None:
         assert word in outcome.out, word
     # On a slow machine a line of progress may stand between these two.
     said = outcome.err.splitlines()
-    assert said[0] == "loading llama"
-    assert any(line.startswith("about ") for line in said)
-    assert "forward passes of 48 tokens" in outcome.err
+    assert said[0].startswith("estimate: about ")
+    assert "loading llama" in said
 
 
 def test_ctrl_c_names_resume_where_steps_were_kept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,12 +43,12 @@ def test_the_written_model_is_the_one_described(tmp_path: Path, text: Path) -> N
     out = tmp_path / "out"
     messages: list[str] = []
     result = quick(source, text, remove="50%", out=out, message=messages.append)
-    assert result.opened.fresh > 0
-    expected = re.compile(r"about \d+ \w+ left: search, repair and measurement, and a new process that .*")
-    assert [said for said in messages if expected.fullmatch(said)]
+    assert re.fullmatch(r"estimate: about \d+ \w+, .* of memory, .* on disk", messages[0])
+    assert [said for said in messages if re.fullmatch(r"about \d+ \w+ left", said)]
     assert messages[-1] == f"model written to {out}"
     record = json.loads((out / "depthgauge.json").read_text())
     assert record == result.to_json()
+    assert {*record["estimate"]["parts"]} == {*record["durations"]} - {"estimate"}
     assert record["layers_before"] == 4
     assert record["layers_after"] == 2 == json.loads((out / "config.json").read_text())["num_hidden_layers"]
     weights = load_file(out / "model.safetensors")

@@ -1,81 +1,125 @@
-"""The expected duration of `shrink`: every part is counted, and only where it is done."""
+"""The estimate of `shrink`: every part is counted, and only where it is done; it needs no weights."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from tiny_models import tiny_model
+from tiny_shrinks import save
 
+from depthgauge.checkpoints.load import Placement, wrap
+from depthgauge.errors import InputError
+from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.surgery.part_costs import PartCosts, few_blocks, measure_costs
 from depthgauge.surgery.student import EFFORT
-from depthgauge.workflows.shrink_estimate import (
-    PartCosts,
-    ShrinkJob,
-    heal_advice,
-    heal_seconds,
-    seconds_left,
-    time_left,
-)
+from depthgauge.workflows.shrink import expect_shrink
+from depthgauge.workflows.shrink_estimate import ShrinkJob, heal_advice, heal_windows, time_left, work_of
 
-JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, writes=True)
-ONLY = {
-    "window": PartCosts(1.0, 0.0, 0.0),
-    "token": PartCosts(0.0, 1.0, 0.0),
-    "fresh": PartCosts(0.0, 0.0, 1.0),
-}
-"""A second for one part, nothing for the others."""
+JOB = ShrinkJob(EFFORT["quick"], layers=12, counts=(3,), certify=60, window=256, samples=10, sample_tokens=128)
+COSTS = PartCosts(
+    blocks=1.0, head=0.0, token=0.0, step=0.01, rows=10, load=0.0, files=100, read_speed=50.0, layers=12,
+    parameters=1000, block_parameters=900, itemsize=4, tokens=256, width=8, output=64,
+)  # fmt: skip
+"""A second for all blocks, nothing for the other parts."""
 
 
-def test_the_fresh_process_is_counted_once_if_the_model_is_written() -> None:
-    """A tiny model computes nothing to speak of: what is left is the process that loads the result."""
-    tiny = PartCosts(window=1e-4, token=1e-3, fresh=20.0)
-    assert 20 < seconds_left(JOB, tiny) < 22
-    assert seconds_left(replace(JOB, writes=False), tiny) < 2
-    assert seconds_left(JOB, ONLY["fresh"]) == 1
-    assert seconds_left(replace(JOB, counts=(1, 3)), ONLY["fresh"]) == 2
+def parts_of(job: ShrinkJob, costs: PartCosts = COSTS) -> dict[str, float]:
+    return {name: work.resident(costs) for name, work in work_of(job, costs).items()}
 
 
-def test_a_run_that_stops_after_the_search_writes_and_measures_nothing() -> None:
-    search = replace(JOB, stops=True)
-    assert seconds_left(search, ONLY["fresh"]) == seconds_left(search, ONLY["token"]) == 0
-    assert 0 < seconds_left(search, ONLY["window"]) < seconds_left(JOB, ONLY["window"])
-    assert seconds_left(replace(search, is_given=True), ONLY["window"]) < seconds_left(search, ONLY["window"])
+def test_each_kind_of_run_has_its_parts() -> None:
+    found = {makes: {*parts_of(replace(JOB, makes=makes))} for makes in (PLAN, MEMORY, DIRECTORY, GGUF)}
+    assert found[MEMORY] - found[PLAN] == {"certification", "speed"}
+    assert found[DIRECTORY] - found[MEMORY] == {"writing", "check in a new process"}
+    assert found[GGUF] - found[MEMORY] == {"reading the file back"}
+    assert "search" not in parts_of(replace(JOB, is_given=True))
+    assert "calibration windows" not in parts_of(replace(JOB, samples=0), replace(COSTS, step=1.0))
 
 
 def test_repairs_are_those_of_the_finalists() -> None:
-    job = replace(JOB, effort=EFFORT["default"], window=512)
-    bare = seconds_left(replace(job, repairs=False), ONLY["window"])
-    one = seconds_left(replace(job, effort=replace(job.effort, finalists=1)), ONLY["window"])
-    assert seconds_left(job, ONLY["window"]) - bare == pytest.approx(job.effort.finalists * (one - bare))
-    assert one - bare > 2 * job.effort.steps * job.effort.tokens / 512
+    job, name = replace(JOB, effort=EFFORT["default"], window=512), "repair and comparison"
+    bare = parts_of(replace(job, repairs=False))[name]
+    one = parts_of(replace(job, effort=replace(job.effort, finalists=1)))[name]
+    assert parts_of(job)[name] - bare == pytest.approx(job.effort.finalists * (one - bare))
+    assert one - bare > job.effort.steps * job.effort.tokens / 512
 
 
 def test_every_model_is_measured_and_the_dense_model_once() -> None:
+    heads = replace(COSTS, blocks=0.0, head=1.0)
     for counts in ((3,), (1, 2, 3)):
         job = replace(JOB, counts=counts)
-        grown = replace(job, certify=job.certify + 7)
-        more = seconds_left(grown, ONLY["window"]) - seconds_left(job, ONLY["window"])
+        more = sum(parts_of(replace(job, certify=67), heads).values()) - sum(parts_of(job, heads).values())
         assert more == pytest.approx(7 * (len(counts) + 1))
-    healed = seconds_left(replace(JOB, healed=10), ONLY["window"]) - seconds_left(JOB, ONLY["window"])
-    assert healed == pytest.approx(10 * 2 * 4)  # 2 of the 48 fit windows in each step, four passes each
+        assert parts_of(replace(job, task_tokens=2560), heads)["tasks"] == pytest.approx(10 * (len(counts) + 1))
+    # 2 of the 48 fit windows in each step
+    assert parts_of(replace(JOB, healed=10), heads)["healing"] == heal_windows(10, JOB.effort, 256) == 10 * 2 * 3.5
 
 
-def test_the_tasks_are_answered_by_every_model_and_the_dense_one() -> None:
-    for counts in ((3,), (1, 2, 3)):
-        job = replace(JOB, counts=counts)
-        more = seconds_left(replace(job, task_tokens=2560), ONLY["window"]) - seconds_left(job, ONLY["window"])
-        assert more == pytest.approx(10 * (len(counts) + 1))
-    search = replace(JOB, stops=True)
-    assert seconds_left(replace(search, task_tokens=2560), ONLY["window"]) == seconds_left(search, ONLY["window"])
-    assert "the tasks on both models" in time_left(replace(JOB, task_tokens=2560), ONLY["window"], is_most=False)
-    assert "tasks" not in time_left(JOB, ONLY["window"], is_most=False)
+def test_samples_are_drawn_together() -> None:
+    costs = replace(COSTS, step=0.5)
+    assert parts_of(JOB, costs)["calibration windows"] == 128 * 0.5
+    assert parts_of(replace(JOB, samples=11), costs)["calibration windows"] == 2 * 128 * 0.5
 
 
-def test_costs_add_up() -> None:
-    costs = PartCosts(0.25, 0.125, 17.0)
-    parts = [getattr(costs, name) * seconds_left(JOB, only) for name, only in ONLY.items()]
-    assert seconds_left(JOB, costs) == pytest.approx(sum(parts))
+def test_a_streamed_run_reads_the_weights_in_every_pass_and_trains_nothing() -> None:
+    resident, work = (work_of(replace(JOB, healed=10, streams=streams), COSTS) for streams in (False, True))
+    assert {*resident} - {*work} == {"calibration windows", "healing", "speed"}
+    assert work["repair and comparison"].heads < resident["repair and comparison"].heads
+    dense = work["dense model"]
+    assert dense.streamed(COSTS) - dense.resident(COSTS) == pytest.approx(100 / 50)  # one pass over 100 bytes
+
+
+def test_the_time_left_follows_what_the_first_parts_took() -> None:
+    sizes = {"gpu": 0, "ram": 1, "disk": 1, "parameters": 1, "layers": 1, "window": 1}
+    parts = {"loading": 10.0, "dense model": 20.0, "search": 30.0, "speed": 10.0}
+    expected = EstimateRecord(name="m", parts=parts, device="cpu", dtype="float32", **sizes)
+    assert time_left(expected, {"loading": 20.0, "dense model": 40.0, "estimate": 5.0}) == "about 80 seconds left"
 
 
 def test_the_advice_about_healing_says_what_it_would_cost() -> None:
-    seconds = heal_seconds(200, JOB.effort, JOB.window, 0.25)
-    costs = PartCosts(0.25, 0.0, 0.0)
-    assert seconds == pytest.approx(seconds_left(replace(JOB, healed=200), costs) - seconds_left(JOB, costs))
     assert heal_advice(200, 90.0).startswith("--heal 200 would train the kept blocks for about 2 minutes more")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "bert", "mixtral"])
+def test_a_few_blocks_stand_for_all(name: str) -> None:
+    """One block of each kind is built; the random numbers of the user stay as they are."""
+    with torch.device("meta"):
+        whole = wrap(tiny_model(name), name)
+    before = torch.get_rng_state()
+    parts = few_blocks(whole, Placement(device="cpu"))
+    assert torch.equal(torch.get_rng_state(), before)
+    kinds = len({*(getattr(whole.config, "layer_types", None) or [0])})
+    assert len(parts.counts) == kinds < whole.layers == sum(parts.counts.values())
+    costs = measure_costs(parts, torch.zeros(1, 8, dtype=torch.long))
+    assert (costs.layers, costs.tokens) == (whole.layers, 8)
+    assert costs.blocks > 0
+    assert costs.head > 0
+
+
+def test_a_configuration_without_weights_is_enough(tmp_path: Path) -> None:
+    folder, bare = save(tmp_path / "model", "llama"), tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(folder / "config.json", bare)
+    options = ShrinkOptions(remove="2", effort="quick")
+    found, known = (expect_shrink(str(path), options) for path in (bare, folder))
+    assert found.parameters == known.parameters
+    assert {*found.parts} == {*known.parts}
+    assert found.read_speed is None
+    assert found.streamed == {}
+    assert known.streamed["search"] > known.parts["search"]
+    assert not {"calibration windows", "speed"} & {*known.streamed}
+    assert found.ram > 0
+    assert found.disk > 0
+    assert found.gpu == 0
+
+
+def test_structures_that_cannot_be_built_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_attention_heads": 3}))
+    with pytest.raises(InputError, match=r"^cannot load the configuration of .*; correct its configuration"):
+        expect_shrink(folder, ShrinkOptions(remove="2"))

@@ -88,6 +88,7 @@ def resolve(
     tokenizer: str | None = None,
     message: Callable[[str], None] = no_message,
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> Source:
     """Return the checkpoint of a directory, a GGUF file or a name on the hub, which is downloaded if necessary.
 
@@ -97,6 +98,7 @@ def resolve(
         tokenizer: the directory of another tokenizer.
         message: called with a sentence if the hub cannot be asked and the copy in the cache is used.
         trust_remote_code: accept a model that is defined by code in its directory.
+        weights: whether they are needed. Otherwise those of a directory on the hub are not downloaded.
 
     Raises:
         CheckpointError: there is no such checkpoint, it cannot be read, or it needs `allow_pickle` or
@@ -110,11 +112,11 @@ def resolve(
                 f"{target} is a directory but not a checkpoint: it contains no config.json; give one that does, or "
                 f"{spelled.repo}@main for the model of this name on the hub"
             )
-        source = find(target, allow_pickle, tokenizer)
+        source = find(target, allow_pickle, tokenizer, weights=weights)
     else:
         require_tokenizer(tokenizer)  # before the download
-        path, hub = _download(name, allow_pickle, message)
-        source = find(path, allow_pickle, tokenizer, hub)
+        path, hub = _download(name, allow_pickle, message, weights)
+        source = find(path, allow_pickle, tokenizer, hub, weights)
     if source.gguf is None:
         check_config(source.folder / "config.json", source.target, trust_remote_code)
         if not source.pickled:
@@ -122,7 +124,9 @@ def resolve(
     return source
 
 
-def _download(name: HubName, allow_pickle: bool, message: Callable[[str], None]) -> tuple[Path, HubModel]:
+def _download(
+    name: HubName, allow_pickle: bool, message: Callable[[str], None], weights: bool
+) -> tuple[Path, HubModel]:
     """Return the directory or GGUF file in the cache, and what it is on the hub."""
     library = _library()
     try:
@@ -137,7 +141,7 @@ def _download(name: HubName, allow_pickle: bool, message: Callable[[str], None])
     else:
         listed = {one.rfilename for one in found.siblings or ()}
         try:
-            wanted = list(_wanted(library, name, found.sha, listed, allow_pickle))
+            wanted = list(_wanted(library, name, found.sha, listed, allow_pickle, weights))
             folder = _cached(library, name, wanted)
             if folder is None or folder.name != found.sha:
                 patterns = [glob.escape(one) for one in wanted]
@@ -170,7 +174,9 @@ def _cached(library: Any, name: HubName, files: Collection[str]) -> Path | None:
     return Path(folder) if all((Path(folder) / file).is_file() for file in files) else None
 
 
-def _wanted(library: Any, name: HubName, commit: str, listed: set[str], allow_pickle: bool) -> Iterator[str]:
+def _wanted(
+    library: Any, name: HubName, commit: str, listed: set[str], allow_pickle: bool, weights: bool
+) -> Iterator[str]:
     """Yield the files of a repository that are needed; raise if it has no weights that may be read."""
     ggufs = sorted(one for one in listed if one.endswith(".gguf") and one == piece_names(one)[0])
     if name.file is not None:
@@ -180,12 +186,12 @@ def _wanted(library: Any, name: HubName, commit: str, listed: set[str], allow_pi
             yield piece
         return
     chosen: list[str] = []
-    for weights in (SAFETENSORS, PICKLES) if allow_pickle else (SAFETENSORS,):
+    for file in (SAFETENSORS, PICKLES) if allow_pickle else (SAFETENSORS,):
         if chosen:
             break
-        index = f"{weights}.index.json"
-        if weights in listed:
-            chosen = [weights]
+        index = f"{file}.index.json"
+        if file in listed:
+            chosen = [file]
         elif index in listed:
             path = library.hf_hub_download(name.repo, index, revision=commit)
             chosen = [index, *shard_names(Path(path), str(name))]
@@ -199,7 +205,7 @@ def _wanted(library: Any, name: HubName, commit: str, listed: set[str], allow_pi
         )
     if "config.json" not in listed:
         raise CheckpointError(f"{name} has no config.json, so it is not a checkpoint of transformers; give another one")
-    yield from chosen
+    yield from chosen if weights else ()
     yield from sorted(one for one in listed if _TEXTS.fullmatch(one) and not one.endswith(".index.json"))
 
 

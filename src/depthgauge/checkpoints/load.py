@@ -19,7 +19,7 @@ from depthgauge.checkpoints.library import CheckpointError, attempt, short, tran
 from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
-from depthgauge.checkpoints.stored_weights import count_parameters, described_model, tensor_count
+from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
 from depthgauge.checkpoints.stream import Stream, stream_map
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
@@ -297,7 +297,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
             f"{source.target} contradicts its configuration, which describes {layers:,} layers: its files have "
             f"{stored} tensors; correct the number of layers, or download it again"
         )
-    skeleton = described_model(source, config, chosen, placement.trust_remote_code)
+    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
     device = placement.torch_device()
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
@@ -348,7 +348,7 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
     if placement.stream or placement.device_map is not None:
         return placement
     chosen, _ = loader_of(config, source)
-    skeleton = described_model(source, config, chosen, placement.trust_remote_code)
+    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
     try:
         check_memory(source, placement, parameter_count(skeleton))
     except CheckpointError as error:
@@ -402,7 +402,7 @@ def refuse_infinite(model: Any, name: str) -> None:
 def check_memory(source: Source, placement: Placement, described: int = 0) -> None:
     """Raise if the weights, in the requested dtype, do not fit into free memory.
 
-    `described` is the number of parameters according to the configuration; see `described_model`.
+    `described` is the number of parameters according to the configuration; see `built_model`.
     """
     parameters, stored = count_parameters(source)
     chosen, parameters = placement.torch_dtype(), max(parameters, described)

@@ -98,13 +98,18 @@ class Source:
 
 
 def find(
-    target: str | Path, allow_pickle: bool = False, tokenizer: str | None = None, hub: HubModel | None = None
+    target: str | Path,
+    allow_pickle: bool = False,
+    tokenizer: str | None = None,
+    hub: HubModel | None = None,
+    weights: bool = True,
 ) -> Source:
     """Return the checkpoint in a directory or a `.gguf` file; raise if something is missing.
 
     `allow_pickle` accepts weights in `pytorch_model*.bin` files. They are read with `torch.load(weights_only=True)`,
     which does not run code from the file. `tokenizer` is the directory of another tokenizer. Every piece of a split
-    GGUF file stands for the whole. `hub` is what the files are on the hub, if they are in its cache.
+    GGUF file stands for the whole. `hub` is what the files are on the hub, if they are in its cache. Without `weights`,
+    a directory may have a config.json alone.
     """
     path, other = Path(target), require_tokenizer(tokenizer)
     name = path if hub is None else hub.name
@@ -117,11 +122,11 @@ def find(
             f"{name} is a directory but not a checkpoint: it contains no config.json; give one that does"
         )
     source, pickled = (Source(path, pickled=pickled, tokenizer=other, hub=hub) for pickled in (False, True))
-    if weight_files(source):
+    if weight_files(source) or (not weights and not weight_files(pickled)):
         return source
     hint = "download the complete checkpoint"
     if weight_files(pickled):
-        if allow_pickle:
+        if allow_pickle or not weights:
             return pickled
         hint = "its weights are pickled (*.bin): use --allow-pickle to read them, or convert them to safetensors"
     raise CheckpointError(

@@ -24,20 +24,21 @@ def count_parameters(source: Source) -> tuple[int, int]:
     return sum(count for _, count, _ in tensors), stored
 
 
-def described_model(source: Source, config: Any, chosen: Any, trust_remote_code: bool) -> Any:
-    """Return a model of the class `chosen` with this configuration, on the device `meta`, which takes no memory.
+def built_model(name: str, config: Any, chosen: Any, trust_remote_code: bool, **placed: Any) -> Any:
+    """Return a model of the class `chosen` with this configuration and random weights; `name` is what errors call it.
 
-    A damaged configuration may describe a model that is larger than its files, and that would be allocated.
+    By default it is on the device `meta`, where it takes no memory: a configuration may describe a model that is larger
+    than its files, and than any memory. `placed` may give another `device`, and a `dtype`.
     """
 
     def build() -> Any:
-        is_auto, copied = hasattr(chosen, "from_config"), copy.deepcopy(config)
-        with torch.device("meta"):
-            if is_auto:
-                return chosen.from_config(copied, trust_remote_code=trust_remote_code)
-            return chosen._from_config(copied)
+        copied, dtype = copy.deepcopy(config), {"dtype": placed["dtype"]} if "dtype" in placed else {}
+        with torch.device(placed.get("device", "meta")):
+            if hasattr(chosen, "from_config"):
+                return chosen.from_config(copied, trust_remote_code=trust_remote_code, **dtype)
+            return chosen._from_config(copied, **dtype)
 
-    return attempt(source.target, "configuration", build)
+    return attempt(name, "configuration", build)
 
 
 def tensor_count(source: Source) -> int:

@@ -1,7 +1,6 @@
 """What is observed on a window: the loss, the residuals of the states, the heads, and the scores of the layers."""
 
 import math
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +25,6 @@ class WindowObserver:
 
     - `sublayers`: the scores of sublayers
     - `record`: what was observed, as JSON
-    - `planning`: the seconds spent on attention plans
     """
 
     def __init__(self, stack: Stack, plans: bool) -> None:
@@ -34,14 +32,11 @@ class WindowObserver:
         self.checkpoint, self.plans = stack.checkpoint, plans
         self.sublayers = SublayerScores(stack.blocks, stack.checkpoint.families)
         self.record: dict[str, Any] = {"heads": [], "fast": []}
-        self.planning = 0.0
 
     def watch(self, call: AttentionCall) -> Tensor:
         """Observe the attention of the next layer and return its output."""
         if self.plans:
-            started = time.perf_counter()
             self.record["fast"].append(layer_plan(call).to_json())
-            self.planning += time.perf_counter() - started
         output, statistics = head_statistics(call)
         self.record["heads"].append(statistics.to_json())
         return output

@@ -7,6 +7,7 @@ import typer
 
 from depthgauge.cli.options import with_options
 from depthgauge.cli.output import Overwrite, note, print_json, progress_bar
+from depthgauge.cli.print_estimate import print_estimate
 from depthgauge.errors import OutputError
 from depthgauge.results.gauge_options import PATHS, GaugeOptions
 
@@ -39,6 +40,15 @@ def command(
     ] = False,
     report: Annotated[Path | None, typer.Option(help="Also write a page with charts to this .html file.")] = None,
     overwrite: Overwrite = False,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Only print the expected time of every part and memory. Needs no weights: a directory with a "
+            "config.json is enough.",
+            rich_help_panel="Checkpoints",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result document instead of tables.")] = False,
 ) -> None:
     """Measure how much of a network's or a checkpoint's depth does useful work.
@@ -59,16 +69,23 @@ def command(
 
     `depthgauge gauge ./vit --images photos` gauges a model of images on a directory of images.
 
+    `depthgauge gauge ./my-model --estimate` prints how long this takes and how much memory it needs, after timing a few
+    blocks with random weights on this machine.
+
     `depthgauge gauge HuggingFaceTB/SmolLM2-135M` gauges a model on the hub, from the cache of huggingface_hub; a model
     that is not there is downloaded first.
     """
-    from depthgauge.workflows.gauge import gauge
+    from depthgauge.workflows.gauge import expect_gauge, gauge
 
-    fields: dict[str, Any] = {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
+    fields: dict[str, Any] = {}
     if no_what_if:
         if options.what_if is not None:
             raise typer.BadParameter("--what-if and --no-what-if exclude each other")
         fields["what_if"] = "none"
+    if estimate:
+        print_estimate(expect_gauge(target, options, note, **fields), as_json)
+        return
+    fields |= {"out": out, "report": report, "resume": resume, "overwrite": overwrite}
     try:
         with progress_bar("measuring") as progress:
             result = gauge(target, options, progress=progress, message=note, **fields)

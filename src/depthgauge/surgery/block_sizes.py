@@ -8,7 +8,20 @@ from depthgauge._format import size_text
 from depthgauge.checkpoints.block_lists import blocks_of
 from depthgauge.checkpoints.load import Checkpoint
 from depthgauge.errors import InputError
+from depthgauge.results.shrink_options import ShrinkOptions
 from depthgauge.surgery.gguf_layout import GgufLayout
+
+
+def requested_counts(
+    settings: ShrinkOptions, checkpoint: Checkpoint, stored: torch.dtype | GgufLayout | None
+) -> tuple[int, ...]:
+    """Return the numbers of blocks to remove that the options ask for, other than by `max_increase`, in order."""
+    layers, name = checkpoint.layers, checkpoint.name
+    if settings.sizes is not None:
+        return settings.counts(layers, name)
+    if settings.max_bytes is not None:
+        return (blocks_over(checkpoint, settings.byte_limit(), stored, not settings.no_repair),)
+    return (settings.count(layers, name),)
 
 
 def blocks_over(

@@ -1,6 +1,5 @@
 """Open the model of `shrink`: check every option and file, cut the texts into windows, and load the weights."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +46,8 @@ from depthgauge.surgery.verify_removal import first_removable
 
 SAMPLED = 1 / 3
 """Share of calibration windows that are sampled from the model, where there is a text."""
+NO_TOKENS = Start((), (), None, "")
+"""No special tokens around the windows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +60,6 @@ class OpenedModel:
       loaded weights
     - `start`: the special tokens around every window
     - `read`: the windows of the texts, without special tokens, or the images
-    - `fresh`: about how many seconds a new process takes to load it; 0 for a model from memory
     - `fixed`: blocks that cannot be removed
     - `notes`: what cannot be repaired or removed, and why
     """
@@ -70,29 +70,45 @@ class OpenedModel:
     stored: torch.dtype | GgufLayout | None
     start: Start
     read: CutTexts | GivenWindows
-    fresh: float
     fixed: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
 
 
-def open_model(
+@dataclass(frozen=True, eq=False)
+class ReadModel:
+    """Everything about a model but its weights, checked, and the texts or images that it will be calibrated on.
+
+    - `source`: its files; None for a model from memory, which is `checkpoint`
+    - `config`, `tokenizer`: its configuration, and its tokenizer or image processor
+    - `files`, `stored`, `read`: see `OpenedModel`
+    - `placement`: how it is loaded; the weights are streamed if they do not fit
+    """
+
+    source: Source | None
+    checkpoint: Checkpoint | None
+    config: Any
+    tokenizer: Any
+    files: dict[str, str]
+    stored: torch.dtype | GgufLayout | None
+    read: CutTexts | GivenWindows
+    placement: Placement
+
+
+def read_model(
     model: Any,
     source: Source | None,
     settings: ShrinkOptions,
     tokenizer: Any,
     plan: PlanRecord | None,
+    as_gguf: bool,
     message: Callable[[str], None],
-    as_gguf: bool = False,
-) -> OpenedModel:
-    """Load a model, after checking everything that can be checked without its weights.
+) -> ReadModel:
+    """Check everything that can be checked without the weights of a model.
 
     Without a `source`, which is a checkpoint on disk, `model` is in memory, and `tokenizer` belongs to it. The digests
-    of a plan that will be followed must match. `message` is called with sentences such as the BOS decision. A language
-    model that cannot read its text is refused. With `as_gguf`, so is a model that cannot be written as a GGUF file.
+    of a plan that will be followed must match. `message` is told if the weights must be streamed. With `as_gguf`, a
+    model that cannot be written as a GGUF file is refused.
     """
-    # A new process imports the libraries again and loads the model. The CPU time of this process so far stands for the
-    # imports; it is limited by the time of opening, because a long-running process has spent it on other work.
-    before, started = time.process_time(), time.perf_counter()
     files: dict[str, str] = {}
     stored: torch.dtype | GgufLayout | None = None
     if as_gguf:
@@ -100,22 +116,36 @@ def open_model(
     if source is None:
         checkpoint = _from_memory(model, settings, tokenizer)
         read = _read(tokenizer, settings, checkpoint.config, None, checkpoint.objective == "loss", checkpoint.name)
-    else:
-        placement = Placement.of(settings)
-        config = load_config(source, placement, read_kind(settings))
-        tokenizer = load_reader(source, placement, settings, tokenizer)
-        placement = fitted(source, config, placement, message)
-        if placement.stream:
-            _require_streamed(settings)
-            settings = msgspec.structs.replace(settings, sampled=0.0)
-        read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
-        files = file_digests(source)
-        if plan is not None and plan.files != files:
-            raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
+        return ReadModel(None, checkpoint, model.config, tokenizer, files, stored, read, Placement())
+    placement = Placement.of(settings)
+    config = load_config(source, placement, read_kind(settings))
+    tokenizer = load_reader(source, placement, settings, tokenizer)
+    placement = fitted(source, config, placement, message)
+    if placement.stream:
+        _require_streamed(settings)
+        settings = msgspec.structs.replace(settings, sampled=0.0)
+    read = _read(tokenizer, settings, config, source, loader_of(config, source)[1] == "loss", source.target)
+    files = file_digests(source)
+    if plan is not None and plan.files != files:
+        raise InputError(f"the plan was made for other weights than those of {source.target}; make a new plan")
+    if settings.dtype == "auto" and source.gguf is None and not placement.stream:
+        stored = stored_dtype(config, source)
+    return ReadModel(source, None, config, tokenizer, files, stored, read, placement)
+
+
+def open_model(
+    found: ReadModel, settings: ShrinkOptions, plan: PlanRecord | None, message: Callable[[str], None]
+) -> OpenedModel:
+    """Load the weights of a model, and decide what of it can be removed and repaired.
+
+    `message` is called with sentences such as the BOS decision. A language model that cannot read its text is refused.
+    """
+    source, tokenizer, files, stored, read = found.source, found.tokenizer, found.files, found.stored, found.read
+    checkpoint = found.checkpoint
+    if checkpoint is None:
+        assert source is not None
         message(f"loading {source.target}")
-        checkpoint = load_model(source, config, placement)
-        if settings.dtype == "auto" and source.gguf is None and not placement.stream:
-            stored = stored_dtype(config, source)
+        checkpoint = load_model(source, found.config, found.placement)
     require_supported(checkpoint)
     if isinstance(stored, GgufLayout):
         stored = match_weights(stored, checkpoint)
@@ -145,16 +175,14 @@ def open_model(
     notes += _dequantized(source)
     for note in notes:
         message(note)
-    opened = time.perf_counter() - started if source is not None else 0.0
-    seconds = opened + min(before, opened)
-    start = Start((), (), None, "")
+    start = NO_TOKENS
     if isinstance(read, CutTexts):
         planned = read.request.start
         start = measure_start(planned, checkpoint, read.measured)  # on windows that are not in the certify part
         if planned.candidate is not None and checkpoint.objective == "loss":
             message(f"BOS token {'added' if start.bos else 'not added'}: {start.reason}")
         require_readable(checkpoint, tokenizer, start, read.measured, settings.force, message)
-    return OpenedModel(checkpoint, tokenizer, files, stored, start, read, seconds, fixed, notes)
+    return OpenedModel(checkpoint, tokenizer, files, stored, start, read, fixed, notes)
 
 
 def _require_streamed(settings: ShrinkOptions) -> None:
@@ -289,16 +317,22 @@ def _read(
         return read_given(
             settings, tokenizer, config, name, wanted=sizes.total, seed=settings.seed, least=sizes.total, advice=fewer
         )
+    return cut_texts(tokenizer, calibration_request(settings, config, source, decoder, tokenizer))
+
+
+def calibration_request(
+    settings: ShrinkOptions, config: Any, source: Source | None, decoder: bool, tokenizer: Any = None
+) -> CalibrationRequest:
+    """Return which windows of text a run needs; without a tokenizer, no special tokens are planned."""
     folder = None if source is None or source.gguf is not None else source.folder
     effort, context = effort_of(settings), longest_window(folder, context_length(config))
-    request = CalibrationRequest(
+    return CalibrationRequest(
         tuple(find_text(text, settings.as_is) for text in settings.text),
-        sizes,
+        calibration_sizes(settings),
         sampled=SAMPLED if settings.sampled is None else settings.sampled,
         window=min(effort.window, context or effort.window) if settings.window is None else settings.window,
         context=context,
-        start=plan_start(settings.bos, source, tokenizer),
+        start=NO_TOKENS if tokenizer is None else plan_start(settings.bos, source, tokenizer),
         seed=settings.seed,
         decoder=decoder,
     )
-    return cut_texts(tokenizer, request)

@@ -17,8 +17,6 @@ from torch import Tensor
 from depthgauge._format import counted
 from depthgauge.checkpoints.dense_states import DenseStates
 from depthgauge.checkpoints.library import CheckpointError
-from depthgauge.checkpoints.model_output import model_output
-from depthgauge.checkpoints.samples import shortened
 from depthgauge.checkpoints.scores import angular_distance, block_influence
 from depthgauge.checkpoints.what_if import Edit, edited_losses
 from depthgauge.results.shrink_record import CurvePoint, SearchStep
@@ -79,16 +77,6 @@ class Shrinker(Student):
         self.steps: tuple[SearchStep, ...] = ()
         self._refused: dict[Removed, str | None] | None = {} if is_mixed(self.runner) else None
         self._scores: dict[int, float] = {}
-
-    def token_seconds(self) -> float:
-        """Return about how long a forward pass of one token takes; 0 for models that do not generate."""
-        if self.checkpoint.objective != "loss":
-            return 0.0
-        first = shortened(self.select.inputs, 1)
-        started = time.perf_counter()
-        with torch.no_grad():
-            model_output(self.checkpoint, first).cpu()
-        return time.perf_counter() - started
 
     @property
     def allowed(self) -> list[int]:

@@ -87,18 +87,18 @@ def _run(checkpoint: Checkpoint, inputs: Inputs, new_tokens: int) -> tuple[float
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         held = int(torch.cuda.memory_allocated(device))
-    started = _now(device)
+    started = device_time(device)
     cache: Mapping[str, Any] = {}
     if new_tokens:
         out, cache = decoded(model, given[TEXT], cache, **keywords)
     else:
         model(**given, **keywords, **no_cache(model))
-    prefill = _now(device) - started
-    started = _now(device)
+    prefill = device_time(device) - started
+    started = device_time(device)
     for _ in range(new_tokens):
         token = out.logits[:, -1:].argmax(dim=-1)
         out, cache = decoded(model, token, cache)
-    return prefill, (_now(device) - started) / max(1, new_tokens), _peak(device, held, cache)
+    return prefill, (device_time(device) - started) / max(1, new_tokens), _peak(device, held, cache)
 
 
 def _weights(model: Any) -> int:
@@ -106,7 +106,7 @@ def _weights(model: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _now(device: torch.device) -> float:
+def device_time(device: torch.device) -> float:
     """Return the time after all work on a device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

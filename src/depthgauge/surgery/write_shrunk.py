@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def write_shrunk(
     # Half precision is slow on a CPU; float32 holds the same weights.
     compute = torch.float32 if device == "cpu" and model.dtype.itemsize < 4 else None
     shards = {"max_shard": "2GB"} if is_streamed else {}  # a file is in memory while it is written
-    with written_model(model, source, tokenizer, out, overwrite=overwrite, **shards) as folder:
+    with ExitStack() as files:
+        with durations("writing"):
+            folder = files.enter_context(written_model(model, source, tokenizer, out, overwrite=overwrite, **shards))
         certifier.progress(0, 1, "loading the result in a fresh process")
         with durations("check in a new process"):
             reload, found = verify_reload(

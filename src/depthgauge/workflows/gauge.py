@@ -8,9 +8,10 @@ from depthgauge._io import check_outputs, write_text
 from depthgauge._journal import Journal
 from depthgauge._version import __version__
 from depthgauge.checkpoints.text_files import split_field
-from depthgauge.errors import OutputError
+from depthgauge.errors import InputError, OutputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import page_text, plotly_code, write_report
+from depthgauge.results.estimate_record import EstimateRecord
 from depthgauge.results.gauge_options import CHECKPOINTS, GaugeOptions, make_options
 from depthgauge.results.gauge_record import GaugeRecord, read_result
 from depthgauge.results.record import take_directory
@@ -118,6 +119,30 @@ def gauge(
             error.result = result
             raise
     return result
+
+
+def expect_gauge(
+    target: Any, options: GaugeOptions | None = None, message: Callable[[str], None] = no_message, **fields: Any
+) -> EstimateRecord:
+    """Estimate what `gauge` would take on a checkpoint, without weights: those on the hub are not downloaded.
+
+    Args:
+        target: a directory with a config.json, a GGUF file, or a name on the hub.
+        options: what `gauge` would do.
+        message: called with a sentence where there is something to tell.
+        **fields: any option of `GaugeOptions` by name; overrides `options`.
+
+    Raises:
+        InputError: the target or an option cannot be used, or no blocks can be built from its configuration.
+    """
+    found, asked = resolve_target(target), make_options(options, fields)
+    asked.refuse_other_kind(found.kind, found.description)
+    if found.kind != CHECKPOINTS:
+        raise InputError(f"--estimate applies to checkpoints; {found.description} is a network. Leave it out")
+    request = check_gauge(found, asked, message, weights=False)
+    from depthgauge.workflows.gauge_estimate import estimate_gauge
+
+    return estimate_gauge(request)
 
 
 def load_result(path: str | Path) -> GaugeResult:

@@ -1,14 +1,12 @@
 """Gauge a checkpoint: what its weights show, what its heads do on text, and what the model loses without each layer."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from depthgauge._format import duration
 from depthgauge._journal import Journal
 from depthgauge.checkpoints.averaging import first_layer_bound
 from depthgauge.checkpoints.block_runner import BlockRunner, tokens_of
@@ -42,7 +40,7 @@ from depthgauge.checkpoints.sentence_pooling import longest_window, pooling_note
 from depthgauge.checkpoints.source import weight_files
 from depthgauge.checkpoints.start_token import plan_start
 from depthgauge.checkpoints.stored_weights import weights_digest
-from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of, passes
+from depthgauge.checkpoints.what_if import Edit, Edits, edited_losses, layers_of
 from depthgauge.checkpoints.window_observer import observe_blocks, observe_window
 from depthgauge.checkpoints.windows import Windows, read_windows
 from depthgauge.monitor.undisturbed import undisturbed
@@ -54,6 +52,7 @@ from depthgauge.results.gauge_options import SAMPLES, GaugeSettings
 from depthgauge.results.labels import EXPERT
 from depthgauge.results.verdicts import unobserved_sentence
 from depthgauge.workflows.checkpoint_record import subject_record
+from depthgauge.workflows.gauge_estimate import estimate_gauge
 from depthgauge.workflows.gauge_request import GaugeRequest
 
 
@@ -119,13 +118,17 @@ def gauge_checkpoint(
         weights_digest(target.model) if source is None else [[p.name, p.stat().st_size] for p in weight_files(source)]
     )
     journal.begin(settings.to_json() | {"files": files, "sha256": None if windows is None else windows.digest})
+    if source is not None:
+        placement = fitted(source, config, placement, message)
+    if not placement.stream:
+        _say_estimate(request, config, windows, message)
     with nullcontext() if target.model is None else undisturbed(target.model):
         if source is None:
             checkpoint = wrap(target.model, str(target.name))
             refuse_infinite(target.model, checkpoint.name)
         else:
             message(f"loading {source.target}")
-            checkpoint = load_model(source, config, fitted(source, config, placement, message))
+            checkpoint = load_model(source, config, placement)
         if windows is None:
             weights, notes = measure_weights(checkpoint, progress)
             first_layer = first_layer_bound(checkpoint, progress)
@@ -151,8 +154,17 @@ def gauge_checkpoint(
         measured = {kind: layers for kind, layers in measured.items() if layers}
         if checkpoint.objective == "embedding" and source is not None:
             notes += pooling_notes(source.folder)
-        found = measure_windows(checkpoint, inputs, measured, probed, journal, progress, message)
+        found = measure_windows(checkpoint, inputs, measured, probed, journal, progress)
         return settings, subject_record(checkpoint, weights, notes, text, found, measured, unobserved=probed.attention)
+
+
+def _say_estimate(
+    request: GaugeRequest, config: Any, windows: Windows | GivenWindows | None, message: Callable[[str], None]
+) -> None:
+    """Say what the run will take, if a few blocks of this model can be timed; otherwise loading says more."""
+    with suppress(CheckpointError):
+        given = windows if isinstance(windows, GivenWindows) else None
+        message(estimate_gauge(request, config, given).sentence)
 
 
 def _unmeasured(
@@ -197,7 +209,6 @@ def measure_windows(
     probed: Probed,
     journal: Journal,
     progress: Step,
-    message: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Observe every window, then measure every what-if on it. Each part is kept as soon as it is known.
 
@@ -218,19 +229,15 @@ def measure_windows(
             runner = BlockRunner(checkpoint, inputs[:1], session)
             most = max(map(len, measured.values()), default=len(runner))
             size = max(1, states_in_memory(runner.embed(inputs[:1])) // most)
-        groups = _groups(inputs, left, size)
-        for together in groups:
+        for together in _groups(inputs, left, size):
             group, windows = {index: found[index] for index in together}, inputs[torch.tensor(together)]
             if isinstance(windows, Samples):
                 windows = windows.unpadded()  # padding is nothing to observe
             if runner is not None and as_samples(windows, TEXT).main.shape[1] != length:
                 length = as_samples(windows, TEXT).main.shape[1]
                 runner = BlockRunner(checkpoint, windows[:1], session)  # the position biases of T5 have a length
-            started = time.perf_counter()
             dense = None if runner is None else DenseStates(runner, windows, progress=progress)
-            seconds, observing = (time.perf_counter() - started) / len(group), 0.0
             if any("observed" not in known for known in group.values()):
-                started = time.perf_counter()
                 if dense is None:
                     seen = [observe_window(Stack(checkpoint, session), windows, plans=0 in group)]
                 else:
@@ -238,12 +245,6 @@ def measure_windows(
                 for known, observer in zip(group.values(), seen, strict=True):
                     known["observed"] = observer.record
                 _keep(journal, group)
-                planning = sum(observer.planning for observer in seen)
-                observing = (time.perf_counter() - started - planning) / len(group)
-            if together is groups[0]:
-                tokens = as_samples(windows, TEXT).main.shape[1] if dense is None else dense.final.shape[1]
-                others = observing * (len(left) - len(group))
-                message(expected_duration(checkpoint.layers, measured, seconds, others, len(left), tokens))
             for kind, on in measured.items():
                 if dense is None or all(kind in known for known in group.values()):
                     continue
@@ -278,17 +279,3 @@ def what_if_losses(dense: DenseStates, kind: str, on: Sequence[int], progress: S
         return losses
     shares = [experts.shares[edit.layer, edit.expert] for (edit,) in models]
     return [[[*pair] for pair in zip(row, share, strict=True)] for row, *share in zip(losses, *shares, strict=True)]
-
-
-def expected_duration(
-    layers: int, measured: Mapping[str, Sequence[int]], seconds: float, observing: float, windows: int, tokens: int
-) -> str:
-    """Return how long the what-ifs take, such as `about 5 minutes: 48 forward passes of 2,048 tokens`.
-
-    `measured` has the layers of each what-if.
-    A forward pass of one window takes `seconds`, and the observation of all windows that are left takes `observing`.
-    """
-    count = 1 + sum(passes(kind, on, layers) for kind, on in measured.items())
-    left = duration(count * seconds * windows + observing)
-    noun = "1 forward pass" if round(count) == 1 else f"{round(count)} forward passes"
-    return f"about {left}: {noun} of {windows * tokens:,} tokens"

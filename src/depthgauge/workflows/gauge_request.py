@@ -40,8 +40,13 @@ class GaugeRequest:
     source: Source | None
 
 
-def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], None]) -> GaugeRequest:
-    """Check options and files; a model on the hub is downloaded if everything else is right."""
+def check_gauge(
+    target: Target, options: GaugeOptions, message: Callable[[str], None], weights: bool = True
+) -> GaugeRequest:
+    """Check options and files; a model on the hub is downloaded if everything else is right.
+
+    Without `weights`, as for an estimate, its weights are neither needed nor downloaded.
+    """
     asked = options.with_defaults(CHECKPOINTS)
     assert asked.what_if is not None
     assert asked.tokens is not None
@@ -59,7 +64,8 @@ def check_gauge(target: Target, options: GaugeOptions, message: Callable[[str], 
     if target.model is None:
         assert target.name is not None
         path = target.path or target.name
-        source = resolve(path, bool(asked.allow_pickle), asked.tokenizer, message, bool(asked.trust_remote_code))
+        trusted = bool(asked.trust_remote_code)
+        source = resolve(path, bool(asked.allow_pickle), asked.tokenizer, message, trusted, weights)
         check_reads(source, asked, given)
     else:
         for name in ABOUT_FILES:

@@ -19,6 +19,7 @@ from depthgauge.checkpoints.text_files import find_text, split_field
 from depthgauge.errors import InputError
 from depthgauge.progress import Step, no_message, silent
 from depthgauge.report.write import plotly_code, sizes_page_text, write_report
+from depthgauge.results.estimate_record import DIRECTORY, GGUF, MEMORY, PLAN, EstimateRecord
 from depthgauge.results.evaluate_options import split_tasks
 from depthgauge.results.gauge_options import CHECKPOINTS
 from depthgauge.results.record import take_directory
@@ -167,7 +168,8 @@ def shrink(
                 remove_unfinished(place)
         from depthgauge.workflows.shrink_run import ShrinkRun  # torch and transformers take seconds
 
-        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, as_gguf)
+        makes = MEMORY if out is None else GGUF if as_gguf else DIRECTORY
+        run = ShrinkRun(model, source, settings, tokenizer, followed, journal, progress, message, makes)
         with run.shrinker:
             made = run.finish(out, overwrite)
         if report is not None:
@@ -216,12 +218,40 @@ def plan_shrink(
         source = _find_source(model, settings, message)
         from depthgauge.workflows.shrink_run import ShrinkRun
 
-        run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message)
+        run = ShrinkRun(model, source, settings, tokenizer, None, journal, progress, message, PLAN)
         with run.shrinker:
             found = run.only_plan()
         if out is not None:
             journal.write(out, found.dump(), overwrite)
     return found
+
+
+def expect_shrink(
+    model: str | Path,
+    options: ShrinkOptions,
+    makes: str = DIRECTORY,
+    plan: str | Path | None = None,
+    message: Callable[[str], None] = no_message,
+) -> EstimateRecord:
+    """Estimate what `shrink` would take, without weights: those of a model on the hub are not downloaded.
+
+    Args:
+        model: a directory with a config.json, a GGUF file, or a name on the hub.
+        options: what `shrink` would do.
+        makes: what it would end with: `PLAN`, `DIRECTORY` or `GGUF`.
+        plan: the plan that it would follow.
+        message: called with a sentence where there is something to tell.
+
+    Raises:
+        InputError: the model or an option cannot be used, or no blocks can be built from its configuration.
+    """
+    followed = None if plan is None else read_plan(plan)
+    settings = _settings(options, {}, followed)
+    source = _find_source(model, settings, message, weights=False)
+    assert source is not None  # the model is no object in memory
+    from depthgauge.workflows.shrink_expected import expected_of
+
+    return expected_of(source, settings, followed, makes, message)
 
 
 def _settings(options: ShrinkOptions | None, fields: dict[str, Any], plan: PlanRecord | None) -> ShrinkOptions:
@@ -254,7 +284,9 @@ def _inputs(model: Any, settings: ShrinkOptions) -> dict[str, str | Path | None]
     }
 
 
-def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], None]) -> Source | None:
+def _find_source(
+    model: Any, settings: ShrinkOptions, message: Callable[[str], None], weights: bool = True
+) -> Source | None:
     """Return the checkpoint of a path or of a name on the hub, or None for a model in memory."""
     if is_transformers_model(model):
         return None
@@ -275,6 +307,7 @@ def _find_source(model: Any, settings: ShrinkOptions, message: Callable[[str], N
     given = find_given(settings)
     for name in () if settings.evaluate is None else split_tasks(settings.evaluate):
         task_folders(name)
-    source = resolve(model, settings.allow_pickle, settings.tokenizer, message, settings.trust_remote_code)
+    trusted = settings.trust_remote_code
+    source = resolve(model, settings.allow_pickle, settings.tokenizer, message, trusted, weights)
     check_reads(source, settings, given)
     return source

@@ -1,48 +1,69 @@
-"""How long the rest of `shrink` takes, from the measured durations of its parts."""
+"""How long `shrink` takes, part by part, and how much memory and disk space it needs.
 
-from dataclasses import dataclass
+The parts have the names of `ShrinkRecord.durations`. Everything is counted in windows that pass a block, and in windows
+that pass the head; `PartCosts` has the seconds of both.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
 
 from depthgauge._format import duration
+from depthgauge.checkpoints.given_inputs import prepared
+from depthgauge.checkpoints.given_windows import GivenWindows
+from depthgauge.checkpoints.load import Checkpoint, Placement
+from depthgauge.checkpoints.samples import Inputs
+from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN, EstimateRecord
+from depthgauge.results.shrink_options import ShrinkOptions
+from depthgauge.results.shrink_record import PlanRecord
+from depthgauge.surgery.block_sizes import requested_counts
+from depthgauge.surgery.calibration import BUILT_IN_WINDOWS, SAMPLE_TOKENS
+from depthgauge.surgery.candidates import HEADLESS
 from depthgauge.surgery.distill import windows_per_step
-from depthgauge.surgery.shrunk_model import HEAL_TOKENS
+from depthgauge.surgery.gguf_layout import GgufLayout
+from depthgauge.surgery.open_model import calibration_request
+from depthgauge.surgery.part_costs import LIBRARIES, PartCosts, few_blocks, measure_costs
+from depthgauge.surgery.shrunk_model import HEAL_TOKENS, MOST_ROUNDS, ROUND
 from depthgauge.surgery.speed import NEW_TOKENS, REPEATS
-from depthgauge.surgery.student import Effort
+from depthgauge.surgery.student import Effort, effort_of
 
 _SPEED_RUNS = 2 * (REPEATS + 1)
 """Runs of the two models when their speed is compared."""
-_TRAINED = 2.5
-"""About how long training on a window takes, in forward passes of the dense model: the kept blocks after the first gap
-forward and backward, and the head three times."""
-_HEALED = 4.0
-"""The same where all blocks are trained."""
+_BACKWARD = 1.8
+"""The backward pass of a block in forward passes, where the repair trains a part of its weights."""
+_HEALED = 2.5
+"""The same where all of its weights are trained."""
+_AFTER = 0.6
+"""Share of the kept blocks after the first gap, which the repair changes: half for SmolLM2, nearly all for MiniLM."""
+_REFIT = 5.0
+"""Least squares of a block, in forward passes: three of them, and the products of the features."""
+_REPAIRED = 0.35
+"""Share of the weights of a block that the repair changes: the last maps of its sublayers."""
+_WRITTEN = 1e9
+"""Bytes that are written per second."""
 ADVISED_STEPS = 200
 """Steps of healing that a result without healing tells the cost of."""
 
 
 @dataclass(frozen=True)
-class PartCosts:
-    """Measured seconds: a forward pass of one window, of one token (0 for models that do not generate), a new process.
-
-    The new process imports transformers and loads the model.
-    """
-
-    window: float
-    token: float
-    fresh: float
-
-
-@dataclass(frozen=True)
 class ShrinkJob:
-    """What is left to do after the dense model has run on the calibration windows.
+    """What a run does.
 
     - `effort`, `layers`: how much work each step is
     - `counts`: blocks to remove, for each model that is made; with a limit on the loss, a guess
     - `certify`: number of certify windows
     - `window`: tokens per window
-    - `is_given`, `stops`: whether the blocks are given, and whether the run stops after the search
+    - `samples`, `sample_tokens`: samples that are drawn from the model, and the tokens of each
+    - `is_given`: whether the blocks are given
     - `repairs`, `healed`: whether weights are repaired, and the steps of healing
-    - `writes`: whether the model is written and verified in a fresh process
+    - `has_head`: whether the loss of a language model is measured
+    - `makes`: what the run ends with: `PLAN`, `MEMORY`, `DIRECTORY` or `GGUF`
+    - `stored`: bytes of a parameter in what is written
     - `task_tokens`: tokens that a model reads to answer the tasks, if there are any
+    - `streams`: whether the weights are read in every pass over the blocks; nothing is then sampled or trained, and no
+      speed is measured
     """
 
     effort: Effort
@@ -50,63 +71,237 @@ class ShrinkJob:
     counts: tuple[int, ...]
     certify: int
     window: int
+    samples: int = 0
+    sample_tokens: int = 0
     is_given: bool = False
     repairs: bool = True
+    has_head: bool = True
     healed: int = 0
-    stops: bool = False
-    writes: bool = False
+    makes: str = DIRECTORY
+    stored: float = 4.0
     task_tokens: int = 0
+    streams: bool = False
+
+    @property
+    def finalists(self) -> int:
+        """Sets of blocks that are repaired, for each size."""
+        return (1 if self.is_given else self.effort.finalists) if self.repairs else 0
+
+    @property
+    def kept(self) -> float:
+        """The share of blocks that the largest of the models keeps."""
+        return 1 - self.counts[0] / self.layers
 
 
-def time_left(job: ShrinkJob, costs: PartCosts, is_most: bool) -> str:
-    """Return a sentence about how long the rest of a run takes, about or at most."""
-    parts = "search and comparison" if job.stops else "search, repair and measurement"
-    parts += ", the tasks on both models" if job.task_tokens and not job.stops else ""
-    then = ", and a new process that loads the result" if job.writes else ""
-    return f"{'at most' if is_most else 'about'} {duration(seconds_left(job, costs))} left: {parts}{then}"
+@dataclass(frozen=True)
+class Work:
+    """Work of a part of a run.
+
+    - `blocks`, `heads`: windows that pass all blocks, and the head, in forward passes
+    - `seconds`: what does not depend on the number of windows
+    - `passes`: how often a streamed run reads all weights
+    """
+
+    blocks: float = 0.0
+    heads: float = 0.0
+    seconds: float = 0.0
+    passes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        added = (self.blocks + other.blocks, self.heads + other.heads, self.seconds + other.seconds)
+        return Work(*added, self.passes + other.passes)
+
+    def resident(self, costs: PartCosts) -> float:
+        """Return the seconds of a run that keeps the weights in memory."""
+        return self.blocks * costs.blocks + self.heads * costs.head + self.seconds
+
+    def streamed(self, costs: PartCosts) -> float:
+        """Return the seconds of a run that reads the weights in every pass over the blocks."""
+        return self.resident(costs) + self.passes * costs.files / (costs.read_speed or math.inf)
 
 
-def seconds_left(job: ShrinkJob, costs: PartCosts) -> float:
-    """Return the expected duration of a job. The objective after a removal needs about half of the model."""
-    search = 0.0 if job.is_given else _search(job, costs)
-    made = len(job.counts) * _compared(job, costs)
-    if job.stops:
-        return search + made
-    dense = (job.certify + job.task_tokens / job.window) * costs.window
-    return search + made + len(job.counts) * _model(job, costs) + dense
+def work_of(job: ShrinkJob, costs: PartCosts) -> dict[str, Work]:
+    """Return the work of every part of a run, in order; parts that a run does not have are left out."""
+    effort, sizes = job.effort, len(job.counts)
+    parts = {
+        "loading": Work(8, 8, costs.load, 1),
+        "calibration windows": Work() if job.streams else Work(seconds=_sampling(job, costs)),
+        "dense model": Work(effort.fit + effort.select + 4, effort.select + 4, passes=1),
+        "search": Work() if job.is_given else _search(job),
+        "repair and comparison": _compared(job),
+    }
+    if job.makes != PLAN:
+        kept = job.kept
+        everything = Work(job.certify, job.certify, passes=1)
+        tasks = job.task_tokens / job.window
+        made = Work(kept * job.certify, job.certify, passes=kept)
+        if job.healed and not job.streams:
+            windows = heal_windows(job.healed, effort, job.window)
+            parts["healing"] = _times(sizes, Work(kept * windows, windows))
+        parts["certification"] = everything if job.makes == DIRECTORY else everything + _times(sizes, made)
+        spoken = _SPEED_RUNS * NEW_TOKENS * costs.token
+        if not job.streams:
+            parts["speed"] = _times(sizes, Work(_SPEED_RUNS * (1 + kept) / 2, 0, spoken * (1 + kept) / 2))
+        if tasks:
+            parts["tasks"] = Work(tasks * (1 + sizes * kept), tasks * (1 + sizes))
+        load, spoken = kept * costs.load, 4 * NEW_TOKENS * kept * costs.token
+        if job.makes == GGUF:
+            parts["reading the file back"] = _times(sizes, Work(4, 4, load, kept))
+        elif job.makes == DIRECTORY:
+            parts["writing"] = _times(sizes, Work(seconds=kept * job.stored * costs.parameters / _WRITTEN))
+            parts["check in a new process"] = _times(sizes, made + Work(4, 4, load + spoken))
+    return {name: work for name, work in parts.items() if work != Work()}
 
 
-def _search(job: ShrinkJob, costs: PartCosts) -> float:
-    """Ranking and exchanges. All sets of a ranking share the states before their first difference."""
-    effort = job.effort
-    ranked = job.layers / 2 + (min(effort.breadth, job.layers) + 1) * job.counts[-1] + len(job.counts) * effort.swaps
+def _times(count: int, work: Work) -> Work:
+    return Work(count * work.blocks, count * work.heads, count * work.seconds, count * work.passes)
+
+
+def _sampling(job: ShrinkJob, costs: PartCosts) -> float:
+    return -(-job.samples // max(1, costs.rows)) * job.sample_tokens * costs.step
+
+
+def _search(job: ShrinkJob) -> Work:
+    """Rankings and exchanges. A set of blocks needs the blocks after its first difference, half of them on average."""
+    effort, most, sizes = job.effort, job.counts[-1], len(job.counts)
+    breadth = min(effort.breadth, job.layers)
     exchanged = sum(job.counts) if effort.swaps else 0
-    windows = effort.ranking * ranked + effort.select * (job.counts[-1] + exchanged)
-    return 0.6 * windows * costs.window
+    first = effort.ranking / 2 * job.layers
+    ranked = effort.ranking * (breadth * (most + sizes) + sizes * effort.swaps)
+    measured = effort.select * (most + exchanged)
+    return Work(
+        0.5 * (first + ranked) + 0.6 * measured, first + ranked + measured, passes=1 + 2 * most + sizes + 2 * exchanged
+    )
 
 
-def _compared(job: ShrinkJob, costs: PartCosts) -> float:
-    """The sets of blocks without repair, and the repair of the best ones."""
-    effort = job.effort
-    windows = 0.6 * (5 * effort.select + min(effort.breadth, job.layers) * effort.ranking)
-    finalists = (1 if job.is_given else effort.finalists) if job.repairs else 0
-    trained = effort.steps * windows_per_step(effort.tokens, effort.fit, job.window)
-    return (windows + finalists * (_TRAINED * trained + 3 * effort.fit + 2 * effort.select)) * costs.window
+def _compared(job: ShrinkJob) -> Work:
+    """The sets of blocks without repair, and the repair of the best ones, from their first gap on."""
+    effort, after = job.effort, _AFTER * job.kept
+    bare = Work(0.5 * 4 * effort.select, 4 * effort.select, passes=1)
+    steps = effort.steps * (1 if job.has_head else HEADLESS)
+    trained = 0 if job.streams else steps * windows_per_step(effort.tokens, effort.fit, job.window)
+    repair = Work(
+        after * (_REFIT * effort.fit + (1 + _BACKWARD) * trained + 2 * effort.select),
+        3 * trained + 2 * effort.select,
+        passes=2,
+    )
+    return _times(len(job.counts), bare + _times(job.finalists, repair))
 
 
-def _model(job: ShrinkJob, costs: PartCosts) -> float:
-    """Healing, the loss on the certify windows, the tasks, the comparison of speed, and the fresh process."""
-    windows = job.certify + job.task_tokens / job.window + _SPEED_RUNS
-    seconds = windows * costs.window + _SPEED_RUNS * NEW_TOKENS * costs.token
-    seconds += heal_seconds(job.healed, job.effort, job.window, costs.window)
-    if job.writes:
-        seconds += costs.fresh + 2 * NEW_TOKENS * costs.token
-    return seconds
+def heal_windows(steps: int, effort: Effort, window: int) -> float:
+    """Return the forward passes that healing takes: in the head too, which computes the targets, and is not trained."""
+    return (1 + _HEALED) * steps * windows_per_step(HEAL_TOKENS, effort.fit, window)
 
 
-def heal_seconds(steps: int, effort: Effort, window: int, seconds: float) -> float:
-    """Return the expected duration of healing: a forward pass of a window takes `seconds`."""
-    return steps * windows_per_step(HEAL_TOKENS, effort.fit, window) * _HEALED * seconds
+def estimate_shrink(
+    whole: Checkpoint,
+    given: GivenWindows | None,
+    settings: ShrinkOptions,
+    placement: Placement,
+    plan: PlanRecord | None,
+    stored: torch.dtype | GgufLayout | None,
+    makes: str,
+    task_tokens: int = 0,
+) -> EstimateRecord:
+    """Estimate a run before weights are loaded.
+
+    Args:
+        whole: the model, described by its configuration; see `describe_model`.
+        given: the images, pairs or recordings that it reads; None for text.
+        settings: the options.
+        placement: how the weights would be loaded, or streamed.
+        plan: the plan that the run follows, if there is one.
+        stored: in which dtype, or in the types of which GGUF file, the result is written.
+        makes: what the run ends with.
+        task_tokens: tokens that a model reads to answer the tasks.
+
+    Raises:
+        CheckpointError: no small model can be built from the configuration, or it cannot be run.
+    """
+    source, effort = whole.source, effort_of(settings)
+    certify, samples, length = effort.certify, 0, 0
+    example: Inputs
+    if given is not None:
+        whole, example = prepared(whole, given, settings), given.inputs[:1]
+    else:
+        request = calibration_request(settings, whole.config, source, whole.objective == "loss")
+        example = torch.zeros(1, request.window, dtype=torch.long)
+        pieces = -(-request.window // SAMPLE_TOKENS)  # of each sampled window
+        certify += request.samples.certify * bool(request.texts) + BUILT_IN_WINDOWS
+        samples, length = pieces * request.samples.total, -(-request.window // pieces)
+    parts = few_blocks(whole, placement)
+    costs = measure_costs(parts, example, samples=samples)
+    removed = settings.layers_to_remove(whole.layers, whole.name) if plan is None else plan.removed
+    if removed is not None:
+        counts: tuple[int, ...] = (len(removed),)
+    elif settings.max_increase is not None:
+        counts = tuple(range(1, max(3, whole.layers // 3 + 1)))
+    else:
+        counts = requested_counts(settings, whole, stored)
+    written = costs.files / costs.parameters
+    if not isinstance(stored, GgufLayout):
+        written = (stored or whole.model.dtype).itemsize
+    job = ShrinkJob(
+        effort,
+        whole.layers,
+        counts,
+        certify=certify,
+        window=costs.tokens,
+        samples=samples,
+        sample_tokens=length,
+        is_given=removed is not None,
+        repairs=not settings.no_repair,
+        has_head=whole.objective == "loss",
+        healed=ROUND * MOST_ROUNDS if settings.heal == "auto" else int(settings.heal or 0),
+        makes=makes,
+        stored=written,
+        task_tokens=task_tokens,
+    )
+    streamed = {}
+    if costs.read_speed is not None:
+        streamed = {name: one.streamed(costs) for name, one in work_of(replace(job, streams=True), costs).items()}
+    resident = {name: one.resident(costs) for name, one in work_of(job, costs).items()}
+    gpu, ram, disk = _bytes(replace(job, streams=placement.stream), costs, parts.few.device.type)
+    return EstimateRecord(
+        **costs.described(parts),
+        parts=streamed if placement.stream else resident,
+        streamed=streamed,
+        at_most=settings.heal == "auto",
+        gpu=round(gpu),
+        ram=round(ram),
+        disk=round(disk),
+    )
+
+
+def _bytes(job: ShrinkJob, costs: PartCosts, device: str) -> tuple[float, float, float]:
+    """Return the largest number of bytes on a GPU, in memory and on disk at a time."""
+    effort, size = job.effort, costs.itemsize
+    weights, blocks = float(costs.parameters * size), costs.block_parameters
+    smaller = weights - (1 - job.kept) * blocks * size
+    if job.streams:  # one block is in memory, and the next one
+        weights = smaller = weights - (1 - 2 / job.layers) * blocks * size
+    states = (job.layers + 1) * (effort.select + (effort.fit if job.repairs else 0)) * costs.tokens * costs.width * size
+    changed = 0 if job.streams else job.kept * blocks * (1 if job.healed else _REPAIRED if job.repairs else 0)
+    # Original and former weights, gradients, and the float32 copies with their gradients and two means of AdamW.
+    training = changed * (3 * size + 4 * 4) + 3 * costs.output
+    fresh = smaller if job.makes == DIRECTORY else 0
+    model = weights + states + max(training, smaller, 2 * costs.output)
+    # The journal has the weights of every repair, and the state of AdamW.
+    kept = job.finalists * _REPAIRED * job.kept * blocks * size + (12 * changed if job.healed else 0)
+    written = len(job.counts) * job.stored * (costs.parameters - (1 - job.kept) * blocks)
+    disk = written + kept if job.makes in (DIRECTORY, GGUF) else 0
+    libraries = LIBRARIES["cpu" if device == "cpu" else "cuda"] * (2 if fresh else 1)
+    if device == "cpu":
+        return 0, model + fresh + libraries, disk
+    return model + fresh, libraries + weights, disk
+
+
+def time_left(estimate: EstimateRecord, done: Mapping[str, float]) -> str:
+    """Return a sentence about how long the rest of a run takes, given how long its first parts took."""
+    known = [name for name in done if name in estimate.parts]
+    slower = sum(done[name] for name in known) / max(1e-9, sum(estimate.parts[name] for name in known))
+    left = sum(seconds for name, seconds in estimate.parts.items() if name not in done)
+    return f"{'at most' if estimate.at_most else 'about'} {duration(left * slower)} left"
 
 
 def heal_advice(steps: int, seconds: float) -> str:

@@ -20,11 +20,13 @@ from depthgauge.checkpoints.harness import task_tokens
 from depthgauge.checkpoints.input_kinds import TEXT
 from depthgauge.checkpoints.library import CheckpointError, transformers
 from depthgauge.checkpoints.load import Checkpoint, parameter_count, wrap
+from depthgauge.checkpoints.model_class import loader_of
 from depthgauge.checkpoints.samples import as_samples
 from depthgauge.checkpoints.source import Source, weight_bytes
 from depthgauge.checkpoints.stored_weights import weights_digest
 from depthgauge.errors import InputError
 from depthgauge.progress import Durations, Step
+from depthgauge.results.estimate_record import GGUF, EstimateRecord
 from depthgauge.results.evaluate_options import EvaluateOptions
 from depthgauge.results.evaluate_record import EvaluateRecord
 from depthgauge.results.record import load_document
@@ -39,16 +41,17 @@ from depthgauge.results.shrink_record import (
     check_shrink,
 )
 from depthgauge.results.shrink_verdicts import shrink_warnings
-from depthgauge.surgery.block_sizes import blocks_over
+from depthgauge.surgery.block_sizes import requested_counts
 from depthgauge.surgery.calibration import Calibration, prepare_calibration
 from depthgauge.surgery.candidates import Candidates
 from depthgauge.surgery.certify import Certifier, as_dtype
 from depthgauge.surgery.gguf_layout import GgufLayout, sliding_blocks
 from depthgauge.surgery.given_calibration import given_calibration
-from depthgauge.surgery.open_model import calibration_sizes, open_model
+from depthgauge.surgery.open_model import ReadModel, calibration_sizes, open_model, read_model
 from depthgauge.surgery.output_names import has_written, record_file, sized_output
+from depthgauge.surgery.part_costs import describe_model
 from depthgauge.surgery.shrinker import GIVEN, Removed, Shrinker
-from depthgauge.surgery.shrunk_model import MOST_ROUNDS, ROUND, ShrunkModel, largest_within, make_model
+from depthgauge.surgery.shrunk_model import ShrunkModel, largest_within, make_model
 from depthgauge.surgery.speed import compare_speed
 from depthgauge.surgery.student import effort_of
 from depthgauge.surgery.verify import FreshProcess
@@ -64,10 +67,9 @@ from depthgauge.workflows.evaluate_models import (
 )
 from depthgauge.workflows.shrink_estimate import (
     ADVISED_STEPS,
-    PartCosts,
-    ShrinkJob,
+    estimate_shrink,
     heal_advice,
-    heal_seconds,
+    heal_windows,
     time_left,
 )
 from depthgauge.workflows.shrink_notes import shrink_notes
@@ -101,7 +103,7 @@ class ShrinkRun:
         journal: Journal,
         progress: Step,
         message: Callable[[str], None],
-        as_gguf: bool = False,
+        makes: str,
     ) -> None:
         self.started, self.durations = time.perf_counter(), Durations()
         self.settings, self.followed, self.journal, self.message = settings, followed, journal, message
@@ -109,7 +111,11 @@ class ShrinkRun:
         asked = EvaluateOptions(tasks=settings.evaluate, confidence=settings.confidence)
         self.evaluation = None if settings.evaluate is None else prepare_evaluation(asked, message)
         with self.durations("loading"):
-            self.opened = open_model(model, source, settings, tokenizer, followed, message, as_gguf)
+            found = read_model(model, source, settings, tokenizer, followed, makes == GGUF, message)
+        with self.durations("estimate"):
+            self.estimate = self._estimate(found, makes)
+        with self.durations("loading"):
+            self.opened = open_model(found, settings, followed, message)
         self._describe_in_journal(model)
         checkpoint = self.opened.checkpoint
         is_gguf = isinstance(self.opened.stored, GgufLayout)
@@ -131,6 +137,8 @@ class ShrinkRun:
                 protected=self.protected,
             )
         self.candidates = Candidates(self.shrinker, settings.seed)
+        if self.estimate is not None:
+            message(time_left(self.estimate, self.durations.seconds))
 
     def _describe_in_journal(self, model: Any) -> None:
         opened, followed = self.opened, self.followed
@@ -178,20 +186,15 @@ class ShrinkRun:
 
     def counts(self) -> tuple[int, ...]:
         """Return the numbers of blocks to remove, each of which makes a model."""
-        settings, checkpoint = self.settings, self.opened.checkpoint
-        layers, name, given = checkpoint.layers, checkpoint.name, self.given
+        checkpoint, given = self.opened.checkpoint, self.given
         if given is not None:
             return (len(given),)
-        if settings.sizes is not None:
-            found = settings.counts(layers, name)
-        elif settings.max_bytes is not None:
-            limit, repairs = settings.byte_limit(), not settings.no_repair
-            found = (blocks_over(checkpoint, limit, self.opened.stored, repairs),)
-        else:
-            found = (settings.count(layers, name),)
+        found, layers = requested_counts(self.settings, checkpoint, self.opened.stored), checkpoint.layers
         left = layers - len(self.protected)
         if found[-1] > left:
-            raise InputError(f"{found[-1]} blocks cannot be removed from {name}: --keep leaves {left} of {layers}")
+            raise InputError(
+                f"{found[-1]} blocks cannot be removed from {checkpoint.name}: --keep leaves {left} of {layers}"
+            )
         return found
 
     @property
@@ -199,8 +202,7 @@ class ShrinkRun:
         """The blocks that a plan or the user names."""
         if self.followed is not None:
             return self.followed.removed
-        checkpoint = self.opened.checkpoint
-        return self.settings.layers_to_remove(checkpoint.layers, checkpoint.name)
+        return self.settings.layers_to_remove(self.opened.checkpoint.layers, self.opened.checkpoint.name)
 
     def sets(self, count: int) -> dict[str, Removed]:
         """Search for sets of `count` blocks; with given blocks, return them and what other methods choose."""
@@ -215,7 +217,6 @@ class ShrinkRun:
 
     def only_plan(self) -> PlanRecord:
         """Search and compare, without making a model."""
-        self._estimate(self.counts(), stops=True)
         (count,) = self.counts()
         sets = self.sets(count)
         with self.durations("repair and comparison"):
@@ -226,8 +227,6 @@ class ShrinkRun:
         """Make, measure and write the model of every size."""
         settings, opened = self.settings, self.opened
         counts = () if self._limit is not None else self.counts()
-        layers = opened.checkpoint.layers
-        self._estimate(counts or tuple(range(1, max(3, layers // 3 + 1))), writes=out is not None)
         with self.durations("certification"):
             self.certifier = Certifier(opened.checkpoint, self.calibration, settings.confidence, progress=self.progress)
         if self._limit is not None:
@@ -255,29 +254,22 @@ class ShrinkRun:
         with FreshProcess(self.opened.checkpoint.model) as process:
             yield process
 
-    def _estimate(self, counts: tuple[int, ...], *, stops: bool = False, writes: bool = False) -> None:
-        """Say how long the rest takes, with these numbers of blocks."""
-        heal, shrinker = self.settings.heal, self.shrinker
-        job = ShrinkJob(
-            shrinker.effort,
-            len(shrinker.runner),
-            counts,
-            certify=len(self.calibration.certify),
-            window=self.calibration.record.window,
-            is_given=self.given is not None,
-            repairs=shrinker.repairs,
-            healed=ROUND * MOST_ROUNDS if heal == "auto" else int(heal or 0),
-            stops=stops,
-            writes=writes,
-            task_tokens=self._task_tokens,
-        )
-        costs = PartCosts(shrinker.window_seconds, shrinker.token_seconds(), self.opened.fresh)
-        self.message(time_left(job, costs, is_most=heal == "auto"))
-
-    @property
-    def _task_tokens(self) -> int:
-        work = self.evaluation
-        return 0 if work is None else task_tokens(work.tasks, self.opened.tokenizer, work.settings.limit)
+    def _estimate(self, found: ReadModel, makes: str) -> EstimateRecord | None:
+        """Say what the run will take; None if no few blocks of this model can be timed."""
+        work, settings, known = self.evaluation, self.settings, found.checkpoint
+        tasks = 0 if work is None else task_tokens(work.tasks, found.tokenizer, work.settings.limit)
+        given = found.read if isinstance(found.read, GivenWindows) else None
+        if known is None:
+            kind, objective = loader_of(found.config, found.source)
+        else:
+            kind, objective = type(known.model), known.objective
+        try:
+            whole = describe_model(found.source, found.config, kind, objective, found.placement)
+            made = estimate_shrink(whole, given, settings, found.placement, self.followed, found.stored, makes, tasks)
+        except CheckpointError:  # such as a structure that cannot be built with a few blocks; loading says more
+            return None
+        self.message(made.sentence)
+        return made
 
     def _heal_advice(self) -> tuple[str, ...]:
         """Say what healing would cost and may give, where it was not asked for and is known to be possible."""
@@ -285,10 +277,8 @@ class ShrinkRun:
         checkpoint = self.opened.checkpoint
         if self.settings.heal is not None or not shrinker.repairs or checkpoint.objective != "loss":
             return ()
-        seconds = heal_seconds(
-            ADVISED_STEPS, shrinker.effort, self.calibration.record.window, shrinker.window_seconds
-        )  # fmt: skip
-        return (heal_advice(ADVISED_STEPS, seconds),)
+        windows = heal_windows(ADVISED_STEPS, shrinker.effort, self.calibration.record.window)
+        return (heal_advice(ADVISED_STEPS, windows * shrinker.window_seconds),)
 
     @property
     def _limit(self) -> float | None:
@@ -353,7 +343,10 @@ class ShrinkRun:
         """Return a record with the durations and with warnings about what was measured."""
         notes = (*shrink_warnings(record), *record.notes)
         seconds = time.perf_counter() - self.started
-        return msgspec.structs.replace(record, notes=notes, durations=self.durations.seconds, seconds=seconds)
+        return msgspec.structs.replace(
+            record, notes=notes, durations=self.durations.seconds, estimate=self.estimate,
+            seconds=seconds,
+        )  # fmt: skip
 
     def plan(self, removed: Removed, candidates: tuple[CandidateRecord, ...]) -> PlanRecord:
         """Return the plan of this run, or the one that it follows."""

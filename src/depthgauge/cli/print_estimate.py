@@ -1,0 +1,38 @@
+"""Show what a run is expected to take."""
+
+from depthgauge._format import counted, duration, number, size_text
+from depthgauge.cli.output import print_json
+from depthgauge.results.estimate_record import EstimateRecord
+
+
+def print_estimate(record: EstimateRecord, as_json: bool) -> None:
+    """Print the seconds of every part as a table, and memory and disk space, or the record as JSON."""
+    if as_json:
+        print_json(record.to_json())
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console, streams = Console(), bool(record.streamed)
+    where = f"{record.dtype}, {record.device}, windows of {counted(record.window, 'token')}"
+    console.print(f"{record.name}: {counted(record.layers, 'layer')}, {where}", markup=False, highlight=False)
+    table = Table()
+    table.add_column("part")
+    for name in ("seconds", "streamed")[: 1 + streams]:
+        table.add_column(name, justify="right")
+    for name, seconds in record.parts.items():
+        table.add_row(name, number(seconds), *([number(record.streamed.get(name))] if streams else []))
+    totals = [number(record.seconds), *([number(sum(record.streamed.values()))] if streams else [])]
+    table.add_section()
+    table.add_row("all", *totals)
+    console.print(table, highlight=False)
+    sizes = {"GPU memory": record.gpu, "memory": record.ram, "disk": record.disk}
+    for name, size in sizes.items():
+        if size:
+            console.print(f"{name}: {size_text(size)} ({size} bytes)", highlight=False)
+    if streams:
+        speed = size_text(record.read_speed or 0)
+        said = f"streamed: the weights are read in every pass over the blocks, at {speed} per second"
+        console.print(said, highlight=False)
+    words = "at most" if record.at_most else "about"
+    console.print(f"→ {words} {duration(record.seconds)}\n", style="bold", markup=False, highlight=False)

@@ -1,0 +1,274 @@
+"""What the parts of a model cost, measured on a few of its blocks without its weights.
+
+A model with one block of each kind is built from the configuration, with random weights, on the device and in the dtype
+of the run. In its forward passes the time inside a block counts for all blocks of its kind.
+"""
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from depthgauge._format import size_text
+from depthgauge.checkpoints.block_lists import blocks_of
+from depthgauge.checkpoints.block_runner import tokens_of
+from depthgauge.checkpoints.layers import batch_size
+from depthgauge.checkpoints.library import CheckpointError, attempt, short
+from depthgauge.checkpoints.load import HEADROOM, Checkpoint, Placement, free_memory, parameter_count, wrap
+from depthgauge.checkpoints.model_output import model_output, window_losses
+from depthgauge.checkpoints.samples import Inputs, repeated, shortened
+from depthgauge.checkpoints.source import Source, weight_bytes, weight_files
+from depthgauge.checkpoints.stored_weights import built_model, stored_dtype
+from depthgauge.surgery.extract import shrunk_config
+from depthgauge.surgery.model_samples import MOST_ROWS, sample_windows
+from depthgauge.surgery.speed import device_time
+
+LIBRARIES = {"cpu": 0.6e9, "cuda": 3e9}
+"""Bytes of memory that Python with torch and transformers takes, by type of device."""
+_LONG = 1.0
+"""Seconds from which on a part is timed once, and windows are not timed in batches."""
+_REPEATS = 3
+"""How often a part is timed at most."""
+_ROWS = 32
+"""Samples that are drawn together to time this on a CPU, where the time is proportional to their number."""
+_STEPS = 4
+"""Tokens of each of these samples."""
+_TOGETHER = 8
+"""The most windows that are timed together on a CPU."""
+_CONVERTED = 1e-9
+"""Seconds in which a parameter is converted to its dtype and checked."""
+_UNPACKED = 1.2e-7
+"""Seconds in which a parameter of a GGUF file is unpacked."""
+_OPENED = 3.0
+"""Seconds that the configuration, the tokenizer and the texts take."""
+_SPEED_BYTES = 2**26
+"""Bytes of the weight files that are read to measure the speed of reading."""
+
+
+@dataclass(frozen=True, eq=False)
+class FewBlocks:
+    """A model with a few blocks, one of each kind, and random weights.
+
+    - `whole`: the model with all blocks, on the device `meta`
+    - `few`: the small model
+    - `counts`: its blocks, and how many blocks of the whole model each one stands for
+    """
+
+    whole: Checkpoint
+    few: Checkpoint
+    counts: Mapping[nn.Module, int]
+
+    def seconds(self, run: Callable[[], Any]) -> tuple[float, float]:
+        """Return how long a forward pass of the whole model takes in its blocks and outside of them.
+
+        `run` is such a pass of the small model; the first one is not counted, unless it is long. Others on the machine
+        slow down the run as they slow down the passes, so the result is the mean of several.
+        """
+        found = [attempt(self.whole.name, "output", lambda: self._timed(run), "compute")]
+        if sum(found[0]) < _LONG:
+            begun = time.perf_counter()
+            found = [self._timed(run)]
+            while len(found) < _REPEATS and time.perf_counter() - begun < _LONG / 2:
+                found.append(self._timed(run))
+        blocks, rest = (sum(one) / len(found) for one in zip(*found, strict=True))
+        return blocks, rest
+
+    def _timed(self, run: Callable[[], Any]) -> tuple[float, float]:
+        device, inside, started = self.few.device, dict.fromkeys(self.counts, 0.0), dict[nn.Module, float]()
+
+        def before(module: nn.Module, args: Any) -> None:
+            started[module] = device_time(device)
+
+        def after(module: nn.Module, args: Any, out: Any) -> None:
+            inside[module] += device_time(device) - started[module]
+
+        with torch.no_grad(), ExitStack() as hooks:
+            for block in self.counts:
+                hooks.enter_context(block.register_forward_pre_hook(before))
+                hooks.enter_context(block.register_forward_hook(after))
+            begun = device_time(device)
+            run()
+            total = device_time(device) - begun
+        return sum(count * inside[block] for block, count in self.counts.items()), total - sum(inside.values())
+
+
+def few_blocks(whole: Checkpoint, placement: Placement) -> FewBlocks:
+    """Build the few blocks of a model that is on the device `meta`.
+
+    Raises:
+        CheckpointError: its blocks are not found, it cannot be built with a few of them, or even these do not fit.
+    """
+    blocks, spans, listed = blocks_of(whole), whole.spans, getattr(whole.config, "layer_types", None) or ()
+    if not blocks:
+        raise CheckpointError(
+            f"the time of {whole.name} cannot be estimated: no list of its modules has {whole.layers} blocks"
+        )
+    alike: dict[Any, list[int]] = {}
+    for layer, block in enumerate(blocks):
+        stack = next(index for index, span in enumerate(spans) if layer in span)
+        shapes = tuple(weight.shape for weight in block.parameters())
+        alike.setdefault((stack, type(block), shapes, *listed[layer : layer + 1]), []).append(layer)
+    kept = sorted(layers[0] for layers in alike.values())
+    config, device = whole.config, placement.torch_device()
+    try:
+        for key, span in zip(whole.layer_keys, spans, strict=True):
+            config = shrunk_config(config, [layer - span.start for layer in kept if layer in span], key)
+    except Exception as error:  # configurations check themselves
+        raise CheckpointError(
+            f"the time of {whole.name} cannot be estimated: transformers does not accept its configuration with the "
+            f"blocks {kept} alone: {short(error)}"
+        ) from error
+    if whole.model.config is not whole.config:  # a text model inside of another one
+        outer = type(whole.model.config).from_dict(whole.model.config.to_dict())
+        outer.text_config, config = config, outer
+    chosen = whole.model.dtype
+    least = parameter_count(whole.model) - sum(parameter_count(blocks[k]) for k in range(len(blocks)) if k not in kept)
+    if (needed := HEADROOM * least * chosen.itemsize) > (free := free_memory(device)):
+        raise CheckpointError(
+            f"the time of {whole.name} cannot be estimated: its embedding and {len(kept)} of its blocks need "
+            f"{size_text(needed)}, and {size_text(free)} are free on {device}; use --dtype bfloat16 or a larger machine"
+        )
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        trusted, kind = placement.trust_remote_code, type(whole.model)
+        model = built_model(whole.name, config, kind, trusted, device=device, dtype=chosen)
+    families = tuple(whole.families[layer] for layer in kept)
+    few = replace(whole, model=model.eval(), config=model.config.get_text_config(), families=families)
+    if len(built := blocks_of(few)) != len(kept):
+        raise CheckpointError(
+            f"the time of {whole.name} cannot be estimated: the number of its blocks does not follow its configuration"
+        )
+    numbers = {layers[0]: len(layers) for layers in alike.values()}
+    return FewBlocks(whole, few, {block: numbers[layer] for layer, block in zip(kept, built, strict=True)})
+
+
+@dataclass(frozen=True)
+class PartCosts:
+    """Measured seconds of the parts of a model, and its sizes.
+
+    - `blocks`, `head`: of a forward pass of one window, what all blocks take and what the rest takes with the loss
+    - `token`: a forward pass of one token; 0 for models that do not generate
+    - `step`: drawing one more token of each of `rows` samples
+    - `load`: loading the weights
+    - `files`, `read_speed`: bytes of the weight files, and bytes that are read per second; None without files
+    - `layers`, `parameters`, `block_parameters`: the numbers of blocks and of parameters, in total and in all blocks
+    - `itemsize`: bytes of a parameter in memory
+    - `tokens`, `width`, `output`: tokens of a window, their width, and the bytes of the output of one batch
+    """
+
+    blocks: float
+    head: float
+    token: float
+    step: float
+    rows: int
+    load: float
+    files: int
+    read_speed: float | None
+    layers: int
+    parameters: int
+    block_parameters: int
+    itemsize: int
+    tokens: int
+    width: int
+    output: int
+
+    @property
+    def window(self) -> float:
+        """A forward pass of one window."""
+        return self.blocks + self.head
+
+    def described(self, parts: FewBlocks) -> dict[str, Any]:
+        """Return what an estimate says about the model and the machine, by the names of `EstimateRecord`."""
+        return {
+            "name": parts.whole.name, "parameters": self.parameters, "layers": self.layers, "window": self.tokens,
+            "device": str(parts.few.device), "dtype": str(parts.whole.model.dtype).removeprefix("torch."),
+            "read_speed": self.read_speed,
+        }  # fmt: skip
+
+
+def describe_model(source: Source | None, config: Any, chosen: Any, objective: str, placement: Placement) -> Checkpoint:
+    """Return a model on the device `meta`, in the dtype that it would be loaded in."""
+    name = str(getattr(config, "name_or_path", "") or config.model_type) if source is None else source.target
+    dtype = placement.torch_dtype()
+    if not isinstance(dtype, torch.dtype):
+        has_files = source is not None and (source.gguf is not None or bool(weight_files(source)))
+        found = stored_dtype(config, source) if source is not None and has_files else getattr(config, "dtype", None)
+        dtype = found if isinstance(found, torch.dtype) else torch.float32
+    model = built_model(name, config, chosen, placement.trust_remote_code, dtype=dtype)
+    return wrap(model, name, source, objective)
+
+
+def measure_costs(parts: FewBlocks, example: Inputs, *, together: bool = True, samples: int = 0) -> PartCosts:
+    """Time the parts of a model on an example window.
+
+    Args:
+        parts: the model.
+        example: a window.
+        together: whether the run computes several windows together.
+        samples: the number of samples that the run draws from the model.
+
+    Raises:
+        CheckpointError: the small model cannot be run.
+    """
+    whole, few = parts.whole, parts.few
+    config, is_loss, on_cpu = whole.config, few.objective == "loss", few.device.type == "cpu"
+
+    def forward(inputs: Inputs) -> tuple[float, float]:
+        def run() -> None:
+            output = model_output(few, inputs)
+            window_losses(few.objective, output, inputs, output)
+
+        blocks, head = parts.seconds(run)
+        return blocks / len(inputs), head / len(inputs)
+
+    tokens = attempt(whole.name, "output", lambda: tokens_of(few, example), "compute")
+    batch = batch_size(few.model, tokens, is_loss) if few.batched and together else 1
+    timed = min(batch, _TOGETHER) if on_cpu else batch
+    blocks, head = forward(example[:1])
+    if timed > 1 and timed * (blocks * len(parts.counts) / whole.layers + head) < _LONG:
+        blocks, head = forward(repeated(example, timed))
+    token = step = 0.0
+    if is_loss and few.stack is None:
+        token = sum(parts.seconds(lambda: model_output(few, shortened(example, 1))))
+    rows = min(samples, MOST_ROWS)
+    if rows:
+        drawn = min(rows, _ROWS) if on_cpu else rows
+        given: Any = {"windows": drawn, "window": _STEPS + 1, "before": (), "seed": 0, "starts": [0], "batch": drawn}
+        step = sum(parts.seconds(lambda: sample_windows(few, **given))) / _STEPS * rows / drawn
+    parameters, source, width = parameter_count(whole.model), whole.source, int(config.hidden_size)
+    files = 0 if source is None or not weight_files(source) else weight_bytes(source)
+    speed = None if source is None or not files else read_speed(source)
+    unpacked = _CONVERTED if source is None or source.gguf is None else _UNPACKED
+    return PartCosts(
+        blocks=blocks,
+        head=head,
+        token=token,
+        step=step,
+        rows=rows,
+        load=0.0 if source is None else 2 * files / (speed or math.inf) + unpacked * parameters + _OPENED,
+        files=files,
+        read_speed=speed,
+        layers=whole.layers,
+        parameters=parameters,
+        block_parameters=sum(parameter_count(block) for block in blocks_of(whole)),
+        itemsize=whole.model.dtype.itemsize,
+        tokens=tokens,
+        width=width,
+        output=4 * batch * tokens * (int(config.vocab_size) if is_loss else 8 * width),
+    )
+
+
+def read_speed(source: Source) -> float:
+    """Return how many bytes per second are read from the weight files, and hashed, as at the start of a run."""
+    path = max(weight_files(source), key=lambda one: one.stat().st_size)
+    started, done = time.perf_counter(), 0
+    with open(path, "rb") as handle:
+        while done < _SPEED_BYTES and (part := handle.read(2**22)):
+            hashlib.sha256(part)
+            done += len(part)
+    return max(1, done) / (time.perf_counter() - started)
