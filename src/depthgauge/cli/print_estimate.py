@@ -1,6 +1,6 @@
 """Show what a run is expected to take."""
 
-from depthgauge._format import counted, duration, number, size_text
+from depthgauge._format import counted, duration, size_text
 from depthgauge.cli.output import print_json
 from depthgauge.results.estimate_record import EstimateRecord
 
@@ -21,18 +21,23 @@ def print_estimate(record: EstimateRecord, as_json: bool) -> None:
     for name in ("seconds", "streamed")[: 1 + streams]:
         table.add_column(name, justify="right")
     for name, seconds in record.parts.items():
-        table.add_row(name, number(seconds), *([number(record.streamed.get(name))] if streams else []))
-    totals = [number(record.seconds), *([number(sum(record.streamed.values()))] if streams else [])]
+        table.add_row(name, _tenths(seconds), *([_tenths(record.streamed.get(name))] if streams else []))
+    totals = [_tenths(record.seconds), *([_tenths(sum(record.streamed.values()))] if streams else [])]
     table.add_section()
     table.add_row("all", *totals)
     console.print(table, highlight=False)
     sizes = {"GPU memory": record.gpu, "memory": record.ram, "disk": record.disk}
     for name, size in sizes.items():
         if size:
-            console.print(f"{name}: {size_text(size)} ({size} bytes)", highlight=False)
+            console.print(f"{name}: {size_text(size)} ({size:,} bytes)", highlight=False)
     if streams:
         speed = size_text(record.read_speed or 0)
         said = f"streamed: the weights are read in every pass over the blocks, at {speed} per second"
         console.print(said, highlight=False)
     words = "at most" if record.at_most else "about"
     console.print(f"→ {words} {duration(record.seconds)}\n", style="bold", markup=False, highlight=False)
+
+
+def _tenths(seconds: float | None) -> str:
+    """Return seconds in tenths, which is finer than an estimate can be; a dash for a part that is not done."""
+    return "–" if seconds is None else f"{seconds:.1f}"
