@@ -25,3 +25,9 @@ def save(folder: Path, name: str, dtype: torch.dtype = torch.float32, layers: in
 def quick(model: Any, text: Path | None, **changes: Any) -> ShrinkResult:
     keywords: dict[str, Any] = {"window": 16, "effort": "quick", "text": text} | changes
     return shrink(model, **keywords)
+
+
+def without_estimate(monkeypatch: Any) -> None:
+    """Leave out the estimate before a run, which times blocks of a small model."""
+    monkeypatch.setattr("depthgauge.workflows.gauge_checkpoint._say_estimate", lambda *_: None)
+    monkeypatch.setattr("depthgauge.workflows.shrink_run.ShrinkRun._estimate", lambda *_: None)

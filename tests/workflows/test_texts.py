@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_checkpoints import save_checkpoint, text_of
 from tiny_models import tiny_model
+from tiny_shrinks import without_estimate
 
 import depthgauge as dg
 from depthgauge.checkpoints.library import CheckpointError, quiet
@@ -21,7 +22,7 @@ from depthgauge.errors import InputError
 from depthgauge.results.shrink_options import make_shrink_options
 from depthgauge.surgery import open_model as module
 from depthgauge.surgery.calibration import prepare_calibration
-from depthgauge.surgery.open_model import OpenedModel, open_model
+from depthgauge.surgery.open_model import OpenedModel, open_model, read_model
 
 SMALL = {"tokens": 64, "window": 16, "device": "cpu", "what_if": "none"}
 BOS = 1
@@ -58,7 +59,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(model: Any, tokenizer: Any = None, **fields: Any) -> OpenedModel:
     options = make_shrink_options(None, {"remove": 1, "effort": "quick", "window": 16, "force": True, **fields})
     source = find(model) if isinstance(model, Path) else None
-    return open_model(model, source, options, tokenizer, None, lambda sentence: None)
+    found = read_model(model, source, options, tokenizer, None, False, lambda sentence: None)
+    return open_model(found, options, None, lambda sentence: None)
 
 
 class Letters:
@@ -139,6 +141,7 @@ def test_unknown_token_ids_are_refused_before_the_model_runs(
     largest = tokenizer.convert_tokens_to_ids("more0" if where == "bos" else "more2")
     text.write_text(text_of(4000).replace("w7", "more2" if where == "text" else "w7"))
     ran: list[Any] = []
+    without_estimate(monkeypatch)
     monkeypatch.setattr("transformers.LlamaForCausalLM.forward", lambda *args, **given: ran.append(args))
     expected = f"gives token ids up to {largest}, but the embedding of the model has 40 rows, for ids up to 39; use the"
     with pytest.raises(CheckpointError, match=expected):

@@ -4,6 +4,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -20,7 +21,7 @@ from depthgauge.checkpoints.model_class import loader_of, objective_of
 from depthgauge.checkpoints.sentence_pooling import pooling_modes
 from depthgauge.checkpoints.source import Source, gguf_sliding_blocks
 from depthgauge.checkpoints.stored_weights import built_model, count_parameters, tensor_count
-from depthgauge.checkpoints.stream import Stream, stream_map
+from depthgauge.checkpoints.stream import Stream, stream_map, streamed_bytes
 from depthgauge.errors import InputError
 from depthgauge.results.checkpoint_subject import CheckpointDescription
 
@@ -302,6 +303,7 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     keywords: dict[str, Any] = {"config": config}
     if source.gguf is None:
         keywords["use_safetensors"] = not source.pickled
+    folder: tempfile.TemporaryDirectory[str] | None = None
     if placement.stream:
         _require_streamable(source, config, placement)
         places = stream_map(skeleton, layers, device, source.target)
@@ -314,10 +316,14 @@ def load_model(source: Source, config: Any, placement: Placement) -> Checkpoint:
     wanted = placement.torch_dtype()
     keywords |= {"dtype": wanted, "output_loading_info": True}
     keywords["ignore_mismatched_sizes"] = True  # `_refuse_misfits` names the weight
-    model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
-    source.close()
-    _refuse_misfits(source, config, model, found, placement.ignore_unused)
-    stream = Stream.of_offloaded(model, layers, device, folder.cleanup) if placement.stream else None
+    with ExitStack() as at_failure:
+        if folder is not None:
+            at_failure.callback(folder.cleanup)
+        model, found = _from_pretrained(chosen, "weights", source, placement, **keywords)
+        source.close()
+        _refuse_misfits(source, config, model, found, placement.ignore_unused)
+        at_failure.pop_all()
+    stream = None if folder is None else Stream.of_offloaded(model, layers, device, folder.cleanup)
     refuse_infinite(model, source.target)
     if isinstance(wanted, torch.dtype):
         for weight in model.parameters():  # transformers dequantizes MXFP4 to bfloat16, whatever is asked for
@@ -353,11 +359,14 @@ def fitted(source: Source, config: Any, placement: Placement, message: Callable[
         check_memory(source, placement, parameter_count(skeleton))
     except CheckpointError as error:
         streamed = replace(placement, stream=True)
+        device, layers = placement.torch_device(), int(config.get_text_config().num_hidden_layers)
         try:
             _require_streamable(source, config, streamed)
+            needed = streamed_bytes(skeleton, layers)
         except CheckpointError:
             raise error from None
-        device = placement.torch_device()
+        if needed > free_memory(device):
+            raise
         message(f"the weights do not fit into the free memory of {device}: they are streamed, one block at a time")
         return streamed
     return placement

@@ -49,6 +49,12 @@ def stream_map(skeleton: nn.Module, layers: int, device: torch.device, name: str
     return places
 
 
+def streamed_bytes(skeleton: nn.Module, layers: int) -> int:
+    """Return what a streamed model needs on the device: everything outside the blocks, and two blocks."""
+    blocks = [sum(weight.nbytes for weight in block.parameters()) for block in find_blocks(skeleton, layers)]
+    return sum(weight.nbytes for weight in skeleton.parameters()) - sum(blocks) + 2 * max(blocks, default=0)
+
+
 class Stream:
     """The blocks of a model whose weights are on the disk or in main memory, and that run on a device.
 

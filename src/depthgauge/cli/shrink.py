@@ -14,7 +14,6 @@ from depthgauge.results.estimate_record import DIRECTORY, GGUF, PLAN
 from depthgauge.results.shrink_options import HOW_MUCH, MODEL, SIZE, TEXT, WAYS, ShrinkOptions
 from depthgauge.results.shrink_record import PlanRecord, ShrinkRecord
 from depthgauge.results.shrink_verdicts import limit_failed, limit_sentence, shrink_verdict
-from depthgauge.surgery.output_names import is_gguf_name
 
 _PANELS = {SIZE: "Size and guarantee", TEXT: "Text", MODEL: "Model"}
 _FILES = "Files"
@@ -112,6 +111,8 @@ def command(
     from depthgauge.workflows.shrink import expect_shrink, plan_shrink, shrink
 
     if estimate:
+        from depthgauge.surgery.output_names import is_gguf_name
+
         makes = PLAN if plan_only is not None else GGUF if is_gguf_name(out) else DIRECTORY
         print_estimate(expect_shrink(model, options, makes, from_plan, note), as_json)
         return

@@ -199,7 +199,8 @@ class Shrinker(Student):
         known: dict[str, list[float]] = self.journal.get("sets", {})
         new, part = [removed for removed, key in keys.items() if key not in known], slice(0, windows)
         models = {tuple(Edit(layer, "block") for layer in removed): keys[removed] for removed in new}
-        self.restore()
+        if new:
+            self.restore()
         for found in edited_losses(self.objective, self.select, [*models], part, progress=self.progress, label=label):
             known = known | {models[edits]: losses.tolist() for edits, losses in found.items()}
             self.journal.put("sets", known)
