@@ -119,7 +119,7 @@ def _target_losses(logits: Float[Tensor, "batch n vocabulary"], samples: Samples
     return torch.stack(losses).double()
 
 
-def labels_of(inputs: Inputs) -> Int[Tensor, "windows *n"]:
+def labels_of(inputs: Inputs) -> Int[Tensor, " windows *n"]:
     """Return the label, or the target tokens, of every window."""
     assert isinstance(inputs, Samples)
     assert inputs.targets is not None
