@@ -150,7 +150,7 @@ def test_weights_that_do_not_fit_are_streamed(tmp_path: Path, monkeypatch: pytes
     weights = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     monkeypatch.setattr(load, "free_memory", lambda device=None: weights)  # and no room for anything else
     assert fitted(source, config, here, said.append).stream
-    assert said == ["the weights do not fit into the free memory of cpu: they are streamed, one block at a time"]
+    assert said == ["the weights do not fit into the free memory of cpu: they are streamed, block by block"]
     with pytest.raises(CheckpointError, match="too large"):
         fitted(source, config, Placement(device="cpu", dtype="float32"), said.append)
     monkeypatch.setattr(load, "free_memory", lambda device=None: 1000)  # less than a block

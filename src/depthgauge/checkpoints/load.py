@@ -4,7 +4,7 @@ import inspect
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -349,26 +349,22 @@ def _require_streamable(source: Source, config: Any, placement: Placement) -> No
 def fitted(source: Source, config: Any, placement: Placement, message: Callable[[str], None]) -> Placement:
     """Return the placement, with streamed weights if they would not fit otherwise, and say so.
 
-    Weights that cannot be streamed are left to `load_model`, which refuses them.
+    Raises:
+        CheckpointError: the weights do not fit, and they cannot be streamed.
     """
     if placement.stream or placement.device_map is not None:
         return placement
-    chosen, _ = loader_of(config, source)
-    skeleton = built_model(source.target, config, chosen, placement.trust_remote_code)
+    skeleton = built_model(source.target, config, loader_of(config, source)[0], placement.trust_remote_code)
     try:
         check_memory(source, placement, parameter_count(skeleton))
-    except CheckpointError as error:
-        streamed = replace(placement, stream=True)
-        device, layers = placement.torch_device(), int(config.get_text_config().num_hidden_layers)
-        try:
+    except CheckpointError:
+        streamed, device = replace(placement, stream=True), placement.torch_device()
+        with suppress(CheckpointError):
             _require_streamable(source, config, streamed)
-            needed = streamed_bytes(skeleton, layers)
-        except CheckpointError:
-            raise error from None
-        if needed > free_memory(device):
-            raise
-        message(f"the weights do not fit into the free memory of {device}: they are streamed, one block at a time")
-        return streamed
+            if streamed_bytes(skeleton, int(config.get_text_config().num_hidden_layers)) <= free_memory(device):
+                message(f"the weights do not fit into the free memory of {device}: they are streamed, block by block")
+                return streamed
+        raise
     return placement
 
 
