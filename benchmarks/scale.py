@@ -93,6 +93,8 @@ def make_model(shape: str, folder: Path, device: str) -> None:
     for name, buffer in LlamaForCausalLM(LlamaConfig(**(SHAPES[shape] | {"num_hidden_layers": 0}))).named_buffers():
         model.get_buffer(name).copy_(buffer)
     model.save_pretrained(folder, max_shard_size="2GB")
+    del model
+    torch.cuda.empty_cache()
     bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={one: k for k, one in enumerate(bytes_)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -70,6 +70,8 @@ def main() -> None:
 
     Errors are one sentence.
     """
+    # Caches of keys and values grow by one token at a time; without this, torch keeps many times their memory.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot show
     try:

@@ -100,16 +100,16 @@ def refit(
     with torch.no_grad(), runner.resident(layer), ExitStack() as hooks:
         for module in maps:
             hooks.enter_context(module.register_forward_pre_hook(keep))
-        device = next(maps[-1].parameters()).device
+        weight = next(maps[-1].parameters())
+        # The penalty is far above the rounding of float32, and these are the largest matrices of a repair.
+        exact = torch.promote_types(weight.dtype, torch.float32)
         gram, cross = (
-            torch.zeros(rows, sum(widths), dtype=torch.float64, device=device)
+            torch.zeros(rows, sum(widths), dtype=exact, device=weight.device)
             for rows in (sum(widths), states.shape[-1])
         )
         for start, part in runner.batches(states):
             output = runner.block(layer, part, None if inputs is None else inputs[start : start + len(part)])
             output = runner.part(layer, output)
-            # The products of a batch in float32 take half the time; the penalty is far above their rounding.
-            exact = torch.promote_types(output.dtype, torch.float32)
             target = runner.part(layer, targets[start : start + len(part)]).to(output.device, exact)
             rows = [with_bias(module, read[module]).reshape(target.shape[0] * target.shape[1], -1) for module in maps]
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
