@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -267,8 +268,11 @@ def gguf_sliding_blocks(source: Source) -> list[bool] | None:
 
 def file_digests(source: Source) -> dict[str, str]:
     """Return the SHA-256 of every weight file, by name."""
-    found = {}
-    for path in weight_files(source):
+
+    def digest(path: Path) -> str:
         with open(path, "rb") as handle:
-            found[path.name] = hashlib.file_digest(handle, "sha256").hexdigest()
-    return found
+            return hashlib.file_digest(handle, "sha256").hexdigest()
+
+    paths = weight_files(source)
+    with ThreadPoolExecutor() as pool:
+        return dict(zip([path.name for path in paths], pool.map(digest, paths), strict=True))

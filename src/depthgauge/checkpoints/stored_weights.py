@@ -71,14 +71,15 @@ def weights_digest(model: Any) -> str:
 def stored_dtype(config: Any, source: Source) -> torch.dtype | None:
     """Return the dtype of a checkpoint: the one that its config names, or that of its largest tensor.
 
-    The result is None if the config names none and the files are pickled, or the largest tensor is not of a float type.
+    The result is None if the config names none and the weights are pickled or in a GGUF file, or the largest tensor is
+    not of a float type.
     """
     found = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
     if isinstance(found, str):
         found = getattr(torch, found, None)
     if isinstance(found, torch.dtype):
         return found
-    if source.pickled:
+    if source.pickled or source.gguf is not None:
         return None
     _, _, largest = max(stored_tensors(source), key=lambda one: one[1], default=("", 0, None))
     return largest if largest is not None and largest.is_floating_point else None

@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -104,20 +105,19 @@ def digests(model: Any, folder: Path | None = None) -> dict[str, list[str | None
         [safe_open(path, framework="pt") for path in folder.glob("*.safetensors")] if folder is not None else []
     )
     places = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
-    found: dict[str, list[str | None]] = {}
-    known: dict[tuple[int, str], str] = {}  # tied tensors are read once
-    for name, tensor in model.state_dict().items():
-        dtype, shape, digest = str(tensor.dtype), str(list(tensor.shape)), None
+
+    def described(name: str, tensor: Any) -> list[str | None]:
+        dtype, shape = str(tensor.dtype), str(list(tensor.shape))
         if tensor.device.type == "meta" and name in places:
             tensor = places[name].get_tensor(name)
-        if tensor.device.type != "meta":
-            place = (tensor.data_ptr(), dtype + shape)
-            if place not in known:
-                raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                known[place] = hashlib.sha256(raw.data).hexdigest()
-            digest = known[place]
-        found[name] = [dtype, shape, digest]
-    return found
+        if tensor.device.type == "meta":
+            return [dtype, shape, None]
+        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return [dtype, shape, hashlib.sha256(raw.data).hexdigest()]
+
+    tensors = model.state_dict()
+    with ThreadPoolExecutor(4) as pool:  # each has one tensor in memory
+        return dict(zip(tensors, pool.map(described, tensors, tensors.values()), strict=True))
 
 
 def prompt_of(inputs: Mapping[str, Any], length: int | None) -> dict[str, Any]:

@@ -115,8 +115,8 @@ def refit(
             features = multiplier * torch.cat(rows, dim=-1).to(exact)
             errors = (target - output).flatten(0, 1)
             weighted = features / target.flatten(0, 1).square().sum(-1, keepdim=True).clamp_min(1e-30)
-            gram += weighted.T @ features
-            cross += errors.T @ weighted
+            gram.addmm_(weighted.T, features)
+            cross.addmm_(errors.T, weighted)
     columns = torch.split(_ridge_solution(gram, cross, ridge), widths, dim=1)
     return [one for pair in zip(maps, columns, strict=True) for one in updates_of(*pair)]
 
@@ -132,7 +132,9 @@ def _ridge_solution(gram: Float[Tensor, "p p"], cross: Float[Tensor, "d p"], rid
     if not bool(diagonal.any()):
         return torch.zeros_like(cross)
     diagonal += ridge * (diagonal + diagonal.mean())
-    return torch.cholesky_solve(cross.T, torch.linalg.cholesky(gram)).T
+    factor = torch.linalg.cholesky(gram.mT, out=gram.mT)  # the transpose has the layout that is factored in place
+    half = torch.linalg.solve_triangular(factor, cross.mT, upper=False)
+    return torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
 
 
 def with_bias(module: Any, inputs: Tensor) -> Tensor:
