@@ -118,25 +118,26 @@ class Objective:
         self, several: Sequence[Float[Tensor, "windows n d"]], windows: slice = slice(None)
     ) -> Float[Tensor, "several windows"]:
         """Return the objective of every window for each of several states after the last block."""
-        inputs, found = self.inputs[windows], []
-        for start, dense in self.runner.batches(self.dense[windows]):
-            these = slice(start, start + len(dense))
-            reference = self._reference(dense, inputs[these])
-            parts = (states[these].to(dense.device, dense.dtype) for states in several)
-            outputs = (self.runner.output(part, inputs[these]) for part in parts)
-            found.append(torch.stack([self._measure(output, inputs[these], reference) for output in outputs]))
-        return torch.cat(found, dim=1)
+        runner, all_inputs, all_dense = self.runner, self.inputs[windows], self.dense[windows]
+
+        def measure(these: slice) -> Tensor:
+            inputs = all_inputs[these]
+            reference = self._reference(runner.on_device(all_dense[these]), inputs)
+            outputs = (runner.output(runner.on_device(states[these]), inputs) for states in several)
+            return torch.stack([self._measure(output, inputs, reference) for output in outputs])
+
+        return torch.cat(runner.batches.map(measure, len(all_dense)), dim=1)
 
     @torch.no_grad()
     def of_model(self, model: Any) -> float:
         """Return the mean objective of a complete transformers model on the same windows."""
-        checkpoint, found = replace(self.runner.checkpoint, model=model), []
-        for start in range(0, len(self.inputs), self.runner.batch):
-            these = slice(start, start + self.runner.batch)
-            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, checkpoint.model.dtype)
-            output = model_output(checkpoint, inputs)
-            found.append(self._measure(output, inputs, self._reference(dense, inputs)))
-        return float(torch.cat(found).mean())
+        checkpoint = replace(self.runner.checkpoint, model=model)
+
+        def measure(these: slice) -> Tensor:
+            inputs, dense = self.inputs[these], self.dense[these].to(self.runner.device, model.dtype)
+            return self._measure(model_output(checkpoint, inputs), inputs, self._reference(dense, inputs))
+
+        return float(torch.cat(self.runner.batches.map(measure, len(self.inputs))).mean())
 
     def _reference(self, dense: Tensor, inputs: Inputs) -> Tensor | None:
         """Return the output of the dense model, or None if the objective does not compare outputs with it."""
