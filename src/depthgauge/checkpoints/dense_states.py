@@ -3,6 +3,7 @@
 States are kept on the GPU, in memory or on disk, whichever has room.
 """
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,11 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from depthgauge._format import size_text
 from depthgauge.checkpoints.block_runner import BlockRunner
 from depthgauge.checkpoints.library import CheckpointError
 from depthgauge.checkpoints.load import BY_TARGETS, Checkpoint, free_memory
 from depthgauge.checkpoints.model_output import model_output, require_output, window_losses
 from depthgauge.checkpoints.samples import ENCODED, Inputs, Samples
+from depthgauge.errors import OutputError
 from depthgauge.progress import Step, silent
 
 STATES_SHARE = 0.35
@@ -95,8 +98,22 @@ class DenseStates:
         # The mapped file has no name any more when the folder is deleted; its space is freed with the tensor.
         with tempfile.TemporaryDirectory(prefix="depthgauge-", ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "states"
+            _reserve(path, needed)
             flat = torch.from_file(str(path), shared=True, size=count * state.numel(), dtype=state.dtype)
         return flat.reshape(shape)
+
+
+def _reserve(path: Path, needed: int) -> None:
+    """Create a file that has its space on the disk: a write to the mapping of one that has not ends the process."""
+    try:
+        with open(path, "wb") as handle:
+            if hasattr(os, "posix_fallocate"):  # not on macOS
+                os.posix_fallocate(handle.fileno(), 0, needed)
+    except OSError as error:
+        raise OutputError(
+            f"cannot keep the states of the model in {tempfile.gettempdir()}: they need {size_text(needed)}, "
+            f"{error.strerror or error}; set TMPDIR to a folder with more space"
+        ) from error
 
 
 class Objective:

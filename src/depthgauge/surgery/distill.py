@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
-from depthgauge._io import write_atomically
+from depthgauge._io import write_tensors
 from depthgauge.checkpoints.load import BY_TARGETS, free_memory
 from depthgauge.surgery.student import Student
 
@@ -98,7 +98,7 @@ def distill(
             _copy(masters, parameters)
             if saved is not None and (step + 1) % SAVE_EVERY == 0:
                 state = {"step": step + 1, "masters": masters, "optimizer": optimizer.state_dict()}
-                write_atomically(saved, partial(torch.save, state))
+                write_tensors(saved, state)
 
 
 def windows_per_step(tokens: int, windows: int, window: int) -> int:
