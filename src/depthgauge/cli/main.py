@@ -95,7 +95,7 @@ def main() -> None:
         if is_out_of_memory(error):
             sentence = "start again with --stream, which keeps one block in memory at a time, or a smaller --window"
             other = "if another program took the memory, the same command with --resume continues"
-            sys.exit(_fail(f"memory ran out: {sentence}; {other} ({one_line(error)})", 2))
+            sys.exit(_fail(f"memory ran out: {sentence}; {other} ({one_line(error, 100)})", 2))
         code = _fail(f"unexpected {type(error).__name__}: {error} (set DEPTHGAUGE_DEBUG=1 for the traceback)", 1)
     sys.exit(code)
 
